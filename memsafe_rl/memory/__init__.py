@@ -1,0 +1,1 @@
+"""Budgets, plans and policies; knows geometry and bytes, never networks, rewards or text."""

@@ -1,0 +1,1 @@
+"""Equations on tensors: log-probs, losses, advantages, sampling; no models, no devices, no configuration."""

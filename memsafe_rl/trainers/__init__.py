@@ -1,0 +1,1 @@
+"""The order of events: configurations and training loops."""

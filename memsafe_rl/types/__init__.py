@@ -1,0 +1,52 @@
+"""Frozen records that the rooms exchange; this package knows shapes, names and bytes and nothing else.
+
+Axes, as suffixes of tensor names throughout the library: ``B`` sequences (rows), ``P`` prompts, ``G`` samples per
+prompt, ``L`` prompt plus completion tokens, ``T`` completion tokens, ``S`` denoising steps, ``V`` vocabulary,
+``D`` hidden width, ``M`` completion tokens of several rows laid end to end, ``F`` reward functions.
+"""
+
+from memsafe_rl.types.learning import (
+    AdvantageResult,
+    Denominators,
+    LossInputs,
+    LossResult,
+    LossSettings,
+)
+from memsafe_rl.types.model import LinearHead, LogitsHead, TokenDistribution, TokenScores
+from memsafe_rl.types.plans import (
+    MemoryFailure,
+    MemoryState,
+    ModelGeometry,
+    Phase,
+    RolloutPlan,
+    RolloutWork,
+    UpdatePlan,
+    UpdateWork,
+)
+from memsafe_rl.types.rollouts import Completion, SamplingSettings, SequenceKey
+from memsafe_rl.types.trajectory import Ragged, Trajectory
+
+__all__ = [
+    "AdvantageResult",
+    "Completion",
+    "Denominators",
+    "LinearHead",
+    "LogitsHead",
+    "LossInputs",
+    "LossResult",
+    "LossSettings",
+    "MemoryFailure",
+    "MemoryState",
+    "ModelGeometry",
+    "Phase",
+    "Ragged",
+    "RolloutPlan",
+    "RolloutWork",
+    "SamplingSettings",
+    "SequenceKey",
+    "TokenDistribution",
+    "TokenScores",
+    "Trajectory",
+    "UpdatePlan",
+    "UpdateWork",
+]

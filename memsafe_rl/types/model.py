@@ -1,0 +1,61 @@
+"""What a network gives to the equations: hidden states and a head, instead of a `[B, T, V]` tensor of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LogitsHead = Callable[[Tensor], Tensor]
+"""Maps hidden states ``[M, D]`` to logits ``[M, V]``, for a head that is more than one linear map."""
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """An output head whose logits are ``cap · tanh(scale · (h Wᵀ + b) / cap)``, without the cap if it is None.
+
+    Args:
+        weight_VD: (V, D), any float type; the weight itself, tied to the embedding or not.
+        bias_V: (V,) or None.
+        scale: factor on the logits (Cohere multiplies, Granite divides, a tied T5 head has D**-0.5).
+        soft_cap: Gemma's logit soft-cap, in logits; None for none.
+        compute_dtype: type of the matrix product, None for the wider of hidden states and weight.
+    """
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    soft_cap: float | None = None
+    compute_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class TokenDistribution:
+    """The distribution over the next token at every completion position of some rows, not yet as logits.
+
+    Args:
+        hidden_MD: (M, D), hidden states that predict the tokens, rows laid end to end, no padding.
+        tokens_M: (M,) int64, the tokens that were taken there.
+        lengths: completion tokens of each row; their sum is M.
+        head: a linear head, or any function from hidden states to logits.
+    """
+
+    hidden_MD: Tensor
+    tokens_M: Tensor
+    lengths: tuple[int, ...]
+    head: LinearHead | LogitsHead
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Log-probs, and entropies if asked for, of taken actions.
+
+    Args:
+        logprobs_BT: (B, T) at least float32, nats; 0 in padding.
+        entropies_BT: (B, T) at least float32, nats; 0 in padding; None if not asked for.
+    """
+
+    logprobs_BT: Tensor
+    entropies_BT: Tensor | None = None

@@ -1,0 +1,202 @@
+"""Work, memory and plans: what a memory policy is told and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """The phases of a run to which bytes and failures are attributed."""
+
+    LOAD = "load"
+    ROLLOUT = "rollout"
+    REWARD = "reward"
+    SCORE = "score"
+    UPDATE = "update"
+    OPTIMIZER = "optimizer"
+    EVALUATE = "evaluate"
+    CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """The sizes of a network from which its bytes can be counted.
+
+    Args:
+        layers: transformer blocks.
+        hidden_size: width D of the residual stream.
+        intermediate_size: width of the feed-forward part of a block.
+        heads: query heads of a block.
+        kv_heads: key/value heads of a block (fewer than ``heads`` under grouped-query attention).
+        head_dim: width of one head.
+        vocab_size: rows V of the output head.
+        max_positions: longest sequence the network accepts, in tokens; None if unbounded.
+        windows: per block, the attention window in tokens, None for full attention.
+        parameter_bytes: int, bytes of all weights.
+        trainable_bytes: int, bytes of the weights that receive gradients.
+        compute_bytes: int, bytes of one activation element (2 for bf16, 4 for fp32).
+        cache_bytes: int, bytes of one key or value element in the cache.
+        head_trainable: whether the output head receives a gradient.
+    """
+
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int | None
+    windows: tuple[int | None, ...]
+    parameter_bytes: int
+    trainable_bytes: int
+    compute_bytes: int
+    cache_bytes: int
+    head_trainable: bool = True
+
+    def kv_bytes(self, slots: int) -> int:
+        """Counts the key/value bytes of one sequence that holds ``slots`` tokens.
+
+        ``2 · e · Σ_layers H_kv · d_head · min(slots, window)``.
+
+        Args:
+            slots: int, tokens of the sequence in the cache.
+
+        Returns:
+            int, bytes.
+        """
+        held = sum(slots if window is None else min(slots, window) for window in self.windows)
+        return 2 * self.cache_bytes * self.kv_heads * self.head_dim * held
+
+
+@dataclass(frozen=True)
+class RolloutWork:
+    """The shape of one rollout, before it is cut.
+
+    Args:
+        prompt_tokens: length of each unique prompt, in tokens, in prompt order.
+        group_size: samples per prompt.
+        max_new_tokens: longest completion, in tokens.
+        geometry: sizes of the network that samples.
+        scored: whether a pass for reference or old log-probs follows.
+    """
+
+    prompt_tokens: tuple[int, ...]
+    group_size: int
+    max_new_tokens: int
+    geometry: ModelGeometry
+    scored: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Sequences to sample: prompts times group size."""
+        return len(self.prompt_tokens) * self.group_size
+
+
+@dataclass(frozen=True)
+class UpdateWork:
+    """The shape of one optimizer step on this rank, before it is cut.
+
+    Args:
+        row_tokens: length of each row (prompt plus completion), in tokens.
+        action_tokens: length of each row's completion, in tokens.
+        geometry: sizes of the network that learns.
+    """
+
+    row_tokens: tuple[int, ...]
+    action_tokens: tuple[int, ...]
+    geometry: ModelGeometry
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """How a rollout and the scoring after it are cut to fit memory.
+
+    Args:
+        rows_in_flight: sequences decoded together.
+        kv_bytes: int, bytes; cap on the key/value cache of the rows in flight; None for no cap.
+        prefill_tokens: prompt tokens (padding included) read in one forward.
+        score_tokens: tokens (padding included) scored in one forward without gradient.
+        reward_rows: completions a reward model scores in one forward.
+        cache_dtype: element type of the cache, None for the model's own.
+        engine: name of the rollout engine.
+        predicted_bytes: predicted peak by phase, in bytes; empty when nothing was predicted.
+    """
+
+    rows_in_flight: int = 64
+    kv_bytes: int | None = None
+    prefill_tokens: int = 8192
+    score_tokens: int = 8192
+    reward_rows: int = 32
+    cache_dtype: str | None = None
+    engine: str = "native"
+    predicted_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How one optimizer step is cut to fit memory; none of it changes the gradient.
+
+    Args:
+        micro_batch_tokens: tokens (padding included) of one forward and backward; a longer row goes alone.
+        logprob_tile: completion tokens whose logits exist at the same time.
+        checkpointing: recompute each block's activations in the backward pass.
+        offload_activations: keep saved activations in host memory.
+        pack_prompts: one copy of a prompt for all its completions.
+        trajectory_device: "device" or "host": where the trajectory waits between micro-batches.
+        park_optimizer: keep the optimizer state in host memory outside the commit.
+        predicted_bytes: predicted peak by phase, in bytes; empty when nothing was predicted.
+    """
+
+    micro_batch_tokens: int = 8192
+    logprob_tile: int = 1024
+    checkpointing: bool = False
+    offload_activations: bool = False
+    pack_prompts: bool = False
+    trajectory_device: str = "host"
+    park_optimizer: bool = False
+    predicted_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MemoryFailure:
+    """One allocation that failed and outlived its same-plan retry.
+
+    Args:
+        phase: where it failed.
+        requested_bytes: int, bytes asked for; None when the message does not say.
+        attempt: how many plans have failed for this piece of work, from 1.
+        message: the allocator's own words.
+    """
+
+    phase: Phase
+    requested_bytes: int | None
+    attempt: int
+    message: str
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    """What a memory policy may know of the device and of this run's past.
+
+    Args:
+        device: "cuda", "cpu" or another device type.
+        budget_bytes: int, bytes this run may hold on the device.
+        live_bytes: int, bytes held now.
+        peak_bytes: int, most bytes held since the run began.
+        corrections: per phase, measured over predicted bytes of past plans, 1.0 where nothing was measured.
+        last_rollout_plan: the plan of the last rollout, None before the first.
+        last_update_plan: the plan of the last optimizer step, None before the first.
+        failures: failures of this run, oldest first.
+    """
+
+    device: str
+    budget_bytes: int
+    live_bytes: int
+    peak_bytes: int
+    corrections: Mapping[str, float] = field(default_factory=dict)
+    last_rollout_plan: RolloutPlan | None = None
+    last_update_plan: UpdatePlan | None = None
+    failures: tuple[MemoryFailure, ...] = ()

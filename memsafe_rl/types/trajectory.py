@@ -1,0 +1,149 @@
+"""The trajectory store: what a rollout leaves for the update, row by row, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of unequal length laid end to end, with their lengths on the host.
+
+    Args:
+        flat: (sum of lengths, ...), any type; trailing axes are one action's own (none for a token).
+        lengths: length of each row.
+    """
+
+    flat: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Tensor]) -> Ragged:
+        """Lays rows end to end.
+
+        Args:
+            rows: tensors that differ in their first axis only; at least one.
+
+        Returns:
+            The rows as one `Ragged`.
+        """
+        return cls(torch.cat(list(rows)), tuple(int(row.shape[0]) for row in rows))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """Gives every row as a view, in order."""
+        return torch.split(self.flat, list(self.lengths))
+
+    def take(self, rows: Iterable[int]) -> Ragged:
+        """Copies the given rows, in the given order."""
+        views = self.rows()
+        return Ragged.from_rows([views[row] for row in rows])
+
+    def put(self, rows: Iterable[int], values: Sequence[Tensor]) -> None:
+        """Overwrites the given rows in place with rows of the same lengths."""
+        views = self.rows()
+        for row, value in zip(rows, values, strict=True):
+            views[row].copy_(value)
+
+    def pad(self, rows: Sequence[int], fill: float | int, device: torch.device | str | None = None) -> Tensor:
+        """Cuts rows out as one tensor, padded on the right to their own longest row.
+
+        Args:
+            rows: indices of the rows wanted.
+            fill: value of the padding.
+            device: where the result goes, None for where the store is.
+
+        Returns:
+            (n, longest of these rows, ...), of the store's type.
+        """
+        views = self.rows()
+        width = max(self.lengths[row] for row in rows)
+        out = self.flat.new_full((len(rows), width, *self.flat.shape[1:]), fill)
+        for position, row in enumerate(rows):
+            out[position, : self.lengths[row]] = views[row]
+        return out if device is None else out.to(device, non_blocking=True)
+
+    def nbytes(self) -> int:
+        """Bytes of the store."""
+        return self.flat.nbytes
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One rollout, ready to learn from: rows × columns, whatever the kind of model.
+
+    Args:
+        conditions: the unique prompts (token ids), P rows.
+        condition_of_row: for each of the B rows, the index of its prompt.
+        actions: the completion tokens, or the states of a denoising chain; B rows.
+        loss_mask: 1 where an action is counted in the loss; B rows like ``actions``.
+        sampling_logprobs: nats, of the distribution sampled from; B rows.
+        advantages: (B,) float32, one per row.
+        group_of_row: for each row, the index of its group.
+        finished: for each row, whether it ended by itself.
+        old_logprobs: nats, of the model before the first update on this rollout; B rows, None until needed.
+        has_old: for each row, whether ``old_logprobs`` is filled in.
+        ref_logprobs: nats, of the reference; B rows, None without a reference.
+        importance_weights: per action, weight that corrects another sampler's distribution; None for none.
+    """
+
+    conditions: Ragged
+    condition_of_row: tuple[int, ...]
+    actions: Ragged
+    loss_mask: Ragged
+    sampling_logprobs: Ragged | None
+    advantages: Tensor
+    group_of_row: tuple[int, ...]
+    finished: tuple[bool, ...]
+    old_logprobs: Ragged | None = None
+    has_old: tuple[bool, ...] = ()
+    ref_logprobs: Ragged | None = None
+    importance_weights: Ragged | None = None
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    def condition_lengths(self, rows: Iterable[int]) -> tuple[int, ...]:
+        """Prompt tokens of the given rows."""
+        return tuple(self.conditions.lengths[self.condition_of_row[row]] for row in rows)
+
+    def action_lengths(self, rows: Iterable[int]) -> tuple[int, ...]:
+        """Columns (completion tokens or denoising steps) of the given rows."""
+        return tuple(self.actions.lengths[row] for row in rows)
+
+    def token_rows(self, rows: Sequence[int], pad_token_id: int, device: torch.device | str) -> Tensor:
+        """Joins each row's prompt and completion, padded on the right to the longest of these rows.
+
+        Args:
+            rows: indices of the rows wanted.
+            pad_token_id: fills the padding.
+            device: where the result goes.
+
+        Returns:
+            (n, L) int64.
+        """
+        prompts, completions = self.conditions.rows(), self.actions.rows()
+        joined = [torch.cat([prompts[self.condition_of_row[row]], completions[row]]) for row in rows]
+        return Ragged.from_rows(joined).pad(range(len(rows)), pad_token_id, device)
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by field; fields that hold no tensor are left out."""
+        sizes = {field.name: getattr(self, field.name) for field in fields(self)}
+        stored = {name: value for name, value in sizes.items() if isinstance(value, (Ragged, Tensor))}
+        return {name: value.nbytes() if isinstance(value, Ragged) else value.nbytes for name, value in stored.items()}
+
+    def to(self, device: torch.device | str) -> Trajectory:
+        """Moves every tensor to a device."""
+
+        def move(value: object) -> object:
+            if isinstance(value, Ragged):
+                return Ragged(value.flat.to(device), value.lengths)
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        return replace(self, **{field.name: move(getattr(self, field.name)) for field in fields(self)})  # type: ignore[arg-type]

@@ -1,0 +1,57 @@
+"""Bytes as people read and write them."""
+
+from __future__ import annotations
+
+import re
+
+from memsafe_rl.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+def format_bytes(count: int) -> str:
+    """Writes a byte count with a binary unit, such as ``1.23 GiB``.
+
+    Args:
+        count: int, bytes; may be negative.
+
+    Returns:
+        Text with at most two decimals.
+    """
+    size = float(abs(count))
+    sign = "-" if count < 0 else ""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:.2f} {unit}"
+        size /= 1024
+    return f"{sign}{size:.2f} TiB"
+
+
+def parse_bytes(text: str) -> int:
+    """Reads a byte count such as ``16GiB``, ``1.5 GB`` or ``4096``.
+
+    Args:
+        text: a number followed by an optional unit (B, KB, MB, GB, TB or KiB, MiB, GiB, TiB).
+
+    Returns:
+        int, bytes.
+
+    Raises:
+        ConfigError: the text is not a number with a known unit.
+    """
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match.group(2).lower() not in _UNITS:
+        raise ConfigError(f"{text!r} is not a byte count. Write a number and a unit, such as '16GiB' or '500MB'.")
+    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
