@@ -1,0 +1,81 @@
+"""The byte budget of a run: what the user wrote, and the bytes it stands for on a given device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.units import format_bytes, parse_bytes
+
+AUTO_SHARE = 0.9
+"""Share of the free device memory that "auto" takes; the rest is margin for what nobody counts."""
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """How many bytes a run may hold on its device.
+
+    Args:
+        limit_bytes: int, bytes; None when the budget is a share.
+        share: share of the device's total memory; None when the budget is in bytes or automatic.
+    """
+
+    limit_bytes: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, text: str | int) -> MemoryBudget:
+        """Reads a budget as users write it.
+
+        Args:
+            text: "auto", a count of bytes, a size such as "16GiB", or a share of the device such as "80%".
+
+        Returns:
+            The budget.
+
+        Raises:
+            ConfigError: the text is none of these, or the amount is not positive.
+        """
+        if text == "auto":
+            return cls()
+        if isinstance(text, str) and text.strip().endswith("%"):
+            return cls(share=_parse_share(text))
+        limit_bytes = parse_bytes(text) if isinstance(text, str) else int(text)
+        if limit_bytes <= 0:
+            raise ConfigError(f"memory_budget is {text!r}; it must be more than 0 bytes, such as '16GiB'.")
+        return cls(limit_bytes=limit_bytes)
+
+    def resolve(self, *, total_bytes: int, free_bytes: int) -> int:
+        """Turns the budget into bytes on a device.
+
+        Args:
+            total_bytes: int, bytes of the device.
+            free_bytes: int, bytes that nobody holds, other processes counted.
+
+        Returns:
+            int, bytes: the limit, the share of the total, or 90 % of what is free.
+
+        Raises:
+            ConfigError: the limit is larger than the device.
+        """
+        if self.limit_bytes is not None:
+            if self.limit_bytes > total_bytes:
+                raise ConfigError(
+                    f"memory_budget is {format_bytes(self.limit_bytes)} but the device has "
+                    f"{format_bytes(total_bytes)}. Lower memory_budget or leave it at 'auto'."
+                )
+            return self.limit_bytes
+        if self.share is not None:
+            return int(self.share * total_bytes)
+        return int(AUTO_SHARE * free_bytes)
+
+
+def _parse_share(text: str) -> float:
+    number = text.strip().removesuffix("%")
+    try:
+        share = float(number) / 100
+    except ValueError:
+        raise ConfigError(f"memory_budget is {text!r}; write a share as a number and '%', such as '80%'.") from None
+    if not 0 < share <= 1:
+        raise ConfigError(f"memory_budget is {text!r}; a share lies above 0% and at most at 100%.")
+    return share
