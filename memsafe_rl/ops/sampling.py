@@ -1,0 +1,213 @@
+"""Draws tokens so that batching changes nothing: noise from a counter, and a choice that survives rounding.
+
+Axes: ``B`` rows, ``V`` vocabulary, ``N`` blocks of the vocabulary, ``W`` tokens in a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TIE_GAP = 1e-4
+"""Nats; logits move by less than half of this when fp32 rows are batched differently."""
+
+_TILE_ELEMENTS = 1 << 20
+_GAMMA, _MIX_1, _MIX_2 = (
+    constant - (1 << 64) for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+class Draw(NamedTuple):
+    """One token a row.
+
+    Args:
+        tokens_B: (B,) int64.
+        logprobs_B: (B,) float64, nats, under the given logits; not finite where a row has no distribution (a NaN, a
+            +inf, or -inf everywhere), which the caller can look for when it reads the values anyway.
+        tied_B: (B,) bool, whether the best and the second best choice lay within `TIE_GAP` of each other.
+    """
+
+    tokens_B: Tensor
+    logprobs_B: Tensor
+    tied_B: Tensor
+
+
+def sample_tokens(logits_BV: Tensor, keys_B4: Tensor, positions_B: Tensor, *, temperature: float = 1.0) -> Draw:
+    """Draws one token a row from ``softmax(logits / temperature)``, the same in any batch.
+
+    The Gumbel-max trick (Maddison et al. 2014, "A* Sampling", eq. 1: ``argmax_i (z_i + g_i)`` is distributed as
+    ``softmax(z)``), in two stages over N = ceil(V / W) blocks of W = ceil(sqrt(V)) tokens, so that a token costs N + W
+    uniforms instead of V: first ``b = argmax_b (logsumexp_{i in b} z_i + g_b)``, then ``argmax_{i in b} (z_i + g_i)``.
+    The product of the two probabilities is the softmax, exactly. Departure from the paper: none but the stages.
+
+    The noise is a function of key, position and slot alone; a rounding difference in the logits changes the choice
+    only where two perturbed values nearly agree, and those draws are marked.
+
+    Args:
+        logits_BV: (B, V), any float type, nats; -inf is never drawn. Computed in at least float32, never copied whole.
+        keys_B4: (B, 4) int64: seed, rollout, prompt and sample of each row.
+        positions_B: (B,) int64, index of the token in its completion.
+        temperature: divides the logits; greater than 0.
+
+    Returns:
+        The `Draw`.
+    """
+    sums_BN, width = _reduce_blocks(logits_BV, temperature, torch.logsumexp)
+    noise = gumbel_noise(hash_fields(keys_B4, positions_B), sums_BN.shape[1] + width)
+    block_B, block_gap_B = _best_of(sums_BN.double() + noise[:, : sums_BN.shape[1]])
+    inside_BW = _gather_block(logits_BV, block_B, width, temperature)
+    inside_B, inside_gap_B = _best_of(inside_BW.double() + noise[:, sums_BN.shape[1] :])
+    return Draw(
+        block_B * width + inside_B,
+        _taken(inside_BW, inside_B) - sums_BN.double().logsumexp(1),
+        torch.minimum(block_gap_B, inside_gap_B) < TIE_GAP,
+    )
+
+
+def greedy_tokens(logits_BV: Tensor, *, temperature: float = 1.0) -> Draw:
+    """Takes the most likely token of each row, the first of equals.
+
+    ``argmax_i z_i``; the log-prob is the token's under ``softmax(z / temperature)``.
+
+    Args:
+        logits_BV: (B, V), any float type, nats.
+        temperature: divides the logits for the log-prob and the tie alone; greater than 0.
+
+    Returns:
+        The `Draw`.
+    """
+    best_BN, width = _reduce_blocks(logits_BV, temperature, torch.amax)
+    block_B, block_gap_B = _best_of(best_BN)
+    inside_B, inside_gap_B = _best_of(_gather_block(logits_BV, block_B, width, temperature))
+    tokens_B = block_B * width + inside_B
+    tied_B = torch.minimum(block_gap_B, inside_gap_B) < TIE_GAP
+    return Draw(tokens_B, taken_logprobs(logits_BV, tokens_B, temperature=temperature), tied_B)
+
+
+def taken_logprobs(logits_BV: Tensor, tokens_B: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Gives ``log softmax(logits / temperature)`` at one token a row.
+
+    Equals ``(logits / temperature).log_softmax(-1).gather(-1, tokens)`` without a second (B, V) tensor.
+
+    Args:
+        logits_BV: (B, V), any float type, nats.
+        tokens_B: (B,) int64.
+        temperature: divides the logits; greater than 0.
+
+    Returns:
+        (B,) float64, nats.
+    """
+    sums_BN, _ = _reduce_blocks(logits_BV, temperature, torch.logsumexp)
+    taken_B = _scaled(logits_BV.gather(1, tokens_B[:, None]), temperature)[:, 0]
+    return taken_B.double() - sums_BN.double().logsumexp(1)
+
+
+def hash_fields(keys_BK: Tensor, positions_B: Tensor) -> Tensor:
+    """Mixes a row's key and position into one 64-bit word.
+
+    ``h <- mix((h xor field) + gamma)`` over the fields, with SplitMix64's ``mix`` (Steele, Lea and Flood 2014, "Fast
+    Splittable Pseudorandom Number Generators", fig. 17). Integer arithmetic, so every device gives the same word.
+
+    Args:
+        keys_BK: (B, K) int64.
+        positions_B: (B,) int64.
+
+    Returns:
+        (B,) int64.
+    """
+    word_B = torch.zeros_like(positions_B)
+    for field_B in (*keys_BK.unbind(1), positions_B):
+        word_B = _mix((word_B ^ field_B) + _GAMMA)
+    return word_B
+
+
+def uniform_noise(words_B: Tensor, slots: int) -> Tensor:
+    """Gives each row's uniforms: the SplitMix64 stream that starts at its word.
+
+    ``u_s = (floor(mix(h + (s + 1) gamma) / 2^12) + 1/2) / 2^52``: exact in float64, and neither 0 nor 1.
+
+    Args:
+        words_B: (B,) int64, from `hash_fields`.
+        slots: numbers per row.
+
+    Returns:
+        (B, slots) float64, in (0, 1).
+    """
+    steps = torch.arange(1, slots + 1, device=words_B.device) * _GAMMA
+    bits = _shift_right(_mix(words_B[:, None] + steps), 12)
+    return (bits.double() + 0.5) * 2.0**-52
+
+
+def gumbel_noise(words_B: Tensor, slots: int) -> Tensor:
+    """Gives each row's standard Gumbel variates, ``-log(-log u)``.
+
+    Args:
+        words_B: (B,) int64, from `hash_fields`.
+        slots: numbers per row.
+
+    Returns:
+        (B, slots) float64, nats.
+    """
+    return uniform_noise(words_B, slots).log_().neg_().log_().neg_()
+
+
+def _mix(words: Tensor) -> Tensor:
+    """Scrambles 64-bit words, one to one (SplitMix64's finaliser, Stafford's variant 13)."""
+    words = (words ^ _shift_right(words, 30)) * _MIX_1
+    words = (words ^ _shift_right(words, 27)) * _MIX_2
+    return words ^ _shift_right(words, 31)
+
+
+def _shift_right(words: Tensor, bits: int) -> Tensor:
+    """Shifts zeros in from the left; torch's own shift repeats the sign bit."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Divides by the temperature in at least float32; the same values for a whole row and for a part of it."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return wide if temperature == 1.0 else wide / temperature
+
+
+def _reduce_blocks(logits_BV: Tensor, temperature: float, reduce: Callable[..., Tensor]) -> tuple[Tensor, int]:
+    """Reduces each block of a row to one number, a few rows at a time so that temporaries stay small.
+
+    Returns:
+        (B, N) and the width W of a block; the last block may be shorter, which no padding shows.
+    """
+    vocab = logits_BV.shape[1]
+    width = math.isqrt(vocab - 1) + 1
+    rows = max(1, _TILE_ELEMENTS // vocab)
+    tiles = [_reduce_tile(_scaled(tile, temperature), width, reduce) for tile in torch.split(logits_BV, rows)]
+    return (tiles[0] if len(tiles) == 1 else torch.cat(tiles)), width
+
+
+def _reduce_tile(logits_BV: Tensor, width: int, reduce: Callable[..., Tensor]) -> Tensor:
+    full = logits_BV.shape[1] // width
+    body_BN = reduce(logits_BV[:, : full * width].view(-1, full, width), dim=2)
+    if full * width == logits_BV.shape[1]:
+        return body_BN
+    return torch.cat([body_BN, reduce(logits_BV[:, full * width :], dim=1, keepdim=True)], 1)
+
+
+def _gather_block(logits_BV: Tensor, block_B: Tensor, width: int, temperature: float) -> Tensor:
+    """Copies one block of each row, (B, W), with -inf past the end of the vocabulary."""
+    last = logits_BV.shape[1] - 1
+    index_BW = block_B[:, None] * width + torch.arange(width, device=block_B.device)
+    values_BW = _scaled(logits_BV.gather(1, index_BW.clamp(max=last)), temperature)
+    return values_BW.masked_fill(index_BW > last, -math.inf)
+
+
+def _best_of(values_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Finds the first greatest value of each row, and its lead over the second greatest (inf if it is alone)."""
+    best_B = values_BN.argmax(1)
+    rest_BN = values_BN.scatter(1, best_B[:, None], -math.inf)
+    return best_B, _taken(values_BN, best_B) - rest_BN.amax(1).double()
+
+
+def _taken(values_BN: Tensor, index_B: Tensor) -> Tensor:
+    return values_BN.gather(1, index_B[:, None])[:, 0].double()
