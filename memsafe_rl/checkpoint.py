@@ -1,0 +1,163 @@
+"""Checkpoints: a folder that is there whole or not at all, and everything a run needs to go on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.rollout.storage import load_trajectory, save_trajectory
+from memsafe_rl.types import Trajectory
+
+PREFIX = "checkpoint-"
+_STATE = "training_state.pt"
+_LOOP = "loop.json"
+_TRAINER = "trainer_state.json"
+
+
+def write_checkpoint(
+    output_dir: Path,
+    step: int,
+    *,
+    save_model: Callable[[Path], None],
+    write_state: Callable[[Path], None],
+    tensors: dict[str, Any] | None,
+    loop: dict[str, Any],
+    trajectory: Trajectory | None,
+) -> Path:
+    """Writes a checkpoint beside its final place and moves it there when it is complete.
+
+    Args:
+        output_dir: the run's folder.
+        step: optimizer steps done.
+        save_model: writes the weights into a folder.
+        write_state: writes transformers' trainer state to a file.
+        tensors: state of optimizer, schedule and scale; None to save the model only.
+        loop: where the run stands, in plain values.
+        trajectory: the rollout being learnt from, None between rollouts.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    final = output_dir / f"{PREFIX}{step}"
+    draft = output_dir / f".{PREFIX}{step}.part"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    save_model(draft)
+    write_state(draft / _TRAINER)
+    if tensors is not None:
+        torch.save(tensors, draft / _STATE)
+        (draft / _LOOP).write_text(json.dumps({**loop, "random": random_state()}))
+        if trajectory is not None:
+            save_trajectory(trajectory, draft)
+    for path in draft.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    if final.exists():
+        shutil.rmtree(final)
+    draft.rename(final)
+    return final
+
+
+def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any], Trajectory | None]:
+    """Reads what a run needs besides the weights.
+
+    Args:
+        folder: a checkpoint's folder.
+
+    Returns:
+        The optimizer's tensors, the plain values, and the rollout being learnt from.
+
+    Raises:
+        ConfigError: the folder is no complete checkpoint.
+    """
+    if not (folder / _LOOP).exists() or not (folder / _STATE).exists():
+        raise ConfigError(
+            f"resume_from_checkpoint is {str(folder)!r}, which holds no {_LOOP} or {_STATE}. Name a folder "
+            f"'{PREFIX}N' written without save_only_model."
+        )
+    tensors = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
+    loop = json.loads((folder / _LOOP).read_text())
+    return tensors, loop, load_trajectory(folder)
+
+
+def find_checkpoint(output_dir: Path, wanted: bool | str) -> Path:
+    """Finds the checkpoint to resume from.
+
+    Args:
+        output_dir: the run's folder.
+        wanted: True for the latest one, or a folder.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not isinstance(wanted, bool):
+        if not Path(wanted).is_dir():
+            raise ConfigError(f"resume_from_checkpoint is {wanted!r}, which is not a folder. Name a checkpoint folder.")
+        return Path(wanted)
+    found = checkpoints(output_dir)
+    if not found:
+        raise ConfigError(
+            f"resume_from_checkpoint is True but {str(output_dir)!r} holds no folder '{PREFIX}N'. Start without it."
+        )
+    return found[-1]
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """Lists complete checkpoints, oldest first."""
+    found = [path for path in output_dir.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+
+
+def drop_old_checkpoints(output_dir: Path, limit: int | None, keep: str | None) -> None:
+    """Deletes the oldest checkpoints above a limit, but never the newest nor the best.
+
+    Args:
+        output_dir: the run's folder.
+        limit: how many to keep; None or 0 for all.
+        keep: folder of the best checkpoint, None for none.
+    """
+    if not limit or limit < 0:
+        return
+    found = checkpoints(output_dir)
+    kept = {path for path in found if keep is not None and path == Path(keep)} | set(found[-1:])
+    for path in reversed(found):
+        if len(kept) < limit:
+            kept.add(path)
+    for path in found:
+        if path not in kept:
+            shutil.rmtree(path)
+
+
+def random_state() -> dict[str, Any]:
+    """Gives the state of every random generator a user's code may draw from, as plain values."""
+    algorithm, words, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [algorithm, np.asarray(words).tolist(), position, has_gauss, gauss],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": [state.tolist() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Restores what `random_state` gave."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    algorithm, numbers, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((algorithm, np.array(numbers, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    if torch.cuda.is_available() and state["cuda"]:
+        torch.cuda.set_rng_state_all([torch.tensor(row, dtype=torch.uint8) for row in state["cuda"]])

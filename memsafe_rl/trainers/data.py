@@ -1,0 +1,267 @@
+"""Prompts: read by position from a dataset, checked and turned into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from memsafe_rl.errors import DataError
+from memsafe_rl.trainers.order import prompt_order
+
+_TOKENIZE_BATCH = 512
+_SHOW_PROGRESS_FROM = 20_000
+"""Prompts whose tokenization takes over two seconds."""
+
+
+class PromptSource(Protocol):
+    """A dataset read by position; positions count the prompts consumed since the run began."""
+
+    @property
+    def prompts_per_epoch(self) -> int | None:
+        """Prompts of one pass over the dataset; None for a stream of unknown length."""
+
+    def take(self, position: int, count: int) -> list[dict[str, Any]]:
+        """Gives `count` examples from `position` on."""
+
+
+class IndexedPrompts:
+    """A map-style dataset, reshuffled each epoch as a pure function of the seed.
+
+    Args:
+        examples: the dataset.
+        batch: prompts per rollout; the rest of an epoch that does not fill one is left for another epoch's order.
+        seed: data seed.
+        shuffle: False keeps the dataset's own order.
+        keep: indices of usable examples, None for all.
+
+    Raises:
+        DataError: fewer prompts than one rollout takes.
+    """
+
+    def __init__(
+        self, examples: Sequence[dict[str, Any]], *, batch: int, seed: int, shuffle: bool, keep: Sequence[int] | None
+    ) -> None:
+        self._examples = examples
+        self._keep = list(range(len(examples))) if keep is None else list(keep)
+        if len(self._keep) < batch:
+            raise DataError(
+                f"train_dataset has {len(self._keep)} usable prompts but one rollout takes {batch}. Add prompts, or "
+                "lower per_device_train_batch_size or gradient_accumulation_steps, or raise num_generations."
+            )
+        self.prompts_per_epoch = len(self._keep) // batch * batch
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def take(self, position: int, count: int) -> list[dict[str, Any]]:
+        """Gives `count` examples from `position` on, across epochs if need be."""
+        return [self._examples[self._index(place)] for place in range(position, position + count)]
+
+    def _index(self, position: int) -> int:
+        epoch, place = divmod(position, self.prompts_per_epoch)
+        if self._order[0] != epoch:
+            self._order = (epoch, prompt_order(len(self._keep), self._seed, epoch, shuffle=self._shuffle))
+        return self._keep[self._order[1][place]]
+
+
+class StreamedPrompts:
+    """An iterable dataset; a position behind or ahead of the stream is reached by reading it again from the start.
+
+    Args:
+        examples: an iterable dataset that can be iterated more than once.
+    """
+
+    prompts_per_epoch = None
+
+    def __init__(self, examples: Iterable[dict[str, Any]]) -> None:
+        self._examples = examples
+        self._iterator: Iterator[dict[str, Any]] = iter(())
+        self._position = -1
+
+    def take(self, position: int, count: int) -> list[dict[str, Any]]:
+        """Gives `count` examples from `position` on; the stream starts over when it ends."""
+        if position != self._position:
+            self._iterator = self._endless()
+            next(islice(self._iterator, position, position), None)
+            self._position = position
+        taken = list(islice(self._iterator, count))
+        self._position += count
+        return taken
+
+    def _endless(self) -> Iterator[dict[str, Any]]:
+        while True:
+            empty = True
+            for example in self._examples:
+                empty = False
+                yield dict(example)
+            if empty:
+                raise DataError("train_dataset yields no examples. Pass a dataset with a 'prompt' column.")
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of one rollout.
+
+    Args:
+        examples: the dataset's rows.
+        prompts: what the reward functions see: text, or a list of messages.
+        ids: token ids of each prompt, (length,) int64.
+    """
+
+    examples: tuple[dict[str, Any], ...]
+    prompts: tuple[Any, ...]
+    ids: tuple[Tensor, ...]
+
+
+class PromptTokenizer:
+    """Turns plain or conversational prompts into token ids.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        template_kwargs: extra arguments of the chat template.
+        limit: longest prompt, in tokens; None for no limit.
+        truncate: cut longer prompts on the left.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None, limit: int | None, truncate: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
+        self._limit = limit
+        self._truncate = truncate
+
+    def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Tokenizes prompts as they are, without a limit.
+
+        Args:
+            prompts: texts or lists of messages, all of one kind.
+
+        Returns:
+            Token ids of each.
+
+        Raises:
+            DataError: a prompt is neither text nor messages, is empty, or the tokenizer has no chat template.
+        """
+        if not prompts:
+            return []
+        _check_kind(prompts)
+        if isinstance(prompts[0], str):
+            ids = self._tokenizer(text=list(prompts))["input_ids"]
+        else:
+            ids = self._templated(prompts)
+        for prompt, row in zip(prompts, ids, strict=True):
+            if not row:
+                raise DataError(f"prompt {prompt!r} has no tokens. Remove empty prompts from the dataset.")
+        return [list(row) for row in ids]
+
+    def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:
+        """Tokenizes the prompts of some examples.
+
+        Args:
+            examples: rows of the dataset.
+
+        Returns:
+            The prompts, cut on the left where truncation is on.
+
+        Raises:
+            DataError: a prompt is longer than the limit and truncation is off.
+        """
+        prompts = [prompt_of(example) for example in examples]
+        rows = self.ids(prompts)
+        if self._limit is not None:
+            longest = max(len(row) for row in rows)
+            if longest > self._limit and not self._truncate:
+                raise DataError(overlong_message(longest, self._limit, 1))
+            rows = [row[-self._limit :] for row in rows]
+        ids = tuple(torch.tensor(row, dtype=torch.int64) for row in rows)
+        return Prompts(tuple(examples), tuple(prompts), ids)
+
+    def _templated(self, prompts: Sequence[Any]) -> list[list[int]]:
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            raise DataError(
+                "the prompts are conversations but the tokenizer has no chat template. Set "
+                "processing_class.chat_template, or pass prompts as plain text."
+            )
+        rendered = self._tokenizer.apply_chat_template(
+            list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True, **self._template_kwargs
+        )
+        return list(rendered["input_ids"])
+
+
+def prompt_of(example: Mapping[str, Any]) -> Any:
+    """Gives an example's prompt.
+
+    Args:
+        example: a row of the dataset.
+
+    Returns:
+        Text or a list of messages.
+
+    Raises:
+        DataError: there is no such column.
+    """
+    if "prompt" not in example:
+        raise DataError(f"an example has the columns {sorted(example)} but no 'prompt'. Rename or add that column.")
+    return example["prompt"]
+
+
+def usable_prompts(examples: Any, tokenizer: PromptTokenizer, *, limit: int | None, overlong: str) -> list[int]:
+    """Checks every prompt of a map-style dataset before any weight is loaded.
+
+    Args:
+        examples: a `datasets.Dataset` with a `prompt` column.
+        tokenizer: tokenizes the prompts.
+        limit: longest prompt, in tokens; None for no limit.
+        overlong: "error", "filter" or "truncate".
+
+    Returns:
+        Indices of the examples to use.
+
+    Raises:
+        DataError: the dataset is empty, has no `prompt`, or holds a prompt over the limit and `overlong` is "error".
+    """
+    if len(examples) == 0:
+        raise DataError("train_dataset is empty. Pass at least one example with a 'prompt' column.")
+    prompt_of(examples[0])
+    lengths: list[int] = []
+    starts: Iterable[int] = range(0, len(examples), _TOKENIZE_BATCH)
+    if len(examples) >= _SHOW_PROGRESS_FROM:
+        starts = track(starts, description="Reading prompts", transient=True)
+    for start in starts:
+        lengths += [len(row) for row in tokenizer.ids(examples[start : start + _TOKENIZE_BATCH]["prompt"])]
+    over = [] if limit is None else [index for index, length in enumerate(lengths) if length > limit]
+    if over and overlong == "error":
+        raise DataError(overlong_message(max(lengths), limit or 0, len(over)))
+    return (
+        [index for index in range(len(lengths)) if index not in set(over)]
+        if overlong == "filter"
+        else list(range(len(lengths)))
+    )
+
+
+def overlong_message(longest: int, limit: int, count: int) -> str:
+    """Writes the error for prompts over the limit."""
+    return (
+        f"{count} prompt(s) are longer than {limit} tokens (the longest has {longest}), which leaves no room for "
+        "max_completion_length in the model's context. Set overlong_prompts to 'filter' or 'truncate', or lower "
+        "max_completion_length."
+    )
+
+
+def _check_kind(prompts: Sequence[Any]) -> None:
+    conversational = not isinstance(prompts[0], str)
+    for prompt in prompts:
+        is_messages = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+        if not isinstance(prompt, str) and not (is_messages and all(isinstance(turn, Mapping) for turn in prompt)):
+            raise DataError(f"prompt {prompt!r} is neither text nor a list of messages with 'role' and 'content'.")
+        if is_messages != conversational:
+            raise DataError(
+                f"prompt {prompt!r} is not of the same kind as the first one. Use text or messages for all."
+            )

@@ -1,0 +1,503 @@
+"""One rollout as a story: prompts → completions → rewards → advantages → reference and old log-probs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.errors import DataError
+from memsafe_rl.memory.policies import MemoryPolicy
+from memsafe_rl.memory.tracker import MemoryTracker
+from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.ops.advantages import group_advantages, zero_spread_groups
+from memsafe_rl.ops.importance import importance_weights
+from memsafe_rl.rewards.base import RewardRunner
+from memsafe_rl.rollout.generation import generate
+from memsafe_rl.rollout.scoring import score_all
+from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.data import Prompts, PromptSource, PromptTokenizer
+from memsafe_rl.trainers.ranks import Ranks
+from memsafe_rl.types import (
+    AdvantageResult,
+    Completion,
+    Phase,
+    Ragged,
+    RolloutPlan,
+    RolloutWork,
+    SamplingSettings,
+    SequenceKey,
+    Trajectory,
+)
+
+logger = logging.getLogger(__name__)
+
+EVALUATION_ROLLOUT = -1
+"""Rollout index of evaluations: they draw the same numbers every time, so that their differences are the model's."""
+
+RolloutFunction = Callable[[list[Any], Any], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Prompts and their completions, group by group, over all ranks.
+
+    Args:
+        prompts: P prompts.
+        group_size: completions per prompt.
+        completions: P × group_size of them, prompt by prompt.
+        masks: per completion, 1 where the model itself chose the token; None when it chose all.
+        texts: what the reward functions see of each completion.
+        rewards_BF: (B, F) float32, NaN where a function gave None.
+        external: whether another sampler than the trained model drew them.
+    """
+
+    prompts: Prompts
+    group_size: int
+    completions: tuple[Completion, ...]
+    masks: tuple[Tensor, ...] | None
+    texts: tuple[Any, ...]
+    rewards_BF: Tensor
+    external: bool = False
+
+    def groups(self, indices: Sequence[int]) -> Samples:
+        """Gives some groups only."""
+        rows = [group * self.group_size + sample for group in indices for sample in range(self.group_size)]
+        prompts = Prompts(*(tuple(values[i] for i in indices) for values in vars(self.prompts).values()))
+        masks = None if self.masks is None else tuple(self.masks[row] for row in rows)
+        return replace(
+            self,
+            prompts=prompts,
+            completions=tuple(self.completions[row] for row in rows),
+            masks=masks,
+            texts=tuple(self.texts[row] for row in rows),
+            rewards_BF=self.rewards_BF[rows],
+        )
+
+    def joined(self, other: Samples) -> Samples:
+        """Appends other groups."""
+        pairs = zip(vars(self.prompts).values(), vars(other.prompts).values(), strict=True)
+        both = None if self.masks is None or other.masks is None else self.masks + other.masks
+        return replace(
+            self,
+            prompts=Prompts(*(mine + theirs for mine, theirs in pairs)),
+            completions=self.completions + other.completions,
+            masks=both,
+            texts=self.texts + other.texts,
+            rewards_BF=torch.cat([self.rewards_BF, other.rewards_BF]),
+        )
+
+
+@dataclass(frozen=True)
+class Experience:
+    """A rollout, rewarded and ready to learn from.
+
+    Args:
+        trajectory: the store.
+        consumed: prompts taken from the source.
+        external: whether another sampler than the trained model drew the completions.
+        metrics: what is logged of it.
+        table: one row a completion, for people.
+    """
+
+    trajectory: Trajectory
+    consumed: int
+    external: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+    table: tuple[dict[str, Any], ...] = ()
+
+
+class ExperienceMaker:
+    """Makes rollouts; holds no state that a failed attempt could spoil.
+
+    Args:
+        config: the run's configuration.
+        adapter: the model.
+        tokenizer: decodes completions.
+        read_prompts: tokenizes prompts.
+        rewards: the reward functions.
+        policy: plans every rollout.
+        tracker: the run's memory.
+        ranks: the ranks of the run.
+        sampling: how completions are drawn.
+        autocast: context of every forward pass.
+        rollout_func: draws completions in place of the library; None for the library's own engine.
+        owner: passed to `rollout_func` as its trainer.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: GRPOConfig,
+        adapter: ModelAdapter,
+        tokenizer: Any,
+        read_prompts: PromptTokenizer,
+        rewards: RewardRunner,
+        policy: MemoryPolicy,
+        tracker: MemoryTracker,
+        ranks: Ranks,
+        sampling: SamplingSettings,
+        autocast: Callable[[], AbstractContextManager[object]],
+        rollout_func: RolloutFunction | None,
+        owner: Any,
+    ) -> None:
+        self._config = config
+        self._adapter = adapter
+        self._tokenizer = tokenizer
+        self._read_prompts = read_prompts
+        self._rewards = rewards
+        self._policy = policy
+        self._tracker = tracker
+        self._ranks = ranks
+        self._sampling = sampling
+        self._autocast = autocast
+        self._rollout_func = rollout_func
+        self._owner = owner
+
+    def make(self, source: PromptSource, *, rollout: int, position: int, later_rows: Sequence[int]) -> Experience:
+        """Draws, rewards and scores one rollout.
+
+        Args:
+            source: the prompts.
+            rollout: index of the rollout.
+            position: prompts consumed before it.
+            later_rows: rows that no optimizer step reads before the weights first move.
+
+        Returns:
+            The rollout, on the host.
+        """
+        prompts = self._read_prompts(source.take(position, self._config.prompts_per_rollout))
+        plan = self._plan(prompts)
+        samples = self._draw(prompts, rollout, self._config.num_generations, plan)
+        samples, consumed = self._refill(samples, source, rollout, position, plan)
+        advantages = self._advantages(samples)
+        trajectory = self._store(samples, advantages)
+        trajectory = self._score(trajectory, plan, later_rows, external=samples.external)
+        return Experience(
+            trajectory=trajectory,
+            consumed=consumed,
+            external=samples.external,
+            metrics=self._metrics(samples, advantages),
+            table=_table(samples, advantages, self._rewards.names),
+        )
+
+    def evaluate(self, examples: Sequence[dict[str, Any]], group_size: int) -> tuple[Samples, dict[str, float]]:
+        """Draws and rewards completions for evaluation, with the plan of the last rollout.
+
+        Args:
+            examples: rows of the evaluation dataset.
+            group_size: completions per prompt.
+
+        Returns:
+            The samples and what is logged of them.
+        """
+        prompts = self._read_prompts(examples)
+        samples = self._draw(prompts, EVALUATION_ROLLOUT, group_size, self._tracker.rollout_plan)
+        return samples, self._metrics(samples, self._advantages(samples))
+
+    def _plan(self, prompts: Prompts) -> RolloutPlan:
+        work = RolloutWork(
+            prompt_tokens=tuple(len(ids) for ids in prompts.ids),
+            group_size=self._config.num_generations,
+            max_new_tokens=self._sampling.max_new_tokens,
+            geometry=self._adapter.geometry,
+            scored=self._config.beta != 0,
+        )
+        plan = self._policy.before_rollout(work, self._tracker.state())
+        self._tracker.adopt(plan, step=self._owner.state.global_step)
+        return plan
+
+    def _draw(
+        self, prompts: Prompts, rollout: int, group_size: int, plan: RolloutPlan, first_prompt: int = 0
+    ) -> Samples:
+        """Draws and rewards this rank's rows, and joins all ranks'."""
+        mine = self._ranks.share(len(prompts.ids) * group_size)
+        with self._tracker.phase(Phase.ROLLOUT):
+            if self._rollout_func is None:
+                drawn = self._generate(prompts, rollout, group_size, plan, first_prompt, mine)
+                masks, extra, external = None, {}, False
+            else:
+                drawn, masks, extra, external = self._call_rollout_func(prompts, group_size, mine)
+        texts = self._texts(prompts, [completion.ids for completion in drawn])
+        with self._tracker.phase(Phase.REWARD):
+            rewards = self._reward(prompts, group_size, mine, drawn, texts, extra, plan)
+        completions = tuple(self._ranks.gather(drawn))
+        return Samples(
+            prompts=prompts,
+            group_size=group_size,
+            completions=completions,
+            masks=None if masks is None else tuple(self._ranks.gather(masks)),
+            texts=tuple(self._ranks.gather(texts)),
+            rewards_BF=torch.tensor(self._ranks.gather(rewards.tolist()), dtype=torch.float32),
+            external=external,
+        )
+
+    def _generate(
+        self, prompts: Prompts, rollout: int, group_size: int, plan: RolloutPlan, first_prompt: int, mine: range
+    ) -> list[Completion]:
+        """Runs the library's own engine over this rank's rows."""
+        keys: dict[int, list[SequenceKey]] = {}
+        for row in mine:
+            prompt, sample = divmod(row, group_size)
+            key = SequenceKey(self._config.seed, rollout, first_prompt + prompt, sample)
+            keys.setdefault(prompt, []).append(key)
+        with self._autocast():
+            return generate(
+                self._adapter,
+                [prompts.ids[prompt] for prompt in keys],
+                list(keys.values()),
+                self._sampling,
+                plan,
+            )
+
+    def _call_rollout_func(
+        self, prompts: Prompts, group_size: int, mine: range
+    ) -> tuple[list[Completion], list[Tensor] | None, dict[str, Any], bool]:
+        """Has the user's function draw this rank's rows, and checks what it returns."""
+        if self._rollout_func is None:
+            raise AssertionError("called only with a rollout_func")
+        repeated = [prompts.prompts[row // group_size] for row in mine]
+        output = dict(self._rollout_func(copy.deepcopy(repeated), self._owner))
+        missing = {"prompt_ids", "completion_ids", "logprobs"} - output.keys()
+        if missing:
+            raise DataError(f"rollout_func returned no {sorted(missing)}. It must return them, one list a prompt.")
+        prompt_ids, completion_ids = output.pop("prompt_ids"), output.pop("completion_ids")
+        logprobs, masks = output.pop("logprobs"), output.pop("env_mask", None)
+        for name, values in (("prompt_ids", prompt_ids), ("completion_ids", completion_ids)):
+            if len(values) != len(mine):
+                raise DataError(f"rollout_func returned {len(values)} {name} for {len(mine)} prompts. Return one each.")
+        for row, ids in zip(mine, prompt_ids, strict=True):
+            expected = prompts.ids[row // group_size]
+            if list(ids) != expected.tolist():
+                raise DataError(
+                    f"rollout_func's prompt_ids of prompt {row} differ from the tokenizer's ({len(ids)} against "
+                    f"{len(expected)} tokens). Tokenize with trainer.processing_class and the same template."
+                )
+        drawn = [
+            self._external(ids, None if logprobs is None else logprobs[place])
+            for place, ids in enumerate(completion_ids)
+        ]
+        kept = None if masks is None else [torch.tensor(mask, dtype=torch.uint8) for mask in masks]
+        return drawn, kept, output, logprobs is not None
+
+    def _external(self, ids: Sequence[int], logprobs: Sequence[float | None] | None) -> Completion:
+        """Makes a completion of what a user's function drew."""
+        if len(ids) == 0:
+            raise DataError("rollout_func returned an empty completion. Return at least the eos token.")
+        tokens = torch.tensor(list(ids), dtype=torch.int64)
+        values = [float("nan") if value is None else float(value) for value in (logprobs or [None] * len(ids))]
+        known = torch.tensor(values, dtype=torch.float32)
+        ends = {*self._sampling.eos_token_ids, self._tokenizer.pad_token_id}
+        return Completion(tokens, known, known, finished=int(tokens[-1]) in ends)
+
+    def _texts(self, prompts: Prompts, ids: Sequence[Tensor]) -> list[Any]:
+        texts = self._tokenizer.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
+        if isinstance(prompts.prompts[0], str):
+            return list(texts)
+        return [[{"role": "assistant", "content": text}] for text in texts]
+
+    def _reward(
+        self,
+        prompts: Prompts,
+        group_size: int,
+        mine: range,
+        drawn: Sequence[Completion],
+        texts: Sequence[Any],
+        extra: dict[str, Any],
+        plan: RolloutPlan,
+    ) -> Tensor:
+        """Calls every reward function once on this rank's rows, in prompt order."""
+        examples = [prompts.examples[row // group_size] for row in mine]
+        names = {name for example in examples for name in example} - {"prompt", "completion", "completion_ids"}
+        columns = {name: [example.get(name) for example in examples] for name in sorted(names)}
+        for name, values in extra.items():
+            columns[name] = list(values) if isinstance(values, (list, tuple)) else [values] * len(mine)
+        scores = self._rewards.score(
+            [copy.deepcopy(prompts.prompts[row // group_size]) for row in mine],
+            list(texts),
+            [completion.ids.tolist() for completion in drawn],
+            columns,
+            trainer_state=self._owner.state,
+            reward_rows=plan.reward_rows,
+        )
+        self._owner.record(scores)
+        rewards: Tensor = scores.rewards_BF
+        return rewards
+
+    def _refill(
+        self, samples: Samples, source: PromptSource, rollout: int, position: int, plan: RolloutPlan
+    ) -> tuple[Samples, int]:
+        """Replaces groups whose rewards are all equal by fresh prompts, up to the limit (DAPO's dynamic sampling)."""
+        wanted = consumed = len(samples.prompts.ids)
+        if not self._config.dynamic_sampling:
+            return samples, consumed
+        flat = _flat_groups(samples, self._config)
+        useful = samples.groups([group for group in range(wanted) if not flat[group]])
+        spare = samples.groups([group for group in range(wanted) if flat[group]])
+        for _ in range(self._config.dynamic_sampling_max_rounds):
+            if len(useful.prompts.ids) >= wanted:
+                break
+            prompts = self._read_prompts(source.take(position + consumed, wanted))
+            fresh = self._draw(prompts, rollout, samples.group_size, plan, first_prompt=consumed)
+            consumed += wanted
+            flat = _flat_groups(fresh, self._config)
+            useful = useful.joined(fresh.groups([group for group in range(wanted) if not flat[group]]))
+            spare = spare.joined(fresh.groups([group for group in range(wanted) if flat[group]]))
+        return useful.joined(spare).groups(list(range(wanted))), consumed
+
+    def _advantages(self, samples: Samples) -> AdvantageResult:
+        return group_advantages(
+            samples.rewards_BF,
+            torch.tensor(self._rewards.weights, dtype=torch.float32),
+            samples.group_size,
+            self._config.scale_rewards,
+            self._config.multi_objective_aggregation,
+        )
+
+    def _store(self, samples: Samples, advantages: AdvantageResult) -> Trajectory:
+        """Lays the samples down as a trajectory; a row that counts for nothing gets an empty mask."""
+        masks = []
+        for row, completion in enumerate(samples.completions):
+            mask = torch.ones_like(completion.ids, dtype=torch.uint8)
+            if samples.masks is not None:
+                if len(samples.masks[row]) != len(mask):
+                    raise DataError(
+                        f"rollout_func's env_mask of completion {row} has {len(samples.masks[row])} entries for "
+                        f"{len(mask)} tokens. Return one entry a token."
+                    )
+                mask = samples.masks[row].clone()
+            cut = self._config.mask_truncated_completions and not completion.finished
+            masks.append(torch.zeros_like(mask) if cut or bool(advantages.unscored_B[row]) else mask)
+        rows = len(samples.completions)
+        group_of_row = tuple(row // samples.group_size for row in range(rows))
+        return Trajectory(
+            conditions=Ragged.from_rows(samples.prompts.ids),
+            condition_of_row=group_of_row,
+            actions=Ragged.from_rows([completion.ids for completion in samples.completions]),
+            loss_mask=Ragged.from_rows(masks),
+            sampling_logprobs=Ragged.from_rows([completion.logprobs for completion in samples.completions]),
+            advantages=advantages.advantages_B,
+            group_of_row=group_of_row,
+            finished=tuple(completion.finished for completion in samples.completions),
+            has_old=(False,) * rows,
+        )
+
+    def _score(
+        self, trajectory: Trajectory, plan: RolloutPlan, later_rows: Sequence[int], *, external: bool
+    ) -> Trajectory:
+        """Adds reference log-probs, and old ones where the first update will come too late to give them."""
+        corrected = external and self._config.vllm_importance_sampling_correction
+        everyone = list(range(len(trajectory)))
+        needing_old = everyone if corrected else [row for row in later_rows if self._config.learns(trajectory, row)]
+        with self._tracker.phase(Phase.SCORE):
+            if self._config.beta != 0:
+                with self._adapter.reference() as reference:
+                    trajectory = replace(trajectory, ref_logprobs=self._scored(reference, trajectory, everyone, plan))
+            if needing_old:
+                old = self._scored(self._adapter, trajectory, needing_old, plan)
+                has_old = tuple(row in set(needing_old) for row in everyone)
+                trajectory = replace(trajectory, old_logprobs=old, has_old=has_old)
+        return replace(trajectory, importance_weights=self._corrections(trajectory)) if corrected else trajectory
+
+    def _scored(
+        self, adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], plan: RolloutPlan
+    ) -> Ragged:
+        """Scores rows, shared over the ranks, into a store of all rows."""
+        lengths = trajectory.action_lengths(rows)
+        mine = self._ranks.balance(rows, lengths)
+        with self._autocast():
+            scored = score_all(
+                adapter,
+                trajectory,
+                mine,
+                temperature=self._config.temperature,
+                score_tokens=plan.score_tokens,
+                tile=self._tracker.update_plan.logprob_tile,
+            )
+        pairs = self._ranks.gather(list(zip(mine, scored, strict=True)))
+        dtype = pairs[0][1].dtype if pairs else torch.float32
+        store = Ragged(torch.zeros(trajectory.actions.flat.shape[0], dtype=dtype), trajectory.actions.lengths)
+        store.put([row for row, _ in pairs], [values for _, values in pairs])
+        return store
+
+    def _corrections(self, trajectory: Trajectory) -> Ragged:
+        if trajectory.old_logprobs is None or trajectory.sampling_logprobs is None:
+            raise AssertionError("corrections follow scoring")
+        rows = zip(
+            trajectory.old_logprobs.rows(), trajectory.sampling_logprobs.rows(), trajectory.loss_mask.rows(), strict=True
+        )
+        return Ragged.from_rows(
+            [
+                importance_weights(
+                    old,
+                    sampled,
+                    mask,
+                    mode=self._config.vllm_importance_sampling_mode,
+                    clip_min=self._config.vllm_importance_sampling_clip_min,
+                    clip_max=self._config.vllm_importance_sampling_clip_max,
+                )
+                for old, sampled, mask in rows
+            ]
+        )
+
+    def _metrics(self, samples: Samples, advantages: AdvantageResult) -> dict[str, float]:
+        """Computes TRL's rollout metrics, plus certified ties."""
+        lengths = torch.tensor(
+            [
+                len(completion.ids) if samples.masks is None else int(samples.masks[row].sum())
+                for row, completion in enumerate(samples.completions)
+            ],
+            dtype=torch.float32,
+        )
+        finished = torch.tensor([completion.finished for completion in samples.completions])
+        ended = lengths[finished] if finished.any() else torch.zeros(1)
+        prompt_tokens = sum(len(ids) for ids in samples.prompts.ids) * samples.group_size
+        metrics = {
+            "step_tokens": prompt_tokens + lengths.sum().item(),
+            "completions/clipped_ratio": 1.0 - finished.float().mean().item(),
+            "sampling/tied_fraction": sum(c.ties for c in samples.completions) / max(1.0, lengths.sum().item()),
+        }
+        for name, values in (("", lengths), ("_terminated", ended)):
+            metrics[f"completions/mean{name}_length"] = values.mean().item()
+            metrics[f"completions/min{name}_length"] = values.min().item()
+            metrics[f"completions/max{name}_length"] = values.max().item()
+        for column, name in enumerate(self._rewards.names):
+            values = samples.rewards_BF[:, column]
+            metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean_std(values)
+        metrics["reward"], metrics["reward_std"] = _mean_std(advantages.rewards_B)
+        flat = torch.isclose(advantages.std_B, torch.zeros_like(advantages.std_B))
+        metrics["frac_reward_zero_std"] = flat.float().mean().item()
+        return metrics
+
+
+def _flat_groups(samples: Samples, config: GRPOConfig) -> list[bool]:
+    weights = config.reward_weights or [1.0] * samples.rewards_BF.shape[1]
+    flat: list[bool] = zero_spread_groups(
+        samples.rewards_BF, torch.tensor(weights, dtype=torch.float32), samples.group_size
+    ).tolist()
+    return flat
+
+
+def _mean_std(values: Tensor) -> tuple[float, float]:
+    known = values[~torch.isnan(values)]
+    if known.numel() == 0:
+        return float("nan"), float("nan")
+    return known.mean().item(), known.std().item() if known.numel() > 1 else 0.0
+
+
+def _table(samples: Samples, advantages: AdvantageResult, names: Sequence[str]) -> tuple[dict[str, Any], ...]:
+    return tuple(
+        {
+            "prompt": samples.prompts.prompts[row // samples.group_size],
+            "completion": samples.texts[row],
+            **{name: samples.rewards_BF[row, column].item() for column, name in enumerate(names)},
+            "advantage": advantages.advantages_B[row].item(),
+        }
+        for row in range(len(samples.completions))
+    )

@@ -1,0 +1,101 @@
+"""Where a run stands and which rows come next: plain integers and pure functions, nothing an exception can kill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+_PROMPT_STREAM = 1
+_ROW_STREAM = 2
+_MULTIPLIER = 6364136223846793005
+"""Knuth's multiplier for 64-bit linear congruential generators (MMIX): keeps nearby keys apart."""
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The next optimizer step of a run.
+
+    Args:
+        rollout: index of the rollout it learns from.
+        epoch: pass over that rollout's rows.
+        step: optimizer step within the pass.
+        position: prompts consumed before that rollout.
+    """
+
+    rollout: int = 0
+    epoch: int = 0
+    step: int = 0
+    position: int = 0
+
+    @property
+    def starts_rollout(self) -> bool:
+        """Whether this is the first optimizer step after its rollout: the weights have not moved since."""
+        return self.epoch == 0 and self.step == 0
+
+    def advance(self, *, steps: int, epochs: int, consumed: int, stop: bool) -> Cursor:
+        """Gives the step after this one.
+
+        Args:
+            steps: optimizer steps per pass.
+            epochs: passes per rollout.
+            consumed: prompts that this rollout took.
+            stop: leave the rest of this rollout out.
+
+        Returns:
+            The next cursor, at the next rollout when this one is used up.
+        """
+        if not stop and self.step + 1 < steps:
+            return replace(self, step=self.step + 1)
+        if not stop and self.epoch + 1 < epochs:
+            return replace(self, epoch=self.epoch + 1, step=0)
+        return Cursor(rollout=self.rollout + 1, position=self.position + consumed)
+
+
+def permutation(size: int, *keys: int) -> list[int]:
+    """Shuffles `range(size)` as a pure function of some integers.
+
+    Args:
+        size: number of items.
+        keys: integers that name the shuffle, such as seed and epoch.
+
+    Returns:
+        A permutation; equal keys give equal ones.
+    """
+    mixed = 0
+    for key in keys:
+        mixed = (mixed * _MULTIPLIER + key + 1) % 2**63
+    generator = torch.Generator()
+    generator.manual_seed(mixed)
+    return torch.randperm(size, generator=generator).tolist()
+
+
+def prompt_order(size: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
+    """Gives the order of a dataset's prompts in one epoch.
+
+    Args:
+        size: prompts in the dataset.
+        seed: the run's data seed.
+        epoch: pass over the dataset.
+        shuffle: False keeps the dataset's own order.
+
+    Returns:
+        Indices of the dataset.
+    """
+    return permutation(size, _PROMPT_STREAM, seed, epoch) if shuffle else list(range(size))
+
+
+def rows_of_step(cursor: Cursor, rows: int, step_rows: int, seed: int) -> list[int]:
+    """Gives the rows of one optimizer step; rows are reshuffled in every pass over a rollout.
+
+    Args:
+        cursor: the step.
+        rows: rows of the rollout.
+        step_rows: rows of an optimizer step, over all ranks.
+        seed: the run's data seed.
+
+    Returns:
+        Row indices, ascending (their order within a step has no meaning).
+    """
+    order = permutation(rows, _ROW_STREAM, seed, cursor.rollout, cursor.epoch)
+    return sorted(order[cursor.step * step_rows : (cursor.step + 1) * step_rows])
