@@ -1,0 +1,130 @@
+"""A recurrent network of a few kilobytes behind the adapter's interface, with a log of what it was asked."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from memsafe_rl.types import LinearHead, ModelGeometry, TokenDistribution, Trajectory
+
+
+class FakeState:
+    def __init__(self, hidden_BD: Tensor) -> None:
+        self.hidden_BD = hidden_BD
+
+    @property
+    def rows(self) -> int:
+        return len(self.hidden_BD)
+
+    def nbytes(self) -> int:
+        return self.hidden_BD.nbytes
+
+
+class FakeModel(nn.Module):
+    def __init__(self, vocab: int, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.mix = nn.Linear(width, width)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(width, vocab)
+
+    def step(self, hidden_BD: Tensor, tokens_B: Tensor) -> Tensor:
+        return self.drop(torch.tanh(self.mix(hidden_BD) + self.embed(tokens_B)))
+
+
+class FakeAdapter:
+    """Keeps weak references to all it hands out; `fail_at` names the forward that raises."""
+
+    time_separable = False
+
+    def __init__(
+        self, vocab: int = 23, width: int = 16, max_positions: int | None = None, gain: float = 1.0, seed: int = 0
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model = FakeModel(vocab, width)
+        with torch.no_grad():
+            self.model.head.weight.mul_(4 * gain)
+            self.model.mix.weight.mul_(2)
+        self.vocab, self.width, self.max_positions = vocab, width, max_positions
+        self.prefills: list[list[int]] = []
+        self.steps: list[int] = []
+        self.forwards: list[list[int]] = []
+        self.modes: set[bool] = set()
+        self.handed: list[weakref.ref[object]] = []
+        self.fail_at: int | None = None
+        self.poison: tuple[int, int] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        return ModelGeometry(1, self.width, 0, 1, 1, 8, self.vocab, self.max_positions, (None,), 0, 0, 4, 4)
+
+    def alive(self) -> int:
+        return sum(ref() is not None for ref in self.handed)
+
+    def prefill(self, prompts: Sequence[Tensor]) -> tuple[Tensor, FakeState]:
+        self.prefills.append([len(prompt) for prompt in prompts])
+        rows = []
+        for prompt in prompts:
+            hidden_1D = torch.zeros(1, self.width)
+            for token in prompt:
+                hidden_1D = self.model.step(hidden_1D, token[None])
+            rows.append(hidden_1D)
+        return self._hand(torch.cat(rows))
+
+    def select(self, state: FakeState, rows: Tensor) -> FakeState:
+        selected = FakeState(state.hidden_BD[rows])
+        del state.hidden_BD
+        self.handed.append(weakref.ref(selected))
+        return selected
+
+    def decode_step(self, state: FakeState, tokens_B: Tensor) -> Tensor:
+        assert tokens_B.shape == (state.rows,)
+        self.steps.append(state.rows)
+        if self.fail_at is not None and len(self.steps) >= self.fail_at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        state.hidden_BD = self.model.step(state.hidden_BD, tokens_B)
+        logits_BV = self.model.head(state.hidden_BD)
+        if self.poison is not None and len(self.steps) == self.poison[0]:
+            logits_BV[self.poison[1]] = float("nan")
+        self.modes.add(self.model.training)
+        self.handed += [weakref.ref(logits_BV), weakref.ref(state.hidden_BD)]
+        return logits_BV
+
+    def distribution(
+        self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None
+    ) -> TokenDistribution:
+        self.forwards.append(list(rows))
+        self.modes.add(self.model.training)
+        prompts, actions = trajectory.conditions.rows(), trajectory.actions.rows()
+        hidden, tokens = [], []
+        for row in rows:
+            hidden_1D = torch.zeros(1, self.width)
+            for token in prompts[trajectory.condition_of_row[row]]:
+                hidden_1D = self.model.step(hidden_1D, token[None])
+            for token in actions[row]:
+                hidden.append(hidden_1D)
+                tokens.append(token)
+                hidden_1D = self.model.step(hidden_1D, token[None])
+        head = LinearHead(self.model.head.weight, self.model.head.bias)
+        return TokenDistribution(torch.cat(hidden), torch.stack(tokens), trajectory.action_lengths(rows), head)
+
+    @contextmanager
+    def reference(self) -> Iterator[FakeAdapter]:
+        yield self
+
+    @contextmanager
+    def recompute(self, enabled: bool) -> Iterator[None]:
+        yield
+
+    def _hand(self, hidden_BD: Tensor) -> tuple[Tensor, FakeState]:
+        logits_BV, state = self.model.head(hidden_BD), FakeState(hidden_BD)
+        self.handed += [weakref.ref(logits_BV), weakref.ref(state), weakref.ref(hidden_BD)]
+        return logits_BV, state

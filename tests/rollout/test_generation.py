@@ -1,0 +1,349 @@
+"""Waves never change tokens, keep to the plan, and leave nothing behind."""
+
+import gc
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_adapter import FakeAdapter, FakeState
+
+from memsafe_rl.errors import ConfigError, DataError, MemsafeError
+from memsafe_rl.rollout.generation import cut_waves, eval_mode, generate
+from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
+
+SETTINGS = SamplingSettings(max_new_tokens=24, eos_token_ids=(1, 2))
+ONE_WAVE = RolloutPlan(rows_in_flight=1000)
+
+
+def prompts_of(count: int, vocab: int = 23, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 9, (count,), generator=generator).tolist()
+    return [torch.randint(3, vocab, (length,), generator=generator) for length in lengths]
+
+
+def keys_of(count: int, group: int = 4, seed: int = 7) -> list[list[SequenceKey]]:
+    return [[SequenceKey(seed, 0, prompt, sample) for sample in range(group)] for prompt in range(count)]
+
+
+def assert_same(ours: list[Completion], theirs: list[Completion], atol: float = 1e-5) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+        assert one.finished == other.finished
+        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=atol)
+        torch.testing.assert_close(one.model_logprobs, other.model_logprobs, rtol=0, atol=atol)
+
+
+def naive_logits(adapter: FakeAdapter, tokens: torch.Tensor) -> torch.Tensor:
+    hidden_1D = torch.zeros(1, adapter.width)
+    with torch.no_grad(), eval_mode(adapter.model):
+        for token in tokens:
+            hidden_1D = adapter.model.step(hidden_1D, token[None])
+        return adapter.model.head(hidden_1D)[0].double()
+
+
+# What is drawn
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 0.0},
+        {"top_k": 5, "temperature": 1.3},
+        {"top_p": 0.8},
+        {"min_p": 0.05, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "repetition_penalty": 1.5},
+    ],
+)
+def test_wave_size_and_order_change_no_token(changes: dict[str, float]) -> None:
+    settings = replace(SETTINGS, **changes)
+    prompts, keys = prompts_of(9), keys_of(9)
+    whole = generate(FakeAdapter(), prompts, keys, settings, ONE_WAVE)
+    assert len({len(completion.ids) for completion in whole}) > 1
+    for plan in (
+        RolloutPlan(rows_in_flight=1),
+        RolloutPlan(rows_in_flight=7),
+        RolloutPlan(rows_in_flight=16, prefill_tokens=10),
+        RolloutPlan(rows_in_flight=36, kv_bytes=64 * 32 * 5),
+    ):
+        assert_same(generate(FakeAdapter(), prompts, keys, settings, plan), whole)
+    backwards = generate(FakeAdapter(), prompts[::-1], keys[::-1], settings, RolloutPlan(rows_in_flight=5))
+    groups = [backwards[start : start + 4] for start in range(0, 36, 4)]
+    assert_same([row for group in groups[::-1] for row in group], whole)
+
+
+def test_samples_depend_on_every_part_of_the_key() -> None:
+    prompts = prompts_of(1)
+    base = SequenceKey(1, 2, 3, 4)
+    others = [base._replace(**{name: 9}) for name in base._fields]
+    rows = generate(FakeAdapter(), prompts, [[base, *others, base]], SETTINGS, ONE_WAVE)
+    assert rows[0].ids.tolist() == rows[-1].ids.tolist()
+    assert len({tuple(row.ids.tolist()) for row in rows}) == 5
+
+
+def test_keys_of_any_width_are_taken() -> None:
+    keys = [[SequenceKey(2**64 - 1, 0, 0, 0), SequenceKey(-1, 0, 0, 0)]]
+    wide, negative = generate(FakeAdapter(), prompts_of(1), keys, SETTINGS, ONE_WAVE)
+    assert wide.ids.tolist() == negative.ids.tolist()
+
+
+def test_completions_end_at_an_eos_or_at_the_limit() -> None:
+    rows = generate(FakeAdapter(), prompts_of(12), keys_of(12), SETTINGS, RolloutPlan(rows_in_flight=20))
+    assert {row.finished for row in rows} == {True, False}
+    for row in rows:
+        ended = [token in SETTINGS.eos_token_ids for token in row.ids.tolist()]
+        assert not any(ended[:-1])
+        assert ended[-1] == row.finished
+        assert row.finished or len(row.ids) == SETTINGS.max_new_tokens
+        assert row.ids.dtype == torch.int64
+        assert row.logprobs.dtype == torch.float32
+        assert row.ids.shape == row.logprobs.shape == row.model_logprobs.shape
+        assert row.ids.untyped_storage().nbytes() == row.ids.nbytes
+    assert {int(row.ids[-1]) for row in rows if row.finished} == {1, 2}
+
+
+def test_no_eos_means_full_length() -> None:
+    rows = generate(FakeAdapter(), prompts_of(2), keys_of(2), replace(SETTINGS, eos_token_ids=()), ONE_WAVE)
+    assert {len(row.ids) for row in rows} == {SETTINGS.max_new_tokens}
+    assert not any(row.finished for row in rows)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_the_models_at_the_temperature(temperature: float) -> None:
+    adapter, prompts = FakeAdapter(), prompts_of(3)
+    rows = generate(adapter, prompts, keys_of(3), replace(SETTINGS, temperature=temperature), ONE_WAVE)
+    for index, row in enumerate(rows):
+        assert row.model_logprobs is row.logprobs
+        prompt = prompts[index // 4]
+        for position in range(len(row.ids)):
+            logits_V = naive_logits(adapter, torch.cat([prompt, row.ids[:position]]))
+            expected = (logits_V / temperature).log_softmax(0)[row.ids[position]]
+            # float32 recurrence against itself in another batch: a few units in the last place of ~10 nats.
+            assert abs(float(row.logprobs[position]) - float(expected)) < 1e-5
+
+
+def test_filters_have_transformers_own_order_and_meaning() -> None:
+    settings = replace(SETTINGS, temperature=0.8, top_k=6, top_p=0.9, min_p=0.02, repetition_penalty=1.4)
+    adapter, prompts = FakeAdapter(), prompts_of(4)
+    rows = generate(adapter, prompts, keys_of(4), settings, RolloutPlan(rows_in_flight=6))
+    for index, row in enumerate(rows):
+        prompt = prompts[index // 4]
+        for position in range(len(row.ids)):
+            seen = torch.cat([prompt, row.ids[:position]])
+            logits_V, drawn = naive_logits(adapter, seen), int(row.ids[position])
+            assert abs(float(row.model_logprobs[position]) - float((logits_V / 0.8).log_softmax(0)[drawn])) < 1e-5
+            assert abs(float(row.logprobs[position]) - naive_filtered(logits_V, seen, settings)[drawn]) < 1e-5
+
+
+def naive_filtered(logits_V: torch.Tensor, seen: torch.Tensor, settings: SamplingSettings) -> list[float]:
+    """Penalty, temperature, top-k, top-p, min-p, written out by hand for one row."""
+    scores = logits_V.tolist()
+    for token in set(seen.tolist()):
+        penalty = settings.repetition_penalty
+        scores[token] *= penalty if scores[token] < 0 else 1 / penalty
+    scores = [score / settings.temperature for score in scores]
+    best = sorted(range(len(scores)), key=lambda token: -scores[token])[: settings.top_k]
+    mass = {token: math.exp(scores[token]) for token in best}
+    total, kept, held = sum(mass.values()), [], 0.0
+    for token in best:
+        if held < settings.top_p * total:
+            kept.append(token)
+        held += mass[token]
+    kept = [token for token in kept if mass[token] >= (settings.min_p or 0) * mass[best[0]]]
+    norm = math.log(sum(mass[token] for token in kept))
+    return [scores[token] - norm if token in kept else -math.inf for token in range(len(scores))]
+
+
+def test_greedy_takes_the_most_likely_token_whatever_the_key() -> None:
+    adapter, prompts = FakeAdapter(), prompts_of(5)
+    rows = generate(adapter, prompts, keys_of(5, group=2), replace(SETTINGS, temperature=0.0), ONE_WAVE)
+    for index, row in enumerate(rows):
+        tokens = prompts[index // 2]
+        for position, token in enumerate(row.ids.tolist()):
+            logits_V = naive_logits(adapter, tokens)
+            assert token == int(logits_V.argmax())
+            assert abs(float(row.logprobs[position]) - float(logits_V.log_softmax(0).max())) < 1e-5
+            tokens = torch.cat([tokens, torch.tensor([token])])
+
+
+def test_ties_are_counted() -> None:
+    adapter = FakeAdapter()
+    with torch.no_grad():
+        adapter.model.head.weight.zero_()
+        adapter.model.head.bias.zero_()
+    settings = replace(SETTINGS, temperature=0.0, eos_token_ids=(22,), max_new_tokens=5)
+    assert [row.ties for row in generate(adapter, prompts_of(1), keys_of(1, 2), settings, ONE_WAVE)] == [5, 5]
+    assert sum(row.ties for row in generate(FakeAdapter(), prompts_of(4), keys_of(4), SETTINGS, ONE_WAVE)) == 0
+
+
+# How it is cut
+
+
+def test_each_prompt_is_read_once_a_wave_and_ended_rows_leave() -> None:
+    adapter = FakeAdapter()
+    prompts = prompts_of(6)
+    rows = generate(adapter, prompts, keys_of(6), SETTINGS, ONE_WAVE)
+    assert adapter.prefills == [sorted((len(prompt) for prompt in prompts), reverse=True)]
+    assert adapter.steps == sorted(adapter.steps, reverse=True)
+    needed = sum(len(row.ids) - 1 for row in rows)
+    # An eighth of the rows may wait to leave.
+    assert needed <= sum(adapter.steps) <= needed * 8 / 7
+    assert len(adapter.steps) == max(len(row.ids) for row in rows) - 1
+
+
+def geometry_of() -> ModelGeometry:
+    return FakeAdapter().geometry  # 2 * 4 B * 8 = 64 B a token
+
+
+@pytest.mark.parametrize("kv_tokens", [None, 1, 60, 200])
+@pytest.mark.parametrize("rows_in_flight", [1, 7, 64])
+@pytest.mark.parametrize("prefill_tokens", [1, 25, 8192])
+def test_waves_keep_to_the_plan(kv_tokens: int | None, rows_in_flight: int, prefill_tokens: int) -> None:
+    lengths, groups = (5, 12, 3, 12, 9), (4, 1, 0, 6, 4)
+    kv_bytes = None if kv_tokens is None else kv_tokens * 64
+    plan = RolloutPlan(rows_in_flight=rows_in_flight, kv_bytes=kv_bytes, prefill_tokens=prefill_tokens)
+    waves = cut_waves(lengths, groups, 10, geometry_of(), plan)
+    expected = [(prompt, sample) for prompt, size in enumerate(groups) for sample in range(size)]
+    assert sorted(row for wave in waves for row in wave) == expected
+    for wave in waves:
+        longest = max(lengths[prompt] for prompt, _ in wave)
+        assert len(wave) <= rows_in_flight
+        assert len(wave) == 1 or kv_tokens is None or len(wave) * (longest + 10) <= kv_tokens
+        unique = {prompt for prompt, _ in wave}
+        assert len(unique) == 1 or len(unique) * longest <= prefill_tokens
+
+
+def test_waves_are_of_even_size() -> None:
+    waves = cut_waves((4,) * 65, (1,) * 65, 10, geometry_of(), RolloutPlan(rows_in_flight=64))
+    assert [len(wave) for wave in waves] == [33, 32]
+
+
+def test_progress_counts_sequences() -> None:
+    told: list[tuple[int, int]] = []
+    plan = RolloutPlan(rows_in_flight=10)
+    generate(FakeAdapter(), prompts_of(6), keys_of(6), SETTINGS, plan, lambda ended, total: told.append((ended, total)))
+    assert told[-1] == (24, 24)
+    assert told == sorted(told)
+    assert len(set(told)) == len(told) > 3
+
+
+def test_nothing_asked_for_is_nothing_done() -> None:
+    adapter = FakeAdapter()
+    assert generate(adapter, [], [], SETTINGS, ONE_WAVE) == []
+    assert generate(adapter, prompts_of(2), [[], []], SETTINGS, ONE_WAVE) == []
+    assert adapter.prefills == []
+
+
+# What is left behind
+
+
+def test_nothing_is_left_after_return() -> None:
+    adapter = FakeAdapter()
+    gc.collect()
+    gc.disable()
+    try:
+        rows = generate(adapter, prompts_of(6), keys_of(6), SETTINGS, RolloutPlan(rows_in_flight=9))
+        assert adapter.alive() == 0
+    finally:
+        gc.enable()
+    assert all(not row.logprobs.requires_grad and not row.logprobs.is_inference() for row in rows)
+
+
+@pytest.mark.parametrize("fail_at", [1, 5])
+def test_nothing_is_left_after_an_exception(fail_at: int) -> None:
+    adapter = FakeAdapter()
+    adapter.fail_at = fail_at
+    failed = False
+    gc.collect()
+    gc.disable()
+    try:
+        try:
+            generate(adapter, prompts_of(6), keys_of(6), SETTINGS, ONE_WAVE)
+        except torch.OutOfMemoryError:
+            failed = True
+        assert failed
+        assert adapter.alive() == 0
+    finally:
+        gc.enable()
+    assert torch.is_grad_enabled()
+
+
+def test_at_most_one_set_of_logits_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, held = FakeAdapter(), []
+    step = adapter.decode_step
+
+    def counted(state: FakeState, tokens_B: torch.Tensor) -> torch.Tensor:
+        living = [ref() for ref in adapter.handed]
+        held.append(sum(isinstance(it, torch.Tensor) and it.shape[1] == adapter.vocab for it in living))
+        return step(state, tokens_B)
+
+    monkeypatch.setattr(adapter, "decode_step", counted)
+    generate(adapter, prompts_of(3), keys_of(3), SETTINGS, ONE_WAVE)
+    assert set(held) == {0}
+
+
+@pytest.mark.parametrize("fail_at", [None, 3])
+def test_every_modules_mode_is_put_back(fail_at: int | None) -> None:
+    adapter = FakeAdapter()
+    adapter.model.train()
+    adapter.model.mix.eval()
+    before = [module.training for module in adapter.model.modules()]
+    adapter.fail_at = fail_at
+    try:
+        generate(adapter, prompts_of(2), keys_of(2), SETTINGS, ONE_WAVE)
+    except torch.OutOfMemoryError:
+        assert fail_at is not None
+    assert [module.training for module in adapter.model.modules()] == before
+    assert adapter.modes == {False}
+
+
+def test_rows_come_as_plain_tensors_that_autograd_takes() -> None:
+    row = generate(FakeAdapter(), prompts_of(1), keys_of(1, 1), SETTINGS, ONE_WAVE)[0]
+    weight = torch.ones((), requires_grad=True)
+    (weight * row.logprobs).sum().backward()
+    assert weight.grad is not None
+
+
+# Refusals
+
+
+def test_a_row_without_a_distribution_is_named() -> None:
+    adapter = FakeAdapter()
+    adapter.poison = (3, 1)
+    settings = replace(SETTINGS, eos_token_ids=())
+    with pytest.raises(MemsafeError, match=r"position 3 of prompt 0, sample 1 \(1 of 4 rows\).*learning rate"):
+        generate(adapter, prompts_of(1), keys_of(1), settings, ONE_WAVE)
+
+
+def test_a_row_that_has_ended_may_hold_anything() -> None:
+    prompts, keys = prompts_of(1), keys_of(1, group=30)
+    whole = generate(FakeAdapter(), prompts, keys, SETTINGS, ONE_WAVE)
+    lengths = [len(row.ids) for row in whole]
+    assert lengths.count(min(lengths)) * 8 < 30  # so that it has not left the cache
+    adapter = FakeAdapter()
+    adapter.poison = (min(lengths), lengths.index(min(lengths)))
+    assert_same(generate(adapter, prompts, keys, SETTINGS, ONE_WAVE), whole)
+
+
+def test_a_too_long_prompt_is_refused() -> None:
+    adapter = FakeAdapter(max_positions=30)
+    prompts = [torch.arange(3, 9), torch.arange(3, 10)]
+    with pytest.raises(DataError, match=r"Prompt 1 has 7 tokens; with up to 24 new .* 30 positions.* at most 23\."):
+        generate(adapter, prompts, keys_of(2), SETTINGS, ONE_WAVE)
+    assert adapter.prefills == []
+    assert len(generate(adapter, prompts[:1], keys_of(1), SETTINGS, ONE_WAVE)) == 4
+
+
+def test_other_bad_input_is_refused() -> None:
+    adapter, prompts = FakeAdapter(), prompts_of(2)
+    with pytest.raises(DataError, match=r"Prompt 1 has 0 tokens"):
+        generate(adapter, [prompts[0], prompts[0][:0]], keys_of(2), SETTINGS, ONE_WAVE)
+    with pytest.raises(DataError, match="2 prompts came with keys for 3"):
+        generate(adapter, prompts, keys_of(3), SETTINGS, ONE_WAVE)
+    with pytest.raises(ConfigError, match="max_new_tokens is 0"):
+        generate(adapter, prompts, keys_of(2), replace(SETTINGS, max_new_tokens=0), ONE_WAVE)
+    with pytest.raises(ConfigError, match=r"temperature is -1\.0"):
+        generate(adapter, prompts, keys_of(2), replace(SETTINGS, temperature=-1.0), ONE_WAVE)
