@@ -1,0 +1,346 @@
+"""Log-probs and entropies of taken tokens without a ``[M, V]`` tensor: a tile's logits live and die together.
+
+Axes: ``M`` tokens of several rows laid end to end, ``N`` tokens of one tile or of a slice of it, ``V`` vocabulary,
+``D`` hidden width. Besides a tile's logits, all temporaries are slices of one `_PARTS`-th of the tile or of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.types import LinearHead, LogitsHead, TokenDistribution
+
+_PARTS = 16
+_LEAST_LOGPROB = -1e4
+"""Nats; its exponential is 0 in float64, so that a token that cannot be drawn adds 0 instead of 0 x inf."""
+
+
+def token_logprobs(
+    distribution: TokenDistribution, *, temperature: float, tile: int, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Scores taken tokens under ``softmax(logits / temperature)``, a tile of tokens at a time.
+
+    With ``z = logits / temperature`` and ``p = softmax(z)``: ``log p_t = z_t - logsumexp(z)`` and
+    ``H = logsumexp(z) - sum_v p_v z_v``. Backward recomputes a tile's logits from its hidden states and uses
+    ``d log p_t / dz_v = [v = t] - p_v`` and ``dH / dz_v = -p_v (log p_v + H)``. Equals the naive form
+    ``(logits / temperature).log_softmax(-1)`` with a gather, and ``-(p * log p).sum(-1)``.
+
+    Logits of a `LinearHead` are ``cap * tanh(scale * (h W^T + b) / cap)``. The matrix product runs in the head's
+    ``compute_dtype``; if that is None, in autocast's type where autocast is on, else in the wider of hidden states and
+    weight. All the rest, and the sums that make the weight's gradient, are in float32, or in float64 if the product is.
+    A head that is any function of hidden states is run once more in backward, tile by tile.
+
+    Args:
+        distribution: hidden states (M, D), tokens (M,) and the head.
+        temperature: divides the logits; greater than 0.
+        tile: tokens whose logits exist at the same time; need not divide M.
+        with_entropy: whether to give entropies too.
+
+    Returns:
+        Log-probs (M,) and entropies (M,) or None, nats, float32 (float64 for a float64 product), both differentiable.
+
+    Raises:
+        ConfigError: If ``tile`` is less than 1 or ``temperature`` is not greater than 0.
+    """
+    if tile < 1:
+        raise ConfigError(f"A log-prob tile of {tile} tokens holds nothing. Set `logprob_tile` to 1 or more.")
+    if not temperature > 0:
+        raise ConfigError(
+            f"Log-probs at temperature {temperature} are not defined. Set `temperature` to more than 0, such as 1.0."
+        )
+    head, hidden_MD, tokens_M = distribution.head, distribution.hidden_MD, distribution.tokens_M
+    if not isinstance(head, LinearHead):
+        return _function_scores(head, hidden_MD, tokens_M, temperature, tile, with_entropy)
+    recipe = _Recipe(_product_dtype(hidden_MD, head), head.scale, head.soft_cap, temperature, tile, with_entropy)
+    logprobs_M, entropies_M = _LinearScores.apply(  # type: ignore[no-untyped-call]
+        hidden_MD, head.weight_VD, head.bias_V, tokens_M, recipe
+    )
+    return logprobs_M, entropies_M
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What turns a linear map's output into scores, and how it is cut."""
+
+    product_dtype: torch.dtype
+    scale: float
+    soft_cap: float | None
+    temperature: float
+    tile: int
+    with_entropy: bool
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        return _widen(self.product_dtype)
+
+    def squash_(self, outputs_NV: Tensor) -> None:
+        """Turns outputs of the linear map into logits over temperature, in place."""
+        if self.soft_cap is not None:
+            outputs_NV.mul_(self.scale / self.soft_cap).tanh_().mul_(self.soft_cap / self.temperature)
+        elif self.scale / self.temperature != 1:
+            outputs_NV.mul_(self.scale / self.temperature)
+
+    def slope(self, scores_NV: Tensor) -> Tensor | None:
+        """Gives the soft-cap's derivative, ``1 - tanh^2``, from the scores it made; None without a cap."""
+        if self.soft_cap is None:
+            return None
+        return (scores_NV * (self.temperature / self.soft_cap)).square_().neg_().add_(1)
+
+
+class _LinearScores(torch.autograd.Function):
+    """Scores under a linear head; saves hidden states and a few numbers a token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, tokens_M: Tensor, recipe: _Recipe
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        logprobs_M, log_sums_M, entropies_M = _empty_scores(tokens_M, recipe.wide_dtype, recipe.with_entropy)
+        buffer_NV = _tile_buffer(hidden_MD, weight_VD, recipe)
+        with torch.autocast(hidden_MD.device.type, enabled=False):
+            for rows in _cuts(len(tokens_M), recipe.tile):
+                scores_NV = buffer_NV[: rows.stop - rows.start]
+                _write_scores(scores_NV, hidden_MD[rows], weight_VD, bias_V, recipe)
+                for part in _cuts(rows.stop - rows.start, _part(recipe.tile)):
+                    where = slice(rows.start + part.start, rows.start + part.stop)
+                    summary = _summarise_(scores_NV[part], tokens_M[where], recipe.with_entropy)
+                    _store(where, summary, (logprobs_M, log_sums_M, entropies_M))
+        ctx.recipe = recipe
+        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, tokens_M, log_sums_M, entropies_M)
+        return logprobs_M, entropies_M
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_M: Tensor | None, grad_entropies_M: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden_MD, weight_VD, bias_V, tokens_M, log_sums_M, entropies_M = ctx.saved_tensors
+        recipe: _Recipe = ctx.recipe
+        grads = _HeadGradients(ctx.needs_input_grad, hidden_MD, weight_VD, bias_V, recipe)
+        buffer_NV = _tile_buffer(hidden_MD, weight_VD, recipe)
+        with torch.autocast(hidden_MD.device.type, enabled=False):
+            for rows in _cuts(len(tokens_M), recipe.tile):
+                scores_NV = buffer_NV[: rows.stop - rows.start]
+                _write_scores(scores_NV, hidden_MD[rows], weight_VD, bias_V, recipe)
+                for part in _cuts(rows.stop - rows.start, _part(recipe.tile)):
+                    where = slice(rows.start + part.start, rows.start + part.stop)
+                    slope_NV = recipe.slope(scores_NV[part])
+                    saved = _at(where, tokens_M, log_sums_M, entropies_M, grad_logprobs_M, grad_entropies_M)
+                    gradient_NV = _score_gradient_(scores_NV[part], *saved)
+                    if slope_NV is not None:
+                        gradient_NV.mul_(slope_NV)
+                    scores_NV[part] = gradient_NV.mul_(recipe.scale / recipe.temperature)
+                grads.add(rows, scores_NV)
+        return *grads.result(), None, None
+
+
+class _LogitsScores(torch.autograd.Function):
+    """Scores of one tile from its logits, for a head that is any function."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, tokens_N: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        wide = _widen(logits_NV.dtype)
+        logprobs_N, log_sums_N, entropies_N = _empty_scores(tokens_N, wide, with_entropy)
+        for part in _cuts(len(tokens_N), _part(len(tokens_N))):
+            summary = _summarise_(logits_NV[part].to(wide) / temperature, tokens_N[part], with_entropy)
+            _store(part, summary, (logprobs_N, log_sums_N, entropies_N))
+        ctx.temperature = temperature
+        ctx.save_for_backward(logits_NV, tokens_N, log_sums_N, entropies_N)
+        return logprobs_N, entropies_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_N: Tensor | None, grad_entropies_N: Tensor | None
+    ) -> tuple[Tensor, None, None, None]:
+        logits_NV, tokens_N, log_sums_N, entropies_N = ctx.saved_tensors
+        gradient_NV = torch.empty_like(logits_NV)
+        for part in _cuts(len(tokens_N), _part(len(tokens_N))):
+            scores_NV = logits_NV[part].to(log_sums_N.dtype) / ctx.temperature
+            saved = _at(part, tokens_N, log_sums_N, entropies_N, grad_logprobs_N, grad_entropies_N)
+            gradient_NV[part] = _score_gradient_(scores_NV, *saved).div_(ctx.temperature)
+        return gradient_NV, None, None, None
+
+
+def _function_scores(
+    head: LogitsHead, hidden_MD: Tensor, tokens_M: Tensor, temperature: float, tile: int, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    def score(hidden_ND: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits_NV = head(hidden_ND)
+        scores: tuple[Tensor, Tensor | None]
+        scores = _LogitsScores.apply(logits_NV, tokens_N, temperature, with_entropy)  # type: ignore[no-untyped-call]
+        return scores
+
+    tiles = [
+        checkpoint(score, hidden_ND, tokens_N, use_reentrant=False)
+        if torch.is_grad_enabled()
+        else score(hidden_ND, tokens_N)
+        for hidden_ND, tokens_N in zip(torch.split(hidden_MD, tile), torch.split(tokens_M, tile), strict=True)
+    ]
+    logprobs, entropies = zip(*tiles, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+
+
+def _summarise_(scores_NV: Tensor, tokens_N: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gives log-probs, logsumexps and entropies; destroys the scores."""
+    peaks_N1 = scores_NV.amax(1, keepdim=True)
+    shifted_NV = scores_NV.sub_(peaks_N1)
+    taken_N = shifted_NV.gather(1, tokens_N[:, None])[:, 0]
+    weights_NV = shifted_NV.exp() if with_entropy else shifted_NV.exp_()
+    sums_N = weights_NV.sum(1)
+    logs_N = sums_N.log()
+    # nansum, because a token that cannot be drawn gives 0 x -inf; a real NaN still shows through the logarithm.
+    entropies_N = logs_N - weights_NV.mul_(shifted_NV).nansum(1) / sums_N if with_entropy else None
+    return taken_N - logs_N, peaks_N1[:, 0] + logs_N, entropies_N
+
+
+def _score_gradient_(
+    scores_NV: Tensor,
+    tokens_N: Tensor,
+    log_sums_N: Tensor,
+    entropies_N: Tensor | None,
+    grad_logprobs_N: Tensor | None,
+    grad_entropies_N: Tensor | None,
+) -> Tensor:
+    """Gives the gradient with respect to the scores, ``g ([v = t] - p) - g_H p (log p + H)``; destroys the scores."""
+    logprobs_NV = scores_NV.sub_(log_sums_N[:, None])
+    if grad_entropies_N is None or entropies_N is None:
+        gradient_NV = logprobs_NV.exp_()
+        if grad_logprobs_N is None:
+            return gradient_NV.zero_()
+        gradient_NV.mul_(-grad_logprobs_N[:, None])
+    else:
+        gradient_NV = logprobs_NV.exp()
+        factors_NV = logprobs_NV.clamp_(min=_LEAST_LOGPROB).add_(entropies_N[:, None]).mul_(grad_entropies_N[:, None])
+        if grad_logprobs_N is not None:
+            factors_NV.add_(grad_logprobs_N[:, None])
+        gradient_NV.mul_(factors_NV).neg_()
+    if grad_logprobs_N is not None:
+        at_N1 = tokens_N[:, None]
+        gradient_NV.scatter_(1, at_N1, gradient_NV.gather(1, at_N1) + grad_logprobs_N[:, None])
+    return gradient_NV
+
+
+def _write_scores(
+    scores_NV: Tensor, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, recipe: _Recipe
+) -> None:
+    """Fills a tile with logits over temperature; the product is rounded to its own type, as a linear layer's is."""
+    dtype = recipe.product_dtype
+    hidden_ND = hidden_ND.to(dtype)
+    for block in _head_blocks(weight_VD, recipe):
+        target = scores_NV[:, block] if scores_NV.dtype == dtype else None
+        matrix = weight_VD[block].to(dtype).t()
+        if bias_V is None:
+            written = torch.mm(hidden_ND, matrix) if target is None else torch.mm(hidden_ND, matrix, out=target)
+        else:
+            bias = bias_V[block].to(dtype)
+            written = (
+                torch.addmm(bias, hidden_ND, matrix)
+                if target is None
+                else torch.addmm(bias, hidden_ND, matrix, out=target)
+            )
+        if target is None:
+            scores_NV[:, block] = written
+    recipe.squash_(scores_NV)
+
+
+class _HeadGradients:
+    """Sums of a head's gradients over tiles, in at least float32."""
+
+    def __init__(
+        self, needed: tuple[bool, ...], hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, recipe: _Recipe
+    ) -> None:
+        self._inputs = (hidden_MD, weight_VD, bias_V)
+        self._recipe = recipe
+        self._sums = tuple(
+            torch.zeros_like(value, dtype=recipe.wide_dtype, memory_format=torch.contiguous_format)
+            if wanted and value is not None
+            else None
+            for wanted, value in zip(needed[:3], self._inputs, strict=True)
+        )
+
+    def add(self, rows: slice, gradient_NV: Tensor) -> None:
+        """Adds one tile's share, given the gradient with respect to the linear map's output."""
+        hidden_MD, weight_VD, _ = self._inputs
+        hidden_sum, weight_sum, bias_sum = self._sums
+        for block in _head_blocks(weight_VD, self._recipe):
+            part = gradient_NV[:, block]
+            if hidden_sum is not None:
+                self._add_product(hidden_sum[rows], part, weight_VD[block])
+            if weight_sum is not None:
+                self._add_product(weight_sum[block], part.t(), hidden_MD[rows])
+            if bias_sum is not None:
+                bias_sum[block] += part.sum(0)
+
+    def _add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        dtype = self._recipe.product_dtype
+        if total.device.type == "cuda" and dtype.itemsize == 2:
+            torch.addmm(total, left.to(dtype), right.to(dtype), out_dtype=total.dtype, out=total)
+        else:
+            total.addmm_(left, right.to(total.dtype))
+
+    def result(self) -> tuple[Tensor | None, ...]:
+        """Gives the gradients of hidden states, weight and bias in the types of their owners."""
+        return tuple(
+            None if total is None or value is None else total.to(value.dtype)
+            for total, value in zip(self._sums, self._inputs, strict=True)
+        )
+
+
+def _product_dtype(hidden_MD: Tensor, head: LinearHead) -> torch.dtype:
+    if head.compute_dtype is not None:
+        return head.compute_dtype
+    wider = torch.promote_types(hidden_MD.dtype, head.weight_VD.dtype)
+    device = hidden_MD.device.type
+    # Autocast leaves float64 alone.
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and wider != torch.float64 else wider
+
+
+def _widen(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _cuts(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _part(size: int) -> int:
+    return max(1, -(-size // _PARTS))
+
+
+def _head_blocks(weight_VD: Tensor, recipe: _Recipe) -> Iterator[slice]:
+    """Cuts the vocabulary so that no copy of the whole head in another type exists; one piece if none is needed."""
+    vocab = weight_VD.shape[0]
+    plain = weight_VD.dtype == recipe.product_dtype == recipe.wide_dtype
+    return _cuts(vocab, vocab if plain else _part(vocab))
+
+
+def _tile_buffer(hidden_MD: Tensor, weight_VD: Tensor, recipe: _Recipe) -> Tensor:
+    tokens = min(recipe.tile, hidden_MD.shape[0])
+    return torch.empty(tokens, weight_VD.shape[0], dtype=recipe.wide_dtype, device=hidden_MD.device)
+
+
+def _empty_scores(tokens_M: Tensor, dtype: torch.dtype, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    logprobs_M, log_sums_M = torch.empty_like(tokens_M, dtype=dtype), torch.empty_like(tokens_M, dtype=dtype)
+    return logprobs_M, log_sums_M, torch.empty_like(logprobs_M) if with_entropy else None
+
+
+def _store(where: slice, parts: tuple[Tensor | None, ...], wholes: tuple[Tensor | None, ...]) -> None:
+    for part, whole in zip(parts, wholes, strict=True):
+        if part is not None and whole is not None:
+            whole[where] = part
+
+
+def _at(where: slice, tokens: Tensor, log_sums: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    return (tokens[where], log_sums[where], *(None if value is None else value[where] for value in others))
