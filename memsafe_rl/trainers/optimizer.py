@@ -126,16 +126,15 @@ class Committer:
         Args:
             norm: the gradients' global norm.
         """
-        with uninterrupted():
-            if self._max_grad_norm > 0:
-                torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
-            if self.scaler is None:
-                self.optimizer.step()
-            else:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-            self.scheduler.step()
-            self.drop_gradients()
+        if self._max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.scheduler.step()
+        self.drop_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """Gives the state of optimizer, schedule and scale."""

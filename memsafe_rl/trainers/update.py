@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.ops.losses import policy_loss
+from memsafe_rl.ops.losses import entropy_threshold, policy_loss
 from memsafe_rl.rollout.scoring import cut_by_tokens, score_rows
+from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.types import Denominators, LossInputs, LossSettings, Ragged, Trajectory, UpdatePlan
 
 
@@ -26,6 +27,7 @@ class StepTerms:
         with_entropy: whether entropies are wanted, for the bonus, the token mask or the log.
         entropy_coef: coefficient of the entropy bonus.
         entropy_masks: 1 where an action is among the most uncertain of the step, per row; None when all count.
+        sampler_is_external: whether another sampler drew the completions, so that its log-probs differ from the old.
     """
 
     settings: LossSettings
@@ -34,6 +36,7 @@ class StepTerms:
     with_entropy: bool
     entropy_coef: float = 0.0
     entropy_masks: Mapping[int, Tensor] | None = None
+    sampler_is_external: bool = False
 
 
 @dataclass
@@ -83,11 +86,11 @@ def accumulate_gradient(
     Returns:
         The step's loss and sums over these rows.
     """
-    lengths = [sum(pair) for pair in zip(trajectory.condition_lengths(rows), trajectory.action_lengths(rows), strict=True)]
+    lengths = row_lengths(trajectory, rows)
     step = StepGradient(loss=torch.zeros((), device=adapter.device))
     for places in cut_by_tokens(lengths, plan.micro_batch_tokens):
         micro = [rows[place] for place in places]
-        with autocast(), held_activations(adapter, plan):
+        with autocast(), kept_activations(adapter, plan):
             scores = score_rows(
                 adapter,
                 trajectory,
@@ -98,8 +101,7 @@ def accumulate_gradient(
             )
         inputs = loss_inputs(trajectory, micro, terms, scores.logprobs_BT, scores.entropies_BT)
         result = policy_loss(inputs, terms.settings, terms.denominators)
-        with held_activations(adapter, plan):
-            scale(result.loss).backward()
+        scale(result.loss).backward()
         _add(step, result.loss, result.sums, result.lows, result.highs)
         for place, row in enumerate(micro):
             step.logprobs[row] = scores.logprobs_BT[place, : trajectory.actions.lengths[row]].detach()
@@ -139,7 +141,7 @@ def loss_inputs(
         mask_BT=trajectory.loss_mask.pad(rows, 0, device).to(dtype),
         old_logprobs_BT=cut(trajectory.old_logprobs) if has_old else None,
         ref_logprobs_BT=cut(trajectory.ref_logprobs),
-        sampling_logprobs_BT=cut(trajectory.sampling_logprobs),
+        sampling_logprobs_BT=cut(trajectory.sampling_logprobs) if terms.sampler_is_external else None,
         importance_weights_BT=cut(trajectory.importance_weights),
         entropies_BT=entropies_BT,
         entropy_mask_BT=entropy_mask,
@@ -147,21 +149,93 @@ def loss_inputs(
     )
 
 
-def held_activations(adapter: ModelAdapter, plan: UpdatePlan) -> AbstractContextManager[object]:
-    """Gives the context in which a forward and its backward keep, recompute or offload activations.
+@contextmanager
+def kept_activations(adapter: ModelAdapter, plan: UpdatePlan) -> Iterator[None]:
+    """Has a forward keep, recompute or offload its activations as the plan says; its backward may run outside.
 
     Args:
         adapter: the model.
         plan: says which.
+    """
+    with ExitStack() as stack:
+        if plan.offload_activations:
+            stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=adapter.device.type == "cuda"))
+        stack.enter_context(adapter.recompute(plan.checkpointing))
+        yield
+
+
+def contributes(trajectory: Trajectory, row: int, *, every_row: bool) -> bool:
+    """Says whether a row can move a weight.
+
+    A row without counted actions never can. One whose advantage is zero cannot either, unless the loss has a term
+    without the advantage in it (KL, entropy bonus).
+
+    Args:
+        trajectory: the store.
+        row: index of the row.
+        every_row: whether the loss has such a term.
 
     Returns:
-        A context manager.
+        False where skipping the row is lossless.
     """
-    stack = ExitStack()
-    if plan.offload_activations:
-        stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=adapter.device.type == "cuda"))
-    stack.enter_context(adapter.recompute(plan.checkpointing))
-    return stack
+    start = sum(trajectory.loss_mask.lengths[:row])
+    counted = trajectory.loss_mask.flat[start : start + trajectory.loss_mask.lengths[row]].any()
+    return bool(counted) and (every_row or float(trajectory.advantages[row]) != 0.0)
+
+
+def entropy_masks(
+    adapter: ModelAdapter,
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    *,
+    quantile: float,
+    temperature: float,
+    score_tokens: int,
+    tile: int,
+    autocast: Callable[[], AbstractContextManager[object]],
+    ranks: Ranks,
+) -> dict[int, Tensor]:
+    """Finds the most uncertain actions of a whole step, before it is cut (Wang et al. 2025, "Beyond the 80/20 Rule").
+
+    Args:
+        adapter: the model.
+        trajectory: the store.
+        rows: rows of the step, over all ranks.
+        quantile: actions whose entropy lies at or above this quantile of the step's are kept.
+        temperature: divides the logits.
+        score_tokens: tokens scored in one forward.
+        tile: completion tokens whose logits exist at the same time.
+        autocast: context of the forward pass.
+        ranks: share the work.
+
+    Returns:
+        For every row of the step, 1 where an action is kept.
+    """
+    mine = ranks.balance(rows, trajectory.action_lengths(rows))
+    found: list[tuple[int, Tensor]] = []
+    with torch.no_grad():
+        lengths = row_lengths(trajectory, mine)
+        for places in cut_by_tokens(lengths, score_tokens):
+            chosen = [mine[place] for place in places]
+            with autocast():
+                scores = score_rows(adapter, trajectory, chosen, temperature=temperature, tile=tile, with_entropy=True)
+            if scores.entropies_BT is None:
+                raise AssertionError("entropies were asked for")
+            widths = trajectory.action_lengths(chosen)
+            found += [
+                (row, scores.entropies_BT[i, :w].cpu()) for i, (row, w) in enumerate(zip(chosen, widths, strict=True))
+            ]
+    entropies = dict(ranks.gather(found))
+    masks = trajectory.loss_mask.rows()
+    flat = torch.cat([entropies[row] for row in rows])
+    threshold = entropy_threshold(flat, torch.cat([masks[row] for row in rows]), quantile)
+    return {row: ((entropies[row] >= threshold) & masks[row].bool()).to(torch.uint8) for row in rows}
+
+
+def row_lengths(trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
+    """Gives prompt plus completion tokens of each row."""
+    pairs = zip(trajectory.condition_lengths(rows), trajectory.action_lengths(rows), strict=True)
+    return [prompt + completion for prompt, completion in pairs]
 
 
 def _add(

@@ -1,0 +1,629 @@
+"""The training loop: collect, then learn. A subclass says how advantages and losses come about."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DefaultFlowCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
+
+from memsafe_rl.checkpoint import (
+    drop_old_checkpoints,
+    find_checkpoint,
+    read_checkpoint,
+    restore_random_state,
+    write_checkpoint,
+)
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.policies import MemoryPolicy
+from memsafe_rl.memory.tracker import MemoryTracker
+from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.ops.losses import adaptive_entropy_coef
+from memsafe_rl.rewards.base import RewardScores
+from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.data import PromptSource
+from memsafe_rl.trainers.experience import Experience, ExperienceMaker
+from memsafe_rl.trainers.optimizer import Committer, build_optimizer, build_scheduler, uninterrupted
+from memsafe_rl.trainers.order import Cursor, rows_of_step
+from memsafe_rl.trainers.ranks import Ranks
+from memsafe_rl.trainers.reporting import step_metrics
+from memsafe_rl.trainers.update import (
+    StepGradient,
+    StepTerms,
+    accumulate_gradient,
+    contributes,
+    entropy_masks,
+    row_lengths,
+)
+from memsafe_rl.types import Denominators, Phase, Ragged, Trajectory, UpdatePlan, UpdateWork
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a finished run returns.
+
+    Args:
+        global_step: optimizer steps done.
+        training_loss: mean loss of the steps of this call.
+        metrics: the last step's metrics and the run's totals.
+    """
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class EntropyControl:
+    """The adaptive entropy bonus between two steps.
+
+    Args:
+        coef: coefficient of the next step.
+        last_entropy: mean entropy of the last step, nats; infinite before the first.
+    """
+
+    coef: float
+    last_entropy: float = math.inf
+
+
+class OnPolicyTrainer:
+    """Rolls out, rewards, learns, logs, evaluates and saves; resumes at any optimizer step.
+
+    A subclass prepares the parts in its constructor and calls `_assemble`.
+    """
+
+    args: GRPOConfig
+    model: Any
+    processing_class: Any
+    adapter: ModelAdapter
+    memory_policy: MemoryPolicy
+    history: list[dict[str, float]]
+
+    def _assemble(
+        self,
+        *,
+        adapter: ModelAdapter,
+        source: PromptSource,
+        maker: ExperienceMaker,
+        tracker: MemoryTracker,
+        ranks: Ranks,
+        eval_dataset: Any,
+        callbacks: Sequence[Any],
+        optimizers: tuple[torch.optim.Optimizer | None, Any],
+    ) -> None:
+        self.adapter = adapter
+        self.history = []
+        self.eval_dataset = eval_dataset
+        self.state = TrainerState(is_world_process_zero=ranks.is_main, is_local_process_zero=ranks.is_main)
+        self.control = TrainerControl()
+        self._source = source
+        self._maker = maker
+        self._tracker = tracker
+        self._ranks = ranks
+        self._given_optimizers = optimizers
+        self._committer: Committer | None = None
+        self._cursor = Cursor()
+        self._experience: Experience | None = None
+        self._entropy = EntropyControl(self.args.entropy_coef)
+        self._pending: dict[str, list[float]] = defaultdict(list)
+        self._callbacks = CallbackHandler(
+            [DefaultFlowCallback(), *callbacks], self.model, self.processing_class, None, None
+        )
+        self.control = self._callbacks.on_init_end(self.args, self.state, self.control)
+
+    @property
+    def memory_events(self) -> list[dict[str, Any]]:
+        """One record a plan, retry or alarm."""
+        return self._tracker.events
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer; None before `train`."""
+        return None if self._committer is None else self._committer.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The learning-rate schedule; None before `train`."""
+        return None if self._committer is None else self._committer.scheduler
+
+    def add_callback(self, callback: Any) -> None:
+        """Adds a callback of transformers' `TrainerCallback` form."""
+        self._callbacks.add_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Removes a callback, given as an instance or a class."""
+        self._callbacks.remove_callback(callback)
+
+    # ------------------------------------------------------------------ the run
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainResult:
+        """Trains to the end, or from a checkpoint to the end.
+
+        Args:
+            resume_from_checkpoint: True for the latest checkpoint of `output_dir`, or a checkpoint's folder.
+
+        Returns:
+            Steps done, mean loss, metrics.
+
+        Raises:
+            ConfigError: a setting cannot work, or there is no such checkpoint.
+        """
+        started = time.perf_counter()
+        self._begin(resume_from_checkpoint or self.args.resume_from_checkpoint)
+        first = len(self.history)
+        try:
+            while not self.control.should_training_stop:
+                self._train_step()
+        except KeyboardInterrupt:
+            self._committed.drop_gradients()
+            if self.args.save_strategy != "no" and self.state.global_step > 0:
+                logger.warning("interrupted: saving step %d before leaving", self.state.global_step)
+                self._save_checkpoint()
+            raise
+        finally:
+            self._notify("close")
+        return self._end(started, first)
+
+    def _train_step(self) -> None:
+        """One optimizer step, from the prompts to the log."""
+        self._begin_step()
+        if self._experience is None:
+            self._experience = self._roll_out()
+        trajectory = self._experience.trajectory
+        rows = self._rows()
+        terms = self._fix_terms(trajectory, rows)
+        plan = self._plan_update(trajectory, rows)
+        with self._tracker.phase(Phase.UPDATE):
+            gradient, norm = self._gradient(trajectory, rows, plan, terms)
+        with uninterrupted():
+            self._commit(norm)
+            self._experience = self._with_old_logprobs(self._experience, gradient)
+            metrics = self._measure(gradient, norm, terms, plan)
+            self._advance(metrics)
+        self._finish_step(metrics)
+
+    def _roll_out(self) -> Experience:
+        """Prompts, completions, rewards, advantages, reference and old log-probs of the next rollout."""
+        cursor = self._cursor
+        first = set(self._rows())
+        later = [row for row in range(self.args.rollout_rows) if row not in first]
+        return self._maker.make(self._source, rollout=cursor.rollout, position=cursor.position, later_rows=later)
+
+    def _rows(self) -> list[int]:
+        """Rows of the next optimizer step, over all ranks."""
+        return rows_of_step(self._cursor, self.args.rollout_rows, self.args.step_rows, self._data_seed)
+
+    def _fix_terms(self, trajectory: Trajectory, rows: Sequence[int]) -> StepTerms:
+        """Fixes every denominator and threshold over the whole step and all ranks, before anything is cut."""
+        masks = None
+        if self.args.top_entropy_quantile < 1.0:
+            with self._tracker.phase(Phase.SCORE):
+                masks = entropy_masks(
+                    self.adapter,
+                    trajectory,
+                    rows,
+                    quantile=1.0 - self.args.top_entropy_quantile,
+                    temperature=self.args.temperature,
+                    score_tokens=self._tracker.rollout_plan.score_tokens,
+                    tile=self._tracker.update_plan.logprob_tile,
+                    autocast=self._autocast,
+                    ranks=self._ranks,
+                )
+        loss_masks = trajectory.loss_mask.rows()
+        tokens = sum(int(loss_masks[row].sum()) for row in rows)
+        kept = tokens if masks is None else int(sum(int((masks[row] * loss_masks[row]).sum()) for row in rows))
+        counted = sum(trajectory.group_of_row[row] >= 0 for row in rows)
+        return StepTerms(
+            settings=self.args.loss_settings(),
+            denominators=Denominators(rows=counted, tokens=tokens, entropy_tokens=kept),
+            temperature=self.args.temperature,
+            with_entropy=True,
+            entropy_coef=self._entropy_coef(),
+            entropy_masks=masks,
+            sampler_is_external=self._experience is not None and self._experience.external,
+        )
+
+    def _plan_update(self, trajectory: Trajectory, rows: Sequence[int]) -> UpdatePlan:
+        """Asks the memory policy how to cut this rank's rows."""
+        mine = self._mine(trajectory, rows)
+        work = UpdateWork(
+            row_tokens=tuple(row_lengths(trajectory, mine)),
+            action_tokens=trajectory.action_lengths(mine),
+            geometry=self.adapter.geometry,
+        )
+        plan = self.memory_policy.before_update(work, self._tracker.state())
+        self._tracker.adopt(plan, step=self.state.global_step)
+        return plan
+
+    def _gradient(
+        self, trajectory: Trajectory, rows: Sequence[int], plan: UpdatePlan, terms: StepTerms
+    ) -> tuple[StepGradient, Tensor]:
+        """Accumulates the step's gradient over micro-batches and ranks, and measures its norm; moves no weight."""
+        self._committed.drop_gradients()
+        self.model.train(not self.args.disable_dropout)
+        try:
+            gradient = accumulate_gradient(
+                self.adapter,
+                trajectory,
+                self._mine(trajectory, rows),
+                plan,
+                terms,
+                autocast=self._autocast,
+                scale=self._committed.scaled,
+            )
+        finally:
+            self.model.eval()
+        self._ranks.sum_gradients(self._committed.parameters)
+        return gradient, self._committed.gradient_norm()
+
+    def _commit(self, norm: Tensor) -> None:
+        """Moves the weights; stands outside everything that may be repeated."""
+        with self._tracker.phase(Phase.OPTIMIZER):
+            self._committed.commit(norm)
+
+    def _mine(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
+        """This rank's rows that can move a weight."""
+        useful = [row for row in rows if contributes(trajectory, row, every_row=self.args.every_row_learns)]
+        return self._ranks.balance(useful, row_lengths(trajectory, useful))
+
+    def _with_old_logprobs(self, experience: Experience, gradient: StepGradient) -> Experience:
+        """Keeps the first update's own log-probs, detached, as the old ones of the later passes."""
+        if self.args.num_iterations == 1 or self._cursor.epoch > 0:
+            return experience
+        trajectory = experience.trajectory
+        fresh = {row: values for row, values in gradient.logprobs.items() if not trajectory.has_old[row]}
+        found = dict(self._ranks.gather([(row, values.cpu()) for row, values in fresh.items()]))
+        if not found:
+            return experience
+        store = trajectory.old_logprobs
+        if store is None:
+            dtype = next(iter(found.values())).dtype
+            store = Ragged(torch.zeros(trajectory.actions.flat.shape[0], dtype=dtype), trajectory.actions.lengths)
+        store.put(found, list(found.values()))
+        has_old = tuple(known or row in found for row, known in enumerate(trajectory.has_old))
+        return replace(experience, trajectory=replace(trajectory, old_logprobs=store, has_old=has_old))
+
+    def _entropy_coef(self) -> float:
+        """The coefficient of the entropy bonus in the next step."""
+        if not self.args.use_adaptive_entropy:
+            return self.args.entropy_coef
+        return self._entropy.coef if self._entropy.last_entropy <= self.args.entropy_target else 0.0
+
+    # ------------------------------------------------------------------ metrics and events
+
+    def record(self, scores: RewardScores) -> None:
+        """Takes what reward functions logged through `log_metric`, and their seconds."""
+        for name, values in scores.metrics.items():
+            self._pending[name].append(sum(values) / len(values))
+        for name, seconds in scores.seconds.items():
+            self._pending[f"time/reward/{name}_seconds"].append(seconds)
+
+    def _measure(self, gradient: StepGradient, norm: Tensor, terms: StepTerms, plan: UpdatePlan) -> dict[str, float]:
+        """Reads the step's numbers from the device, once, and adds what is known on the host."""
+        metrics = step_metrics(gradient, norm, terms, self.args, self._ranks)
+        if self._experience is not None and self._cursor.starts_rollout:
+            metrics |= self._experience.metrics
+            self.state.num_input_tokens_seen += int(metrics.pop("step_tokens"))
+        metrics["num_tokens"] = float(self.state.num_input_tokens_seen)
+        metrics["learning_rate"] = self._last_learning_rate
+        metrics["plan/micro_batch_tokens"] = float(plan.micro_batch_tokens)
+        metrics["plan/micro_batches"] = float(gradient.micro_batches)
+        metrics["plan/checkpointing"] = float(plan.checkpointing)
+        metrics["plan/rows_in_flight"] = float(self._tracker.rollout_plan.rows_in_flight)
+        if self.args.use_adaptive_entropy or self.args.entropy_coef:
+            self._entropy = self._next_entropy(metrics["entropy"])
+            metrics["entropy_coef"] = self._entropy.coef
+        metrics |= self._tracker.drain()
+        metrics["step_time"] = time.perf_counter() - self._step_started
+        return metrics
+
+    def _next_entropy(self, entropy: float) -> EntropyControl:
+        if not self.args.use_adaptive_entropy:
+            return EntropyControl(self.args.entropy_coef, entropy)
+        coef = adaptive_entropy_coef(
+            self._entropy.coef,
+            entropy,
+            target=self.args.entropy_target,
+            delta=self.args.entropy_coef_delta,
+            minimum=self.args.entropy_coef_min,
+            maximum=self.args.entropy_coef_max,
+        )
+        return EntropyControl(coef, entropy)
+
+    def _begin_step(self) -> None:
+        self._step_started = time.perf_counter()
+        self._last_learning_rate = self._committed.learning_rate
+        self.control = self._callbacks.on_step_begin(self.args, self.state, self.control)
+
+    def _advance(self, metrics: Mapping[str, float]) -> None:
+        """Moves to the next optimizer step; the KL stop ends the passes over this rollout only."""
+        stop = self._kl_stops(metrics)
+        if stop:
+            self._tracker.events.append({"event": "kl_stop", "step": self.state.global_step + 1, **stop})
+        consumed = 0 if self._experience is None else self._experience.consumed
+        before = self._cursor
+        self._cursor = before.advance(
+            steps=self.args.updates_per_epoch, epochs=self.args.num_iterations, consumed=consumed, stop=bool(stop)
+        )
+        if self._cursor.rollout != before.rollout:
+            table, self._experience = self._experience.table if self._experience else (), None
+            if self.args.log_completions and self._ranks.is_main:
+                self._notify("on_completions", self.state.global_step + 1, table)
+        self.state.global_step += 1
+
+    def _kl_stops(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Gives the KL against the old model and its bound when the bound is passed, else nothing."""
+        rule = self.args.kl_stop_rule
+        if rule is None:
+            return {}
+        measured = metrics[f"approx_kl/{rule.estimator}_{rule.unit}"]
+        return {"measured": measured, "target": rule.target} if measured > rule.target else {}
+
+    def _finish_step(self, metrics: dict[str, float]) -> None:
+        """Logs, evaluates, saves and stops as callbacks say."""
+        epoch = self._epoch()
+        crossed = int(epoch) > int(self.state.epoch)
+        self.state.epoch = epoch
+        self.history.append({"step": float(self.state.global_step), "epoch": epoch, **metrics})
+        for name, value in metrics.items():
+            self._pending[name].append(value)
+        self._notify("on_progress", self.state.global_step, metrics)
+        self.control = self._callbacks.on_step_end(self.args, self.state, self.control)
+        if self._used_up():
+            self.control.should_training_stop = True
+        self._obey()
+        if crossed or self.control.should_training_stop:
+            self.control = self._callbacks.on_epoch_end(self.args, self.state, self.control)
+            self._obey()
+            if not self.control.should_training_stop:
+                self.control = self._callbacks.on_epoch_begin(self.args, self.state, self.control)
+
+    def _obey(self) -> None:
+        """Does what the control flags ask for."""
+        if self.control.should_log:
+            self.control.should_log = False
+            self.log(_averages(self._pending))
+            self._pending.clear()
+        if self.control.should_evaluate:
+            self.control.should_evaluate = False
+            if self.eval_dataset is not None:
+                self._track_best(self.evaluate())
+        if self.control.should_save:
+            self.control.should_save = False
+            self._save_checkpoint()
+
+    def log(self, logs: dict[str, Any]) -> None:
+        """Adds a record to `state.log_history` and hands it to the callbacks.
+
+        Args:
+            logs: names and values.
+        """
+        record = {**logs, "epoch": self.state.epoch}
+        self.state.log_history.append({**record, "step": self.state.global_step})
+        self.control = self._callbacks.on_log(self.args, self.state, self.control, record)
+
+    def _notify(self, event: str, *arguments: Any) -> None:
+        """Tells the callbacks that know an event of ours beside transformers' own."""
+        for callback in self._callbacks.callbacks:
+            handler = getattr(callback, event, None)
+            if handler is not None:
+                handler(*arguments)
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Draws and rewards completions for the evaluation prompts; moves no weight and no random stream.
+
+        Args:
+            eval_dataset: prompts; None for the trainer's own; a dict of datasets gives one set of metrics each.
+            metric_key_prefix: goes before every metric's name.
+
+        Returns:
+            Metrics, which are logged too.
+
+        Raises:
+            ConfigError: there is no evaluation dataset.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ConfigError("evaluate() needs prompts. Pass eval_dataset to the trainer or to evaluate().")
+        if isinstance(dataset, Mapping):
+            merged: dict[str, float] = {}
+            for name, part in dataset.items():
+                merged |= self.evaluate(part, f"{metric_key_prefix}_{name}")
+            return merged
+        with self._tracker.phase(Phase.EVALUATE):
+            samples, values = self._maker.evaluate(list(dataset), self.args.eval_generations)
+        del samples
+        values.pop("step_tokens")
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
+        self.log(metrics)
+        self.control = self._callbacks.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _track_best(self, metrics: Mapping[str, float]) -> None:
+        """Remembers the best evaluation, for `load_best_model_at_end`."""
+        name = self.args.metric_for_best_model
+        if name is None:
+            return
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            raise ConfigError(
+                f"metric_for_best_model is {name!r}, which evaluation does not give. Use one of {sorted(metrics)}."
+            )
+        value, best = metrics[name], self.state.best_metric
+        if best is None or (value > best if self.args.greater_is_better else value < best):
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+            self.state.best_model_checkpoint = str(self._checkpoint_folder())
+
+    # ------------------------------------------------------------------ beginning, end, checkpoints
+
+    def _begin(self, resume: bool | str | None) -> None:
+        """Makes optimizer and schedule, and goes to where the run stands."""
+        self.args.validate()
+        max_steps = self._max_steps()
+        optimizer, scheduler = self._given_optimizers
+        optimizer = optimizer or build_optimizer(self.model, self.args)
+        scheduler = scheduler or build_scheduler(optimizer, self.args, max_steps)
+        scaler = torch.amp.GradScaler(self.adapter.device.type) if self.args.fp16 else None
+        self._committer = Committer(
+            self.model, optimizer, scheduler, max_grad_norm=self.args.max_grad_norm, scaler=scaler
+        )
+        if resume:
+            self._resume(find_checkpoint(Path(self.args.output_dir), resume))
+        self.state.max_steps = max_steps
+        self.state.num_train_epochs = math.ceil(self.args.num_train_epochs)
+        self.state.train_batch_size = self.args.per_device_train_batch_size
+        self.state.compute_steps(self.args, max_steps)
+        self._callbacks.optimizer, self._callbacks.lr_scheduler = optimizer, scheduler
+        self.control.should_training_stop = self.state.global_step >= max_steps
+        self.control = self._callbacks.on_train_begin(self.args, self.state, self.control)
+        self.control = self._callbacks.on_epoch_begin(self.args, self.state, self.control)
+        if self.args.eval_on_start and not resume and self.eval_dataset is not None:
+            self.evaluate()
+
+    def _end(self, started: float, first: int) -> TrainResult:
+        """Logs totals and loads the best model if asked to."""
+        seconds = time.perf_counter() - started
+        losses = [record["loss"] for record in self.history[first:]]
+        totals = {
+            "train_runtime": seconds,
+            "train_steps_per_second": len(losses) / seconds,
+            "train_loss": sum(losses) / len(losses) if losses else float("nan"),
+        }
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            self._load_weights(Path(self.state.best_model_checkpoint))
+        self.log(dict(totals))
+        self.control = self._callbacks.on_train_end(self.args, self.state, self.control)
+        last = {name: value for name, value in (self.history[-1] if self.history else {}).items()}
+        return TrainResult(self.state.global_step, totals["train_loss"], {**last, **totals})
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Writes the weights (the adapter's, when there is one) and the tokenizer.
+
+        Args:
+            output_dir: folder; None for `args.output_dir`.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        if self._ranks.is_main:
+            self._write_weights(folder)
+        self._ranks.wait()
+
+    def _write_weights(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    def _load_weights(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    def _checkpoint_folder(self) -> Path:
+        return Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+
+    def _save_checkpoint(self) -> None:
+        """Writes everything a resumed run needs to go on bit for bit."""
+        with self._tracker.phase(Phase.CHECKPOINT):
+            if self._ranks.is_main:
+                loop = {
+                    "cursor": asdict(self._cursor),
+                    "entropy": asdict(self._entropy),
+                    "budget_bytes": self._tracker.budget_bytes,
+                    "history": self.history,
+                    "experience": self._experience_facts(),
+                }
+                output_dir = Path(self.args.output_dir)
+                write_checkpoint(
+                    output_dir,
+                    self.state.global_step,
+                    save_model=self._write_weights,
+                    write_state=lambda path: self.state.save_to_json(str(path)),
+                    tensors=None if self.args.save_only_model else self._committed.state_dict(),
+                    loop=loop,
+                    trajectory=None if self._experience is None else self._experience.trajectory,
+                )
+                drop_old_checkpoints(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+            self._ranks.wait()
+        self.control = self._callbacks.on_save(self.args, self.state, self.control)
+
+    def _experience_facts(self) -> dict[str, Any] | None:
+        if self._experience is None:
+            return None
+        return {"consumed": self._experience.consumed, "external": self._experience.external}
+
+    def _resume(self, folder: Path) -> None:
+        """Puts weights, optimizer, data position, rollout and random state back as they were."""
+        tensors, loop, trajectory = read_checkpoint(folder)
+        self._load_weights(folder)
+        self._committed.load_state_dict(tensors)
+        self.state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+        self.state.is_world_process_zero = self.state.is_local_process_zero = self._ranks.is_main
+        self.history = list(loop["history"])
+        self._cursor = Cursor(**loop["cursor"])
+        self._entropy = EntropyControl(**loop["entropy"])
+        self._tracker.budget_bytes = loop["budget_bytes"]
+        if trajectory is not None:
+            self._experience = Experience(trajectory=trajectory, **loop["experience"])
+        restore_random_state(loop["random"])
+
+    @property
+    def _committed(self) -> Committer:
+        if self._committer is None:
+            raise AssertionError("training has not begun")
+        return self._committer
+
+    @property
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def _autocast(self) -> torch.autocast:
+        """The context of every forward pass; left after each, so that its weight cache never outlives one."""
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16
+        enabled = bool(self.args.bf16 or self.args.fp16)
+        return torch.autocast(self.adapter.device.type, dtype=dtype, enabled=enabled)
+
+    def _max_steps(self) -> int:
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        per_epoch = self._source.prompts_per_epoch
+        if per_epoch is None:
+            raise ConfigError("max_steps is -1 but the dataset is a stream of unknown length. Set max_steps.")
+        rollouts = per_epoch // self.args.prompts_per_rollout
+        return math.ceil(self.args.num_train_epochs * rollouts * self._steps_per_rollout)
+
+    @property
+    def _steps_per_rollout(self) -> int:
+        return self.args.updates_per_epoch * self.args.num_iterations
+
+    def _epoch(self) -> float:
+        """Passes over the dataset so far, counting a rollout as far as it has been learnt from."""
+        per_epoch = self._source.prompts_per_epoch
+        if per_epoch is None:
+            return 0.0
+        done = self._cursor.epoch * self.args.updates_per_epoch + self._cursor.step
+        consumed = 0 if self._experience is None else self._experience.consumed
+        return (self._cursor.position + consumed * done / self._steps_per_rollout) / per_epoch
+
+    def _used_up(self) -> bool:
+        """Whether the epochs asked for are over although fewer steps were done (after KL stops)."""
+        per_epoch = self._source.prompts_per_epoch
+        if self.args.max_steps > 0 or per_epoch is None:
+            return False
+        return self._cursor.position >= self.args.num_train_epochs * per_epoch
+
+
+def _averages(pending: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
+    """Averages each metric over the steps that had it, leaving NaN out."""
+    averages: dict[str, float | None] = {}
+    for name, values in pending.items():
+        known = [value for value in values if not math.isnan(value)]
+        averages[name] = sum(known) / len(known) if known else None
+    return averages

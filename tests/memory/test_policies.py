@@ -1,0 +1,89 @@
+from dataclasses import dataclass
+
+import pytest
+
+from memsafe_rl.memory.estimator import update_bytes
+from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy, MemoryPolicy
+from memsafe_rl.types import MemoryState, ModelGeometry, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+
+GEOMETRY = ModelGeometry(
+    layers=4,
+    hidden_size=64,
+    intermediate_size=128,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    vocab_size=1000,
+    max_positions=2048,
+    windows=(None, None, None, 32),
+    parameter_bytes=1_000_000,
+    trainable_bytes=1_000_000,
+    compute_bytes=4,
+    cache_bytes=4,
+)
+
+
+def memory(budget_bytes: int, live_bytes: int = 0, device: str = "cpu") -> MemoryState:
+    return MemoryState(device=device, budget_bytes=budget_bytes, live_bytes=live_bytes, peak_bytes=live_bytes)
+
+
+def update_work(*row_tokens: int) -> UpdateWork:
+    return UpdateWork(row_tokens=row_tokens, action_tokens=tuple(n // 2 for n in row_tokens), geometry=GEOMETRY)
+
+
+def test_cache_bytes_follow_the_formula_with_windows() -> None:
+    # 2 (keys, values) x 4 bytes x 2 kv heads x 16 wide x (three full layers of 100 and one window of 32)
+    assert GEOMETRY.kv_bytes(100) == 2 * 4 * 2 * 16 * (3 * 100 + 32)
+
+
+def test_with_room_to_spare_the_micro_batch_is_as_large_as_is_fast() -> None:
+    plan = AdaptivePolicy().before_update(update_work(*[100] * 100), memory(2**40))
+    assert plan.micro_batch_tokens == 2048
+    assert not plan.checkpointing
+
+
+def test_the_plan_fits_the_budget_or_is_the_smallest_there_is() -> None:
+    work = update_work(100, 40, 30, 30, 20)
+    smallest = update_bytes(GEOMETRY, UpdatePlan(micro_batch_tokens=100, logprob_tile=110, checkpointing=True))
+    for budget in (smallest * 100, smallest * 4, smallest * 2):
+        plan = AdaptivePolicy().before_update(work, memory(budget))
+        assert plan.predicted_bytes["update"] <= 0.8 * budget
+    starved = AdaptivePolicy().before_update(work, memory(1))
+    assert (starved.micro_batch_tokens, starved.checkpointing) == (100, True)
+
+
+def test_checkpointing_comes_before_refusing_and_a_hint_is_obeyed() -> None:
+    work = update_work(100, 100)
+    tight = update_bytes(GEOMETRY, UpdatePlan(micro_batch_tokens=100, logprob_tile=100, checkpointing=True)) * 2
+    assert AdaptivePolicy().before_update(work, memory(tight)).checkpointing
+    assert not AdaptivePolicy(checkpointing=False).before_update(work, memory(tight)).checkpointing
+    assert AdaptivePolicy(checkpointing=True).before_update(work, memory(2**40)).checkpointing
+
+
+def test_rows_in_flight_follow_the_cache_that_fits() -> None:
+    work = RolloutWork(prompt_tokens=(10, 20), group_size=8, max_new_tokens=44, geometry=GEOMETRY)
+    row = GEOMETRY.kv_bytes(64)
+    assert AdaptivePolicy().before_rollout(work, memory(2**40)).rows_in_flight == 16
+    assert AdaptivePolicy().before_rollout(work, memory(10 * row)).rows_in_flight == 8
+    assert AdaptivePolicy().before_rollout(work, memory(0)).rows_in_flight == 1
+
+
+def test_fixed_policy_gives_what_it_was_given_and_never_retries() -> None:
+    policy = FixedPolicy(RolloutPlan(rows_in_flight=3), UpdatePlan(micro_batch_tokens=7))
+    work = RolloutWork(prompt_tokens=(1,), group_size=2, max_new_tokens=1, geometry=GEOMETRY)
+    assert policy.before_rollout(work, memory(0)).rows_in_flight == 3
+    assert policy.before_update(update_work(9), memory(0)).micro_batch_tokens == 7
+
+
+def test_a_policy_of_ones_own_needs_two_methods() -> None:
+    @dataclass(frozen=True)
+    class OneRow(MemoryPolicy):
+        def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
+            return RolloutPlan(rows_in_flight=1)
+
+        def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
+            return UpdatePlan(micro_batch_tokens=1)
+
+    assert OneRow().before_update(update_work(5), memory(0)).micro_batch_tokens == 1
+    with pytest.raises(TypeError, match="abstract"):
+        MemoryPolicy()  # type: ignore[abstract]

@@ -1,0 +1,67 @@
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from memsafe_rl.checkpoint import (
+    checkpoints,
+    drop_old_checkpoints,
+    find_checkpoint,
+    random_state,
+    read_checkpoint,
+    restore_random_state,
+    write_checkpoint,
+)
+from memsafe_rl.errors import ConfigError
+
+
+def write(folder: Path, step: int, save_model=lambda path: (path / "weights").write_text("w")) -> Path:
+    return write_checkpoint(
+        folder,
+        step,
+        save_model=save_model,
+        write_state=lambda path: path.write_text("{}"),
+        tensors={"optimizer": {"exp_avg": torch.arange(3.0)}},
+        loop={"cursor": 1},
+        trajectory=None,
+    )
+
+
+def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    def fails(path: Path) -> None:
+        (path / "half").write_text("...")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write(tmp_path, 3, fails)
+    assert checkpoints(tmp_path) == []
+    folder = write(tmp_path, 3)
+    tensors, loop, trajectory = read_checkpoint(folder)
+    assert tensors["optimizer"]["exp_avg"].tolist() == [0, 1, 2]
+    assert loop["cursor"] == 1
+    assert trajectory is None
+
+
+def test_old_checkpoints_go_but_never_the_best_or_the_newest(tmp_path: Path) -> None:
+    folders = [write(tmp_path, step) for step in (2, 10, 9, 4)]
+    drop_old_checkpoints(tmp_path, 2, keep=str(folders[0]))
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-10"]
+
+
+def test_the_latest_checkpoint_is_found_by_number(tmp_path: Path) -> None:
+    write(tmp_path, 9)
+    write(tmp_path, 10)
+    assert find_checkpoint(tmp_path, True).name == "checkpoint-10"
+    with pytest.raises(ConfigError, match="holds no folder 'checkpoint-N'"):
+        find_checkpoint(tmp_path / "empty", True)
+    with pytest.raises(ConfigError, match="not a folder"):
+        find_checkpoint(tmp_path, str(tmp_path / "gone"))
+
+
+def test_random_streams_continue_where_they_were() -> None:
+    state = random_state()
+    first = (random.random(), np.random.rand(), torch.rand(2).tolist())
+    restore_random_state(state)
+    assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == first
