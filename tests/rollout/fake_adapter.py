@@ -53,6 +53,7 @@ class FakeAdapter:
         self.prefills: list[list[int]] = []
         self.steps: list[int] = []
         self.forwards: list[list[int]] = []
+        self.left_over: list[int] = []
         self.modes: set[bool] = set()
         self.handed: list[weakref.ref[object]] = []
         self.fail_at: int | None = None
@@ -102,6 +103,7 @@ class FakeAdapter:
         self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None
     ) -> TokenDistribution:
         self.forwards.append(list(rows))
+        self.left_over.append(self.alive())
         self.modes.add(self.model.training)
         prompts, actions = trajectory.conditions.rows(), trajectory.actions.rows()
         hidden, tokens = [], []
@@ -114,7 +116,9 @@ class FakeAdapter:
                 tokens.append(token)
                 hidden_1D = self.model.step(hidden_1D, token[None])
         head = LinearHead(self.model.head.weight, self.model.head.bias)
-        return TokenDistribution(torch.cat(hidden), torch.stack(tokens), trajectory.action_lengths(rows), head)
+        hidden_MD = torch.cat(hidden)
+        self.handed.append(weakref.ref(hidden_MD))
+        return TokenDistribution(hidden_MD, torch.stack(tokens), trajectory.action_lengths(rows), head)
 
     @contextmanager
     def reference(self) -> Iterator[FakeAdapter]:
