@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear
 
