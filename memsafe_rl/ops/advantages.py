@@ -1,0 +1,121 @@
+"""From rewards to advantages, over whole groups and whole rollouts, before anything is cut.
+
+Axes: ``P`` groups, ``G`` rows of a group, ``B`` = P·G rows, ``F`` reward functions. NaN means "not scored".
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.types import AdvantageResult
+
+SCALES = ("group", "batch", "none")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
+
+_EPSILON = 1e-4
+
+
+def group_advantages(
+    rewards_BF: Tensor, weights_F: Tensor, group_size: int, scale_rewards: str, aggregation: str
+) -> AdvantageResult:
+    """Compares each row with its group.
+
+    ``sum_then_normalize``: ``A = (r - mean_group r) / (std r + 1e-4)``, r the weighted sum of a row's rewards; std over
+    the group (GRPO, arXiv:2402.03300, section 4.1.2), over the batch (arXiv:2508.08221), or no division (Dr. GRPO,
+    arXiv:2503.20783). ``normalize_then_sum`` (GDPO, arXiv:2601.05242): each reward function's scores are normalised in
+    their group, summed with the weights, and the sums normalised over the batch. std has Bessel's correction. Scores
+    that are NaN are left out of every sum, mean and std; a row without any score has advantage 0.
+
+    Departure from TRL: computed in float64, and equal rewards give exactly 0 instead of a rounding error over 1e-4.
+
+    Args:
+        rewards_BF: (B, F), groups one after the other; NaN where a function gave None.
+        weights_F: (F,).
+        group_size: rows G of a group; B is a multiple of it.
+        scale_rewards: "group", "batch" or "none"; what divides in ``sum_then_normalize``.
+        aggregation: "sum_then_normalize" or "normalize_then_sum".
+
+    Returns:
+        Advantages, rewards, deviations (NaN where fewer than two scores gave one; 0 for groups of one) and which rows
+        have no score.
+
+    Raises:
+        ConfigError: If ``scale_rewards`` or ``aggregation`` is unknown.
+        DataError: If B is not a multiple of ``group_size``.
+    """
+    _check(rewards_BF, group_size, scale_rewards, aggregation)
+    scores_BF, weights_F = rewards_BF.double(), weights_F.to(rewards_BF.device).double()
+    unscored_B = scores_BF.isnan().all(1)
+    rewards_B = _weighted_sum(scores_BF, weights_F, unscored_B)
+    if aggregation == "sum_then_normalize":
+        groups_PG = rewards_B.view(-1, group_size)
+        std_P1 = _nanstd(rewards_B[None]) if scale_rewards == "batch" else _nanstd(groups_PG)
+        std_B = std_P1.expand(groups_PG.shape).reshape(-1)
+        advantages_B = _centred(groups_PG).view(-1)
+        if scale_rewards != "none":
+            advantages_B = advantages_B / (std_B + _EPSILON)
+    else:
+        groups_FPG = scores_BF.t().reshape(len(weights_F), -1, group_size)
+        normal_FPG = _centred(groups_FPG) / (_nanstd(groups_FPG) + _EPSILON)
+        sums_B = _weighted_sum(normal_FPG.view(len(weights_F), -1).t(), weights_F, unscored_B)
+        std_B = _nanstd(sums_B).expand_as(sums_B)
+        advantages_B = _centred(sums_B) / (std_B + _EPSILON)
+    return AdvantageResult(advantages_B.nan_to_num(nan=0.0).float(), rewards_B.float(), std_B.float(), unscored_B)
+
+
+def zero_spread_groups(rewards: Tensor, group_size: int) -> Tensor:
+    """Finds groups that teach nothing because all their scores are equal (DAPO's dynamic sampling, arXiv:2503.14476).
+
+    Args:
+        rewards: (B,) or (B, F), groups one after the other; NaN is no score. With several reward functions a group
+            has no spread if none of its columns has.
+        group_size: rows of a group.
+
+    Returns:
+        (P,) bool; True too for a group with fewer than two scores.
+    """
+    columns_FPG = rewards.reshape(len(rewards), -1).t().reshape(-1, len(rewards) // group_size, group_size)
+    return _all_equal(columns_FPG)[..., 0].all(0)
+
+
+def _weighted_sum(scores_BF: Tensor, weights_F: Tensor, unscored_B: Tensor) -> Tensor:
+    return (scores_BF * weights_F).nansum(1).masked_fill(unscored_B, math.nan)
+
+
+def _all_equal(values: Tensor) -> Tensor:
+    """Says whether all numbers along the last axis, which stays as 1, are the same; True under two numbers."""
+    missing = values.isnan()
+    greatest = values.masked_fill(missing, -math.inf).amax(-1, keepdim=True)
+    return greatest <= values.masked_fill(missing, math.inf).amin(-1, keepdim=True)
+
+
+def _centred(values: Tensor) -> Tensor:
+    """Subtracts the mean over the last axis; exactly 0 where all numbers are equal, NaN where there is none."""
+    differences = values - values.nanmean(-1, keepdim=True)
+    return differences.masked_fill(_all_equal(values) & ~values.isnan(), 0.0)
+
+
+def _nanstd(values: Tensor) -> Tensor:
+    """Gives the deviation over the last axis, which stays as 1; NaN under two numbers, 0 for an axis of one."""
+    count = values.isnan().logical_not().sum(-1, keepdim=True)
+    if values.shape[-1] <= 1:
+        return values.new_zeros(count.shape)
+    squares = _centred(values).square().nansum(-1, keepdim=True)
+    return (squares / (count - 1).clamp(min=1)).sqrt().masked_fill(count < 2, math.nan)
+
+
+def _check(rewards_BF: Tensor, group_size: int, scale_rewards: str, aggregation: str) -> None:
+    for field, value, known in (
+        ("scale_rewards", scale_rewards, SCALES),
+        ("multi_objective_aggregation", aggregation, AGGREGATIONS),
+    ):
+        if value not in known:
+            raise ConfigError(f"`{field}` is {value!r}, which is not known. Set it to one of {', '.join(known)}.")
+    if len(rewards_BF) % group_size:
+        raise DataError(
+            f"{len(rewards_BF)} rewarded rows cannot be cut into groups of {group_size}. "
+            "Give every prompt the same number of completions."
+        )
