@@ -1,0 +1,76 @@
+"""Names of ready-made rewards, as a configuration file writes them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.rewards.accuracy import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
+from memsafe_rl.rewards.shape import get_repetition_penalty_reward, get_soft_overlong_punishment, think_format_reward
+
+REWARD_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "accuracy_reward": accuracy_reward,
+    "reasoning_accuracy_reward": reasoning_accuracy_reward,
+    "think_format_reward": think_format_reward,
+}
+"""Rewards that are ready to use."""
+
+REWARD_FACTORIES: dict[str, Callable[..., Callable[..., Any]]] = {
+    "get_cosine_scaled_reward": get_cosine_scaled_reward,
+    "get_repetition_penalty_reward": get_repetition_penalty_reward,
+    "get_soft_overlong_punishment": get_soft_overlong_punishment,
+}
+"""Functions that make a reward from settings."""
+
+
+def resolve_reward(name: str, settings: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """Finds a reward function by name.
+
+    Args:
+        name: a key of `REWARD_FUNCTIONS` or `REWARD_FACTORIES`, or an import path such as ``package.module.function``.
+        settings: arguments; the named function is called with them and must return the reward function. None uses the
+            named function itself, or calls a factory of `REWARD_FACTORIES` with its defaults.
+
+    Returns:
+        The reward function.
+
+    Raises:
+        ConfigError: nothing has this name, or the settings do not fit it.
+    """
+    found = REWARD_FUNCTIONS.get(name) or REWARD_FACTORIES.get(name) or _imported(name)
+    if settings is None and name not in REWARD_FACTORIES:
+        return found
+    try:
+        made = found(**(settings or {}))
+    except TypeError as error:
+        raise ConfigError(f"Reward {name!r} cannot be made from {dict(settings or {})}: {error}.") from error
+    if not callable(made):
+        raise ConfigError(
+            f"Reward {name!r} was called with {dict(settings or {})} and gave {made!r:.100}. Give settings only to a "
+            "function that returns a reward function."
+        )
+    return made
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, _, attribute = path.replace(":", ".").rpartition(".")
+    if not module:
+        known = [*REWARD_FUNCTIONS, *REWARD_FACTORIES]
+        nearest = difflib.get_close_matches(path, known, n=1)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        raise ConfigError(
+            f"There is no reward {path!r}.{hint} Ready-made: {', '.join(known)}; or write an import path such as "
+            "'my_package.rewards.my_reward'."
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"Reward {path!r} cannot be imported: {error}. Check the path and that its folder is on PYTHONPATH."
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"Reward {path!r} is {found!r:.100}, which is not a function.")
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,156 @@
+"""Scores completions with a reward model, a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from memsafe_rl.errors import ConfigError, DataError
+
+_PADDED = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def load_reward_model(name: str, model_init_kwargs: Mapping[str, Any], trust_remote_code: bool) -> nn.Module:
+    """Loads a sequence classifier with one output.
+
+    Args:
+        name: name on the Hugging Face hub, or a folder.
+        model_init_kwargs: passed to `from_pretrained`.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Returns:
+        The classifier.
+    """
+    arguments = {"trust_remote_code": trust_remote_code, **model_init_kwargs}
+    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **arguments)
+    return model
+
+
+def reward_model_name(model: nn.Module) -> str:
+    """Gives the last part of the model's identifier, or its class name where it has none."""
+    identifier = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
+    return identifier.rstrip("/").split("/")[-1] or type(model).__name__
+
+
+class RewardModel:
+    """A sequence classifier whose first logit is the reward of a prompt with its completion.
+
+    Without a pad token the tokenizer pads with its end-of-sequence token, and the classifier is told which token pads,
+    because it reads the reward at the last token that is not padding.
+
+    Args:
+        model: a classifier with one output, as `AutoModelForSequenceClassification` gives it.
+        tokenizer: its tokenizer; None loads the one that belongs to the model.
+        chat_template_kwargs: passed to the chat template for conversational data.
+        revision: revision of the tokenizer to load.
+        trust_remote_code: whether code that comes with the tokenizer may run.
+
+    Raises:
+        ConfigError: no tokenizer is given and none is known, or it has neither a pad nor an end-of-sequence token.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.model = model
+        self.name = reward_model_name(model)
+        self.tokenizer = self._own_tokenizer(revision, trust_remote_code) if tokenizer is None else tokenizer
+        self._chat_template_kwargs = dict(chat_template_kwargs or {})
+        if self.tokenizer.pad_token_id is None:
+            if self.tokenizer.eos_token is None:
+                raise ConfigError(
+                    f"The tokenizer of reward model {self.name!r} has neither a pad token nor an end-of-sequence "
+                    "token. Set its pad_token before passing it in reward_processing_classes."
+                )
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        if (config := getattr(model, "config", None)) is not None:
+            config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+
+    def score(self, prompts: Sequence[Any], completions: Sequence[Any], reward_rows: int) -> Tensor:
+        """Scores every completion once, longest first, without gradient and without dropout.
+
+        Equal to scoring the rows one by one, up to the rounding of a padded batch.
+
+        Args:
+            prompts: B texts, or B lists of messages.
+            completions: B texts, or B lists of messages.
+            reward_rows: rows of one forward pass.
+
+        Returns:
+            (B,) float32, on the CPU.
+
+        Raises:
+            DataError: the model gives no logits, or a reward that is not finite.
+        """
+        encoded = self.tokenizer(self._texts(prompts, completions), add_special_tokens=False)
+        lengths = [len(ids) for ids in encoded["input_ids"]]
+        if 0 in lengths:
+            raise DataError(
+                f"Row {lengths.index(0)} has no tokens for reward model {self.name!r}: its prompt and completion are "
+                "empty. Remove empty prompts from the dataset."
+            )
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        rewards_B = torch.empty(len(lengths))
+        self.model.eval()
+        for start in range(0, len(order), reward_rows):
+            rows = order[start : start + reward_rows]
+            rewards_B[rows] = self._forward({key: [encoded[key][row] for row in rows] for key in encoded})
+        self._check_finite(rewards_B)
+        return rewards_B
+
+    def _own_tokenizer(self, revision: str | None, trust_remote_code: bool) -> Any:
+        identifier = getattr(getattr(self.model, "config", None), "_name_or_path", "")
+        if not identifier:
+            raise ConfigError(
+                f"Reward model {self.name!r} does not say which tokenizer belongs to it. Pass the tokenizer in "
+                "reward_processing_classes."
+            )
+        return AutoTokenizer.from_pretrained(identifier, revision=revision, trust_remote_code=trust_remote_code)
+
+    def _texts(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[str]:
+        joined = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        if isinstance(joined[0], str):
+            return joined
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ConfigError(
+                f"The data is conversational and the tokenizer of reward model {self.name!r} has no chat template. "
+                "Set tokenizer.chat_template and pass it in reward_processing_classes, or use plain text prompts."
+            )
+        render = self.tokenizer.apply_chat_template
+        return [render(messages, tokenize=False, **self._chat_template_kwargs) for messages in joined]
+
+    def _forward(self, fields: dict[str, list[list[int]]]) -> Tensor:
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        fill = {"input_ids": self.tokenizer.pad_token_id, "token_type_ids": self.tokenizer.pad_token_type_id}
+        inputs = {key: _pad_right(fields[key], fill.get(key, 0)).to(device) for key in _PADDED if key in fields}
+        with torch.inference_mode():
+            logits: Tensor | None = getattr(self.model(**inputs), "logits", None)
+        if logits is None or logits.ndim != 2:
+            raise DataError(
+                f"Reward model {self.name!r} gave {'no logits' if logits is None else tuple(logits.shape)}; a reward "
+                "model gives logits of shape (rows, outputs), as AutoModelForSequenceClassification does."
+            )
+        return logits[:, 0].float().cpu()
+
+    def _check_finite(self, rewards_B: Tensor) -> None:
+        if not (finite := rewards_B.isfinite()).all():
+            row = int((~finite).nonzero()[0])
+            raise DataError(
+                f"Reward model {self.name!r} gave {rewards_B[row].item()} for row {row} of {len(rewards_B)}. Load it "
+                "in a wider type (dtype float32 or bfloat16), or check its weights."
+            )
+
+
+def _pad_right(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])

@@ -1,0 +1,128 @@
+"""Rewards for the shape of a completion: its format, its length, its repetitions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.rewards.texts import first_text
+
+_ONE_THOUGHT = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
+
+
+def think_format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
+    """Gives 1 where the completion begins with one ``<think>`` block that is closed, else 0.
+
+    Args:
+        completions: texts, or lists of messages of which the first counts.
+        **_: not used.
+
+    Returns:
+        1.0 or 0.0 for each completion.
+    """
+    return [1.0 if _ONE_THOUGHT.match(first_text(completion)) else 0.0 for completion in completions]
+
+
+@dataclass(frozen=True)
+class SoftOverlongPunishment:
+    """Punishes completions near and past the longest length; see `get_soft_overlong_punishment`."""
+
+    __name__: ClassVar[str] = "soft_overlong_punishment_reward"
+
+    max_completion_len: int
+    soft_punish_cache: int
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        """Rewards every completion by its length.
+
+        Args:
+            completion_ids: token ids of the completions.
+            **_: not used.
+
+        Returns:
+            Rewards from -1.0 to 0.0.
+        """
+        return [self._punishment(len(ids)) for ids in completion_ids]
+
+    def _punishment(self, length: int) -> float:
+        free = self.max_completion_len - self.soft_punish_cache
+        if length <= free:
+            return 0.0
+        return (free - length) / self.soft_punish_cache if length <= self.max_completion_len else -1.0
+
+
+def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> SoftOverlongPunishment:
+    """Makes a reward that falls from 0 to -1 over the last tokens allowed.
+
+    ``r = 0`` up to ``L - c`` tokens, ``(L - c - |y|) / c`` up to L, -1 beyond (Yu et al. 2025, DAPO, eq. 13).
+
+    Args:
+        max_completion_len: the longest length L, in tokens.
+        soft_punish_cache: the stretch c before it, in tokens, over which the reward falls; 0 for a sharp edge.
+
+    Returns:
+        The reward function.
+
+    Raises:
+        ConfigError: the stretch is negative or longer than the longest length.
+    """
+    if not 0 <= soft_punish_cache <= max_completion_len:
+        raise ConfigError(
+            f"soft_punish_cache is {soft_punish_cache} tokens; give 0 to max_completion_len ({max_completion_len})."
+        )
+    return SoftOverlongPunishment(max_completion_len, soft_punish_cache)
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty:
+    """Punishes repeated n-grams of tokens; see `get_repetition_penalty_reward`."""
+
+    __name__: ClassVar[str] = "repetition_penalty_reward"
+
+    ngram_size: int
+    max_penalty: float
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        """Rewards every completion by its repetitions.
+
+        Args:
+            completion_ids: token ids of the completions.
+            **_: not used.
+
+        Returns:
+            Rewards from `max_penalty` to 0.0.
+        """
+        return [self._penalty(ids) for ids in completion_ids]
+
+    def _penalty(self, ids: Sequence[int]) -> float:
+        total = len(ids) - self.ngram_size + 1
+        if total < 1:
+            return 0.0
+        distinct = len({tuple(ids[start : start + self.ngram_size]) for start in range(total)})
+        return (1 - distinct / total) * self.max_penalty if distinct < total else 0.0
+
+
+def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RepetitionPenalty:
+    """Makes a reward that falls with the share of repeated n-grams.
+
+    ``r = (1 - distinct n-grams / all n-grams) · max_penalty`` (Yeo et al. 2025, "Demystifying Long Chain-of-Thought
+    Reasoning", appendix C.2), over token ids; 0 for a completion shorter than one n-gram.
+
+    Args:
+        ngram_size: tokens of an n-gram.
+        max_penalty: the reward that total repetition approaches; not above 0.
+
+    Returns:
+        The reward function.
+
+    Raises:
+        ConfigError: the size is under 1 or the penalty is above 0.
+    """
+    if ngram_size < 1:
+        raise ConfigError(f"ngram_size is {ngram_size} tokens; give at least 1.")
+    if max_penalty > 0:
+        raise ConfigError(f"max_penalty is {max_penalty}; a penalty is 0 or negative, such as -1.0.")
+    return RepetitionPenalty(ngram_size, max_penalty)

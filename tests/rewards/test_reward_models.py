@@ -1,0 +1,158 @@
+"""Reward models: chunks, padding, templates, names."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2ForSequenceClassification,
+    Qwen3ForSequenceClassification,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.rewards import RewardModel, RewardRunner
+from tests.tiny import CHAT_TEMPLATE, tiny_config, tiny_tokenizer
+
+PROMPTS = ["What is 2 + 2? ", "Hi", "Name a colour that is not red, please. ", "x", "One more: "]
+COMPLETIONS = ["4", " there, how are you today? I am fine.", "blue", "", "three words here"]
+
+
+def classifier(kind="qwen3", labels=1):
+    torch.manual_seed(0)
+    config = tiny_config("qwen3" if kind == "bert" else kind)
+    config.num_labels = labels
+    if kind == "bert":
+        config = BertConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            num_labels=labels,
+        )
+    classes = {
+        "qwen3": Qwen3ForSequenceClassification,
+        "gpt2": GPT2ForSequenceClassification,
+        "bert": BertForSequenceClassification,
+    }
+    # Random weights score everything alike; larger ones make rows differ.
+    model = classes[kind](config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model
+
+
+def one_by_one(model, tokenizer, texts):
+    """The naive form: each row alone, without padding."""
+    model.eval()
+    with torch.no_grad():
+        inputs = [tokenizer(text, return_tensors="pt", add_special_tokens=False) for text in texts]
+        return torch.stack([model(**row).logits[0, 0] for row in inputs])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "bert"])
+@pytest.mark.parametrize("reward_rows", [1, 2, 64])
+def test_chunks_score_as_single_rows_do(kind, reward_rows):
+    model, tokenizer = classifier(kind), tiny_tokenizer()
+    scores = RewardRunner(model, tokenizer).score(PROMPTS, COMPLETIONS, [[0]] * 5, reward_rows=reward_rows)
+    expected = one_by_one(model, tokenizer, [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
+    assert expected.std() > 1e-2
+    assert scores.rewards_BF.dtype == torch.float32
+    torch.testing.assert_close(scores.rewards_BF[:, 0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_conversations_go_through_the_chat_template():
+    model, tokenizer = classifier(), tiny_tokenizer()
+    prompts = [[{"role": "user", "content": text}] for text in PROMPTS]
+    completions = [[{"role": "assistant", "content": text}] for text in COMPLETIONS]
+    tokenizer.chat_template = CHAT_TEMPLATE
+    scores = RewardRunner([model], [tokenizer]).score(prompts, completions, [[0]] * 5, reward_rows=2)
+    texts = [f"user: {p}\nassistant: {c}\n" for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    torch.testing.assert_close(scores.rewards_BF[:, 0], one_by_one(model, tokenizer, texts), rtol=1e-5, atol=1e-5)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template"):
+        RewardRunner(model, tokenizer).score(prompts, completions, [[0]] * 5)
+
+
+def test_forward_passes_hold_the_planned_rows_longest_first_without_gradient_or_dropout():
+    class Recorder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shapes = []
+
+        def forward(self, input_ids, attention_mask):
+            assert not self.training
+            assert not torch.is_grad_enabled()
+            self.shapes.append((tuple(input_ids.shape), int(attention_mask.sum())))
+            return SequenceClassifierOutput(logits=input_ids.double().sum(1, keepdim=True))
+
+    model = Recorder().train()
+    texts = ["a" * n for n in (3, 9, 1, 5, 7)]
+    RewardRunner(model, tiny_tokenizer()).score(texts, [""] * 5, [[0]] * 5, reward_rows=2)
+    assert model.shapes == [((2, 9), 16), ((2, 5), 8), ((1, 1), 1)]
+
+
+def test_without_a_pad_token_the_end_of_sequence_pads_and_the_model_is_told():
+    model, tokenizer = classifier(), tiny_tokenizer()
+    model.config.pad_token_id = tokenizer.pad_token = None
+    reward = RewardModel(model, tokenizer)
+    assert tokenizer.pad_token == tokenizer.eos_token
+    assert model.config.pad_token_id == tokenizer.eos_token_id
+    assert reward.score(PROMPTS, COMPLETIONS, 5).shape == (5,)
+    bare = tiny_tokenizer()
+    bare.pad_token = bare.eos_token = None
+    with pytest.raises(ConfigError, match="neither a pad token nor"):
+        RewardModel(model, bare)
+
+
+def test_a_model_is_loaded_by_name_with_its_tokenizer(tmp_path):
+    folder = tmp_path / "my-reward-model"
+    classifier().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    runner = RewardRunner([str(folder), classifier()], [None, tiny_tokenizer()], device="cpu")
+    assert runner.names == ("my-reward-model", "Qwen3ForSequenceClassification")
+    rewards_BF = runner.score(PROMPTS, COMPLETIONS, [[0]] * 5).rewards_BF
+    torch.testing.assert_close(rewards_BF[:, 0], rewards_BF[:, 1])
+    assert len(runner.models) == 2
+
+
+def test_models_come_before_functions_so_that_a_failed_model_can_be_repeated():
+    class Fails(nn.Module):
+        def forward(self, **inputs):
+            raise torch.OutOfMemoryError("too many rows")
+
+    calls = []
+
+    def reward(**kwargs):
+        calls.append(1)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        RewardRunner([reward, Fails()], [None, tiny_tokenizer()]).score(PROMPTS, COMPLETIONS, [[0]] * 5)
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        (torch.tensor([[1.0], [float("nan")]]), "gave nan for row 1 of 2"),
+        (torch.zeros(2), r"gave \(2,\)"),
+        (None, "gave no logits"),
+    ],
+)
+def test_a_model_that_gives_no_reward_is_refused(logits, message):
+    class Broken(nn.Module):
+        def forward(self, **inputs):
+            return SequenceClassifierOutput(logits=logits)
+
+    with pytest.raises(DataError, match=f"Reward model 'Broken' {message}"):
+        RewardRunner(Broken(), tiny_tokenizer()).score(["a", "b"], ["", ""], [[0]] * 2)
+
+
+def test_an_empty_row_and_a_missing_tokenizer_are_refused():
+    with pytest.raises(DataError, match="Row 1 has no tokens"):
+        RewardRunner(classifier(), tiny_tokenizer()).score(["a", ""], ["", ""], [[0]] * 2)
+    with pytest.raises(ConfigError, match="which tokenizer belongs to it"):
+        RewardRunner(classifier())
