@@ -102,9 +102,11 @@ class AdaptivePolicy(MemoryPolicy):
 
     Args:
         checkpointing: True or False to insist, None to let the budget decide.
+        trajectory_device: "device" or "host": where the trajectory waits between micro-batches.
     """
 
     checkpointing: bool | None = None
+    trajectory_device: str = "host"
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
         """Decodes as many rows together as are fast, or as the budget holds caches for.
@@ -136,7 +138,7 @@ class AdaptivePolicy(MemoryPolicy):
         longest = max(work.row_tokens, default=1)
         tile = max(64, min(sum(work.action_tokens), _TILE_BYTES // (4 * work.geometry.vocab_size)))
         fast = max(longest, min(_FULL_SPEED_TOKENS.get(memory.device, 4096), sum(work.row_tokens)))
-        first = UpdatePlan(micro_batch_tokens=fast, logprob_tile=tile, checkpointing=bool(self.checkpointing))
+        first = UpdatePlan(micro_batch_tokens=fast, logprob_tile=tile, trajectory_device=self.trajectory_device)
         choices = (False, True) if self.checkpointing is None else (self.checkpointing,)
         for checkpointing in choices:
             plan = _shrink_to(replace(first, checkpointing=checkpointing), longest, work, _room(memory))

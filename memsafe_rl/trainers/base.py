@@ -27,7 +27,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.ops.losses import adaptive_entropy_coef
+from memsafe_rl.ops.losses import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
 from memsafe_rl.rewards.base import RewardScores
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.data import PromptSource
@@ -35,7 +35,7 @@ from memsafe_rl.trainers.experience import Experience, ExperienceMaker
 from memsafe_rl.trainers.optimizer import Committer, build_optimizer, build_scheduler, uninterrupted
 from memsafe_rl.trainers.order import Cursor, rows_of_step
 from memsafe_rl.trainers.ranks import Ranks
-from memsafe_rl.trainers.reporting import step_metrics
+from memsafe_rl.trainers.reporting import averages, step_metrics
 from memsafe_rl.trainers.update import (
     StepGradient,
     StepTerms,
@@ -64,19 +64,6 @@ class TrainResult:
     metrics: dict[str, float]
 
 
-@dataclass(frozen=True)
-class EntropyControl:
-    """The adaptive entropy bonus between two steps.
-
-    Args:
-        coef: coefficient of the next step.
-        last_entropy: mean entropy of the last step, nats; infinite before the first.
-    """
-
-    coef: float
-    last_entropy: float = math.inf
-
-
 class OnPolicyTrainer:
     """Rolls out, rewards, learns, logs, evaluates and saves; resumes at any optimizer step.
 
@@ -94,6 +81,7 @@ class OnPolicyTrainer:
         self,
         *,
         adapter: ModelAdapter,
+        reference_model: Any,
         source: PromptSource,
         maker: ExperienceMaker,
         tracker: MemoryTracker,
@@ -103,6 +91,7 @@ class OnPolicyTrainer:
         optimizers: tuple[torch.optim.Optimizer | None, Any],
     ) -> None:
         self.adapter = adapter
+        self._reference_model = reference_model
         self.history = []
         self.eval_dataset = eval_dataset
         self.state = TrainerState(is_world_process_zero=ranks.is_main, is_local_process_zero=ranks.is_main)
@@ -184,6 +173,8 @@ class OnPolicyTrainer:
         rows = self._rows()
         terms = self._fix_terms(trajectory, rows)
         plan = self._plan_update(trajectory, rows)
+        trajectory = trajectory.to(self.adapter.device if plan.trajectory_device == "device" else "cpu")
+        self._experience = replace(self._experience, trajectory=trajectory)
         with self._tracker.phase(Phase.UPDATE):
             gradient, norm = self._gradient(trajectory, rows, plan, terms)
         with uninterrupted():
@@ -213,16 +204,15 @@ class OnPolicyTrainer:
                     self.adapter,
                     trajectory,
                     rows,
-                    quantile=1.0 - self.args.top_entropy_quantile,
+                    top_quantile=self.args.top_entropy_quantile,
                     temperature=self.args.temperature,
                     score_tokens=self._tracker.rollout_plan.score_tokens,
                     tile=self._tracker.update_plan.logprob_tile,
                     autocast=self._autocast,
                     ranks=self._ranks,
                 )
-        loss_masks = trajectory.loss_mask.rows()
-        tokens = sum(int(loss_masks[row].sum()) for row in rows)
-        kept = tokens if masks is None else int(sum(int((masks[row] * loss_masks[row]).sum()) for row in rows))
+        tokens = sum(trajectory.counted_actions[row] for row in rows)
+        kept = tokens if masks is None else int(torch.cat([masks[row] for row in rows]).sum())
         counted = sum(trajectory.group_of_row[row] >= 0 for row in rows)
         return StepTerms(
             settings=self.args.loss_settings(),
@@ -271,6 +261,17 @@ class OnPolicyTrainer:
         """Moves the weights; stands outside everything that may be repeated."""
         with self._tracker.phase(Phase.OPTIMIZER):
             self._committed.commit(norm)
+            self._sync_reference()
+
+    def _sync_reference(self) -> None:
+        """Moves the reference towards the model every so often (Gorbatovski et al. 2024, TR-DPO, eq. 4)."""
+        reference = self._reference_model
+        due = (self.state.global_step + 1) % self.args.ref_model_sync_steps == 0
+        if not self.args.sync_ref_model or not due or reference is None:
+            return
+        with torch.no_grad():
+            for old, new in zip(reference.parameters(), self.model.parameters(), strict=True):
+                old.lerp_(new.to(old.dtype), self.args.ref_model_mixup_alpha)
 
     def _mine(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """This rank's rows that can move a weight."""
@@ -298,7 +299,7 @@ class OnPolicyTrainer:
         """The coefficient of the entropy bonus in the next step."""
         if not self.args.use_adaptive_entropy:
             return self.args.entropy_coef
-        return self._entropy.coef if self._entropy.last_entropy <= self.args.entropy_target else 0.0
+        return applied_entropy_coef(self._entropy, self.args.entropy_target)
 
     # ------------------------------------------------------------------ metrics and events
 
@@ -311,7 +312,7 @@ class OnPolicyTrainer:
 
     def _measure(self, gradient: StepGradient, norm: Tensor, terms: StepTerms, plan: UpdatePlan) -> dict[str, float]:
         """Reads the step's numbers from the device, once, and adds what is known on the host."""
-        metrics = step_metrics(gradient, norm, terms, self.args, self._ranks)
+        metrics = step_metrics(gradient, norm, terms, self._ranks)
         if self._experience is not None and self._cursor.starts_rollout:
             metrics |= self._experience.metrics
             self.state.num_input_tokens_seen += int(metrics.pop("step_tokens"))
@@ -322,7 +323,7 @@ class OnPolicyTrainer:
         metrics["plan/checkpointing"] = float(plan.checkpointing)
         metrics["plan/rows_in_flight"] = float(self._tracker.rollout_plan.rows_in_flight)
         if self.args.use_adaptive_entropy or self.args.entropy_coef:
-            self._entropy = self._next_entropy(metrics["entropy"])
+            self._entropy = self._next_entropy(metrics.get("active_entropy", metrics["entropy"]))
             metrics["entropy_coef"] = self._entropy.coef
         metrics |= self._tracker.drain()
         metrics["step_time"] = time.perf_counter() - self._step_started
@@ -331,15 +332,14 @@ class OnPolicyTrainer:
     def _next_entropy(self, entropy: float) -> EntropyControl:
         if not self.args.use_adaptive_entropy:
             return EntropyControl(self.args.entropy_coef, entropy)
-        coef = adaptive_entropy_coef(
-            self._entropy.coef,
+        return adaptive_entropy_coef(
+            self._entropy,
             entropy,
             target=self.args.entropy_target,
             delta=self.args.entropy_coef_delta,
             minimum=self.args.entropy_coef_min,
             maximum=self.args.entropy_coef_max,
         )
-        return EntropyControl(coef, entropy)
 
     def _begin_step(self) -> None:
         self._step_started = time.perf_counter()
@@ -393,7 +393,7 @@ class OnPolicyTrainer:
         """Does what the control flags ask for."""
         if self.control.should_log:
             self.control.should_log = False
-            self.log(_averages(self._pending))
+            self.log(averages(self._pending))
             self._pending.clear()
         if self.control.should_evaluate:
             self.control.should_evaluate = False
@@ -506,7 +506,7 @@ class OnPolicyTrainer:
             self._load_weights(Path(self.state.best_model_checkpoint))
         self.log(dict(totals))
         self.control = self._callbacks.on_train_end(self.args, self.state, self.control)
-        last = {name: value for name, value in (self.history[-1] if self.history else {}).items()}
+        last = self.history[-1] if self.history else {}
         return TrainResult(self.state.global_step, totals["train_loss"], {**last, **totals})
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
@@ -535,7 +535,7 @@ class OnPolicyTrainer:
             if self._ranks.is_main:
                 loop = {
                     "cursor": asdict(self._cursor),
-                    "entropy": asdict(self._entropy),
+                    "entropy": list(self._entropy),
                     "budget_bytes": self._tracker.budget_bytes,
                     "history": self.history,
                     "experience": self._experience_facts(),
@@ -546,13 +546,19 @@ class OnPolicyTrainer:
                     self.state.global_step,
                     save_model=self._write_weights,
                     write_state=lambda path: self.state.save_to_json(str(path)),
-                    tensors=None if self.args.save_only_model else self._committed.state_dict(),
+                    tensors=None if self.args.save_only_model else self._state_tensors(),
                     loop=loop,
                     trajectory=None if self._experience is None else self._experience.trajectory,
                 )
                 drop_old_checkpoints(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
             self._ranks.wait()
         self.control = self._callbacks.on_save(self.args, self.state, self.control)
+
+    def _state_tensors(self) -> dict[str, Any]:
+        state = self._committed.state_dict()
+        if self.args.sync_ref_model and self._reference_model is not None:
+            state["reference"] = self._reference_model.state_dict()
+        return state
 
     def _experience_facts(self) -> dict[str, Any] | None:
         if self._experience is None:
@@ -564,11 +570,13 @@ class OnPolicyTrainer:
         tensors, loop, trajectory = read_checkpoint(folder)
         self._load_weights(folder)
         self._committed.load_state_dict(tensors)
+        if self._reference_model is not None and "reference" in tensors:
+            self._reference_model.load_state_dict(tensors["reference"])
         self.state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
         self.state.is_world_process_zero = self.state.is_local_process_zero = self._ranks.is_main
         self.history = list(loop["history"])
         self._cursor = Cursor(**loop["cursor"])
-        self._entropy = EntropyControl(**loop["entropy"])
+        self._entropy = EntropyControl(*loop["entropy"])
         self._tracker.budget_bytes = loop["budget_bytes"]
         if trajectory is not None:
             self._experience = Experience(trajectory=trajectory, **loop["experience"])
@@ -618,12 +626,3 @@ class OnPolicyTrainer:
         if self.args.max_steps > 0 or per_epoch is None:
             return False
         return self._cursor.position >= self.args.num_train_epochs * per_epoch
-
-
-def _averages(pending: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
-    """Averages each metric over the steps that had it, leaving NaN out."""
-    averages: dict[str, float | None] = {}
-    for name, values in pending.items():
-        known = [value for value in values if not math.isnan(value)]
-        averages[name] = sum(known) / len(known) if known else None
-    return averages

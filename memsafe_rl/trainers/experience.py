@@ -24,6 +24,7 @@ from memsafe_rl.rollout.scoring import score_all
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.data import Prompts, PromptSource, PromptTokenizer
 from memsafe_rl.trainers.ranks import Ranks
+from memsafe_rl.trainers.update import contributes
 from memsafe_rl.types import (
     AdvantageResult,
     Completion,
@@ -221,7 +222,7 @@ class ExperienceMaker:
         with self._tracker.phase(Phase.ROLLOUT):
             if self._rollout_func is None:
                 drawn = self._generate(prompts, rollout, group_size, plan, first_prompt, mine)
-                masks, extra, external = None, {}, False
+                masks, extra, external = None, dict[str, Any](), False
             else:
                 drawn, masks, extra, external = self._call_rollout_func(prompts, group_size, mine)
         texts = self._texts(prompts, [completion.ids for completion in drawn])
@@ -337,7 +338,7 @@ class ExperienceMaker:
         wanted = consumed = len(samples.prompts.ids)
         if not self._config.dynamic_sampling:
             return samples, consumed
-        flat = _flat_groups(samples, self._config)
+        flat = _flat_groups(samples)
         useful = samples.groups([group for group in range(wanted) if not flat[group]])
         spare = samples.groups([group for group in range(wanted) if flat[group]])
         for _ in range(self._config.dynamic_sampling_max_rounds):
@@ -346,7 +347,7 @@ class ExperienceMaker:
             prompts = self._read_prompts(source.take(position + consumed, wanted))
             fresh = self._draw(prompts, rollout, samples.group_size, plan, first_prompt=consumed)
             consumed += wanted
-            flat = _flat_groups(fresh, self._config)
+            flat = _flat_groups(fresh)
             useful = useful.joined(fresh.groups([group for group in range(wanted) if not flat[group]]))
             spare = spare.joined(fresh.groups([group for group in range(wanted) if flat[group]]))
         return useful.joined(spare).groups(list(range(wanted))), consumed
@@ -375,15 +376,16 @@ class ExperienceMaker:
             cut = self._config.mask_truncated_completions and not completion.finished
             masks.append(torch.zeros_like(mask) if cut or bool(advantages.unscored_B[row]) else mask)
         rows = len(samples.completions)
-        group_of_row = tuple(row // samples.group_size for row in range(rows))
+        groups = tuple(row // samples.group_size for row in range(rows))
+        unscored = advantages.unscored_B.tolist()
         return Trajectory(
             conditions=Ragged.from_rows(samples.prompts.ids),
-            condition_of_row=group_of_row,
+            condition_of_row=groups,
             actions=Ragged.from_rows([completion.ids for completion in samples.completions]),
             loss_mask=Ragged.from_rows(masks),
             sampling_logprobs=Ragged.from_rows([completion.logprobs for completion in samples.completions]),
             advantages=advantages.advantages_B,
-            group_of_row=group_of_row,
+            group_of_row=tuple(-1 if unscored[row] else groups[row] for row in range(rows)),
             finished=tuple(completion.finished for completion in samples.completions),
             has_old=(False,) * rows,
         )
@@ -394,7 +396,7 @@ class ExperienceMaker:
         """Adds reference log-probs, and old ones where the first update will come too late to give them."""
         corrected = external and self._config.vllm_importance_sampling_correction
         everyone = list(range(len(trajectory)))
-        needing_old = everyone if corrected else [row for row in later_rows if self._config.learns(trajectory, row)]
+        needing_old = everyone if corrected else [row for row in later_rows if self._learns(trajectory, row)]
         with self._tracker.phase(Phase.SCORE):
             if self._config.beta != 0:
                 with self._adapter.reference() as reference:
@@ -405,9 +407,10 @@ class ExperienceMaker:
                 trajectory = replace(trajectory, old_logprobs=old, has_old=has_old)
         return replace(trajectory, importance_weights=self._corrections(trajectory)) if corrected else trajectory
 
-    def _scored(
-        self, adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], plan: RolloutPlan
-    ) -> Ragged:
+    def _learns(self, trajectory: Trajectory, row: int) -> bool:
+        return contributes(trajectory, row, every_row=self._config.every_row_learns)
+
+    def _scored(self, adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], plan: RolloutPlan) -> Ragged:
         """Scores rows, shared over the ranks, into a store of all rows."""
         lengths = trajectory.action_lengths(rows)
         mine = self._ranks.balance(rows, lengths)
@@ -430,7 +433,10 @@ class ExperienceMaker:
         if trajectory.old_logprobs is None or trajectory.sampling_logprobs is None:
             raise AssertionError("corrections follow scoring")
         rows = zip(
-            trajectory.old_logprobs.rows(), trajectory.sampling_logprobs.rows(), trajectory.loss_mask.rows(), strict=True
+            trajectory.old_logprobs.rows(),
+            trajectory.sampling_logprobs.rows(),
+            trajectory.loss_mask.rows(),
+            strict=True,
         )
         return Ragged.from_rows(
             [
@@ -476,11 +482,8 @@ class ExperienceMaker:
         return metrics
 
 
-def _flat_groups(samples: Samples, config: GRPOConfig) -> list[bool]:
-    weights = config.reward_weights or [1.0] * samples.rewards_BF.shape[1]
-    flat: list[bool] = zero_spread_groups(
-        samples.rewards_BF, torch.tensor(weights, dtype=torch.float32), samples.group_size
-    ).tolist()
+def _flat_groups(samples: Samples) -> list[bool]:
+    flat: list[bool] = zero_spread_groups(samples.rewards_BF, samples.group_size).tolist()
     return flat
 
 

@@ -101,14 +101,17 @@ class GRPOTrainer(OnPolicyTrainer):
         )
         self.model = loaded.model
         adapter = self._prepare_adapter(loaded)
-        self.memory_policy = memory_policy or AdaptivePolicy(checkpointing=self.args.gradient_checkpointing)
+        self.memory_policy = memory_policy or AdaptivePolicy(
+            checkpointing=self.args.gradient_checkpointing, trajectory_device=self.args.trajectory_device or "host"
+        )
         tracker = self._prepare_memory()
         self.rewards = RewardRunner(
             reward_funcs,
-            reward_processing_classes=reward_processing_classes,
-            weights=self.args.reward_weights,
-            device=self.accelerator.device,
+            reward_processing_classes,
+            self.args.reward_weights,
+            trust_remote_code=self.args.trust_remote_code,
             chat_template_kwargs=self.args.chat_template_kwargs,
+            device=self.accelerator.device,
         )
         maker = ExperienceMaker(
             config=self.args,
@@ -126,6 +129,7 @@ class GRPOTrainer(OnPolicyTrainer):
         )
         self._assemble(
             adapter=adapter,
+            reference_model=loaded.reference_model,
             source=source,
             maker=maker,
             tracker=tracker,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.ops.losses import entropy_threshold, policy_loss
+from memsafe_rl.ops.losses import entropy_threshold, high_entropy_mask, policy_loss
 from memsafe_rl.rollout.scoring import cut_by_tokens, score_rows
 from memsafe_rl.trainers.ranks import Ranks
-from memsafe_rl.types import Denominators, LossInputs, LossSettings, Ragged, Trajectory, UpdatePlan
+from memsafe_rl.types import Denominators, LossInputs, LossResult, LossSettings, Ragged, Trajectory, UpdatePlan
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,14 @@ class StepGradient:
         sums: scalars added over micro-batches.
         lows: scalars minimised over micro-batches.
         highs: scalars maximised over micro-batches.
+        run_tokens: scalar, counted actions of the rows that were run.
         logprobs: nats, of each row that was run, on the device.
         micro_batches: how many were run.
         tokens: tokens run, padding included.
     """
 
     loss: Tensor
+    run_tokens: Tensor
     sums: dict[str, Tensor] = field(default_factory=dict)
     lows: dict[str, Tensor] = field(default_factory=dict)
     highs: dict[str, Tensor] = field(default_factory=dict)
@@ -87,7 +89,8 @@ def accumulate_gradient(
         The step's loss and sums over these rows.
     """
     lengths = row_lengths(trajectory, rows)
-    step = StepGradient(loss=torch.zeros((), device=adapter.device))
+    zero = torch.zeros((), device=adapter.device)
+    step = StepGradient(loss=zero, run_tokens=zero)
     for places in cut_by_tokens(lengths, plan.micro_batch_tokens):
         micro = [rows[place] for place in places]
         with autocast(), kept_activations(adapter, plan):
@@ -101,8 +104,8 @@ def accumulate_gradient(
             )
         inputs = loss_inputs(trajectory, micro, terms, scores.logprobs_BT, scores.entropies_BT)
         result = policy_loss(inputs, terms.settings, terms.denominators)
-        scale(result.loss).backward()
-        _add(step, result.loss, result.sums, result.lows, result.highs)
+        torch.autograd.backward(scale(result.loss))
+        _add(step, result, inputs.mask_BT.sum())
         for place, row in enumerate(micro):
             step.logprobs[row] = scores.logprobs_BT[place, : trajectory.actions.lengths[row]].detach()
         step.micro_batches += 1
@@ -178,9 +181,7 @@ def contributes(trajectory: Trajectory, row: int, *, every_row: bool) -> bool:
     Returns:
         False where skipping the row is lossless.
     """
-    start = sum(trajectory.loss_mask.lengths[:row])
-    counted = trajectory.loss_mask.flat[start : start + trajectory.loss_mask.lengths[row]].any()
-    return bool(counted) and (every_row or float(trajectory.advantages[row]) != 0.0)
+    return trajectory.counted_actions[row] > 0 and (every_row or trajectory.has_advantage[row])
 
 
 def entropy_masks(
@@ -188,7 +189,7 @@ def entropy_masks(
     trajectory: Trajectory,
     rows: Sequence[int],
     *,
-    quantile: float,
+    top_quantile: float,
     temperature: float,
     score_tokens: int,
     tile: int,
@@ -201,7 +202,7 @@ def entropy_masks(
         adapter: the model.
         trajectory: the store.
         rows: rows of the step, over all ranks.
-        quantile: actions whose entropy lies at or above this quantile of the step's are kept.
+        top_quantile: share of the step's counted actions that are kept, the most uncertain ones.
         temperature: divides the logits.
         score_tokens: tokens scored in one forward.
         tile: completion tokens whose logits exist at the same time.
@@ -226,10 +227,10 @@ def entropy_masks(
                 (row, scores.entropies_BT[i, :w].cpu()) for i, (row, w) in enumerate(zip(chosen, widths, strict=True))
             ]
     entropies = dict(ranks.gather(found))
-    masks = trajectory.loss_mask.rows()
+    masks = [mask.cpu() for mask in trajectory.loss_mask.rows()]
     flat = torch.cat([entropies[row] for row in rows])
-    threshold = entropy_threshold(flat, torch.cat([masks[row] for row in rows]), quantile)
-    return {row: ((entropies[row] >= threshold) & masks[row].bool()).to(torch.uint8) for row in rows}
+    threshold = entropy_threshold(flat, torch.cat([masks[row] for row in rows]), top_quantile)
+    return {row: high_entropy_mask(entropies[row], masks[row], threshold) for row in rows}
 
 
 def row_lengths(trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
@@ -238,17 +239,12 @@ def row_lengths(trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
     return [prompt + completion for prompt, completion in pairs]
 
 
-def _add(
-    step: StepGradient,
-    loss: Tensor,
-    sums: Mapping[str, Tensor],
-    lows: Mapping[str, Tensor],
-    highs: Mapping[str, Tensor],
-) -> None:
-    step.loss = step.loss + loss.detach()
-    for name, value in sums.items():
+def _add(step: StepGradient, result: LossResult, tokens: Tensor) -> None:
+    step.loss = step.loss + result.loss.detach()
+    step.run_tokens = step.run_tokens + tokens
+    for name, value in result.sums.items():
         step.sums[name] = step.sums[name] + value if name in step.sums else value
-    for name, value in lows.items():
+    for name, value in result.lows.items():
         step.lows[name] = torch.minimum(step.lows[name], value) if name in step.lows else value
-    for name, value in highs.items():
+    for name, value in result.highs.items():
         step.highs[name] = torch.maximum(step.highs[name], value) if name in step.highs else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -85,7 +86,8 @@ class Trajectory:
         loss_mask: 1 where an action is counted in the loss; B rows like ``actions``.
         sampling_logprobs: nats, of the distribution sampled from; B rows.
         advantages: (B,) float32, one per row.
-        group_of_row: for each row, the index of its group.
+        group_of_row: for each row, the index of its group; -1 for a row that no reward function scored, which counts
+            in no denominator.
         finished: for each row, whether it ended by itself.
         old_logprobs: nats, of the model before the first update on this rollout; B rows, None until needed.
         has_old: for each row, whether ``old_logprobs`` is filled in.
@@ -108,6 +110,17 @@ class Trajectory:
 
     def __len__(self) -> int:
         return len(self.actions)
+
+    @cached_property
+    def counted_actions(self) -> tuple[int, ...]:
+        """How many actions of each row count in the loss."""
+        counts = [mask.sum(dtype=torch.int64) for mask in self.loss_mask.rows()]
+        return tuple(torch.stack(counts).tolist())
+
+    @cached_property
+    def has_advantage(self) -> tuple[bool, ...]:
+        """For each row, whether its advantage differs from zero."""
+        return tuple((self.advantages != 0).tolist())
 
     def condition_lengths(self, rows: Iterable[int]) -> tuple[int, ...]:
         """Prompt tokens of the given rows."""

@@ -1,0 +1,94 @@
+"""Turns a step's sums into metrics under TRL's names; the one place where the update reads tensor values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.trainers.ranks import Ranks
+from memsafe_rl.trainers.update import StepGradient, StepTerms
+
+_CLIPPING = {
+    "clip_low": "clip_ratio/low_mean",
+    "clip_high": "clip_ratio/high_mean",
+    "clip_region": "clip_ratio/region_mean",
+}
+_PER_RATIO = {**_CLIPPING, "cispo_clip": "cispo_clip_ratio", "vespo_phi": "vespo/phi_seq_mean"}
+
+
+def step_metrics(gradient: StepGradient, norm: Tensor, terms: StepTerms, ranks: Ranks) -> dict[str, float]:
+    """Reads an optimizer step's numbers from the device at once and divides sums by the step's counts.
+
+    Clipping, KL and ratio statistics are over all counted actions of the step: a row that was skipped because its
+    advantage is zero has ratio 1 on the first pass and cannot be clipped. Entropy is over the rows that were run.
+
+    Args:
+        gradient: the step on this rank.
+        norm: scalar, the gradient's norm before clipping, the same on every rank.
+        terms: the step's denominators and settings.
+        ranks: add the sums of all ranks.
+
+    Returns:
+        Names and values; NaN where nothing was run.
+    """
+    values = _read({"loss": gradient.loss, "norm": norm, "run_tokens": gradient.run_tokens, **gradient.sums})
+    lows, highs = _read(gradient.lows), _read(gradient.highs)
+    grad_norm = values.pop("norm")
+    totals = _merged(ranks.gather([values]), sum)
+    tokens, rows = max(1, terms.denominators.tokens), max(1, terms.denominators.rows)
+    run_tokens = max(1.0, totals["run_tokens"])
+    metrics = {
+        "loss": totals["loss"],
+        "grad_norm": grad_norm,
+        "entropy": totals.get("entropy", math.nan) / run_tokens,
+        "approx_kl/k3_token": totals.get("approx_kl", 0.0) / tokens,
+        "approx_kl/k1_token": -totals.get("log_ratio", 0.0) / tokens,
+        "approx_kl/k3_sequence": totals.get("approx_kl_rows", 0.0) / rows,
+        "approx_kl/k1_sequence": -totals.get("log_ratio", 0.0) / rows,
+    }
+    if "kl" in totals:
+        metrics["kl"] = totals["kl"] / tokens
+    if terms.entropy_masks is not None:
+        metrics["active_entropy"] = totals.get("active_entropy", math.nan) / max(1, terms.denominators.entropy_tokens)
+    if terms.entropy_coef:
+        metrics["policy_loss"] = totals["policy_loss"]
+    ratios = tokens if terms.settings.importance_sampling_level == "token" else rows
+    metrics |= {name: totals[key] / ratios for key, name in _PER_RATIO.items() if key in totals}
+    for name, value in _merged(ranks.gather([lows]), min).items():
+        metrics[f"{name.replace('clip_', 'clip_ratio/')}_min"] = value
+    for name, value in _merged(ranks.gather([highs]), max).items():
+        metrics[f"{name.replace('clip_', 'clip_ratio/')}_max"] = value
+    return metrics
+
+
+def averages(pending: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
+    """Averages each metric over the steps that had it, leaving NaN out.
+
+    Args:
+        pending: values of each metric since the last log.
+
+    Returns:
+        Means; None where no value was a number.
+    """
+    means: dict[str, float | None] = {}
+    for name, values in pending.items():
+        known = [value for value in values if not math.isnan(value)]
+        means[name] = sum(known) / len(known) if known else None
+    return means
+
+
+def _read(scalars: Mapping[str, Tensor]) -> dict[str, float]:
+    """Brings scalars to the host in one transfer."""
+    if not scalars:
+        return {}
+    device = next(iter(scalars.values())).device
+    stacked = torch.stack([value.detach().to(device=device, dtype=torch.float64) for value in scalars.values()])
+    return dict(zip(scalars, stacked.tolist(), strict=True))
+
+
+def _merged(parts: Sequence[Mapping[str, float]], combine: object) -> dict[str, float]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: combine(part[name] for part in parts if name in part) for name in names}  # type: ignore[operator]

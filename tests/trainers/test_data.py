@@ -1,0 +1,90 @@
+import pytest
+import torch
+from datasets import Dataset
+
+from memsafe_rl.errors import DataError
+from memsafe_rl.trainers.data import IndexedPrompts, PromptTokenizer, StreamedPrompts, usable_prompts
+from tests.tiny import tiny_tokenizer
+
+
+def reader(limit: int | None = None, truncate: bool = False, chat: bool = False) -> PromptTokenizer:
+    return PromptTokenizer(tiny_tokenizer(chat=chat), template_kwargs=None, limit=limit, truncate=truncate)
+
+
+def examples(count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"p{i}"} for i in range(count)]
+
+
+def test_every_epoch_reads_each_prompt_once_in_its_own_order() -> None:
+    source = IndexedPrompts(examples(7), batch=3, seed=1, shuffle=True, keep=None)
+    assert source.prompts_per_epoch == 6
+    first = [row["prompt"] for row in source.take(0, 6)]
+    second = [row["prompt"] for row in source.take(6, 6)]
+    assert len(set(first)) == len(set(second)) == 6
+    assert first != second
+    assert [row["prompt"] for row in source.take(4, 4)] == first[4:] + second[:2]
+
+
+def test_a_position_is_all_the_state_there_is() -> None:
+    a = IndexedPrompts(examples(9), batch=2, seed=5, shuffle=True, keep=None)
+    b = IndexedPrompts(examples(9), batch=2, seed=5, shuffle=True, keep=None)
+    a.take(0, 13)
+    assert a.take(13, 4) == b.take(13, 4)
+
+
+def test_a_stream_goes_back_and_starts_over() -> None:
+    source = StreamedPrompts(examples(5))
+    assert [row["prompt"] for row in source.take(0, 3)] == ["p0", "p1", "p2"]
+    assert [row["prompt"] for row in source.take(3, 4)] == ["p3", "p4", "p0", "p1"]
+    assert [row["prompt"] for row in source.take(1, 2)] == ["p1", "p2"]
+    with pytest.raises(DataError, match="yields no examples"):
+        StreamedPrompts([]).take(0, 1)
+
+
+def test_too_few_prompts_are_refused_with_both_numbers() -> None:
+    with pytest.raises(DataError, match="has 2 usable prompts but one rollout takes 3"):
+        IndexedPrompts(examples(2), batch=3, seed=0, shuffle=False, keep=None)
+
+
+def test_plain_and_conversational_prompts_become_ids() -> None:
+    tokenizer = tiny_tokenizer(chat=True)
+    plain = reader()([{"prompt": "1+2="}])
+    assert plain.ids[0].tolist() == tiny_tokenizer()("1+2=")["input_ids"]
+    turns = [{"role": "user", "content": "1+2="}]
+    rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=True)
+    assert reader(chat=True)([{"prompt": turns}]).ids[0].tolist() == rendered["input_ids"]
+
+
+def test_long_prompts_are_refused_filtered_or_cut_on_the_left() -> None:
+    dataset = Dataset.from_dict({"prompt": ["1+2=", "1+2+3+4+5+6="]})
+    short = len(reader().ids(["1+2="])[0])
+    with pytest.raises(DataError, match=r"1 prompt\(s\) are longer than .* Set overlong_prompts"):
+        usable_prompts(dataset, reader(), limit=short, overlong="error")
+    assert usable_prompts(dataset, reader(), limit=short, overlong="filter") == [0]
+    assert usable_prompts(dataset, reader(), limit=short, overlong="truncate") == [0, 1]
+    cut = reader(limit=short, truncate=True)([dataset[1]]).ids[0]
+    assert torch.equal(cut, torch.tensor(reader().ids([dataset[1]["prompt"]])[0][-short:]))
+    with pytest.raises(DataError, match="longer than"):
+        reader(limit=short)([dataset[1]])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ({"prompt": []}, "train_dataset is empty"),
+        ({"question": ["x"]}, "no 'prompt'"),
+        ({"prompt": [""]}, "has no tokens"),
+    ],
+)
+def test_bad_datasets_are_refused_by_name(dataset: dict[str, list[str]], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        usable_prompts(Dataset.from_dict(dataset), reader(), limit=None, overlong="error")
+
+
+def test_prompts_of_two_kinds_or_none_are_refused() -> None:
+    with pytest.raises(DataError, match="neither text nor a list of messages"):
+        reader().ids([3])
+    with pytest.raises(DataError, match="not of the same kind"):
+        reader(chat=True).ids(["a", [{"role": "user", "content": "a"}]])
+    with pytest.raises(DataError, match="no chat template"):
+        reader().ids([[{"role": "user", "content": "a"}]])

@@ -1,0 +1,465 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.memory.policies import MemoryPolicy
+from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.types import MemoryState, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+from tests.tiny import tiny_model
+from tests.trainers.helpers import PROMPTS, count_digits, cut, make_trainer, relative, weights
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def gradient_of(trainer: GRPOTrainer) -> torch.Tensor:
+    """Runs a trainer's first step up to the commit and gives its gradient."""
+    trainer._begin(None)
+    trainer._experience = trainer._roll_out()
+    trajectory, rows = trainer._experience.trajectory, trainer._rows()
+    terms = trainer._fix_terms(trajectory, rows)
+    trainer._gradient(trajectory, rows, trainer._plan_update(trajectory, rows), terms)
+    return torch.cat([p.grad.flatten().double() for p in trainer.model.parameters() if p.grad is not None])
+
+
+def test_a_run_learns_logs_and_reports(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=3, num_iterations=2)
+    before = weights(trainer)
+    result = trainer.train()
+    assert result.global_step == 3
+    assert relative(weights(trainer), before) > 1e-3
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines[:3]] == [1, 2, 3]
+    for name in ("loss", "reward", "reward_std", "rewards/count_digits/mean", "completions/mean_length", "grad_norm"):
+        assert name in lines[0], name
+    for name in ("entropy", "clip_ratio/region_mean", "clip_ratio/low_min", "clip_ratio/high_max", "num_tokens"):
+        assert name in lines[0], name
+    for name in ("memory/peak_bytes", "memory/update_peak_bytes", "plan/micro_batch_tokens", "learning_rate"):
+        assert name in lines[0], name
+    assert "reward" not in lines[1], "the second pass over a rollout has no new rewards"
+    events = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
+    assert [(event["kind"], event["step"]) for event in events] == [
+        ("rollout", 0),
+        ("update", 0),
+        ("update", 1),
+        ("rollout", 2),
+        ("update", 2),
+    ]
+    assert [record["step"] for record in trainer.history] == [1, 2, 3]
+    assert trainer.state.log_history[0]["reward"] == lines[0]["reward"]
+
+
+def test_equal_seeds_give_equal_runs_and_others_do_not(tmp_path: Path) -> None:
+    ends = []
+    for seed in (1, 1, 2):
+        trainer = make_trainer(tmp_path, seed=seed)
+        trainer.train()
+        ends.append(weights(trainer))
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "vespo"])
+def test_no_cut_changes_the_gradient(tmp_path: Path, dtype: torch.dtype, bound: float, loss_type: str) -> None:
+    def run(**settings: Any) -> torch.Tensor:
+        batches = {"per_device_train_batch_size": 8, **settings}
+        policy = batches.pop("policy", cut())
+        trainer = make_trainer(
+            tmp_path, model=tiny_model(dtype=dtype), policy=policy, loss_type=loss_type, beta=0.04, **batches
+        )
+        return gradient_of(trainer)
+
+    whole = run()
+    assert whole.norm() > 0
+    for policy in (cut(1), cut(30), cut(17, rows_in_flight=3), cut(checkpointing=True, logprob_tile=3)):
+        assert relative(run(policy=policy), whole) < bound
+    for accumulation in (2, 8):
+        split = {"per_device_train_batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
+        assert relative(run(**split), whole) < bound
+
+
+def test_a_denominator_per_micro_batch_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memsafe_rl.trainers import update
+
+    whole = gradient_of(make_trainer(tmp_path, policy=cut()))
+    honest = update.policy_loss
+
+    def planted(inputs: Any, settings: Any, denominators: Any) -> Any:
+        local = type(denominators)(len(inputs.mask_BT), int(inputs.mask_BT.sum()), int(inputs.mask_BT.sum()))
+        return honest(inputs, settings, local)
+
+    monkeypatch.setattr(update, "policy_loss", planted)
+    assert relative(gradient_of(make_trainer(tmp_path, policy=cut(30))), whole) > 1e-2
+
+
+@pytest.mark.parametrize("peft", [None, LORA])
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+def test_resuming_at_any_step_is_bitwise(tmp_path: Path, stop: int, peft: Any) -> None:
+    settings = {"num_iterations": 3, "steps_per_generation": 2, "per_device_train_batch_size": 4, "beta": 0.1}
+    whole = make_trainer(tmp_path / "whole", max_steps=8, peft_config=peft, **settings)
+    whole.train()
+    first = make_trainer(
+        tmp_path / "parts", max_steps=8, peft_config=peft, save_strategy="steps", save_steps=stop, **settings
+    )
+    first.add_callback(StopAt(stop))
+    first.train()
+    assert not torch.equal(weights(first), weights(whole))
+    second = make_trainer(tmp_path / "parts", max_steps=8, peft_config=peft, **settings)
+    second.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(second), weights(whole))
+    for mine, theirs in zip(second.history, whole.history, strict=True):
+        assert mine["loss"] == theirs["loss"]
+        assert mine["num_tokens"] == theirs["num_tokens"]
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_the_policy_is_asked_once_a_rollout_and_once_a_step(tmp_path: Path) -> None:
+    class Counting(MemoryPolicy):
+        calls: list[str] = []
+
+        def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
+            self.calls.append("rollout")
+            assert work.rows == 8
+            return RolloutPlan()
+
+        def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
+            self.calls.append("update")
+            assert memory.last_rollout_plan is not None
+            return UpdatePlan()
+
+    trainer = make_trainer(
+        tmp_path,
+        policy=Counting(),
+        max_steps=4,
+        num_iterations=2,
+        beta=0.1,
+        eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:2]}),
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    trainer.train()
+    assert Counting.calls == ["rollout", "update", "update", "rollout", "update", "update"]
+
+
+def test_the_first_ratio_is_exactly_one_and_later_old_logprobs_are_the_first_ones(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, num_iterations=2, max_steps=2)
+    trainer.train()
+    assert trainer.history[0]["approx_kl/k3_token"] == 0.0
+    assert trainer.history[1]["approx_kl/k3_token"] > 0.0
+
+
+def test_old_logprobs_scored_ahead_equal_those_kept_from_the_first_update(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 4, "steps_per_generation": 2}
+    trainer = make_trainer(tmp_path, max_steps=1, num_iterations=2, beta=0.1, **settings)
+    trainer.train()
+    trajectory = trainer._experience.trajectory
+    assert all(trajectory.has_old)
+    fresh = make_trainer(tmp_path, max_steps=1, num_iterations=2, beta=0.1, **settings)
+    fresh._begin(None)
+    experience = fresh._maker.make(fresh._source, rollout=0, position=0, later_rows=range(8))
+    gap = experience.trajectory.old_logprobs.flat - trajectory.old_logprobs.flat
+    assert gap.abs().max() < 1e-5
+
+
+def test_rows_without_advantage_are_skipped_without_a_trace(tmp_path: Path) -> None:
+    def half_flat(completions: list[str], **_: Any) -> list[float]:
+        rewards = count_digits(completions)
+        return [0.0] * 4 + rewards[4:]
+
+    skipping = make_trainer(tmp_path, reward_funcs=half_flat, policy=cut(1))
+    whole = make_trainer(tmp_path, reward_funcs=half_flat, policy=cut(1))
+    mine = gradient_of(skipping)
+    type(whole.args).every_row_learns = property(lambda _: True)  # type: ignore[method-assign,assignment]
+    try:
+        assert relative(mine, gradient_of(whole)) < 1e-6
+    finally:
+        del type(whole.args).every_row_learns
+    assert len(skipping._mine(skipping._experience.trajectory, range(8))) == 4
+
+
+def test_a_row_that_nobody_scored_counts_for_nothing(tmp_path: Path) -> None:
+    def some(completions: list[str], **_: Any) -> list[float | None]:
+        rewards: list[float | None] = list(count_digits(completions))
+        rewards[2] = None
+        return rewards
+
+    trainer = make_trainer(tmp_path, reward_funcs=some, loss_type="grpo", beta=0.1)
+    gradient_of(trainer)
+    trajectory = trainer._experience.trajectory
+    terms = trainer._fix_terms(trajectory, range(8))
+    assert terms.denominators.rows == 7
+    assert terms.denominators.tokens == sum(trajectory.actions.lengths) - trajectory.actions.lengths[2]
+    assert 2 not in trainer._mine(trajectory, range(8))
+
+
+def test_kl_stop_ends_the_passes_over_this_rollout_only(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, num_iterations=4, max_steps=6, kl_stop=1e-9)
+    trainer.train()
+    assert [event["step"] for event in trainer.memory_events if event["event"] == "kl_stop"] == [2, 4, 6]
+    assert [("reward" in record) for record in trainer.history] == [True, False] * 3
+
+
+def test_dynamic_sampling_replaces_flat_groups_and_consumes_their_prompts(tmp_path: Path) -> None:
+    def flat_for_zero(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        rewards = count_digits(completions)
+        return [0.0 if prompt.startswith("0") else reward for prompt, reward in zip(prompts, rewards, strict=True)]
+
+    trainer = make_trainer(
+        tmp_path, reward_funcs=flat_for_zero, dynamic_sampling=True, shuffle_dataset=False, max_steps=1
+    )
+    trainer.train()
+    assert trainer._cursor.position > 2
+    assert trainer.history[0]["frac_reward_zero_std"] == 0.0
+    limited = make_trainer(
+        tmp_path,
+        reward_funcs=lambda completions, **_: [1.0] * len(completions),
+        dynamic_sampling=True,
+        dynamic_sampling_max_rounds=2,
+        max_steps=1,
+    )
+    limited.train()
+    assert limited._cursor.position == 6
+
+
+def test_lora_trains_only_the_adapter_and_its_reference_is_the_base(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, peft_config=LORA, beta=0.1, max_steps=3)
+    base = {name: p.clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    trainer.train()
+    assert all(torch.equal(base[name], p) for name, p in trainer.model.named_parameters() if name in base)
+    assert trainer.history[0]["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert trainer.history[2]["kl"] > 0
+    trainer.save_model(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_trains_and_keeps_weights_wide(tmp_path: Path, precision: str) -> None:
+    trainer = make_trainer(tmp_path, **{precision: True})
+    before = weights(trainer)
+    trainer.train()
+    assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
+    assert relative(weights(trainer), before) > 0
+    assert trainer.history[0]["approx_kl/k3_token"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_entropy_quantile": 0.5},
+        {"entropy_coef": 0.01},
+        {"use_adaptive_entropy": True, "entropy_target": 100.0},
+        {"mask_truncated_completions": True},
+        {"scale_rewards": "batch"},
+        {"optim": "sgd"},
+        {"off_policy_mask_threshold": 0.5},
+        {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1},
+        {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1},
+        {"trajectory_device": "device"},
+        {"disable_dropout": False},
+    ],
+)
+def test_every_option_trains(tmp_path: Path, settings: dict[str, Any]) -> None:
+    trainer = make_trainer(tmp_path, num_iterations=2, **settings)
+    before = weights(trainer)
+    trainer.train()
+    assert torch.isfinite(weights(trainer)).all()
+    assert settings.get("mask_truncated_completions") or relative(weights(trainer), before) > 0
+
+
+def test_the_synced_reference_moves_by_the_mixture(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, sync_ref_model=True, beta=0.1, ref_model_sync_steps=1, ref_model_mixup_alpha=0.25, max_steps=1
+    )
+    before = [parameter.clone() for parameter in trainer._reference_model.parameters()]
+    trainer.train()
+    for old, new, model in zip(before, trainer._reference_model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.allclose(new, 0.75 * old + 0.25 * model, atol=1e-6)
+
+
+def test_adaptive_entropy_steps_once_a_step(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, use_adaptive_entropy=True, entropy_target=100.0, entropy_coef=0.1, entropy_coef_delta=0.02
+    )
+    trainer.train()
+    assert [record["entropy_coef"] for record in trainer.history] == pytest.approx([0.12, 0.14])
+
+
+def test_evaluation_changes_neither_weights_nor_samples(tmp_path: Path) -> None:
+    prompts = Dataset.from_dict({"prompt": PROMPTS[:3]})
+    plain = make_trainer(tmp_path)
+    plain.train()
+    watched = make_trainer(
+        tmp_path, eval_dataset=prompts, eval_strategy="steps", eval_steps=1, num_generations_eval=2, eval_on_start=True
+    )
+    watched.train()
+    assert torch.equal(weights(plain), weights(watched))
+    evaluations = [log for log in watched.state.log_history if "eval_reward" in log]
+    assert len(evaluations) == 3
+    assert watched.evaluate({"a": prompts, "b": prompts})["eval_b_reward"] == evaluations[-1]["eval_reward"]
+    with pytest.raises(ConfigError, match="evaluate\\(\\) needs prompts"):
+        plain.evaluate()
+
+
+def test_a_users_rollout_is_used_and_checked(tmp_path: Path) -> None:
+    def constant(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = trainer.processing_class(text=prompts)["input_ids"]
+        completions = [[20 + i, 30, 1] for i in range(len(prompts))]
+        masks = [[1, 0, 1] for _ in prompts]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None, "env_mask": masks}
+
+    trainer = make_trainer(tmp_path, rollout_func=constant, max_steps=1)
+    trainer.train()
+    assert trainer.history[0]["completions/mean_length"] == 2
+    assert trainer.history[0]["completions/clipped_ratio"] == 0.0
+    wrong = make_trainer(tmp_path, rollout_func=lambda prompts, trainer: {"completion_ids": []}, max_steps=1)
+    with pytest.raises(DataError, match=r"rollout_func returned no \['logprobs', 'prompt_ids'\]"):
+        wrong.train()
+
+
+def test_a_users_logprobs_only_correct_importance(tmp_path: Path) -> None:
+    def shifted(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = trainer.processing_class(text=prompts)["input_ids"]
+        completions = [[20 + i, 30, 1] for i in range(len(prompts))]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[-5.0] * 3 for _ in prompts]}
+
+    trainer = make_trainer(
+        tmp_path, rollout_func=shifted, max_steps=1, vllm_importance_sampling_mode="token_truncate", num_iterations=2
+    )
+    trainer.train()
+    trajectory = trainer._experience.trajectory
+    expected = (trajectory.old_logprobs.flat + 5.0).exp().clamp(max=3.0)
+    assert torch.allclose(trajectory.importance_weights.flat, expected)
+    assert trainer.history[0]["approx_kl/k3_token"] < 1e-9
+
+
+def test_a_stream_of_prompts_trains_and_resumes(tmp_path: Path) -> None:
+    def stream() -> IterableDataset:
+        return IterableDataset.from_generator(lambda: ({"prompt": prompt} for prompt in PROMPTS))
+
+    whole = make_trainer(tmp_path / "a", train_dataset=stream(), max_steps=4)
+    whole.train()
+    first = make_trainer(tmp_path / "b", train_dataset=stream(), max_steps=4, save_strategy="steps", save_steps=2)
+    first.add_callback(StopAt(2))
+    first.train()
+    second = make_trainer(tmp_path / "b", train_dataset=stream(), max_steps=4)
+    second.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(second), weights(whole))
+
+
+def test_an_interrupted_run_is_saved_whole_and_goes_on_as_if_nothing_happened(tmp_path: Path) -> None:
+    whole = make_trainer(tmp_path / "a", max_steps=4, save_strategy="steps", save_steps=100)
+    whole.train()
+    calls = []
+
+    def interrupting(completions: list[str], **_: Any) -> list[float]:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return count_digits(completions)
+
+    interrupting.__name__ = "count_digits"
+    first = make_trainer(
+        tmp_path / "b", reward_funcs=interrupting, max_steps=4, save_strategy="steps", save_steps=100
+    )
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    second = make_trainer(tmp_path / "b", max_steps=4)
+    second.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(second), weights(whole))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train_dataset": None}, "train_dataset is None"),
+        ({"train_dataset": Dataset.from_dict({"prompt": []})}, "train_dataset is empty"),
+        ({"train_dataset": Dataset.from_dict({"question": ["a"]})}, "no 'prompt'"),
+        ({"train_dataset": Dataset.from_dict({"prompt": ["a" * 400] * 4})}, "Set overlong_prompts"),
+        ({"max_completion_length": 300}, "max_completion_length is 300"),
+        ({"reward_funcs": []}, "reward"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=message) as caught:
+        make_trainer(tmp_path, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_input_is_refused_before_any_weight_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memsafe_rl.trainers import grpo
+    from tests.tiny import tiny_tokenizer
+
+    folder = tmp_path / "model"
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    monkeypatch.setattr(grpo, "load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(DataError, match="empty"):
+        make_trainer(tmp_path, model=str(folder), train_dataset=Dataset.from_dict({"prompt": []}))
+
+
+def test_wrong_rewards_name_the_function_and_the_counts(tmp_path: Path) -> None:
+    def short(completions: list[str], **_: Any) -> list[float]:
+        return [1.0]
+
+    with pytest.raises(DataError, match=r"'short'.*1.*8"):
+        make_trainer(tmp_path, reward_funcs=short).train()
+
+
+def test_tools_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tools is not supported yet"):
+        GRPOTrainer(
+            tiny_model(),
+            count_digits,
+            make_trainer(tmp_path).args,
+            Dataset.from_dict({"prompt": PROMPTS}),
+            tools=[len],
+        )
+
+
+def test_callbacks_see_the_run_in_order(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Watching(TrainerCallback):
+        def __getattribute__(self, name: str) -> Any:
+            if not name.startswith("on_"):
+                return super().__getattribute__(name)
+            return lambda *_, **__: seen.append(name)
+
+    trainer = make_trainer(tmp_path, callbacks=[Watching()], max_steps=1, save_strategy="steps", save_steps=1)
+    trainer.train()
+    order = ["on_init_end", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_save", "on_train_end"]
+    assert [event for event in seen if event in order] == [*order[:5], "on_save", "on_log", "on_train_end"]
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        max_steps=3,
+        eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:2]}),
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="reward",
+        greater_is_better=True,
+    )
+    trainer.train()
+    scores = [log["eval_reward"] for log in trainer.state.log_history if "eval_reward" in log]
+    assert trainer.state.best_metric == max(scores)
+    assert trainer.evaluate()["eval_reward"] == pytest.approx(max(scores))
