@@ -286,14 +286,10 @@ class _TrainerConfig(TrainerFields, ABC):
 
     def _check_sampling(self) -> None:
         for key, value in self._generation().items():
+            if key not in GENERATION_KEYS and key in _hints(type(self)):
+                raise ConfigError(f"generation_kwargs has {key}={value!r}, which the loss reads too. Set {key} itself.")
             if key not in GENERATION_KEYS:
-                named = f" Set {key} itself." if key in _hints(type(self)) else ""
-                error = unknown(key, GENERATION_KEYS, "key of generation_kwargs")
-                raise ConfigError(
-                    f"{error}{named} Keys that are honoured: {', '.join(GENERATION_KEYS)}."
-                    if not named
-                    else f"generation_kwargs has the key {key!r}, which the loss reads too.{named}"
-                )
+                raise unknown(key, GENERATION_KEYS, "key of generation_kwargs")
             if key != "eos_token_id" and value is not None:
                 check_range(key, read(key, value, float))
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max

@@ -244,8 +244,10 @@ def unknown(name: str, names: Iterable[str], what: str = "setting") -> ConfigErr
     Returns:
         The error, with the nearest known name if there is one.
     """
-    close = nearest(name, names)
-    hint = f"Did you mean {close!r}?" if close else "See `memsafe-rl train --help` for what there is."
+    there = list(names)
+    close = nearest(name, there)
+    everything = ", ".join(there) if len(there) < 20 else "see `memsafe-rl train --help`"
+    hint = f"Did you mean {close!r}?" if close else f"What there is: {everything}."
     return ConfigError(f"There is no {what} {name!r}. {hint}")
 
 

@@ -1,0 +1,616 @@
+"""The configuration: every TRL setting has its place, values are read and checked, and callbacks can use it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import logging
+import pickle
+import shlex
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from transformers import HfArgumentParser, SchedulerType, Trainer, TrainerState, get_scheduler
+from transformers.trainer_utils import IntervalStrategy
+from transformers.training_args import OptimizerNames, ParallelMode
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.trainers import config as config_module
+from memsafe_rl.trainers.checks import CHOICES, OPTIMIZERS, RANGES
+from memsafe_rl.trainers.config import GRPOConfig, KLStop
+from memsafe_rl.trainers.fields import GROUPS, GRPOFields, help_text
+from memsafe_rl.trainers.refusals import ALIASES, REFUSED
+from memsafe_rl.types import LossSettings, SamplingSettings
+
+OURS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+THEIRS = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
+
+NEW = {
+    "allow_lossy",
+    "dynamic_sampling",
+    "dynamic_sampling_max_rounds",
+    "kl_stop",
+    "max_prompt_length",
+    "memory_budget",
+    "overlong_prompts",
+    "trajectory_device",
+}
+"""Settings that TRL does not have."""
+
+DIFFERENT_DEFAULTS = {
+    "disable_dropout": True,  # a batch that is cut otherwise would draw other masks
+    "gradient_checkpointing": None,  # the plan decides
+}
+"""Every default that is not TRL's."""
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    config_module._warn.cache_clear()
+    config_module._say_once.cache_clear()
+
+
+# Every TRL setting has its place
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_every_trl_setting_is_honoured_or_refused(name: str) -> None:
+    places = [name in OURS, name in ALIASES, name in REFUSED]
+    assert sum(places) == 1, f"{name} must be a field, an alias or a refusal, and only one of them"
+
+
+@pytest.mark.parametrize("name", sorted(set(THEIRS) & set(OURS)))
+def test_defaults_are_trls(name: str) -> None:
+    expected = DIFFERENT_DEFAULTS.get(name, default_of(THEIRS[name]))
+    assert OURS[name].default == expected
+    assert type(OURS[name].default) is type(expected)
+
+
+def test_what_is_not_trls_is_known() -> None:
+    assert set(OURS) - set(THEIRS) == NEW
+
+
+@pytest.mark.parametrize("name", sorted(set(THEIRS) & set(REFUSED)))
+def test_trls_default_of_a_refused_setting_is_harmless(name: str) -> None:
+    default = default_of(THEIRS[name])
+    config = GRPOConfig(**{name: default})
+    assert name not in config.to_dict()
+    assert REFUSED[name].admits(str(default))  # as from a command line
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_refusal_ends_in_a_remedy(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig(**{name: "something else"})
+    message = str(caught.value)
+    assert message.startswith(f"{name} is 'something else', which is refused: ")
+    assert message.endswith(".")
+    assert "\n" not in message
+
+
+def test_use_vllm_is_refused_with_the_nearest_way() -> None:
+    with pytest.raises(ConfigError, match=r"use_vllm is True.*memory budget.*rollout_func") as caught:
+        GRPOConfig(use_vllm=True)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_an_unknown_name_gives_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"There is no setting 'num_generation'. Did you mean 'num_generations'\?"):
+        GRPOConfig(num_generation=4)
+    with pytest.raises(ConfigError, match="warmup_steps"):
+        GRPOConfig(warmup_ratio=0.1)
+
+
+def test_another_name_of_a_setting_is_read_and_written() -> None:
+    config = GRPOConfig(activation_checkpointing=True, vllm_importance_sampling_cap=None)
+    assert config.gradient_checkpointing is True
+    assert config.activation_checkpointing is True
+    assert config.vllm_importance_sampling_clip_max == 3.0
+    assert GRPOConfig(vllm_importance_sampling_cap=2.0).vllm_importance_sampling_clip_max == 2.0
+    with pytest.raises(ConfigError, match="Set one only"):
+        GRPOConfig(activation_checkpointing=True, gradient_checkpointing=False)
+
+
+def test_attributes_are_guarded_like_arguments() -> None:
+    config = GRPOConfig()
+    with pytest.raises(ConfigError, match="Did you mean 'learning_rate'"):
+        config.learnin_rate = 1.0
+    with pytest.raises(ConfigError, match="use_vllm is True"):
+        config.use_vllm = True
+    config.use_vllm = False
+    assert config.use_vllm is False
+    assert config.deepspeed is None
+    assert config.hub_strategy == "every_save"
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = config.nonsense  # type: ignore[attr-defined]
+
+
+# Reading values
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("learning_rate", "1e-5", 1e-5),  # PyYAML reads 1e-5 as text
+        ("learning_rate", 1, 1),
+        ("num_iterations", "4", 4),
+        ("num_iterations", 4.0, 4),
+        ("warmup_steps", "0.1", 0.1),
+        ("warmup_steps", "10", 10),
+        ("log_completions", "true", True),
+        ("log_completions", "off", False),
+        ("epsilon_high", "none", None),
+        ("eval_strategy", False, "no"),  # YAML's `no`
+        ("scale_rewards", True, "group"),
+        ("scale_rewards", False, "none"),
+        ("scale_rewards", "False", "none"),
+        ("model_init_kwargs", '{"dtype": "bfloat16"}', {"dtype": "bfloat16"}),
+        ("reward_weights", "1, 0.5", [1, 0.5]),
+        ("reward_weights", "[1, 0.5]", [1, 0.5]),
+        ("reward_weights", (1, 0.5), [1, 0.5]),
+        ("report_to", "none", []),
+        ("report_to", ["none"], []),
+        ("report_to", None, []),
+        ("report_to", "tensorboard,wandb", ["tensorboard", "wandb"]),
+        ("pad_to_multiple_of", "64", 64),
+        ("pad_to_multiple_of", "none", None),
+        ("pad_to_multiple_of", "auto", "auto"),
+        ("memory_budget", "16GiB", "16GiB"),
+        ("memory_budget", None, "auto"),
+        ("memory_budget", 2**34, 2**34),
+        ("memory_budget", "80%", "80%"),
+        ("allow_lossy", [], ()),
+        ("allow_lossy", None, ()),
+        ("kl_stop", "0.02", 0.02),
+        ("trajectory_device", "host", "host"),
+        ("resume_from_checkpoint", True, "true"),
+        ("gradient_checkpointing_kwargs", {"use_reentrant": False}, {"use_reentrant": False}),
+    ],
+)
+def test_values_are_read(name: str, given: Any, expected: Any) -> None:
+    read = getattr(GRPOConfig(**{name: given}), name)
+    assert read == expected
+    assert isinstance(read, type(expected))
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"learning_rate": "fast"}, ("learning_rate is 'fast'", "a number")),
+        ({"learning_rate": -1.0}, ("learning_rate is -1.0", "at least 0")),
+        ({"learning_rate": float("nan")}, ("learning_rate is nan",)),
+        ({"num_iterations": 1.5}, ("num_iterations is 1.5", "a whole number")),
+        ({"num_iterations": True}, ("num_iterations is True", "a whole number")),
+        ({"num_iterations": 0}, ("num_iterations is 0", "at least 1")),
+        ({"max_completion_length": None}, ("max_completion_length is None", "a whole number")),
+        ({"log_completions": "perhaps"}, ("log_completions is 'perhaps'", "true or false")),
+        ({"model_init_kwargs": "bf16"}, ("model_init_kwargs is 'bf16'", "a mapping")),
+        ({"model_init_kwargs": "{bf16}"}, ("model_init_kwargs", "not JSON")),
+        ({"reward_weights": ["a"]}, ("reward_weights is 'a'", "a number")),
+        ({"num_generations": 1}, ("num_generations is 1", "at least 2", "num_generations=8")),
+        ({"loss_type": "gpro"}, ("loss_type is 'gpro'", "Did you mean 'grpo'")),
+        ({"importance_sampling_level": "row"}, ("importance_sampling_level", "token, sequence")),
+        ({"scale_rewards": "std"}, ("scale_rewards is 'std'", "group, batch, none")),
+        ({"optim": "adamw_tourch"}, ("optim is 'adamw_tourch'", "Did you mean 'adamw_torch'")),
+        ({"optim": "galore_adamw_layerwise"}, ("optim is 'galore_adamw_layerwise'", "one of")),
+        ({"lr_scheduler_type": "cosin"}, ("lr_scheduler_type", "Did you mean 'cosine'")),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ("lr_scheduler_type", "one of")),
+        ({"fp16": True, "bf16": True}, ("fp16 and bf16 are both True", "Set one")),
+        ({"top_entropy_quantile": 1.2}, ("top_entropy_quantile is 1.2", "at least 0 and at most 1")),
+        ({"temperature": 0}, ("temperature is 0", "more than 0")),
+        ({"epsilon": 0.0}, ("epsilon is 0.0", "more than 0")),
+        ({"epsilon_high": -0.1}, ("epsilon_high is -0.1", "more than 0")),
+        ({"top_p": 0.0}, ("top_p is 0.0", "more than 0 and at most 1")),
+        ({"min_p": 2}, ("min_p is 2",)),
+        ({"top_k": -1}, ("top_k is -1", "at least 0")),
+        ({"adam_beta2": 1.0}, ("adam_beta2 is 1.0", "less than 1")),
+        ({"sapo_temperature_neg": 0}, ("sapo_temperature_neg is 0",)),
+        ({"beta": -0.1}, ("beta is -0.1",)),
+        ({"sync_ref_model": True}, ("sync_ref_model is True", "beta")),
+        ({"router_aux_loss_coef": 0.01}, ("router_aux_loss_coef is 0.01", "router_aux_loss_coef=0.0")),
+        ({"overlong_prompts": "drop"}, ("overlong_prompts is 'drop'", "error, filter, truncate")),
+        ({"trajectory_device": "disk"}, ("trajectory_device is 'disk'", "device, host")),
+        ({"memory_budget": "lots"}, ("memory_budget is 'lots'", "'16GiB'")),
+        ({"memory_budget": "120%"}, ("memory_budget is '120%'", "100%")),
+        ({"memory_budget": 0}, ("memory_budget is 0", "more than 0 bytes")),
+        ({"allow_lossy": ["shorter"]}, ("allow_lossy is ('shorter',)", "allow_lossy=()")),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, ("use_reentrant=True", "None")),
+        ({"kl_stop": 0}, ("kl_stop is 0", "more than 0 nats")),
+        ({"kl_stop": {"goal": 1}}, ("no key of kl_stop 'goal'", "target")),
+        ({"kl_stop": {"unit": "token"}}, ("kl_stop", "without a target")),
+        ({"kl_stop": {"target": 1, "unit": "row"}}, ("unit of kl_stop is 'row'", "token, sequence")),
+        ({"kl_stop": {"target": 1, "estimator": "k2"}}, ("estimator of kl_stop is 'k2'", "k3, k1")),
+        ({"generation_kwargs": {"num_beams": 4}}, ("key of generation_kwargs 'num_beams'", "top_p")),
+        ({"generation_kwargs": {"temperature": 2}}, ("generation_kwargs has temperature=2", "Set temperature itself")),
+        ({"generation_kwargs": {"top_p": 3}}, ("top_p is 3",)),
+        ({"report_to": "tensorbord"}, ("report_to is 'tensorbord'", "Did you mean 'tensorboard'")),
+        ({"logging_steps": 1.5}, ("logging_steps is 1.5", "whole number of optimizer steps")),
+        ({"load_best_model_at_end": True}, ("save_strategy is 'steps'", "eval_strategy='steps'")),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 4},
+            ("save_steps 4", "eval_steps 3", "save_steps=3"),
+        ),
+        (
+            {"use_adaptive_entropy": True, "entropy_coef": 2.0},
+            ("entropy_coef is 2.0", "entropy_coef_max 1.0"),
+        ),
+        (
+            {"vllm_importance_sampling_clip_min": 4.0},
+            ("vllm_importance_sampling_clip_min is 4.0", "vllm_importance_sampling_clip_max 3.0"),
+        ),
+        (
+            {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},
+            ("'token_truncate'", "vllm_importance_sampling_clip_max=3.0"),
+        ),
+    ],
+)
+def test_wrong_values_are_refused_in_one_line(settings: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig(**settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_every_table_names_fields() -> None:
+    assert set(RANGES) <= set(OURS)
+    assert set(CHOICES) <= set(OURS)
+    assert not set(REFUSED) & set(OURS)
+    assert set(ALIASES.values()) <= set(OURS)
+    assert set(OPTIMIZERS) <= {name.value for name in OptimizerNames}
+    assert set(CHOICES["lr_scheduler_type"]) <= {name.value for name in SchedulerType}
+
+
+def test_each_field_is_documented_and_in_one_group() -> None:
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(OURS)
+    for name, field in OURS.items():
+        assert len(help_text(field)) > 15
+        assert f"{name}: {help_text(field)}" in (GRPOConfig.__doc__ or "")
+
+
+# Batches
+
+
+def test_batches_are_counted_by_hand() -> None:
+    config = GRPOConfig(
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=3,
+        steps_per_generation=6,
+        num_generations=8,
+        num_iterations=2,
+    )
+    assert config.generation_batch_size == 24
+    assert config.rollout_rows == 24
+    assert config.prompts_per_rollout == 3
+    assert config.step_rows == 12
+    assert config.updates_per_epoch == 2
+
+
+def test_ranks_multiply_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "2")
+    config = GRPOConfig(per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    assert (config.world_size, config.process_index) == (4, 2)
+    assert (config.step_rows, config.rollout_rows) == (16, 16)
+    assert not config.should_save
+    assert not config.should_log
+    assert config.parallel_mode == ParallelMode.DISTRIBUTED
+
+
+def test_generation_batch_size_sets_the_steps() -> None:
+    config = GRPOConfig(per_device_train_batch_size=4, generation_batch_size=32)
+    assert config.steps_per_generation == 8
+    trls = trl.GRPOConfig(per_device_train_batch_size=4, generation_batch_size=32, use_cpu=True, bf16=False)
+    assert trls.steps_per_generation == config.steps_per_generation
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"per_device_train_batch_size": 4}, "steps_per_generation=2 "),
+        ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3}, "steps_per_generation=12 "),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, "steps_per_generation=4 "),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 6}, "steps_per_generation=8 "),
+        ({"generation_batch_size": 12}, "generation_batch_size=16"),
+        ({"generation_batch_size": 16, "steps_per_generation": 4}, "Set only one of the two"),
+    ],
+)
+def test_batches_that_do_not_fit_say_what_does(settings: dict[str, int], remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig(**settings)
+    assert remedy in str(caught.value)
+
+
+def test_the_effective_batch_need_not_hold_whole_groups() -> None:
+    config = GRPOConfig(per_device_train_batch_size=2, steps_per_generation=8)
+    assert (config.step_rows, config.rollout_rows, config.prompts_per_rollout) == (2, 16, 2)
+
+
+def test_what_was_filled_in_follows_a_change() -> None:
+    config = GRPOConfig()
+    config.gradient_accumulation_steps = 4
+    config.validate()
+    assert (config.steps_per_generation, config.generation_batch_size) == (4, 32)
+    config.steps_per_generation = 6
+    with pytest.raises(ConfigError, match="straddle"):
+        config.validate()
+    config.steps_per_generation = 8
+    config.validate()
+    assert config.generation_batch_size == 64
+    config.num_generations = 1
+    with pytest.raises(ConfigError, match="num_generations is 1"):
+        config.validate()
+
+
+# Defaults that depend on others
+
+
+def test_evaluation_and_best_model_defaults() -> None:
+    config = GRPOConfig(eval_strategy="steps", save_steps=20, load_best_model_at_end=True)
+    assert config.do_eval
+    assert config.eval_steps == 10
+    assert config.metric_for_best_model == "reward"
+    assert config.greater_is_better is True
+    assert GRPOConfig(metric_for_best_model="eval_loss").greater_is_better is False
+    assert GRPOConfig(num_generations_eval=2).eval_generations == 2
+    assert GRPOConfig().eval_generations == 8
+
+
+def test_bf16_adapts_to_the_device_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = GRPOConfig(use_cpu=True)
+        GRPOConfig(use_cpu=True)
+    assert config.bf16 is False
+    assert [record.message for record in caplog.records if "bf16" in record.message] == [
+        "bf16 is off: on this device (cpu) the forward passes run in float32."
+    ]
+    assert GRPOConfig(use_cpu=True, bf16=True).bf16 is True
+
+
+@pytest.mark.parametrize(
+    ("fp16", "supported", "expected"), [(False, True, True), (True, True, False), (False, False, False)]
+)
+def test_bf16_on_cuda(monkeypatch: pytest.MonkeyPatch, fp16: bool, supported: bool, expected: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: supported)
+    config = GRPOConfig(fp16=fp16)
+    assert config.bf16 is expected
+    assert config.device == torch.device("cuda", 0)
+    assert config.n_gpu == 1
+    if not supported:
+        with pytest.raises(ConfigError, match="Set fp16=True"):
+            GRPOConfig(bf16=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"num_generations": 2}, "0.707"),
+        ({"loss_type": "luspo"}, "importance_sampling_level='sequence'"),
+        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "importance_sampling_level='token'"),
+        *(
+            ({"loss_type": loss, "importance_sampling_level": "sequence"}, "loss_type='grpo'")
+            for loss in ("bnpo", "dr_grpo", "dapo", "cispo")
+        ),
+    ],
+)
+def test_doubtful_settings_are_warned_of_once(settings: dict[str, Any], part: str) -> None:
+    with pytest.warns(UserWarning, match=part):
+        config = GRPOConfig(**settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config.validate()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_generations": 2, "scale_rewards": "none"},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"loss_type": "vespo"},
+    ],
+)
+def test_sound_settings_are_not_warned_of(settings: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GRPOConfig(**settings)
+
+
+# What the rooms get
+
+
+def test_loss_settings_follow_the_fields() -> None:
+    settings = GRPOConfig(loss_type="grpo", epsilon=0.1, beta=0.04, delta=3.0, max_completion_length=64).loss_settings()
+    assert settings == LossSettings(
+        loss_type="grpo", epsilon_low=0.1, epsilon_high=0.1, beta=0.04, delta=3.0, max_completion_length=64
+    )
+    assert GRPOConfig(epsilon=0.1, epsilon_high=0.28).loss_settings().epsilon_high == 0.28
+    changed = {"sapo_temperature_pos": 2.0, "vespo_k_neg": 5.0, "off_policy_mask_threshold": 0.5}
+    for name, value in changed.items():
+        assert getattr(GRPOConfig(**{name: value}).loss_settings(), name) == value
+    assert GRPOConfig().loss_settings() == LossSettings()
+
+
+def test_sampling_settings_follow_the_fields() -> None:
+    config = GRPOConfig(max_completion_length=9, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.1)
+    assert config.sampling_settings([1, 2]) == SamplingSettings(9, (1, 2), 0.7, 0.9, 5, 0.1, 1.1)
+    assert config.sampling_settings([1], greedy=True).temperature == 0
+    over = GRPOConfig(top_p=0.9, generation_kwargs={"top_p": 0.5, "eos_token_id": 7})
+    assert over.sampling_settings([1]) == SamplingSettings(512, (7,), top_p=0.5)
+
+
+def test_rows_without_advantage_count_where_a_term_has_none() -> None:
+    assert not GRPOConfig().every_row_learns
+    assert GRPOConfig(beta=0.01).every_row_learns
+    assert GRPOConfig(entropy_coef=0.01).every_row_learns
+    assert GRPOConfig(use_adaptive_entropy=True).every_row_learns
+
+
+def test_kl_stop_rule() -> None:
+    assert GRPOConfig().kl_stop_rule is None
+    assert GRPOConfig(kl_stop=0.02).kl_stop_rule == KLStop(0.02, "token", "k3")
+    text = '{"target": "2", "unit": "sequence", "estimator": "k1"}'
+    assert GRPOConfig(kl_stop=text).kl_stop_rule == KLStop(2.0, "sequence", "k1")
+
+
+# What callbacks and scripts read
+
+
+def test_writing_it_down_and_reading_it_back() -> None:
+    config = GRPOConfig(
+        "out",
+        learning_rate=1e-4,
+        steps_per_generation=4,
+        gradient_accumulation_steps=2,
+        kl_stop={"target": 0.1},
+        report_to=["tensorboard"],
+        model_init_kwargs={"dtype": torch.bfloat16},
+    )
+    written = config.to_dict()
+    assert written["optim"] == "adamw_torch_fused"
+    assert written["model_init_kwargs"] == {"dtype": "bfloat16"}
+    assert json.loads(config.to_json_string()) == written
+    again = GRPOConfig(**written)
+    assert again.to_dict() == written
+    assert copy.deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    replaced = dataclasses.replace(config, learning_rate=1e-5)
+    assert (replaced.learning_rate, config.learning_rate) == (1e-5, 1e-4)
+
+
+def test_sanitized_values_are_plain() -> None:
+    sanitized = GRPOConfig().to_sanitized_dict()
+    assert all(type(value) in (bool, int, float, str) for value in sanitized.values())
+    assert sanitized["train_batch_size"] == 8
+
+
+def test_read_surface_of_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = GRPOConfig(use_cpu=True, log_level="info", eval_strategy="epoch")
+    assert config.eval_strategy == IntervalStrategy.EPOCH
+    assert config.optim == OptimizerNames.ADAMW_TORCH_FUSED
+    assert (config.world_size, config.process_index, config.local_process_index, config.n_gpu) == (1, 0, 0, 0)
+    assert config.should_save
+    assert config.should_log
+    assert config.device == torch.device("cpu")
+    assert config.parallel_mode == ParallelMode.NOT_PARALLEL
+    assert (config.train_batch_size, config.eval_batch_size) == (8, 8)
+    assert config.get_process_log_level() == logging.INFO
+    monkeypatch.setenv("RANK", "1")
+    assert config.get_process_log_level() == logging.WARNING
+    with config.main_process_first(desc="nothing"):
+        pass
+    state = TrainerState()
+    state.compute_steps(config, 100)
+    assert (state.logging_steps, state.save_steps) == (10, 500)
+
+
+@pytest.mark.parametrize(("given", "steps", "expected"), [(0, 100, 0), (10, 100, 10), (0.1, 99, 10), (1, 100, 1)])
+def test_warmup_steps_agree_with_transformers(given: float, steps: int, expected: int) -> None:
+    assert GRPOConfig(warmup_steps=given).get_warmup_steps(steps) == expected
+    trls = trl.GRPOConfig(warmup_steps=given, use_cpu=True, bf16=False)
+    assert trls.get_warmup_steps(steps) == expected
+
+
+# HfArgumentParser
+
+
+def test_hf_argument_parser(tmp_path: Path) -> None:
+    parser = HfArgumentParser(GRPOConfig)
+    line = """--output_dir out --learning-rate 1e-5 --num_generations 4 --memory_budget 16GiB --kl_stop 0.02
+        --bf16 false --optim sgd --reward_weights 1 0.5 --log_completions --no_shuffle_dataset
+        --eval_strategy epoch --report_to tensorboard --pad_to_multiple_of 8 --allow_lossy []"""
+    arguments = shlex.split(line)
+    (config,) = parser.parse_args_into_dataclasses([*arguments, "--model_init_kwargs", '{"dtype": "float32"}'])
+    assert isinstance(config, GRPOConfig)
+    assert config.output_dir == "out"
+    assert config.learning_rate == 1e-5
+    assert config.memory_budget == "16GiB"
+    assert config.kl_stop_rule == KLStop(0.02)
+    assert config.bf16 is False
+    assert config.optim == OptimizerNames.SGD
+    assert config.reward_weights == [1, 0.5]
+    assert config.log_completions is True
+    assert config.shuffle_dataset is False
+    assert config.trackers == ["tensorboard"]
+    assert config.model_init_kwargs == {"dtype": "float32"}
+    assert config.allow_lossy == ()
+    assert "80%" in parser.format_help()
+    (parsed,) = parser.parse_args_into_dataclasses([])
+    assert parsed == GRPOConfig()
+    file = tmp_path / "run.yaml"
+    file.write_text("learning_rate: 1e-5\neval_strategy: no\n")
+    (from_file,) = parser.parse_yaml_file(str(file))
+    assert (from_file.learning_rate, from_file.eval_strategy) == (1e-5, "no")
+
+
+# Optimizers and schedules of transformers
+
+
+@pytest.mark.parametrize(
+    ("optim", "optim_args"),
+    [
+        ("adamw_torch_fused", None),
+        ("adamw_torch", None),
+        ("sgd", None),
+        ("sgd", "momentum=0.9"),
+        ("adafactor", None),
+        ("rmsprop", None),
+        ("adagrad", None),
+        ("adamw_8bit", None),
+        ("lion_32bit", None),
+    ],
+)
+def test_optimizers_step(optim: str, optim_args: str | None) -> None:
+    config = GRPOConfig(optim=optim, optim_args=optim_args, learning_rate=0.1, max_steps=10, warmup_steps=2)
+    model = torch.nn.Linear(4, 2)
+    before = model.weight.detach().clone()
+    optimizer_class, arguments = Trainer.get_optimizer_cls_and_kwargs(config, model)
+    assert arguments["lr"] == 0.1
+    optimizer = optimizer_class(model.parameters(), **arguments)
+    scheduler = get_scheduler(
+        config.lr_scheduler_type, optimizer, config.get_warmup_steps(10), 10, config.lr_scheduler_kwargs
+    )
+    for _ in range(2):
+        model(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+    assert not torch.equal(model.weight, before)
+    assert scheduler.get_last_lr() == pytest.approx([0.1])
+
+
+@pytest.mark.parametrize("name", CHOICES["lr_scheduler_type"])
+def test_schedules_are_made(name: str) -> None:
+    needed: dict[str, Any] = {
+        "cosine_with_min_lr": {"min_lr": 0.01},
+        "cosine_warmup_with_min_lr": {"min_lr": 0.01},
+        "warmup_stable_decay": {"num_decay_steps": 2},
+    }
+    config = GRPOConfig(lr_scheduler_type=name, lr_scheduler_kwargs=needed.get(name))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 0, 10, config.lr_scheduler_kwargs)
+    assert scheduler.get_last_lr()
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="pip install bitsandbytes"):
+        GRPOConfig(optim="adamw_8bit")
+
+
+def test_fields_alone_need_nothing_heavy() -> None:
+    assert {field.name for field in dataclasses.fields(GRPOFields)} == set(OURS)
