@@ -1,0 +1,103 @@
+"""Advantages by hand, and what equal, missing or single rewards must give."""
+
+import math
+
+import pytest
+import torch
+
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.ops.advantages import group_advantages, zero_spread_groups
+
+NAN = math.nan
+ONE = torch.ones(1)
+
+
+def column(*rewards):
+    return torch.tensor(rewards)[:, None]
+
+
+def advantages(rewards, group_size=2, scale="group", weights=ONE, aggregation="sum_then_normalize"):
+    return group_advantages(rewards, weights, group_size, scale, aggregation)
+
+
+def test_by_hand_over_groups():
+    result = advantages(column(1.0, 3.0, 0.0, 0.0))
+    std = math.sqrt(2)
+    torch.testing.assert_close(result.advantages_B, torch.tensor([-1 / (std + 1e-4), 1 / (std + 1e-4), 0, 0]))
+    torch.testing.assert_close(result.std_B, torch.tensor([std, std, 0, 0]))
+    assert result.rewards_B.tolist() == [1, 3, 0, 0]
+    assert result.advantages_B.dtype == result.rewards_B.dtype == result.std_B.dtype == torch.float32
+
+
+def test_by_hand_over_the_batch():
+    result = advantages(column(1.0, 3.0, 0.0, 0.0), scale="batch")
+    std = math.sqrt(2)  # mean 1, squares 0 + 4 + 1 + 1, over 3
+    torch.testing.assert_close(result.advantages_B, torch.tensor([-1 / (std + 1e-4), 1 / (std + 1e-4), 0, 0]))
+    torch.testing.assert_close(result.std_B, torch.full((4,), std))
+
+
+def test_by_hand_unscaled():
+    result = advantages(column(1.0, 3.0, 0.0, 0.5), scale="none")
+    assert result.advantages_B.tolist() == [-1, 1, -0.25, 0.25]
+
+
+def test_by_hand_normalised_first():
+    rewards = torch.tensor([[1.0, 10.0], [3.0, 10.0], [0.0, 0.0], [0.0, 4.0]])
+    result = advantages(rewards, weights=torch.tensor([1.0, 2.0]), aggregation="normalize_then_sum")
+    first, second = 1 / (math.sqrt(2) + 1e-4), 2 / (math.sqrt(8) + 1e-4)
+    sums = torch.tensor([-first, first, -2 * second, 2 * second], dtype=torch.float64)
+    torch.testing.assert_close(result.advantages_B.double(), sums / (sums.std() + 1e-4), rtol=1e-6, atol=0)
+    assert result.rewards_B.tolist() == [21, 23, 0, 8]
+
+
+def test_missing_scores_are_left_out():
+    rewards = torch.tensor([[1.0, NAN], [NAN, NAN], [NAN, 2.0], [4.0, 1.0]])
+    result = advantages(rewards, group_size=4, weights=torch.tensor([1.0, 0.5]))
+    scored = torch.tensor([1.0, 1.0, 4.5], dtype=torch.float64)
+    expected = ((scored - scored.mean()) / (scored.std() + 1e-4)).float()
+    torch.testing.assert_close(result.advantages_B, torch.stack([expected[0], expected.new_zeros(()), *expected[1:]]))
+    assert result.unscored_B.tolist() == [False, True, False, False]
+    assert result.rewards_B.isnan().tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_row_scored_alone_has_no_advantage(scale, aggregation):
+    rewards = column(1.0, NAN, NAN, NAN)
+    result = advantages(rewards, scale=scale, aggregation=aggregation)
+    assert not result.advantages_B.any()
+    assert result.unscored_B.tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_give_exactly_zero(scale):
+    rewards = torch.cat([torch.full((7, 1), 0.1), torch.full((7, 1), 1 / 3)]).double()
+    result = advantages(rewards, group_size=7, scale=scale, weights=torch.tensor([0.7]))
+    assert not result.advantages_B.any()
+
+
+def test_groups_of_one():
+    result = advantages(column(1.0, 3.0), group_size=1)
+    assert not result.advantages_B.any()
+    assert not result.std_B.any()
+
+
+def test_zero_spread_groups():
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, NAN, 2.0, NAN, NAN, 3.0, NAN])
+    assert zero_spread_groups(rewards, 2).tolist() == [True, False, True, True, True]
+    columns = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, NAN], [0.0, 1.0]])
+    assert zero_spread_groups(columns, 2).tolist() == [False, True]
+    assert zero_spread_groups(columns[:, :1], 2).tolist() == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"scale": "row"}, ConfigError, "'row'.*group, batch, none"),
+        ({"aggregation": "mean"}, ConfigError, "'mean'.*sum_then_normalize"),
+        ({"group_size": 3}, DataError, "4 rewarded rows.*groups of 3"),
+    ],
+)
+def test_what_cannot_work_is_refused(change, error, words):
+    with pytest.raises(error, match=words):
+        advantages(column(1.0, 3.0, 0.0, 0.0), **change)
