@@ -1,1 +1,60 @@
 """Train language models with GRPO inside a memory budget, without changing what is learnt."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memsafe_rl.errors import ConfigError, DataError, MemoryBudgetError, MemsafeError
+    from memsafe_rl.memory.budget import MemoryBudget
+    from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy, MemoryPolicy
+    from memsafe_rl.memory.simulated import SimulatedMemory
+    from memsafe_rl.trainers.config import GRPOConfig
+    from memsafe_rl.trainers.grpo import GRPOTrainer
+    from memsafe_rl.types import RolloutPlan, UpdatePlan
+
+__version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "AdaptivePolicy": "memsafe_rl.memory.policies",
+    "ConfigError": "memsafe_rl.errors",
+    "DataError": "memsafe_rl.errors",
+    "FixedPolicy": "memsafe_rl.memory.policies",
+    "GRPOConfig": "memsafe_rl.trainers.config",
+    "GRPOTrainer": "memsafe_rl.trainers.grpo",
+    "MemoryBudget": "memsafe_rl.memory.budget",
+    "MemoryBudgetError": "memsafe_rl.errors",
+    "MemoryPolicy": "memsafe_rl.memory.policies",
+    "MemsafeError": "memsafe_rl.errors",
+    "RolloutPlan": "memsafe_rl.types",
+    "SimulatedMemory": "memsafe_rl.memory.simulated",
+    "UpdatePlan": "memsafe_rl.types",
+}
+
+__all__ = [
+    "AdaptivePolicy",
+    "ConfigError",
+    "DataError",
+    "FixedPolicy",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "MemoryBudget",
+    "MemoryBudgetError",
+    "MemoryPolicy",
+    "MemsafeError",
+    "RolloutPlan",
+    "SimulatedMemory",
+    "UpdatePlan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name when it is first used, so that the command line answers before torch is imported."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -8,6 +8,8 @@ from typing import Protocol
 import psutil
 import torch
 
+from memsafe_rl.memory.simulated import SimulatedMemory, active_simulation
+
 _RESET_HIGH_WATER_MARK = "5"
 """The value that makes Linux forget a process's highest resident size (see proc(5), clear_refs)."""
 
@@ -100,6 +102,38 @@ class HostMeter:
         return int(psutil.virtual_memory().available) + self.live_bytes()
 
 
+class SimulatedMeter:
+    """The counters of a simulated device.
+
+    Args:
+        simulation: a simulated device in force.
+    """
+
+    def __init__(self, simulation: SimulatedMemory) -> None:
+        self._simulation = simulation
+
+    def live_bytes(self) -> int:
+        """Bytes held now."""
+        return self._simulation.live_bytes
+
+    def peak_bytes(self) -> int:
+        """Most bytes held since `reset_peak`."""
+        return self._simulation.peak_bytes
+
+    def reset_peak(self) -> None:
+        """Starts a new peak at the bytes held now."""
+        self._simulation.reset_peak()
+
+    def total_bytes(self) -> int:
+        """Bytes of the simulated device; the machine's memory if it has no limit."""
+        capacity = self._simulation.capacity_bytes
+        return int(psutil.virtual_memory().total) if capacity is None else capacity
+
+    def free_bytes(self) -> int:
+        """Bytes nobody else holds: all of them."""
+        return self.total_bytes()
+
+
 def meter_for(device: torch.device) -> MemoryMeter:
     """Chooses the meter of a device.
 
@@ -107,6 +141,9 @@ def meter_for(device: torch.device) -> MemoryMeter:
         device: where the model lives.
 
     Returns:
-        The CUDA allocator's counters, or the process's resident size for any other device.
+        The simulated device in force, the CUDA allocator's counters, or the process's resident size.
     """
+    simulation = active_simulation()
+    if simulation is not None:
+        return SimulatedMeter(simulation)
     return CudaMeter(device) if device.type == "cuda" else HostMeter()

@@ -86,6 +86,16 @@ class GRPOTrainer(OnPolicyTrainer):
             model, processing_class, trust_remote_code=self.args.trust_remote_code, **_revision(self.args)
         )
         read_prompts, source = self._prepare_prompts(model, train_dataset)
+        self.rewards = RewardRunner(
+            reward_funcs,
+            reward_processing_classes,
+            self.args.reward_weights,
+            model_init_kwargs=self.args.model_init_kwargs,
+            trust_remote_code=self.args.trust_remote_code,
+            chat_template_kwargs=self.args.chat_template_kwargs,
+        )
+        if isinstance(train_dataset, Dataset):
+            self.rewards.check_columns(train_dataset.column_names)
 
         trackers = self.args.trackers
         self.accelerator = Accelerator(cpu=self.args.use_cpu, log_with=trackers or None)
@@ -100,19 +110,12 @@ class GRPOTrainer(OnPolicyTrainer):
             with_reference=self.args.beta != 0,
         )
         self.model = loaded.model
+        self.rewards.to(self.accelerator.device)
         adapter = self._prepare_adapter(loaded)
         self.memory_policy = memory_policy or AdaptivePolicy(
             checkpointing=self.args.gradient_checkpointing, trajectory_device=self.args.trajectory_device or "host"
         )
         tracker = self._prepare_memory()
-        self.rewards = RewardRunner(
-            reward_funcs,
-            reward_processing_classes,
-            self.args.reward_weights,
-            trust_remote_code=self.args.trust_remote_code,
-            chat_template_kwargs=self.args.chat_template_kwargs,
-            device=self.accelerator.device,
-        )
         maker = ExperienceMaker(
             config=self.args,
             adapter=adapter,

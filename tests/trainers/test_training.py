@@ -128,16 +128,16 @@ class StopAt(TrainerCallback):
 
 
 def test_the_policy_is_asked_once_a_rollout_and_once_a_step(tmp_path: Path) -> None:
-    class Counting(MemoryPolicy):
-        calls: list[str] = []
+    calls: list[str] = []
 
+    class Counting(MemoryPolicy):
         def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
-            self.calls.append("rollout")
+            calls.append("rollout")
             assert work.rows == 8
             return RolloutPlan()
 
         def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
-            self.calls.append("update")
+            calls.append("update")
             assert memory.last_rollout_plan is not None
             return UpdatePlan()
 
@@ -152,7 +152,7 @@ def test_the_policy_is_asked_once_a_rollout_and_once_a_step(tmp_path: Path) -> N
         eval_steps=1,
     )
     trainer.train()
-    assert Counting.calls == ["rollout", "update", "update", "rollout", "update", "update"]
+    assert calls == ["rollout", "update", "update", "rollout", "update", "update"]
 
 
 def test_the_first_ratio_is_exactly_one_and_later_old_logprobs_are_the_first_ones(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_a_users_rollout_is_used_and_checked(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.history[0]["completions/mean_length"] == 2
     assert trainer.history[0]["completions/clipped_ratio"] == 0.0
-    wrong = make_trainer(tmp_path, rollout_func=lambda prompts, trainer: {"completion_ids": []}, max_steps=1)
+    wrong = make_trainer(tmp_path, rollout_func=lambda *_: {"completion_ids": []}, max_steps=1)
     with pytest.raises(DataError, match=r"rollout_func returned no \['logprobs', 'prompt_ids'\]"):
         wrong.train()
 
@@ -372,9 +372,7 @@ def test_an_interrupted_run_is_saved_whole_and_goes_on_as_if_nothing_happened(tm
         return count_digits(completions)
 
     interrupting.__name__ = "count_digits"
-    first = make_trainer(
-        tmp_path / "b", reward_funcs=interrupting, max_steps=4, save_strategy="steps", save_steps=100
-    )
+    first = make_trainer(tmp_path / "b", reward_funcs=interrupting, max_steps=4, save_strategy="steps", save_steps=100)
     with pytest.raises(KeyboardInterrupt):
         first.train()
     second = make_trainer(tmp_path / "b", max_steps=4)
