@@ -80,10 +80,11 @@ def generate(
         MemsafeError: the network gave a row no distribution to draw from.
     """
     lengths = tuple(int(prompt.shape[0]) for prompt in prompts)
-    _check(lengths, keys, settings, adapter.geometry)
+    geometry = adapter.geometry
+    _check(lengths, keys, settings, geometry)
     group_sizes = tuple(len(group) for group in keys)
     ended: dict[tuple[int, int], Completion] = {}
-    for rows in cut_waves(lengths, group_sizes, settings.max_new_tokens, adapter.geometry, plan):
+    for rows in cut_waves(lengths, group_sizes, settings.max_new_tokens, geometry, plan):
         wave = _gather_wave(rows, prompts, keys)
         completions = sample_wave(adapter, wave, settings, _shifted(progress, len(ended), sum(group_sizes)))
         ended.update(zip(rows, completions, strict=True))
@@ -167,10 +168,10 @@ def sample_wave(
                 seen_BL = torch.cat([seen_BL, tokens_B[:, None]], 1)
             if _pays(alive_B):
                 kept = alive_B.nonzero()[:, 0]
+                state = adapter.select(state, kept)  # from the host, where adapters keep what they know of rows
                 slots_B, kept = slots_B[kept], kept.to(adapter.device)
                 tokens_B, keys_B4 = tokens_B[kept], keys_B4[kept]
                 seen_BL = None if seen_BL is None else seen_BL[kept]
-                state = adapter.select(state, kept)
             tokens_B, values_4B = draw(adapter.decode_step(state, tokens_B), keys_B4, step + 1, seen_BL)
         return record.completions()
 
@@ -316,8 +317,8 @@ def _spread_prompts(adapter: ModelAdapter, wave: Wave) -> tuple[Tensor, DecodeSt
     logits_PV, state = adapter.prefill(wave.prompts)
     if wave.prompt_of_row == tuple(range(len(wave.prompts))):
         return logits_PV, state
-    rows = torch.tensor(wave.prompt_of_row, device=adapter.device)
-    return logits_PV.index_select(0, rows), adapter.select(state, rows)
+    rows = torch.tensor(wave.prompt_of_row)
+    return logits_PV.index_select(0, rows.to(adapter.device)), adapter.select(state, rows)
 
 
 def _pays(alive_B: Tensor) -> bool:
