@@ -199,6 +199,8 @@ def read(name: str, value: Any, hint: Any) -> Any:
     Raises:
         ConfigError: it cannot be read so.
     """
+    if hint is Any:
+        return value
     kinds = get_args(hint) if get_origin(hint) not in (list, tuple, dict) and get_args(hint) else (hint,)
     plain = {get_origin(kind) or kind: kind for kind in kinds}
     if isinstance(value, str):

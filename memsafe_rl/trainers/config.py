@@ -275,6 +275,8 @@ class _TrainerConfig(TrainerFields, ABC):
         if self.disable_tqdm is None:
             self._fill("disable_tqdm", transformers_logging.get_verbosity() > logging.WARNING)
         self._fill("report_to", self._trackers())
+        if str(self.resume_from_checkpoint).lower() == "true":
+            self._fill("resume_from_checkpoint", True)
 
     def _trackers(self) -> list[str]:
         asked = [tracker for tracker in self.trackers if tracker.lower() != "none"]

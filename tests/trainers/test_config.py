@@ -174,7 +174,9 @@ def test_attributes_are_guarded_like_arguments() -> None:
         ("allow_lossy", None, ()),
         ("kl_stop", "0.02", 0.02),
         ("trajectory_device", "host", "host"),
-        ("resume_from_checkpoint", True, "true"),
+        ("resume_from_checkpoint", True, True),
+        ("resume_from_checkpoint", "true", True),
+        ("resume_from_checkpoint", "out/checkpoint-3", "out/checkpoint-3"),
         ("gradient_checkpointing_kwargs", {"use_reentrant": False}, {"use_reentrant": False}),
     ],
 )

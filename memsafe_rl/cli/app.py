@@ -1,0 +1,75 @@
+"""The commands. What they run is imported when they run, for seconds go by before torch and transformers are there."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperCommand
+
+from memsafe_rl.cli.arguments import read_request
+from memsafe_rl.cli.teaching import show_train_help
+from memsafe_rl.errors import MemsafeError
+
+MISUSED, INTERRUPTED = 2, 130
+"""Exit codes."""
+
+app = typer.Typer(
+    name="memsafe-rl",
+    help="Train language models with GRPO inside a memory budget, without changing what is learnt.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def main() -> None:
+    """Train language models with GRPO inside a memory budget, without changing what is learnt."""
+
+
+class TrainCommand(TyperCommand):
+    """A command whose help lists settings instead of options."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  (the interface of a command)
+        """Prints the help."""
+        show_train_help(Console())
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Turns what a user can mend into one red line, and an interruption into its exit code."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        yield
+    except MemsafeError as error:
+        console.print(Text.assemble(("error: ", "bold red"), (" ".join(str(error).split()), "red")))
+        raise typer.Exit(MISUSED) from None
+    except KeyboardInterrupt:
+        console.print("interrupted; go on with --resume-from-checkpoint true")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+@app.command(
+    cls=TrainCommand,
+    context_settings={"ignore_unknown_options": True},
+    options_metavar="[CONFIG.yaml] [--name value ...]",
+)
+def train(
+    words: Annotated[list[str] | None, typer.Argument(metavar="", show_default=False)] = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved run and leave.")] = False,
+) -> None:
+    """Train a model: a run file, flags that override it, or both."""
+    with plain_errors():
+        request = read_request(words or [])
+        training = importlib.import_module("memsafe_rl.cli.training")
+        run = training.prepare(request)
+        if print_config:
+            typer.echo(training.written(run), nl=False)
+        else:
+            training.train(run, Console())

@@ -1,0 +1,155 @@
+"""What a user may write in a run file and after `memsafe-rl train`; nothing heavy is imported, so that help is fast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.trainers.fields import GRPOFields, option
+from memsafe_rl.trainers.refusals import admit
+
+# ruff: noqa: RUF009  (`option` is `dataclasses.field` with a help text)
+
+TRUTH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+
+
+@dataclass
+class RunFields:
+    """What a run needs beside the settings of the trainer."""
+
+    model: str | None = option(None, "Model to train: a folder, or a name where a hub is reachable.")
+    dataset: str | None = option(
+        None, "File of prompts (.json, .jsonl, .csv, .parquet; column 'prompt'), or a folder that datasets saved."
+    )
+    dataset_name: str | None = option(None, "Instead of a file: name of a dataset where a hub is reachable.")
+    dataset_config: str | None = option(None, "Configuration of that dataset.")
+    dataset_split: str = option("train", "Split to train on, where the dataset has splits.")
+    eval_dataset: str | None = option(None, "File or folder of prompts to evaluate on.")
+    eval_dataset_split: str | None = option(None, "Instead of a file: split of the dataset to evaluate on.")
+    reward_funcs: list[Any] | str | None = option(
+        None,
+        "Rewards, comma-separated or a list: ready-made ones by name, 'package.module:function', or a reward model's "
+        "folder; {name: settings} calls one that is made from settings.",
+    )
+    peft: dict[str, Any] | str | None = option(
+        None, "Train an adapter only: 'lora:16' for LoRA of rank 16 on all linear layers, or fields of LoraConfig."
+    )
+    quantization: dict[str, Any] | str | None = option(
+        None, "Load the base model as '4bit' or '8bit' (needs peft), or fields of BitsAndBytesConfig."
+    )
+
+
+RUN_NAMES = tuple(setting.name for setting in fields(RunFields))
+SETTING_NAMES = tuple(setting.name for setting in fields(GRPOFields))
+_KINDS: dict[str, tuple[Any, ...]] = {
+    name: (hint, *get_args(hint)) for name, hint in (get_type_hints(RunFields) | get_type_hints(GRPOFields)).items()
+}
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """A run as the user asked for it, names checked, values as written.
+
+    Args:
+        run: entries of `RunFields`.
+        settings: settings of the trainer.
+    """
+
+    run: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
+def read_request(tokens: Sequence[str]) -> RunRequest:
+    """Reads a command line: a run file, if any, and flags that override it.
+
+    Args:
+        tokens: words after `memsafe-rl train`.
+
+    Returns:
+        The request.
+
+    Raises:
+        ConfigError: a name is unknown or refused, a flag has no value, or the file cannot be read.
+    """
+    file, flags = parse_flags(tokens)
+    known = (*RUN_NAMES, *SETTING_NAMES)
+    written = admit(read_run_file(Path(file)), known) if file is not None else {}
+    merged = written | admit(flags, known)
+    run = {name: value for name, value in merged.items() if name in RUN_NAMES}
+    return RunRequest(run, {name: value for name, value in merged.items() if name not in RUN_NAMES})
+
+
+def read_run_file(path: Path) -> dict[str, Any]:
+    """Reads a run file.
+
+    Args:
+        path: a YAML file (JSON is YAML too).
+
+    Returns:
+        What it says, by name.
+
+    Raises:
+        ConfigError: there is no such file, or it is not a mapping in YAML.
+    """
+    if not path.is_file():
+        raise ConfigError(f"There is no run file {str(path)!r}. Give the path of a YAML file.")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {type(content).__name__}, not names and values. Write lines 'name: value'.")
+    return {str(name).replace("-", "_"): value for name, value in content.items()}
+
+
+def parse_flags(tokens: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
+    """Splits a command line into a run file and flags.
+
+    ``--name value``, ``--name=value`` and, for truth values, ``--name`` and ``--no-name``; a hyphen may be an
+    underscore; a list takes every word up to the next flag.
+
+    Args:
+        tokens: the words.
+
+    Returns:
+        The run file, None if there is none, and values by name: text, lists of text, or truth values.
+
+    Raises:
+        ConfigError: a flag lacks its value, or there is more than one run file.
+    """
+    file: str | None = None
+    flags: dict[str, Any] = {}
+    waiting = list(tokens)
+    while waiting:
+        token = waiting.pop(0)
+        if token.startswith("--"):
+            name, value = _flag(token[2:], waiting)
+            flags[name] = value
+        elif file is None:
+            file = token
+        else:
+            raise ConfigError(f"{token!r} stands alone: the run file is {file!r} already. Write settings --name value.")
+    return file, flags
+
+
+def _flag(word: str, waiting: list[str]) -> tuple[str, Any]:
+    written, equals, value = word.partition("=")
+    name = written.replace("-", "_")
+    if equals:
+        return name, value
+    kinds = _KINDS.get(name, ())
+    if bool in kinds:
+        return name, waiting.pop(0) if waiting and waiting[0].lower() in TRUTH_WORDS else True
+    if not kinds and bool in _KINDS.get(name.removeprefix("no_"), ()):
+        return name.removeprefix("no_"), False
+    values = [waiting.pop(0)] if waiting and not waiting[0].startswith("--") else []
+    while name in ("reward_funcs", "reward_weights", "report_to") and waiting and not waiting[0].startswith("--"):
+        values.append(waiting.pop(0))
+    if kinds and not values:
+        raise ConfigError(f"--{written} has no value. Write --{written} VALUE.")
+    return name, values[0] if len(values) == 1 else (values or True)

@@ -1,0 +1,84 @@
+"""The help of `memsafe-rl train`: an example, then every setting with its default, in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import Field, fields
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from memsafe_rl.cli.arguments import RunFields
+from memsafe_rl.trainers.fields import GROUPS, GRPOFields, help_text
+
+EXAMPLE = """\
+model: Qwen/Qwen3-0.6B              # or a folder
+dataset: prompts.jsonl              # column 'prompt'; the others reach the rewards
+reward_funcs:
+  - my_rewards:exact_answer         # (prompts, completions, **columns) -> list of numbers
+  - think_format_reward
+peft: lora:16
+
+output_dir: runs/first
+num_generations: 8                  # completions per prompt
+per_device_train_batch_size: 8      # completions per rank and accumulation step
+gradient_accumulation_steps: 4      # 32 completions per optimizer step
+max_completion_length: 512          # tokens
+learning_rate: 1e-5
+memory_budget: 16GiB                # how it is spent is the library's business
+"""
+
+_USAGE = "memsafe-rl train [CONFIG.yaml] [--name value ...] [--print-config]"
+
+_STORY = (
+    "Trains a language model with GRPO inside a memory budget. Everything below may stand in the run file, as "
+    "'name: value', or be given as a flag, which goes before the file. You say what to learn; how it is cut to fit "
+    "memory is decided by the library and never changes the result."
+)
+
+
+def show_train_help(console: Console) -> None:
+    """Prints the help of `memsafe-rl train`.
+
+    Args:
+        console: where to.
+    """
+    console.print(Text.assemble(("Usage: ", "bold"), _USAGE))
+    console.print()
+    console.print(_STORY, highlight=False)
+    console.print()
+    console.print(_panel("Example of a run file", Syntax(EXAMPLE, "yaml", background_color="default")))
+    settings = {setting.name: setting for setting in fields(GRPOFields)}
+    console.print(_panel("What to train, and on what", _table(fields(RunFields))))
+    for title, names in GROUPS.items():
+        console.print(_panel(title, _table(settings[name] for name in names)))
+    own = Table.grid(padding=(0, 2))
+    own.add_row("--print-config", "Print the run with every setting resolved, as a run file, and leave.")
+    own.add_row("--help", "Show this.")
+    console.print(_panel("Without a run", own))
+    console.print("A setting of TRL that is missing here is refused by name, with the reason and the nearest way.")
+
+
+def _panel(title: str, body: RenderableType) -> Panel:
+    return Panel(Group(body), title=escape(title), title_align="left", border_style="dim")
+
+
+def _table(settings: Iterable[Field[Any]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column()
+    for setting in settings:
+        text = Text(help_text(setting))
+        if setting.default not in (None, ()):
+            text.append(f" [default: {_shown(setting.default)}]", style="dim")
+        table.add_row(f"--{setting.name.replace('_', '-')}", text)
+    return table
+
+
+def _shown(default: Any) -> str:
+    return str(default).lower() if isinstance(default, bool) else str(default)

@@ -1,0 +1,240 @@
+"""`memsafe-rl train` behind its flags: from a request to a trained model on disk."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+import yaml
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from peft import LoraConfig
+from rich.console import Console
+from transformers import BitsAndBytesConfig
+
+from memsafe_rl.cli.arguments import RunFields, RunRequest
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.rewards import REWARD_FACTORIES, REWARD_FUNCTIONS, resolve_reward
+from memsafe_rl.trainers.checks import read
+from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.trainers.refusals import unknown
+
+_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+"""Kinds of files that hold prompts, and what `datasets` calls them."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, checked as far as it can be before anything is loaded.
+
+    Args:
+        fields: what to train, and on what.
+        config: settings of the trainer.
+    """
+
+    fields: RunFields
+    config: GRPOConfig
+
+
+def prepare(request: RunRequest) -> Run:
+    """Checks a request and fills in every setting.
+
+    Args:
+        request: what the user wrote.
+
+    Returns:
+        The run.
+
+    Raises:
+        ConfigError: a value is wrong; the message names it.
+    """
+    hints = get_type_hints(RunFields)
+    named = {name: _as_written(name, value, hints[name]) for name, value in request.run.items()}
+    return Run(RunFields(**named), GRPOConfig(**request.settings))
+
+
+def _as_written(name: str, value: Any, hint: Any) -> Any:
+    # 'lora:16' and '4bit' are words, though these entries may be mappings too.
+    words = name in ("peft", "quantization") and isinstance(value, str) and not value.lstrip().startswith("{")
+    return read(name, value, str | None if words else hint)
+
+
+def written(run: Run) -> str:
+    """Writes a run as a run file with every setting resolved.
+
+    Args:
+        run: the run.
+
+    Returns:
+        YAML.
+    """
+    given = {name: value for name, value in asdict(run.fields).items() if value is not None}
+    return yaml.safe_dump(given | run.config.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def train(run: Run, console: Console) -> None:
+    """Trains, and writes the model into `output_dir`.
+
+    Args:
+        run: the run.
+        console: where the outcome is told.
+
+    Raises:
+        MemsafeError: the run cannot work; the message names what to change.
+    """
+    chosen, config = run.fields, run.config
+    for name in ("model", "reward_funcs"):
+        if not getattr(chosen, name):
+            raise ConfigError(f"{name} is missing. Write '{name}: ...' in the run file or --{name.replace('_', '-')}.")
+    rewards = [reward(entry) for entry in chosen.reward_funcs or ()]
+    peft_config, quantization_config = adapter(chosen.peft), quantization(chosen.quantization, bf16=bool(config.bf16))
+    train_dataset, eval_dataset = prompts(chosen)
+    trainer = GRPOTrainer(
+        chosen.model,
+        rewards,
+        args=config,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        peft_config=peft_config,
+        quantization_config=quantization_config,
+    )
+    result = trainer.train()
+    trainer.save_model(config.output_dir)
+    if config.should_log:
+        console.print(f"{result.global_step} optimizer steps done; the model is in {config.output_dir}", soft_wrap=True)
+
+
+def reward(entry: Any) -> Any:
+    """Finds a reward.
+
+    Args:
+        entry: a ready-made reward's name, an import path, a reward model's folder or hub name, or one of the first two
+            with settings, as ``{name: settings}``.
+
+    Returns:
+        A reward function, or the name of a reward model.
+
+    Raises:
+        ConfigError: there is no such reward.
+    """
+    # A console script does not look for modules in the working directory, where a user's own rewards lie.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if isinstance(entry, Mapping):
+        if len(entry) != 1:
+            raise ConfigError(f"reward_funcs has {dict(entry)!r}; write one reward a line, as '- name: {{settings}}'.")
+        ((name, settings),) = entry.items()
+        return resolve_reward(str(name), settings or {})
+    name = str(entry)
+    if Path(name).is_dir() or "/" in name:
+        return name
+    if "." not in name and ":" not in name and name not in (*REWARD_FUNCTIONS, *REWARD_FACTORIES):
+        raise unknown(name, (*REWARD_FUNCTIONS, *REWARD_FACTORIES), "reward")
+    return resolve_reward(name)
+
+
+def adapter(given: Any) -> LoraConfig | None:
+    """Makes the adapter that is trained.
+
+    Args:
+        given: ``lora:RANK``, fields of `LoraConfig`, or None.
+
+    Returns:
+        Its configuration, None to train all weights.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        names = [field.name for field in fields(LoraConfig)]
+        for name in given:
+            if name not in names:
+                raise unknown(name, names, "field of peft")
+        return LoraConfig(**({"task_type": "CAUSAL_LM"} | dict(given)))
+    kind, _, rank = str(given).partition(":")
+    if kind != "lora" or not (rank or "16").isdigit() or rank == "0":
+        raise ConfigError(f"peft is {given!r}; write 'lora:16', or fields of LoraConfig such as {{'r': 16}}.")
+    r = int(rank or 16)
+    return LoraConfig(r=r, lora_alpha=2 * r, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def quantization(given: Any, *, bf16: bool) -> BitsAndBytesConfig | None:
+    """Says how the base model is quantised while it is loaded.
+
+    Args:
+        given: "4bit" (NF4, with quantised constants), "8bit", fields of `BitsAndBytesConfig`, or None.
+        bf16: whether matrix products run in bfloat16; else in float32.
+
+    Returns:
+        Its configuration, None to load the model as it is.
+
+    Raises:
+        ConfigError: it is none of these, or bitsandbytes is missing.
+    """
+    if given is None:
+        return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"quantization is {given!r}, which needs bitsandbytes. Install it: pip install bitsandbytes.")
+    if isinstance(given, Mapping):
+        return BitsAndBytesConfig(**given)
+    if given == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if given == "4bit":
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
+        )
+    raise ConfigError(f"quantization is {given!r}; write '4bit', '8bit', or fields of BitsAndBytesConfig.")
+
+
+def prompts(chosen: RunFields) -> tuple[Dataset, Dataset | None]:
+    """Loads the prompts to train on and those to evaluate on.
+
+    Args:
+        chosen: names the files, folders or splits.
+
+    Returns:
+        Both datasets; the second None if there is none.
+
+    Raises:
+        ConfigError: not exactly one source is named.
+        DataError: a source cannot be read.
+    """
+    if (chosen.dataset is None) == (chosen.dataset_name is None):
+        raise ConfigError("Prompts come from one source. Set dataset (a file or folder) or dataset_name, and only one.")
+    source = chosen.dataset or chosen.dataset_name
+    train_dataset = _loaded(source, chosen.dataset_split, chosen)
+    if chosen.eval_dataset is not None:
+        return train_dataset, _loaded(chosen.eval_dataset, chosen.eval_dataset_split, chosen)
+    if chosen.eval_dataset_split is not None:
+        return train_dataset, _loaded(source, chosen.eval_dataset_split, chosen)
+    return train_dataset, None
+
+
+def _loaded(source: Any, split: str | None, chosen: RunFields) -> Dataset:
+    try:
+        if source == chosen.dataset_name:
+            return load_dataset(source, chosen.dataset_config, split=split)
+        path = Path(source).expanduser()
+        if path.is_dir():
+            saved = load_from_disk(str(path))
+            return saved[split or "train"] if isinstance(saved, DatasetDict) else saved
+        if not path.is_file():
+            raise DataError(f"There is no dataset {source!r} here. Give a file or a folder, or set dataset_name.")
+        if path.suffix not in _BUILDERS:
+            raise DataError(f"dataset is {source!r}; files of prompts end in {', '.join(_BUILDERS)}. Convert it.")
+        return load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train")
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"The dataset {source!r} cannot be read: {' '.join(str(error).split())}.") from error

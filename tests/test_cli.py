@@ -1,0 +1,356 @@
+"""The command line: what is written reaches the trainer, mistakes end in one line, and help is fast."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from datasets import Dataset
+from typer.testing import CliRunner
+
+from memsafe_rl.cli import app
+from memsafe_rl.cli import training as training_module
+from memsafe_rl.cli.arguments import RUN_NAMES, SETTING_NAMES, parse_flags
+from memsafe_rl.errors import ConfigError, MemoryBudgetError
+from memsafe_rl.rewards import REWARD_FUNCTIONS
+from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.fields import GROUPS
+
+RUNNER = CliRunner()
+
+
+def invoke(*words: object) -> Any:
+    return RUNNER.invoke(app, ["train", *(str(word) for word in words)], env={"COLUMNS": "100"})
+
+
+class FakeTrainer:
+    """Remembers how it was made and used."""
+
+    made: list[FakeTrainer]
+    failure: BaseException | None = None
+
+    def __init__(self, model: Any, reward_funcs: Any, **arguments: Any) -> None:
+        self.model, self.reward_funcs, self.arguments = model, reward_funcs, arguments
+        self.saved: list[str] = []
+        FakeTrainer.made.append(self)
+
+    def train(self) -> Any:
+        if FakeTrainer.failure is not None:
+            raise FakeTrainer.failure
+        return SimpleNamespace(global_step=3)
+
+    def save_model(self, folder: str) -> None:
+        self.saved.append(folder)
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> type[FakeTrainer]:
+    monkeypatch.setattr(training_module, "GRPOTrainer", FakeTrainer)
+    monkeypatch.setattr(FakeTrainer, "made", [], raising=False)
+    monkeypatch.setattr(FakeTrainer, "failure", None)
+    return FakeTrainer
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(4)))
+    return file
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, prompts: Path) -> Path:
+    return write(
+        tmp_path,
+        model="some/model",
+        dataset=str(prompts),
+        reward_funcs=["accuracy_reward"],
+        output_dir=str(tmp_path / "out"),
+        num_generations=4,
+        learning_rate="1e-5",
+    )
+
+
+def write(folder: Path, **entries: Any) -> Path:
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(entries))
+    return file
+
+
+def refused(result: Any, *parts: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    error = result.stderr.rstrip("\n").rpartition("\n")[2]  # progress of `datasets` may stand before it
+    assert error.startswith("error: ")
+    assert result.stderr.count("error: ") == 1
+    for part in parts:
+        assert part in error
+
+
+# What is written reaches the trainer
+
+
+def test_a_run_file_reaches_the_trainer(trainer: type[FakeTrainer], run_file: Path, tmp_path: Path) -> None:
+    result = invoke(run_file)
+    assert result.exit_code == 0, result.output
+    (made,) = trainer.made
+    config = made.arguments["args"]
+    assert isinstance(config, GRPOConfig)
+    assert (config.num_generations, config.learning_rate) == (4, 1e-5)
+    assert made.model == "some/model"
+    assert made.reward_funcs == [REWARD_FUNCTIONS["accuracy_reward"]]
+    assert made.arguments["train_dataset"]["answer"][:] == ["1", "2", "3", "4"]
+    assert made.arguments["eval_dataset"] is None
+    assert made.arguments["peft_config"] is None
+    assert made.arguments["quantization_config"] is None
+    assert made.saved == [str(tmp_path / "out")]
+    assert "3 optimizer steps done" in result.stdout
+
+
+def test_flags_go_before_the_file(trainer: type[FakeTrainer], run_file: Path, prompts: Path) -> None:
+    result = invoke(
+        "--learning-rate", "1e-3", "--log_completions", run_file, "--num_generations=2", "--no-shuffle-dataset",
+        "--max-steps", "-1", "--scale-rewards", "none", "--peft", "lora:4", "--quantization", "4bit",
+        "--eval-dataset", prompts, "--model-init-kwargs", '{"dtype": "float32"}',
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (made,) = trainer.made
+    config = made.arguments["args"]
+    assert (config.learning_rate, config.num_generations, config.max_steps) == (1e-3, 2, -1)
+    assert (config.log_completions, config.shuffle_dataset) == (True, False)
+    assert config.model_init_kwargs == {"dtype": "float32"}
+    assert made.arguments["peft_config"].r == 4
+    assert made.arguments["quantization_config"].load_in_4bit
+    assert len(made.arguments["eval_dataset"]) == 4
+
+
+def test_a_run_needs_no_file(trainer: type[FakeTrainer], prompts: Path) -> None:
+    result = invoke("--model", "m", "--dataset", prompts, "--reward-funcs", "accuracy_reward", "think_format_reward")
+    assert result.exit_code == 0, result.output
+    assert trainer.made[0].reward_funcs == [
+        REWARD_FUNCTIONS["accuracy_reward"],
+        REWARD_FUNCTIONS["think_format_reward"],
+    ]
+
+
+def test_rewards_of_the_working_directory(
+    trainer: type[FakeTrainer], run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewards_of_this_test.py").write_text(
+        "def exact(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n\n"
+        "def made(size):\n    return lambda prompts, **columns: [size] * len(prompts)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    entries = yaml.safe_load(run_file.read_text())
+    entries["reward_funcs"] = [
+        "rewards_of_this_test:exact",
+        {"rewards_of_this_test:made": {"size": 3}},
+        "./a_reward_model",
+    ]
+    result = invoke(write(tmp_path, **entries))
+    assert result.exit_code == 0, result.output
+    exact, made, named = trainer.made[0].reward_funcs
+    assert exact(["a"], ["b"]) == [1.0]
+    assert made(["a"]) == [3]
+    assert named == "./a_reward_model"
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "json", "folder"])
+def test_kinds_of_datasets(trainer: type[FakeTrainer], run_file: Path, tmp_path: Path, kind: str) -> None:
+    dataset = Dataset.from_dict({"prompt": ["a", "b"]})
+    target = tmp_path / f"data.{kind}"
+    {
+        "csv": dataset.to_csv,
+        "parquet": dataset.to_parquet,
+        "json": dataset.to_json,
+        "folder": dataset.save_to_disk,
+    }[kind](str(target))
+    result = invoke(run_file, "--dataset", target)
+    assert result.exit_code == 0, result.output
+    assert trainer.made[0].arguments["train_dataset"]["prompt"][:] == ["a", "b"]
+
+
+def test_a_named_dataset(trainer: type[FakeTrainer], run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load(*arguments: Any, **named: Any) -> Dataset:
+        asked.append((*arguments, named["split"]))
+        return Dataset.from_dict({"prompt": ["a"]})
+
+    monkeypatch.setattr(training_module, "load_dataset", load)
+    result = invoke(
+        run_file, "--dataset", "none", "--dataset-name", "openai/gsm8k", "--dataset-config", "main",
+        "--eval-dataset-split", "test",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+
+
+def test_adapters_and_quantization() -> None:
+    assert training_module.adapter(None) is None
+    lora = training_module.adapter("lora:8")
+    assert lora is not None
+    assert (lora.r, lora.lora_alpha, lora.target_modules) == (8, 16, "all-linear")
+    own = training_module.adapter({"r": 2, "target_modules": ["q_proj"]})
+    assert own is not None
+    assert (own.r, own.target_modules, own.task_type) == (2, {"q_proj"}, "CAUSAL_LM")
+    for wrong in ("lora:big", "lora:0", "ia3"):
+        with pytest.raises(ConfigError, match="lora:16"):
+            training_module.adapter(wrong)
+    with pytest.raises(ConfigError, match="Did you mean 'lora_alpha'"):
+        training_module.adapter({"lora_alfa": 2})
+    assert training_module.quantization(None, bf16=False) is None
+    eight = training_module.quantization("8bit", bf16=False)
+    assert eight is not None
+    assert eight.load_in_8bit
+    with pytest.raises(ConfigError, match="'4bit', '8bit'"):
+        training_module.quantization("2bit", bf16=False)
+
+
+def test_the_printed_run_can_be_run(trainer: type[FakeTrainer], run_file: Path, tmp_path: Path) -> None:
+    result = invoke(run_file, "--print-config", "--gradient-accumulation-steps", "4")
+    assert result.exit_code == 0, result.output
+    printed = yaml.safe_load(result.stdout)
+    assert set(printed) >= set(SETTING_NAMES)
+    assert printed["steps_per_generation"] == 4
+    assert printed["optim"] == "adamw_torch_fused"
+    assert printed["model"] == "some/model"
+    assert not trainer.made
+    again = tmp_path / "again.yaml"
+    again.write_text(result.stdout)
+    assert invoke(again, "--print-config").stdout == result.stdout
+
+
+# Mistakes end in one line
+
+
+@pytest.mark.parametrize(
+    ("entries", "parts"),
+    [
+        ({"learning_rat": 1}, ("no setting 'learning_rat'", "Did you mean 'learning_rate'?")),
+        ({"modle": "m"}, ("Did you mean 'model'?",)),
+        ({"use_vllm": True}, ("use_vllm is True, which is refused",)),
+        ({"num_generations": 3}, ("not a multiple of num_generations 3",)),
+        ({"loss_type": "gpro"}, ("Did you mean 'grpo'?",)),
+        ({"model": None}, ("model is missing",)),
+        ({"reward_funcs": None}, ("reward_funcs is missing", "--reward-funcs")),
+        ({"reward_funcs": ["acuracy_reward"]}, ("Did you mean 'accuracy_reward'?",)),
+        ({"reward_funcs": ["nowhere.to:be_found"]}, ("nowhere.to:be_found",)),
+        ({"reward_funcs": [{"a": {}, "b": {}}]}, ("one reward a line",)),
+        ({"dataset": None}, ("Set dataset",)),
+        ({"dataset_name": "x/y"}, ("only one",)),
+        ({"dataset": "nowhere.jsonl"}, ("no dataset 'nowhere.jsonl'",)),
+        ({"dataset": __file__}, (".jsonl",)),
+        ({"peft": "lora16"}, ("peft is 'lora16'", "lora:16")),
+        ({"quantization": "5bit"}, ("quantization is '5bit'",)),
+    ],
+)
+def test_mistakes_in_the_file(
+    trainer: type[FakeTrainer], run_file: Path, tmp_path: Path, entries: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    refused(invoke(write(tmp_path, **yaml.safe_load(run_file.read_text()) | entries)), *parts)
+    assert not trainer.made
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--learnin-rate", "1"], ("no setting 'learnin_rate'", "Did you mean 'learning_rate'?")),
+        (["--use-vllm"], ("use_vllm is True, which is refused",)),
+        (["--learning-rate"], ("--learning-rate has no value",)),
+        (["--learning-rate", "--bf16"], ("--learning-rate has no value",)),
+        (["--log-completions", "maybe"], ("'maybe' stands alone",)),
+        (["--learning-rate", "fast"], ("learning_rate is 'fast'",)),
+        (["stray.yaml"], ("'stray.yaml' stands alone",)),
+    ],
+)
+def test_mistakes_in_flags(
+    trainer: type[FakeTrainer], run_file: Path, words: list[str], parts: tuple[str, ...]
+) -> None:
+    refused(invoke(run_file, *words), *parts)
+    assert not trainer.made
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [("- a\n- b\n", ("holds list",)), ("a: [1\n", ("is not YAML",)), ("", ("holds NoneType",))],
+)
+def test_files_that_are_not_run_files(tmp_path: Path, content: str, parts: tuple[str, ...]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    refused(invoke(file), *parts)
+    refused(invoke(tmp_path / "none.yaml"), "There is no run file")
+
+
+def test_a_harmless_setting_of_trl_passes(trainer: type[FakeTrainer], run_file: Path) -> None:
+    result = invoke(run_file, "--use-vllm", "false", "--dataloader-num-workers", "0", "--push_to_hub=False")
+    assert result.exit_code == 0, result.output
+    assert trainer.made
+
+
+def test_errors_and_interruptions_of_the_trainer(trainer: type[FakeTrainer], run_file: Path) -> None:
+    trainer.failure = MemoryBudgetError("one row needs 3 GiB;\nthe budget is 2 GiB. Raise memory_budget.")
+    refused(invoke(run_file), "one row needs 3 GiB; the budget is 2 GiB. Raise memory_budget.")
+    trainer.failure = KeyboardInterrupt()
+    result = invoke(run_file)
+    assert result.exit_code == 130
+    assert "--resume-from-checkpoint true" in result.stderr
+    trainer.failure = RuntimeError("a defect keeps its traceback")
+    assert isinstance(invoke(run_file).exception, RuntimeError)
+
+
+# Help
+
+
+def test_help_teaches_every_setting() -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0
+    for name in (*RUN_NAMES, *SETTING_NAMES):
+        assert f"--{name.replace('_', '-')} " in result.stdout
+    for title in GROUPS:
+        assert title in result.stdout
+    assert "reward_funcs:" in result.stdout
+    assert "[default: 8]" in result.stdout
+    assert "share such as '80%'" in " ".join(result.stdout.replace("│", " ").split())
+
+
+def test_the_example_in_the_help_is_valid() -> None:
+    from memsafe_rl.cli.teaching import EXAMPLE
+
+    entries = yaml.safe_load(EXAMPLE)
+    config = GRPOConfig(**{name: value for name, value in entries.items() if name not in RUN_NAMES})
+    assert (config.step_rows, config.learning_rate) == (32, 1e-5)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom memsafe_rl.cli import app\n"
+        "try:\n    app(['train', '--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'peft', 'accelerate'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_names_do_not_collide() -> None:
+    assert not set(RUN_NAMES) & set(SETTING_NAMES)
+    assert [field.name for field in fields(GRPOConfig)] == list(SETTING_NAMES)
+
+
+def test_flags_are_split_as_written() -> None:
+    assert parse_flags(["a.yaml", "--seed", "3", "--bf16", "--no-fp16", "--beta=0.1"]) == (
+        "a.yaml",
+        {"seed": "3", "bf16": True, "fp16": False, "beta": "0.1"},
+    )
+    assert parse_flags(["--reward-weights", "1", "2", "--optim_args", "momentum=0.9"]) == (
+        None,
+        {"reward_weights": ["1", "2"], "optim_args": "momentum=0.9"},
+    )
