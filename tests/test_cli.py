@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from datasets import Dataset
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from memsafe_rl.cli import app
@@ -22,6 +24,7 @@ from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.rewards import REWARD_FUNCTIONS
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.fields import GROUPS
+from tests.tiny import tiny_model, tiny_tokenizer
 
 RUNNER = CliRunner()
 
@@ -305,6 +308,68 @@ def test_errors_and_interruptions_of_the_trainer(trainer: type[FakeTrainer], run
     assert "--resume-from-checkpoint true" in result.stderr
     trainer.failure = RuntimeError("a defect keeps its traceback")
     assert isinstance(invoke(run_file).exception, RuntimeError)
+
+
+# The real trainer
+
+REWARD_OF_THIS_TEST = """
+def varied(prompts, completions, **columns):
+    return [sum(map(ord, text)) % 7 for text in completions]
+"""
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "reward_of_this_test.py").write_text(REWARD_OF_THIS_TEST)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return write(
+        tmp_path,
+        model="model",
+        dataset=prompts.name,
+        eval_dataset=prompts.name,
+        reward_funcs=["reward_of_this_test:varied"],
+        output_dir="out",
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=6,
+        max_steps=2,
+        logging_steps=1,
+        save_steps=1,
+        eval_strategy="steps",
+        learning_rate="1e-4",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+
+
+def test_a_tiny_model_is_trained_and_gone_on_with(tiny_run: Path, tmp_path: Path) -> None:
+    result = invoke(tiny_run, "--num-iterations", "2")
+    assert result.exit_code == 0, result.output
+    assert "2 optimizer steps done; the model is in out" in result.stdout
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert any(not torch.equal(before[name], after[name]) for name in after)
+    assert sorted(folder.name for folder in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    result = invoke(tiny_run, "--num-iterations", "2", "--resume-from-checkpoint", "true", "--max-steps", "3")
+    assert result.exit_code == 0, result.output
+    assert "3 optimizer steps done" in result.stdout
+
+
+def test_an_adapter_on_a_quantised_model_is_trained(tiny_run: Path, tmp_path: Path) -> None:
+    result = invoke(tiny_run, "--peft", "lora:2", "--quantization", "8bit", "--max-steps", "1")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_mistakes_that_the_trainer_finds(tiny_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text('{"question": "1+1="}\n')
+    refused(invoke(tiny_run, "--dataset", "empty.jsonl"), "prompt")
+    refused(invoke(tiny_run, "--max-completion-length", "1000"), "max_completion_length is 1000")
+    refused(invoke(tiny_run, "--model", "no/such/folder"), "no/such/folder")
+    refused(invoke(tiny_run, "--resume-from-checkpoint", "out/checkpoint-9"), "checkpoint-9")
 
 
 # Help
