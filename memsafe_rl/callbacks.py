@@ -114,6 +114,16 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
             facts.append(f"peak {format_bytes(int(metrics['memory/peak_bytes']))}")
         self._progress.update(self._task, completed=step, facts="  ".join(facts))
 
+    def on_sampling(self, ended: int, total: int) -> None:
+        """Shows how far a rollout is.
+
+        Args:
+            ended: completions that have ended.
+            total: completions of the rollout.
+        """
+        if self._progress is not None:
+            self._progress.update(self._task, facts=f"sampling {ended}/{total}")
+
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Stops the bar."""
         self.close()

@@ -310,6 +310,10 @@ class OnPolicyTrainer:
         for name, seconds in scores.seconds.items():
             self._pending[f"time/reward/{name}_seconds"].append(seconds)
 
+    def report_sampling(self, ended: int, total: int) -> None:
+        """Tells progress bars how many of a rollout's completions have ended."""
+        self._notify("on_sampling", ended, total)
+
     def _measure(self, gradient: StepGradient, norm: Tensor, terms: StepTerms, plan: UpdatePlan) -> dict[str, float]:
         """Reads the step's numbers from the device, once, and adds what is known on the host."""
         metrics = step_metrics(gradient, norm, terms, self._ranks)

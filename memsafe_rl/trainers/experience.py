@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +18,7 @@ from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.advantages import group_advantages, zero_spread_groups
 from memsafe_rl.ops.importance import importance_weights
-from memsafe_rl.rewards.base import RewardRunner
+from memsafe_rl.rewards.base import RewardRunner, RewardScores
 from memsafe_rl.rollout.generation import generate
 from memsafe_rl.rollout.scoring import score_all
 from memsafe_rl.trainers.config import GRPOConfig
@@ -56,6 +56,7 @@ class Samples:
         masks: per completion, 1 where the model itself chose the token; None when it chose all.
         texts: what the reward functions see of each completion.
         rewards_BF: (B, F) float32, NaN where a function gave None.
+        extras: per completion, what the reward functions logged through `log_extra`.
         external: whether another sampler than the trained model drew them.
     """
 
@@ -65,6 +66,7 @@ class Samples:
     masks: tuple[Tensor, ...] | None
     texts: tuple[Any, ...]
     rewards_BF: Tensor
+    extras: tuple[dict[str, Any], ...]
     external: bool = False
 
     def groups(self, indices: Sequence[int]) -> Samples:
@@ -79,6 +81,7 @@ class Samples:
             masks=masks,
             texts=tuple(self.texts[row] for row in rows),
             rewards_BF=self.rewards_BF[rows],
+            extras=tuple(self.extras[row] for row in rows),
         )
 
     def joined(self, other: Samples) -> Samples:
@@ -92,6 +95,7 @@ class Samples:
             masks=both,
             texts=self.texts + other.texts,
             rewards_BF=torch.cat([self.rewards_BF, other.rewards_BF]),
+            extras=self.extras + other.extras,
         )
 
 
@@ -227,7 +231,7 @@ class ExperienceMaker:
                 drawn, masks, extra, external = self._call_rollout_func(prompts, group_size, mine)
         texts = self._texts(prompts, [completion.ids for completion in drawn])
         with self._tracker.phase(Phase.REWARD):
-            rewards = self._reward(prompts, group_size, mine, drawn, texts, extra, plan)
+            scores = self._reward(prompts, group_size, mine, drawn, texts, extra, plan)
         completions = tuple(self._ranks.gather(drawn))
         return Samples(
             prompts=prompts,
@@ -235,7 +239,8 @@ class ExperienceMaker:
             completions=completions,
             masks=None if masks is None else tuple(self._ranks.gather(masks)),
             texts=tuple(self._ranks.gather(texts)),
-            rewards_BF=torch.tensor(self._ranks.gather(rewards.tolist()), dtype=torch.float32),
+            rewards_BF=torch.tensor(self._ranks.gather(scores.rewards_BF.tolist()), dtype=torch.float32),
+            extras=tuple(self._ranks.gather(_by_row(scores.extras, len(mine)))),
             external=external,
         )
 
@@ -255,6 +260,7 @@ class ExperienceMaker:
                 list(keys.values()),
                 self._sampling,
                 plan,
+                progress=self._owner.report_sampling,
             )
 
     def _call_rollout_func(
@@ -312,7 +318,7 @@ class ExperienceMaker:
         texts: Sequence[Any],
         extra: dict[str, Any],
         plan: RolloutPlan,
-    ) -> Tensor:
+    ) -> RewardScores:
         """Calls every reward function once on this rank's rows, in prompt order."""
         examples = [prompts.examples[row // group_size] for row in mine]
         names = {name for example in examples for name in example} - {"prompt", "completion", "completion_ids"}
@@ -328,8 +334,7 @@ class ExperienceMaker:
             reward_rows=plan.reward_rows,
         )
         self._owner.record(scores)
-        rewards: Tensor = scores.rewards_BF
-        return rewards
+        return scores
 
     def _refill(
         self, samples: Samples, source: PromptSource, rollout: int, position: int, plan: RolloutPlan
@@ -487,6 +492,10 @@ def _flat_groups(samples: Samples) -> list[bool]:
     return flat
 
 
+def _by_row(columns: Mapping[str, Sequence[Any]], rows: int) -> list[dict[str, Any]]:
+    return [{name: values[row] for name, values in columns.items()} for row in range(rows)]
+
+
 def _mean_std(values: Tensor) -> tuple[float, float]:
     known = values[~torch.isnan(values)]
     if known.numel() == 0:
@@ -499,6 +508,7 @@ def _table(samples: Samples, advantages: AdvantageResult, names: Sequence[str]) 
         {
             "prompt": samples.prompts.prompts[row // samples.group_size],
             "completion": samples.texts[row],
+            **samples.extras[row],
             **{name: samples.rewards_BF[row, column].item() for column, name in enumerate(names)},
             "advantage": advantages.advantages_B[row].item(),
         }

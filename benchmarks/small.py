@@ -1,0 +1,55 @@
+"""A small model and tokenizer made on the spot, for benchmarks whose subject is not what is learnt."""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+PAD_ID, EOS_ID = 0, 1
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Makes a tokenizer with one token a byte.
+
+    Returns:
+        A tokenizer of 258 tokens: pad, eos and the bytes.
+    """
+    alphabet = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def small_qwen3(vocab_size: int, *, hidden: int = 64, layers: int = 2, seed: int = 0) -> PreTrainedModel:
+    """Makes a random Qwen3, the same for the same arguments.
+
+    Args:
+        vocab_size: rows of the tied embedding.
+        hidden: width.
+        layers: blocks.
+        seed: of the weights.
+
+    Returns:
+        The model, fp32.
+    """
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 16,
+            num_key_value_heads=hidden // 32,
+            head_dim=16,
+            max_position_embeddings=1024,
+            pad_token_id=PAD_ID,
+            eos_token_id=EOS_ID,
+            bos_token_id=None,
+        )
+    )
