@@ -1,0 +1,85 @@
+"""Recomputation of transformer blocks in the backward pass, in any mode of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from memsafe_rl.errors import ConfigError
+
+
+def find_blocks(trunk: nn.Module) -> tuple[nn.Module, ...]:
+    """Finds the repeated blocks of a network.
+
+    Args:
+        trunk: the network without its head.
+
+    Returns:
+        Outermost instances of transformers' `GradientCheckpointingLayer`; without any, the longest `ModuleList`.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    blocks = tuple(_outermost(trunk))
+    if blocks:
+        return blocks
+    lists = [tuple(module) for module in trunk.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise ConfigError(
+            f"{type(trunk).__name__} has no repeated blocks, so its activations cannot be recomputed. "
+            "Set gradient_checkpointing=False."
+        )
+    return max(lists, key=len)
+
+
+@contextmanager
+def recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Drops what each block's forward would save, and runs that forward again in backward.
+
+    transformers' own switch looks at ``training`` and does nothing in eval mode, where updates run. Only the forward
+    must run inside; a module's hooks stay outside what is repeated. Gradients are bitwise those without it.
+
+    Args:
+        blocks: modules whose forward is wrapped.
+
+    Yields:
+        Nothing.
+    """
+    earlier = [(block, block.__dict__.get("forward")) for block in blocks]
+    try:
+        for block in blocks:
+            block.forward = _checkpointed(block)
+        yield
+    finally:
+        for block, forward in earlier:
+            block.__dict__.pop("forward", None)
+            if forward is not None:
+                block.__dict__["forward"] = forward
+
+
+def _checkpointed(block: nn.Module) -> Callable[..., Any]:
+    forward: Callable[..., Any] = block.forward
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # Reading the random state allocates; only dropout, which eval mode switches off, needs it.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=block.training, **kwargs)
+
+    return run
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, GradientCheckpointingLayer):
+            yield child
+        else:
+            yield from _outermost(child)

@@ -1,0 +1,139 @@
+"""Caches of keys and values: one that keeps nothing, for scoring, and the state of rows being decoded.
+
+Axes: ``B`` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+
+class _TransitLayer(DynamicLayer):  # type: ignore[misc]
+    """A layer that hands keys and values on and keeps none."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
+def transit_cache() -> Any:
+    """Builds a cache that stays empty, which tells transformers' mask code all it must know without reading tensors.
+
+    Without a cache and a mask, that code looks for packed sequences in tensor values: a wait for the device, and on
+    fake tensors a mask that the real run does not have. With an empty cache it takes shapes alone, builds no mask where
+    the attention kernel knows causality itself, and one window mask for all rows where a layer has a window.
+
+    Returns:
+        A cache, for one forward over whole rows.
+    """
+    return Cache(layer_class_to_replicate=_TransitLayer)
+
+
+@dataclass
+class CausalDecodeState:
+    """Keys and values of rows being decoded, padded on the left to one width.
+
+    Args:
+        cache: transformers' cache.
+        pads_B: (B,) int64 on the device, slots of padding before each row.
+        pads: the same on the host; None where it could not be read (fake tensors).
+        width: slots of every row, padding included.
+        trimmable: whether common padding may be cut off (every layer is plain or windowed attention).
+    """
+
+    cache: Any
+    pads_B: Tensor
+    pads: tuple[int, ...] | None
+    width: int
+    trimmable: bool
+
+    @property
+    def rows(self) -> int:
+        """Sequences held."""
+        return int(self.pads_B.shape[0])
+
+    @property
+    def padded(self) -> bool:
+        """Whether any row may have padding."""
+        return self.pads is None or any(self.pads)
+
+    def nbytes(self) -> int:
+        """Bytes of the cache, storage that a windowed layer still pins included."""
+        storages = {}
+        for tensor in _tensors([vars(layer) for layer in self.cache.layers]):
+            storage = tensor.untyped_storage()
+            storages[id(tensor) if isinstance(tensor, FakeTensor) else storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+    def select(self, rows: Tensor) -> CausalDecodeState:
+        """Keeps, drops, repeats or reorders rows, layer by layer, and cuts off padding that all of them share.
+
+        Args:
+            rows: (R,) int64, on any device.
+
+        Returns:
+            A state of R rows; this one must not be used afterwards.
+        """
+        pads = _selected_pads(self.pads, rows)
+        trim = min(pads, default=0) if pads is not None and self.trimmable else 0
+        on_device = rows.to(self.pads_B.device)
+        for layer in self.cache.layers:
+            _select(layer, on_device, trim)
+        return CausalDecodeState(
+            cache=self.cache,
+            pads_B=self.pads_B.index_select(0, on_device) - trim,
+            pads=None if pads is None else tuple(pad - trim for pad in pads),
+            width=self.width - trim,
+            trimmable=self.trimmable,
+        )
+
+
+def is_trimmable(cache: Any) -> bool:
+    """Tells whether slots can be cut off the front of a cache.
+
+    Args:
+        cache: a new cache with its layers.
+
+    Returns:
+        True if every layer is transformers' plain or windowed one.
+    """
+    return bool(cache.layers) and all(
+        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers
+    )
+
+
+def _select(layer: Any, rows: Tensor, trim: int) -> None:
+    if trim:
+        # A windowed layer counts all slots it has seen but holds the last ``window - 1`` at most.
+        width = layer.get_seq_length() - trim
+        held = width
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = width
+            held = min(width, layer.sliding_window - 1)
+        first = layer.keys.shape[-2] - held
+        layer.keys, layer.values = layer.keys[:, :, first:], layer.values[:, :, first:]
+    layer.reorder_cache(rows)
+
+
+def _selected_pads(pads: tuple[int, ...] | None, rows: Tensor) -> tuple[int, ...] | None:
+    if pads is not None and not any(pads):
+        return (0,) * int(rows.shape[0])
+    if pads is None or isinstance(rows, FakeTensor):
+        return None
+    return tuple(pads[row] for row in rows.tolist())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and value.ndim:
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

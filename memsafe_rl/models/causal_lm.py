@@ -1,0 +1,446 @@
+"""Any transformers causal LM, plain or under PEFT, as the loops use it.
+
+Axes: ``B`` rows, ``P`` prompts, ``L`` tokens of a padded row, ``M`` completion tokens laid end to end, ``D`` hidden
+width, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.blocks import find_blocks, recomputed
+from memsafe_rl.models.cache import CausalDecodeState, is_trimmable, transit_cache
+from memsafe_rl.models.geometry import read_geometry
+from memsafe_rl.models.heads import LogitMap, given_logits, head_of, logit_maps, naive_logits
+from memsafe_rl.types import LinearHead, LogitsHead, ModelGeometry, Ragged, TokenDistribution, Trajectory
+
+logger = logging.getLogger(__name__)
+
+REFERENCE_ADAPTER = "ref"
+"""Name of the PEFT adapter that holds the reference, where there is one."""
+
+
+class Route(Enum):
+    """How stored rows go through the network."""
+
+    LEAN = "trunk without a mask, then the head on completion tokens"
+    MASKED = "trunk with a padding mask, then the head on completion tokens"
+    WHOLE = "the whole model, row by row, with all its logits"
+
+
+@dataclass
+class ScoringPath:
+    """How an adapter scores; decided once, by `check_head`.
+
+    Args:
+        route: how rows go through the network.
+        logit_map: what the model does to its head's output.
+    """
+
+    route: Route
+    logit_map: LogitMap
+
+
+class CausalLMAdapter:
+    """A causal LM of transformers behind the `ModelAdapter` protocol."""
+
+    time_separable = False
+
+    def __init__(self, model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> None:
+        """Wraps a model; nothing of it is copied or changed but transformers' checkpointing switch, which goes off.
+
+        Args:
+            model: a transformers causal LM, or a `PeftModel` around one.
+            pad_token_id: fills padding.
+            reference_model: frozen copy that answers for the reference; None where a PEFT adapter is switched instead.
+
+        Raises:
+            ConfigError: PEFT's prompt learning, or an encoder-decoder.
+        """
+        self.model = model
+        self.pad_token_id = pad_token_id
+        self._lm = causal_lm_of(model)
+        self._accepted = frozenset(inspect.signature(self._lm.forward).parameters)
+        self.path = ScoringPath(_first_route(self._lm), logit_maps(self._lm.config)[0])
+        self.reference_adapter: CausalLMAdapter | None = None
+        if reference_model is not None:
+            self.reference_adapter = CausalLMAdapter(reference_model, pad_token_id=pad_token_id)
+        _switch_off_checkpointing(self._lm)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network takes its tokens."""
+        return cast(torch.device, self._lm.get_input_embeddings().weight.device)
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """Sizes from which bytes are counted; a reference copy's weights are part of ``parameter_bytes``."""
+        copies = () if self.reference_adapter is None else (self.reference_adapter.model,)
+        return read_geometry(self._lm, copies=copies)
+
+    def distribution(
+        self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None
+    ) -> TokenDistribution:
+        """Runs the network over stored rows, up to its output head.
+
+        Rows are padded on the right, where no completion token can see the padding. No tensor value is read.
+
+        Args:
+            trajectory: the store.
+            rows: indices of the rows wanted.
+            columns: must be None; tokens of a row cannot be scored apart.
+
+        Returns:
+            The distribution at every completion token of these rows; carries a graph if gradients are enabled.
+
+        Raises:
+            ConfigError: columns are given.
+            DataError: a row has an empty prompt, so that nothing predicts its first token.
+        """
+        if columns is not None:
+            raise ConfigError(f"columns={columns}: a causal LM scores whole rows; leave columns out.")
+        prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
+        for row, prompt in zip(rows, prompts, strict=True):
+            if prompt < 1:
+                raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the bos token.")
+        ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
+        tokens_M = trajectory.actions.take(rows).flat.to(self.device)
+        if self.path.route is Route.WHOLE:
+            return TokenDistribution(_row_logits(self._lm, ids_BL, prompts, lengths), tokens_M, lengths, given_logits)
+        hidden_BLD = self._trunk(ids_BL, [prompt + length for prompt, length in zip(prompts, lengths, strict=True)])
+        places_M = _predicting_places(prompts, lengths, width=ids_BL.shape[1]).to(hidden_BLD.device)
+        return TokenDistribution(hidden_BLD.flatten(0, 1).index_select(0, places_M), tokens_M, lengths, self._head())
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Tensor]) -> tuple[Tensor, CausalDecodeState]:
+        """Reads prompts, padded on the left, and fills a cache.
+
+        Args:
+            prompts: P tensors (length,) int64, on any device, none empty.
+
+        Returns:
+            Logits of the next token (P, V), and the cache of P rows.
+        """
+        width = max(int(prompt.shape[0]) for prompt in prompts)
+        pads = tuple(width - int(prompt.shape[0]) for prompt in prompts)
+        ids_PL = torch.full((len(prompts), width), self.pad_token_id)
+        for row, (pad, prompt) in enumerate(zip(pads, prompts, strict=True)):
+            ids_PL[row, pad:] = prompt
+        cache = DynamicCache(config=self._lm.config)
+        pads_P = torch.tensor(pads, device=self.device)
+        state = CausalDecodeState(cache, pads_P, pads, width=0, trimmable=is_trimmable(cache))
+        return self._next_logits(state, ids_PL.to(self.device)), state
+
+    @torch.no_grad()
+    def select(self, state: DecodeState, rows: Tensor) -> CausalDecodeState:
+        """Keeps, drops, repeats or reorders rows of a cache; padding that all rows wanted share is cut off.
+
+        Args:
+            state: a cache; must not be used afterwards.
+            rows: (R,) int64, indices of the rows wanted, with repeats; on the host or the device.
+
+        Returns:
+            A cache of R rows.
+        """
+        return cast(CausalDecodeState, state).select(rows)
+
+    @torch.no_grad()
+    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
+        """Appends one token to every row of a cache, in place.
+
+        Args:
+            state: a cache of B rows.
+            tokens_B: (B,) int64.
+
+        Returns:
+            Logits of the next token (B, V).
+        """
+        return self._next_logits(cast(CausalDecodeState, state), tokens_B.to(self.device)[:, None])
+
+    @contextmanager
+    def reference(self) -> Iterator[ModelAdapter]:
+        """Gives the reference: the frozen copy, else the PEFT adapter named "ref", else the base with adapters off.
+
+        What PEFT changes on the way (active adapter, ``requires_grad``) is as before afterwards, after an error too.
+
+        Yields:
+            An adapter of the reference; its distributions must be used inside.
+
+        Raises:
+            ConfigError: there is no reference, or PEFT trains biases of the base, which cannot be switched off.
+        """
+        if self.reference_adapter is not None:
+            yield self.reference_adapter
+            return
+        if not isinstance(self.model, PeftModel):
+            raise ConfigError(
+                f"{type(self.model).__name__} has neither a PEFT adapter nor a frozen copy, so there is no reference. "
+                "Pass reference_model, or set beta=0."
+            )
+        refuse_trained_bias(self.model.peft_config.values())
+        flags = [(weight, weight.requires_grad) for weight in self.model.parameters()]
+        try:
+            with _reference_weights(self.model):
+                yield self
+        finally:
+            for weight, requires_grad in flags:
+                weight.requires_grad_(requires_grad)
+
+    def recompute(self, enabled: bool) -> AbstractContextManager[None]:
+        """Recomputes each block's activations in the backward pass of what is run inside, in any mode.
+
+        Args:
+            enabled: False changes nothing.
+
+        Returns:
+            A context; only the forward must run inside.
+        """
+        return recomputed(find_blocks(self._lm)) if enabled else nullcontext()
+
+    def _head(self) -> LinearHead | LogitsHead:
+        return head_of(self._lm.get_output_embeddings(), self.path.logit_map)
+
+    def _trunk(self, ids_BL: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Gives hidden states (B, L, D) of rows padded on the right."""
+        trunk = self._lm.base_model
+        if self.path.route is Route.LEAN:
+            output = trunk(input_ids=ids_BL, past_key_values=transit_cache(), use_cache=False)
+        else:
+            ends_B1 = torch.tensor(lengths, device=ids_BL.device)[:, None]
+            mask_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device)[None] < ends_B1
+            output = trunk(input_ids=ids_BL, attention_mask=mask_BL.long(), use_cache=False)
+        return cast(Tensor, output[0])
+
+    def _next_logits(self, state: CausalDecodeState, ids_BL: Tensor) -> Tensor:
+        """Reads L more tokens of every row into the cache and gives logits after the last one."""
+        width = state.width + ids_BL.shape[1]
+        inputs: dict[str, Any] = {"input_ids": ids_BL, "past_key_values": state.cache, "use_cache": True}
+        if "logits_to_keep" in self._accepted:
+            inputs["logits_to_keep"] = 1
+        if state.padded:
+            slots_1L = torch.arange(width, device=ids_BL.device)[None]
+            inputs["attention_mask"] = (slots_1L >= state.pads_B[:, None]).long()
+            if "position_ids" in self._accepted:
+                inputs["position_ids"] = (slots_1L[:, state.width :] - state.pads_B[:, None]).clamp_min(0)
+        logits_BLV = self._lm(**inputs).logits
+        state.width = width
+        return cast(Tensor, logits_BLV[:, -1])
+
+
+def check_head(adapter: CausalLMAdapter) -> None:
+    """Compares an adapter's own log-prob path with its model's logits, and takes a plain path where they differ.
+
+    Two short rows of unequal length go both ways. The first path that agrees is kept: without a mask, with a mask,
+    each with every reading of the config's logit scale; else the whole model row by row. Anything but the first is
+    said in one warning. A frozen reference copy takes the same path.
+
+    Args:
+        adapter: the adapter; its ``path`` may change.
+    """
+    trajectory = _probe(adapter)
+    modes = [(module, module.training) for module in adapter.model.modules()]
+    adapter.model.eval()
+    try:
+        with torch.no_grad():
+            prompts, lengths = trajectory.condition_lengths(range(2)), trajectory.action_lengths(range(2))
+            ids_BL = trajectory.token_rows(range(2), adapter.pad_token_id, adapter.device)
+            wanted_MV = _row_logits(adapter.model, ids_BL, prompts, lengths)
+            first, reasons = adapter.path, []
+            for path in _candidate_paths(adapter):
+                adapter.path = path
+                reason = _disagreement(adapter, trajectory, wanted_MV)
+                if reason is None:
+                    break
+                reasons.append(f"{path.route.value}: {reason}")
+    finally:
+        for module, training in modes:
+            module.training = training
+    if adapter.path != first:
+        logger.warning(
+            "%s computes its logits in a way of its own; log-probs go through %r (logit scale %g, soft-cap %s). %s",
+            type(adapter._lm).__name__,
+            adapter.path.route.value,
+            adapter.path.logit_map.scale,
+            adapter.path.logit_map.soft_cap,
+            "; ".join(dict.fromkeys(reasons)),
+        )
+    if adapter.reference_adapter is not None:
+        adapter.reference_adapter.path = adapter.path
+
+
+def causal_lm_of(model: nn.Module) -> Any:
+    """Gives the transformers causal LM inside a model, LoRA layers in place.
+
+    Args:
+        model: a transformers model, or a `PeftModel` around one.
+
+    Returns:
+        The causal LM.
+
+    Raises:
+        ConfigError: PEFT's prompt learning or adaption prompt, or an encoder-decoder.
+    """
+    if isinstance(model, PeftModel):
+        for config in model.peft_config.values():
+            refuse_prompt_learning(config)
+        model = model.get_base_model()
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{type(model).__name__} is an encoder-decoder; only causal (decoder-only) models are supported yet."
+        )
+    return model
+
+
+def refuse_prompt_learning(config: Any) -> None:
+    """Refuses PEFT methods that add tokens or gates to the sequence instead of layers to the network.
+
+    Args:
+        config: a PEFT config.
+
+    Raises:
+        ConfigError: the method is one of these.
+    """
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise ConfigError(
+            f"peft_config is {kind}, which learns a prompt; rows would no longer be prompt plus completion. "
+            "Use a method that adapts layers, such as LoraConfig."
+        )
+
+
+def refuse_trained_bias(configs: Any) -> None:
+    """Refuses, where a reference is wanted, PEFT adapters that train the base's own biases.
+
+    Args:
+        configs: PEFT configs.
+
+    Raises:
+        ConfigError: a config has ``bias`` other than "none".
+    """
+    for config in configs:
+        bias = getattr(config, "bias", "none")
+        if bias not in ("none", False):
+            raise ConfigError(
+                f"peft_config.bias is {bias!r}: the base's biases are trained, so switching the adapter off does not "
+                "give the reference. Set bias='none', or beta=0."
+            )
+
+
+@contextmanager
+def _reference_weights(model: Any) -> Iterator[None]:
+    if REFERENCE_ADAPTER not in model.peft_config:
+        with model.disable_adapter():
+            yield
+        return
+    active = model.active_adapter
+    model.set_adapter(REFERENCE_ADAPTER)
+    try:
+        yield
+    finally:
+        model.set_adapter(active)
+
+
+def _switch_off_checkpointing(lm: nn.Module) -> None:
+    """Takes transformers' checkpointing back, so that blocks are not recomputed twice in train mode."""
+    switched = [module for module in lm.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in switched:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    if switched:
+        logger.info("The model's own gradient checkpointing is switched off; the plan decides what is recomputed.")
+
+
+def _first_route(lm: Any) -> Route:
+    """The leanest route that a model's structure allows."""
+    if lm.base_model is lm or lm.get_output_embeddings() is None:
+        return Route.WHOLE
+    accepted = inspect.signature(lm.base_model.forward).parameters
+    plain = "past_key_values" in accepted and is_trimmable(DynamicCache(config=lm.config))
+    return Route.LEAN if plain else Route.MASKED
+
+
+def _candidate_paths(adapter: CausalLMAdapter) -> Iterator[ScoringPath]:
+    maps = logit_maps(adapter._lm.config)
+    first = _first_route(adapter._lm)
+    routes = {Route.LEAN: (Route.LEAN, Route.MASKED), Route.MASKED: (Route.MASKED,), Route.WHOLE: ()}[first]
+    yield from (ScoringPath(route, logit_map) for route in routes for logit_map in maps)
+    yield ScoringPath(Route.WHOLE, maps[0])
+
+
+def _disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
+    """Says how an adapter's path fails, or None; out-of-memory errors pass through."""
+    if adapter.path.route is Route.WHOLE:
+        return None
+    try:
+        logits_MV = naive_logits(adapter.distribution(trajectory, range(len(trajectory))))
+    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    if logits_MV.shape != wanted_MV.shape:
+        return f"logits of shape {tuple(logits_MV.shape)} instead of {tuple(wanted_MV.shape)}"
+    logits_MV, wanted_MV = logits_MV.double(), wanted_MV.double()
+    relative = float((logits_MV - wanted_MV).abs().max() / wanted_MV.abs().max().clamp_min(1e-30))
+    tolerance = _tolerance(adapter, wanted_MV.device)
+    return (
+        None if relative <= tolerance else f"logits differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"
+    )
+
+
+def _tolerance(adapter: CausalLMAdapter, device: torch.device) -> float:
+    """Relative to the largest logit, what two orders of the same sums may differ by."""
+    if getattr(adapter._lm, "is_quantized", False):
+        return 5e-2
+    dtype = adapter._lm.get_input_embeddings().weight.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    if dtype is torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        return 1e-2
+    return {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2}.get(dtype, 5e-2)
+
+
+def _probe(adapter: CausalLMAdapter) -> Trajectory:
+    """Makes two rows of 5 + 7 and 2 + 4 tokens, of ids spread over the vocabulary, on the host."""
+    vocabulary = adapter._lm.get_input_embeddings().weight.shape[0]
+    ids = torch.tensor([(17 + 61 * place) % vocabulary for place in range(18)])
+    actions = Ragged(ids[7:], (7, 4))
+    return Trajectory(
+        conditions=Ragged(ids[:7], (5, 2)),
+        condition_of_row=(0, 1),
+        actions=actions,
+        loss_mask=Ragged(torch.ones(11), actions.lengths),
+        sampling_logprobs=None,
+        advantages=torch.zeros(2),
+        group_of_row=(0, 1),
+        finished=(True, True),
+    )
+
+
+def _row_logits(model: Any, ids_BL: Tensor, prompts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Gives a model's own logits (M, V) at completion tokens; only one row's (L, V) exist beside them.
+
+    A row goes without its padding: under a window, padding may have nothing to attend to and become NaN.
+    """
+    pieces = []
+    for ids_L, prompt, length in zip(ids_BL, prompts, lengths, strict=True):
+        ids_1L = ids_L[None, : prompt + length]
+        logits_1LV = model(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L), use_cache=False).logits
+        pieces.append(logits_1LV[0, prompt - 1 : prompt + length - 1])
+    return torch.cat(pieces)
+
+
+def _predicting_places(prompts: Sequence[int], lengths: Sequence[int], *, width: int) -> Tensor:
+    """Indices (M,), into rows laid end to end, of the positions that predict completion tokens."""
+    starts = [row * width + prompt - 1 for row, prompt in enumerate(prompts)]
+    return torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])

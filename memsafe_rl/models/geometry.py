@@ -1,0 +1,130 @@
+"""Reads the sizes of a transformers causal LM from its config and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
+
+from memsafe_rl.types import ModelGeometry
+
+
+def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = ()) -> ModelGeometry:
+    """Reads the sizes of a network.
+
+    Args:
+        lm: transformers causal LM, with LoRA layers or not.
+        copies: further networks on the device whose weights count, such as a frozen reference.
+
+    Returns:
+        The geometry; ``windows`` holds 0 for a layer without keys and values.
+    """
+    config = lm.config.get_text_config(decoder=True)
+    heads = int(_first(config, "num_attention_heads", default=1))
+    hidden = int(config.hidden_size)
+    windows = cache_windows(lm.config)
+    head = lm.get_output_embeddings()
+    width = _element_bytes(lm)
+    return ModelGeometry(
+        layers=len(windows),
+        hidden_size=hidden,
+        intermediate_size=int(_first(config, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)),
+        heads=heads,
+        kv_heads=int(_first(config, "num_key_value_heads", "num_kv_heads", default=heads)),
+        head_dim=int(_first(config, "head_dim", default=hidden // heads)),
+        vocab_size=int(_first(head, "out_features", default=config.vocab_size)),
+        max_positions=max_positions(lm.config),
+        windows=windows,
+        parameter_bytes=weight_bytes(lm, *copies),
+        trainable_bytes=sum(weight.nbytes for weight in lm.parameters() if weight.requires_grad),
+        compute_bytes=_autocast_bytes(lm) or width,
+        cache_bytes=width,
+        head_trainable=head is not None and any(weight.requires_grad for weight in head.parameters()),
+    )
+
+
+def max_positions(config: Any) -> int | None:
+    """Gives the longest sequence a network accepts.
+
+    Args:
+        config: transformers config, of a composite model too.
+
+    Returns:
+        int, tokens; None if the config names no limit.
+    """
+    limit = _first(config.get_text_config(decoder=True), "max_position_embeddings", "max_seq_len", default=None)
+    return None if limit is None or limit < 1 else int(limit)
+
+
+def cache_windows(config: Any) -> tuple[int | None, ...]:
+    """Gives each layer's attention window as transformers' cache sees it.
+
+    Args:
+        config: transformers config.
+
+    Returns:
+        Per layer: tokens of the window, None for full attention, 0 for a layer without keys and values.
+    """
+    return tuple(_window(layer) for layer in DynamicCache(config=config).layers)
+
+
+def weight_bytes(*modules: nn.Module) -> int:
+    """Counts the bytes of all weights and buffers, each once, with the state of bitsandbytes' quantised weights.
+
+    Args:
+        modules: networks, which may share weights.
+
+    Returns:
+        int, bytes.
+    """
+    tensors: dict[int, Tensor] = {}
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensors[id(tensor)] = tensor
+            tensors.update({id(part): part for part in _quantisation_state(tensor)})
+        for part in (getattr(getattr(layer, "state", None), "SCB", None) for layer in module.modules()):
+            if isinstance(part, Tensor):  # where an 8-bit layer moves its scales in its first forward
+                tensors[id(part)] = part
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _window(layer: Any) -> int | None:
+    if not isinstance(layer, CacheLayerMixin):
+        return 0
+    return int(layer.sliding_window) if getattr(layer, "is_sliding", False) else None
+
+
+def _first(source: Any, *names: str, default: Any) -> Any:
+    for name in names:
+        value = getattr(source, name, None)
+        if isinstance(value, (list, tuple)) and value:
+            value = max(value)
+        if value is not None:
+            return value
+    return default
+
+
+def _element_bytes(lm: nn.Module) -> int:
+    """Width of an element between layers: that of the embedding, which is not quantised."""
+    weights = [weight for weight in lm.parameters() if weight.is_floating_point()]
+    return weights[0].element_size() if weights else 4
+
+
+def _autocast_bytes(lm: nn.Module) -> int | None:
+    device = next(lm.parameters()).device.type
+    return torch.get_autocast_dtype(device).itemsize if torch.is_autocast_enabled(device) else None
+
+
+def _quantisation_state(weight: Tensor) -> Iterator[Tensor]:
+    """Gives the tensors bitsandbytes keeps beside a weight: neither parameters nor buffers."""
+    scales = getattr(weight, "SCB", None)
+    if isinstance(scales, Tensor):
+        yield scales
+    state = getattr(weight, "quant_state", None)
+    while state is not None:
+        yield from (part for part in (state.absmax, state.code, state.offset) if isinstance(part, Tensor))
+        state = getattr(state, "state2", None)

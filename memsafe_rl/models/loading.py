@@ -1,0 +1,336 @@
+"""Loads causal LMs, their references and tokenizers, and what a config says before any weight is read."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from peft import PeftModel, get_peft_model
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.causal_lm import (
+    REFERENCE_ADAPTER,
+    causal_lm_of,
+    refuse_prompt_learning,
+    refuse_trained_bias,
+)
+from memsafe_rl.models.geometry import max_positions
+
+logger = logging.getLogger(__name__)
+
+_CONFIG_KEYS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "code_revision")
+"""Loading arguments that say where files are; the config and the tokenizer need them too."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a config says of a network.
+
+    Args:
+        config: transformers config.
+        max_positions: longest sequence the network accepts, in tokens; None if unbounded.
+        vocab_size: rows of the embedding.
+        router_aux_loss_coef: coefficient of a mixture-of-experts balance loss; 0 without one.
+    """
+
+    config: Any
+    max_positions: int | None
+    vocab_size: int
+    router_aux_loss_coef: float
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to be trained.
+
+    Args:
+        model: the network, a `PeftModel` where there is an adapter; in eval mode.
+        reference_model: frozen copy for the reference; None where none is wanted or an adapter is switched instead.
+        router_aux_loss_coef: coefficient of a mixture-of-experts balance loss the model declares; 0 without one.
+    """
+
+    model: Any
+    reference_model: Any
+    router_aux_loss_coef: float
+
+
+def read_config(
+    model: str | nn.Module, *, trust_remote_code: bool = False, model_init_kwargs: Mapping[str, Any] | None = None
+) -> ModelFacts:
+    """Reads a model's config; no weight is loaded.
+
+    Args:
+        model: a name, a path or a model.
+        trust_remote_code: whether code that comes with the model may run.
+        model_init_kwargs: arguments of ``from_pretrained``; of these, where the files are and a given ``config``.
+
+    Returns:
+        What the config says.
+
+    Raises:
+        ConfigError: there is no such model, or it is an encoder-decoder.
+    """
+    arguments = dict(model_init_kwargs or {})
+    if not isinstance(model, str):
+        config = causal_lm_of(model).config
+    elif arguments.get("config") is not None:
+        config = arguments["config"]
+    else:
+        places = {key: arguments[key] for key in _CONFIG_KEYS if key in arguments}
+        try:
+            config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **places)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model={model!r} has no config that can be read ({_first_line(error)}). Give a folder with a "
+                "config.json, or the name of a model on a hub that can be reached."
+            ) from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"model={_name(model)!r} is an encoder-decoder ({config.model_type}); only causal (decoder-only) models "
+            "are supported yet."
+        )
+    text = config.get_text_config(decoder=True)
+    return ModelFacts(config, max_positions(config), int(text.vocab_size), _router_coefficient(text))
+
+
+def load_model(
+    model: str | nn.Module,
+    *,
+    model_init_kwargs: Mapping[str, Any] | None = None,
+    quantization_config: Any = None,
+    peft_config: Any = None,
+    trust_remote_code: bool = False,
+    device: torch.device | str = "cpu",
+    with_reference: bool = False,
+) -> LoadedModel:
+    """Loads what is trained and, if wanted, what answers for the reference.
+
+    Weights of a named model that stay frozen (the base under an adapter, the reference) are bf16 on CUDA, trained
+    ones fp32; all are fp32 elsewhere; ``model_init_kwargs["dtype"]`` overrides both. Weights of a new adapter are
+    fp32. A model object keeps its types. The reference costs no second copy of the base under an adapter: a new
+    adapter is switched off; one that came with the model is copied, as it is now, to a frozen adapter "ref".
+
+    Args:
+        model: a name, a path or a model object.
+        model_init_kwargs: arguments of ``from_pretrained``, for a name or a path.
+        quantization_config: transformers' `BitsAndBytesConfig`, for a name or a path; needs an adapter.
+        peft_config: PEFT config of a new adapter.
+        trust_remote_code: whether code that comes with the model may run.
+        device: where the weights go.
+        with_reference: whether a reference is needed (beta is not 0).
+
+    Returns:
+        The model, its reference copy if it needs one.
+
+    Raises:
+        ConfigError: arguments contradict each other, the model or the adapter is of a kind that is not supported, or
+            nothing is trainable.
+    """
+    arguments = dict(model_init_kwargs or {})
+    if quantization_config is not None:
+        if arguments.get("quantization_config") is not None:
+            raise ConfigError("quantization_config is given twice, alone and in model_init_kwargs. Give it once.")
+        arguments["quantization_config"] = quantization_config
+    _refuse_contradictions(model, arguments, peft_config, with_reference)
+    facts = read_config(model, trust_remote_code=trust_remote_code, model_init_kwargs=arguments)
+    device = torch.device(device)
+
+    def load(frozen: bool) -> Any:
+        return _from_name(cast(str, model), arguments, trust_remote_code, device, frozen=frozen)
+
+    base: Any = load(frozen=peft_config is not None) if isinstance(model, str) else _placed(model, device)
+    trained, reference = base, None
+    if peft_config is not None:
+        trained = get_peft_model(base, peft_config)
+    elif isinstance(base, PeftModel):
+        if with_reference:
+            _copy_reference_adapter(base)
+    elif _is_quantised(base):
+        raise ConfigError(
+            f"model={_name(model)!r} is quantised and its weights cannot be trained. Pass a peft_config to train an "
+            "adapter on it, or leave quantization_config out."
+        )
+    elif with_reference:
+        reference = (load(frozen=True) if isinstance(model, str) else copy.deepcopy(base)).requires_grad_(False).eval()
+    if not any(weight.requires_grad for weight in trained.parameters()):
+        raise ConfigError(
+            f"model={_name(model)!r} has no trainable weight. Pass a peft_config, unfreeze weights, or load the "
+            "adapter with PeftModel.from_pretrained(..., is_trainable=True)."
+        )
+    return LoadedModel(trained.eval(), reference, facts.router_aux_loss_coef)
+
+
+def load_tokenizer(
+    model: str | nn.Module, processing_class: Any = None, *, trust_remote_code: bool = False, **places: Any
+) -> Any:
+    """Gives the tokenizer, able to pad, on the left; a missing pad token becomes the eos token.
+
+    Args:
+        model: name, path or model whose tokenizer to load if none is given.
+        processing_class: the user's tokenizer; its pad token and padding side are set.
+        trust_remote_code: whether code that comes with the tokenizer may run.
+        places: where the files are (``revision``, ``subfolder``, ``cache_dir``, ``token``).
+
+    Returns:
+        A transformers tokenizer.
+
+    Raises:
+        ConfigError: there is no tokenizer, it is a processor of several modalities, or it has neither pad nor eos.
+    """
+    tokenizer = processing_class
+    if tokenizer is None:
+        name = _name(model)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **places)
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(
+                f"no tokenizer can be loaded from {name!r} ({_first_line(error)}). Pass processing_class."
+            ) from error
+    if isinstance(tokenizer, ProcessorMixin) or not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ConfigError(
+            f"processing_class is a {type(tokenizer).__name__}; only tokenizers are supported yet. "
+            "Pass the processor's tokenizer if the model takes text alone."
+        )
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"the tokenizer of {_name(model)!r} has neither a pad nor an eos token. "
+                "Set tokenizer.pad_token (and eos_token) to tokens of its vocabulary."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def eos_token_ids(tokenizer: Any, model: nn.Module) -> tuple[int, ...]:
+    """Gives every id that ends a completion: the tokenizer's, then those the model's generation config declares.
+
+    Args:
+        tokenizer: transformers tokenizer.
+        model: transformers model, or a `PeftModel` around one.
+
+    Returns:
+        Distinct ids; empty if none is declared, so that only the length ends a completion (said in a warning).
+    """
+    declared = getattr(getattr(causal_lm_of(model), "generation_config", None), "eos_token_id", None)
+    listed = declared if isinstance(declared, (list, tuple)) else [declared]
+    ids = tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed) if token is not None))
+    if not ids:
+        logger.warning("Neither tokenizer nor model declares an eos token: every completion runs to its full length.")
+    return ids
+
+
+def _refuse_contradictions(
+    model: str | nn.Module, arguments: Mapping[str, Any], peft_config: Any, with_reference: bool
+) -> None:
+    """Refuses what can be refused before anything is loaded."""
+    if not isinstance(model, str):
+        if not isinstance(model, (PreTrainedModel, PeftModel)):
+            raise ConfigError(
+                f"model is a {type(model).__name__}; give a name, a path, a transformers model or a PeftModel."
+            )
+        if arguments:
+            raise ConfigError(
+                f"{', '.join(sorted(arguments))} cannot apply to a model that is already loaded. "
+                "Give model as a name or path, or leave model_init_kwargs and quantization_config out."
+            )
+    if isinstance(model, PeftModel):
+        if peft_config is not None:
+            raise ConfigError(
+                "model is already a PeftModel and peft_config asks for another adapter. "
+                "Leave peft_config out, or pass model.merge_and_unload()."
+            )
+        if len(model.active_adapters) != 1:
+            raise ConfigError(f"model has {len(model.active_adapters)} active adapters; activate exactly one.")
+    if arguments.get("quantization_config") is not None and peft_config is None:
+        raise ConfigError(
+            "quantization_config is given without peft_config, but quantised weights cannot be trained. "
+            "Pass a peft_config such as LoraConfig, or leave quantization_config out."
+        )
+    configs = [peft_config] if peft_config is not None else list(getattr(model, "peft_config", {}).values())
+    for config in configs:
+        refuse_prompt_learning(config)
+    if with_reference:
+        refuse_trained_bias(configs)
+
+
+def _from_name(
+    name: str, arguments: Mapping[str, Any], trust_remote_code: bool, device: torch.device, *, frozen: bool
+) -> Any:
+    settings = dict(arguments)
+    if "dtype" not in settings:
+        frozen_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        settings["dtype"] = settings.pop("torch_dtype", frozen_dtype if frozen else torch.float32)
+    # bitsandbytes quantises on the way to the device, so weights must be told at once where they go.
+    if settings.get("quantization_config") is not None:
+        settings.setdefault("device_map", {"": device})
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=trust_remote_code, **settings)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"model={name!r} cannot be loaded as a causal LM: {_first_line(error)}") from error
+    places = getattr(model, "hf_device_map", None) or {}
+    if len(set(places.values())) > 1:
+        raise ConfigError(
+            f"device_map spreads model={name!r} over {', '.join(map(str, dict.fromkeys(places.values())))}; a rank "
+            "trains on one device. Leave device_map out, or quantise the base."
+        )
+    return model if _is_quantised(model) or places else model.to(device)
+
+
+def _placed(model: Any, device: torch.device) -> Any:
+    """Moves a model object; a quantised one stays where it is."""
+    if _is_quantised(causal_lm_of(model)):
+        return model
+    return model.to(device)
+
+
+def _copy_reference_adapter(model: Any) -> None:
+    """Copies the active adapter, as it is now, to a frozen one named "ref"; one of that name is taken as it is."""
+    if REFERENCE_ADAPTER not in model.peft_config:
+        active = model.active_adapters[0]
+        flags = [(weight, weight.requires_grad) for weight in model.parameters()]
+        model.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(model.peft_config[active]))
+        weights = dict(model.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, weight in weights.items():
+                if f".{active}." in name or name.endswith(f".{active}"):
+                    target = f".{REFERENCE_ADAPTER}".join(name.rsplit(f".{active}", 1))
+                    weights[target].copy_(weight)
+        for weight, requires_grad in flags:
+            weight.requires_grad_(requires_grad)
+    for name, weight in model.named_parameters():
+        if f".{REFERENCE_ADAPTER}." in name or name.endswith(f".{REFERENCE_ADAPTER}"):
+            weight.requires_grad_(False)
+
+
+def _router_coefficient(config: Any) -> float:
+    if not hasattr(config, "output_router_logits"):
+        return 0.0
+    return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
+
+
+def _is_quantised(model: Any) -> bool:
+    return bool(getattr(model, "is_quantized", False))
+
+
+def _name(model: str | nn.Module) -> str:
+    if isinstance(model, str):
+        return model
+    return str(getattr(causal_lm_of(model).config, "_name_or_path", "") or type(model).__name__)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

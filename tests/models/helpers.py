@@ -1,0 +1,60 @@
+"""Rows and naive answers for tests of adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.models.heads import naive_logits
+from memsafe_rl.types import Ragged, TokenDistribution, Trajectory
+
+PAD = 0
+
+
+def make_rows(
+    prompts: Sequence[int] = (3, 9, 1), completions: Sequence[int] = (8, 2, 5), vocabulary: int = 258, seed: int = 1
+) -> Trajectory:
+    """Random rows, one per prompt, stored in another order than the prompts'."""
+    generator = torch.Generator().manual_seed(seed)
+    conditions = [torch.randint(2, vocabulary, (length,), generator=generator) for length in prompts]
+    actions = [torch.randint(2, vocabulary, (length,), generator=generator) for length in completions]
+    order = tuple(reversed(range(len(prompts))))
+    return Trajectory(
+        conditions=Ragged.from_rows(conditions),
+        condition_of_row=order,
+        actions=Ragged.from_rows([actions[index] for index in order]),
+        loss_mask=Ragged.from_rows([torch.ones(completions[index]) for index in order]),
+        sampling_logprobs=None,
+        advantages=torch.ones(len(prompts)),
+        group_of_row=order,
+        finished=(True,) * len(prompts),
+    )
+
+
+def naive_row_logits(model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
+    """The model's own logits (M, V) at completion tokens, one unpadded row at a time."""
+    pieces = []
+    prompts, actions = trajectory.conditions.rows(), trajectory.actions.rows()
+    for row in rows:
+        prompt, action = prompts[trajectory.condition_of_row[row]], actions[row]
+        ids = torch.cat([prompt, action])[None]
+        pieces.append(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1])
+    return torch.cat(pieces)
+
+
+def logprobs_of(distribution: TokenDistribution) -> Tensor:
+    """Log-probs (M,) of the taken tokens, by the naive form."""
+    logprobs = naive_logits(distribution).log_softmax(-1)
+    return logprobs.gather(-1, distribution.tokens_M[:, None])[:, 0]
+
+
+def assert_close(got: Tensor, wanted: Tensor, relative: float) -> None:
+    """Compares by the largest difference relative to the largest value wanted."""
+    assert got.shape == wanted.shape
+    assert bool(got.isfinite().all())
+    got, wanted = got.detach(), wanted.detach()
+    difference = float((got - wanted).abs().max())
+    assert difference <= relative * float(wanted.abs().max()), difference
