@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from memsafe_rl.cli.arguments import read_request
+from memsafe_rl.cli.arguments import read_request, require
 from memsafe_rl.cli.teaching import show_train_help
 from memsafe_rl.errors import MemsafeError
 
@@ -67,6 +67,8 @@ def train(
     """Train a model: a run file, flags that override it, or both."""
     with plain_errors():
         request = read_request(words or [])
+        if not print_config:
+            require(request)
         training = importlib.import_module("memsafe_rl.cli.training")
         run = training.prepare(request)
         if print_config:

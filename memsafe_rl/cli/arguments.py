@@ -84,6 +84,20 @@ def read_request(tokens: Sequence[str]) -> RunRequest:
     return RunRequest(run, {name: value for name, value in merged.items() if name not in RUN_NAMES})
 
 
+def require(request: RunRequest) -> None:
+    """Refuses a request that lacks what every run needs.
+
+    Args:
+        request: what the user wrote.
+
+    Raises:
+        ConfigError: there is no model, or no reward.
+    """
+    for name in ("model", "reward_funcs"):
+        if not request.run.get(name):
+            raise ConfigError(f"{name} is missing. Write '{name}: ...' in the run file or --{name.replace('_', '-')}.")
+
+
 def read_run_file(path: Path) -> dict[str, Any]:
     """Reads a run file.
 

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 import torch
 import yaml
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
 from peft import LoraConfig
 from rich.console import Console
 from transformers import BitsAndBytesConfig
@@ -89,9 +90,6 @@ def train(run: Run, console: Console) -> None:
         MemsafeError: the run cannot work; the message names what to change.
     """
     chosen, config = run.fields, run.config
-    for name in ("model", "reward_funcs"):
-        if not getattr(chosen, name):
-            raise ConfigError(f"{name} is missing. Write '{name}: ...' in the run file or --{name.replace('_', '-')}.")
     rewards = [reward(entry) for entry in chosen.reward_funcs or ()]
     peft_config, quantization_config = adapter(chosen.peft), quantization(chosen.quantization, bf16=bool(config.bf16))
     train_dataset, eval_dataset = prompts(chosen)
@@ -234,7 +232,8 @@ def _loaded(source: Any, split: str | None, chosen: RunFields) -> Dataset:
         if path.suffix not in _BUILDERS:
             raise DataError(f"dataset is {source!r}; files of prompts end in {', '.join(_BUILDERS)}. Convert it.")
         return load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train")
-    except (OSError, ValueError, KeyError) as error:
+    except (DatasetsError, OSError, ValueError, KeyError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"The dataset {source!r} cannot be read: {' '.join(str(error).split())}.") from error
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise DataError(f"The dataset {source!r} cannot be read: {reason.rstrip('.')}. Mend or replace it.") from error

@@ -477,19 +477,17 @@ class _TrainerConfig(TrainerFields, ABC):
     @property
     def world_size(self) -> int:
         """Ranks of the run."""
-        met = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return torch.distributed.get_world_size() if met else int(os.environ.get("WORLD_SIZE", "1"))
+        return torch.distributed.get_world_size() if _ranks_met() else _launched("WORLD_SIZE", 1)
 
     @property
     def process_index(self) -> int:
         """This process's rank."""
-        met = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return torch.distributed.get_rank() if met else int(os.environ.get("RANK", "0"))
+        return torch.distributed.get_rank() if _ranks_met() else _launched("RANK", 0)
 
     @property
     def local_process_index(self) -> int:
         """This process's rank on its machine."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return _launched("LOCAL_RANK", 0)
 
     @property
     def parallel_mode(self) -> ParallelMode:
@@ -520,7 +518,7 @@ class _TrainerConfig(TrainerFields, ABC):
         """Gives the least level that this process logs, as `logging` counts levels."""
         name = self.log_level if self.should_log else self.log_level_replica
         passive = int(transformers_logging.get_verbosity())
-        return passive if name == "passive" else int(transformers_logging.log_levels[name])
+        return passive if name == "passive" else int(transformers_logging.get_log_levels_dict()[name])
 
     def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:
         """Lets the main process run a block first, then the others.
@@ -556,6 +554,15 @@ class _TrainerConfig(TrainerFields, ABC):
             name: value if isinstance(value, (bool, int, float, str)) else str(value)
             for name, value in settings.items()
         }
+
+
+def _ranks_met() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _launched(name: str, alone: int) -> int:
+    # Like accelerate: without LOCAL_RANK nobody launched several ranks, whatever else the environment holds.
+    return int(os.environ.get(name, alone)) if "LOCAL_RANK" in os.environ else alone
 
 
 def _plain(value: Any) -> Any:

@@ -304,6 +304,8 @@ def test_batches_are_counted_by_hand() -> None:
 def test_ranks_multiply_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "2")
+    assert GRPOConfig().world_size == 1  # nobody launched several ranks
+    monkeypatch.setenv("LOCAL_RANK", "2")
     config = GRPOConfig(per_device_train_batch_size=2, gradient_accumulation_steps=2)
     assert (config.world_size, config.process_index) == (4, 2)
     assert (config.step_rows, config.rollout_rows) == (16, 16)
@@ -513,6 +515,7 @@ def test_read_surface_of_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.train_batch_size, config.eval_batch_size) == (8, 8)
     assert config.get_process_log_level() == logging.INFO
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert config.get_process_log_level() == logging.WARNING
     with config.main_process_first(desc="nothing"):
         pass
