@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.ops.logprobs import token_logprobs
 from memsafe_rl.ops.masking import pad_rows, row_mask
 from memsafe_rl.types import LinearHead, TokenDistribution
@@ -229,6 +230,28 @@ def test_logits_never_exceed_a_tile(as_function):
         logprobs, entropies = scores(hidden, taken, head, tile=tile)
         (logprobs.sum() + entropies.sum()).backward()
     assert watch.largest == tile * vocab * 4
+
+
+TILE_BYTES, HEAD_BYTES = 16 * 20_000 * 4, 20_000 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "tiles", "heads"),
+    [("frozen", 1.1, 0), ("trained", 1.1, 1), ("capped, entropy trained", 1.25, 0), ("function", 2.25, 0)],
+)
+def test_peak_is_a_tile_and_the_gradient_of_the_head(kind, tiles, heads):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(96, 32, requires_grad=True), torch.randn(20_000, 32)
+    weight.requires_grad_(kind == "trained")
+    tokens = torch.randint(20_000, (96,))
+    head = LinearHead(weight, soft_cap=3.0 if "capped" in kind else None)
+    if kind == "function":
+        head = lambda states: linear(states, weight)  # noqa: E731
+    with SimulatedMemory() as memory:
+        logprobs, entropies = scores(hidden, tokens, head, tile=16)
+        (logprobs.sum() + (entropies.sum() if "entropy" in kind else 0)).backward()
+        peak = memory.peak_bytes
+    assert peak <= tiles * TILE_BYTES + heads * HEAD_BYTES
 
 
 def test_pad_rows_lays_rows_out_and_carries_gradients():
