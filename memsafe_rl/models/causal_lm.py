@@ -60,7 +60,7 @@ class CausalLMAdapter:
     time_separable = False
 
     def __init__(self, model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> None:
-        """Wraps a model; nothing of it is copied or changed but transformers' checkpointing switch, which goes off.
+        """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off.
 
         Args:
             model: a transformers causal LM, or a `PeftModel` around one.
@@ -79,6 +79,7 @@ class CausalLMAdapter:
         if reference_model is not None:
             self.reference_adapter = CausalLMAdapter(reference_model, pad_token_id=pad_token_id)
         _switch_off_checkpointing(self._lm)
+        _keep_gradient_of_4bit_layers(self._lm)
 
     @property
     def device(self) -> torch.device:
@@ -361,6 +362,19 @@ def _switch_off_checkpointing(lm: nn.Module) -> None:
         module.gradient_checkpointing = False  # type: ignore[assignment]
     if switched:
         logger.info("The model's own gradient checkpointing is switched off; the plan decides what is recomputed.")
+
+
+def _keep_gradient_of_4bit_layers(lm: nn.Module) -> None:
+    """Stops bitsandbytes from packing 4-bit weights for inference on a CPU.
+
+    On a CPU with bf16 instructions, a 4-bit layer in eval mode packs its weight for good at the first input without
+    gradient, and from then on its output carries no graph: gradients of all adapters before it are silently lost.
+    """
+    for module in lm.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+                module.state_dict()  # writing the weight out unpacks it in place
 
 
 def _first_route(lm: Any) -> Route:

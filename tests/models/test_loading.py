@@ -1,0 +1,185 @@
+"""Loading of models and tokenizers, and what is refused on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig, T5Config
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models import loading
+from memsafe_rl.models.loading import eos_token_ids, load_model, load_tokenizer, read_config
+from tests.tiny import EOS_ID, PAD_ID, tiny_config, tiny_model, tiny_tokenizer
+
+LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_model("qwen3", dtype=torch.bfloat16).save_pretrained(path)
+    tiny_tokenizer(pad=False).save_pretrained(path)
+    return str(path)
+
+
+def dtypes(model: nn.Module, trainable: bool) -> set[torch.dtype]:
+    return {weight.dtype for weight in model.parameters() if weight.requires_grad is trainable}
+
+
+def test_everything_is_fp32_on_a_cpu_unless_told_otherwise(folder: str) -> None:
+    full = load_model(folder, with_reference=True)
+    assert dtypes(full.model, True) == {torch.float32}
+    assert dtypes(full.reference_model, False) == {torch.float32}
+    assert not full.model.training
+    adapted = load_model(folder, peft_config=LoraConfig(**LORA))
+    assert dtypes(adapted.model, False) == dtypes(adapted.model, True) == {torch.float32}
+    for key in ("dtype", "torch_dtype"):
+        told = load_model(
+            folder, peft_config=LoraConfig(**LORA), model_init_kwargs={key: "bfloat16"}, with_reference=True
+        )
+        assert dtypes(told.model, False) == {torch.bfloat16}
+        assert dtypes(told.model, True) == {torch.float32}
+        assert told.reference_model is None
+
+
+def test_frozen_weights_are_bf16_on_cuda(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def record(name: str, **settings: Any) -> Any:
+        asked.append(settings["dtype"])
+        model = tiny_model()
+        model.to = lambda _: model
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", record)
+    load_model(folder, device="cuda", with_reference=True)
+    load_model(folder, device="cuda", peft_config=LoraConfig(**LORA))
+    assert asked == [torch.float32, torch.bfloat16, torch.bfloat16]
+
+
+def test_a_reference_by_name_is_a_second_load(folder: str) -> None:
+    loaded = load_model(folder, with_reference=True)
+    for own, frozen in zip(loaded.model.parameters(), loaded.reference_model.parameters(), strict=True):
+        assert torch.equal(own, frozen)
+        assert own.data_ptr() != frozen.data_ptr()
+        assert not frozen.requires_grad
+
+
+def test_a_config_is_read_without_weights(folder: str, tmp_path: Path) -> None:
+    facts = read_config(folder)
+    assert (facts.max_positions, facts.vocab_size, facts.router_aux_loss_coef) == (256, 258, 0.0)
+    assert read_config(tiny_model("gpt2", positions=99)).max_positions == 99
+    assert read_config(get_peft_model(tiny_model(), LoraConfig(**LORA))).max_positions == 256
+    MixtralConfig(router_aux_loss_coef=0.02).save_pretrained(tmp_path)
+    assert read_config(str(tmp_path)).router_aux_loss_coef == 0.02
+
+
+def test_what_a_config_shows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no config that can be read"):
+        read_config(str(tmp_path / "nothing"))
+    T5Config(d_model=16).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"encoder-decoder \(t5\)"):
+        read_config(str(tmp_path))
+
+
+QUANTISED = BitsAndBytesConfig(load_in_4bit=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, "dtype cannot apply to a model that is already loaded"),
+        ({"quantization_config": QUANTISED, "peft_config": LoraConfig(**LORA)}, "already loaded"),
+        ({"model": "name", "quantization_config": QUANTISED}, "without peft_config"),
+        ({"model": "name", "model_init_kwargs": {"quantization_config": QUANTISED}}, "without peft_config"),
+        (
+            {
+                "model": "name",
+                "quantization_config": QUANTISED,
+                "model_init_kwargs": {"quantization_config": QUANTISED},
+            },
+            "given twice",
+        ),
+        ({"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)}, "PROMPT_TUNING"),
+        ({"model": nn.Linear(2, 2)}, "Linear"),
+    ],
+)
+def test_contradictions_are_refused(arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "read_config", lambda *_, **__: pytest.fail("loaded something first"))
+    with pytest.raises(ConfigError, match=message):
+        load_model(arguments.pop("model", None) or tiny_model(), **arguments)
+
+
+def test_adapters_that_cannot_be_trained_are_refused() -> None:
+    model = get_peft_model(tiny_model(), LoraConfig(**LORA))
+    with pytest.raises(ConfigError, match="another adapter"):
+        load_model(model, peft_config=LoraConfig(**LORA))
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="is_trainable=True"):
+        load_model(model)
+
+
+def test_a_model_object_keeps_its_types() -> None:
+    assert dtypes(load_model(tiny_model(dtype=torch.bfloat16)).model, True) == {torch.bfloat16}
+
+
+def test_a_missing_pad_token_becomes_the_eos(folder: str) -> None:
+    loaded = load_tokenizer(folder)
+    assert (loaded.pad_token_id, loaded.padding_side) == (EOS_ID, "left")
+    own = tiny_tokenizer()
+    own.padding_side = "right"
+    assert load_tokenizer("unused", own) is own
+    assert (own.pad_token_id, own.padding_side) == (PAD_ID, "left")
+
+
+def test_tokenizers_that_cannot_serve_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a pad nor an eos"):
+        load_tokenizer("name", tiny_tokenizer(pad=False, eos=False))
+    with pytest.raises(ConfigError, match="Pass processing_class"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match="only tokenizers"):
+        load_tokenizer("name", object())
+
+
+@pytest.mark.parametrize(
+    ("declared", "wanted"), [(None, (EOS_ID,)), (5, (EOS_ID, 5)), ([7, EOS_ID, 9], (EOS_ID, 7, 9))]
+)
+def test_every_declared_eos_ends_a_completion(declared: Any, wanted: tuple[int, ...]) -> None:
+    model = tiny_model()
+    model.generation_config.eos_token_id = declared
+    assert eos_token_ids(tiny_tokenizer(), model) == wanted
+    assert eos_token_ids(tiny_tokenizer(), get_peft_model(model, LoraConfig(**LORA))) == wanted
+
+
+def test_no_eos_at_all_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model()
+    model.generation_config.eos_token_id = None
+    assert eos_token_ids(tiny_tokenizer(eos=False), model) == ()
+    assert "full length" in caplog.text
+
+
+def test_geometry_of_configs() -> None:
+    from memsafe_rl.models.causal_lm import CausalLMAdapter
+
+    model = tiny_model("qwen3", tied=False)
+    geometry = CausalLMAdapter(model, pad_token_id=0).geometry
+    assert (geometry.layers, geometry.hidden_size, geometry.intermediate_size) == (2, 32, 64)
+    assert (geometry.heads, geometry.kv_heads, geometry.head_dim, geometry.vocab_size) == (4, 2, 16, 258)
+    assert (geometry.windows, geometry.max_positions) == ((None, None), 256)
+    assert geometry.trainable_bytes == 4 * sum(weight.numel() for weight in model.parameters())
+    assert (geometry.compute_bytes, geometry.cache_bytes, geometry.head_trainable) == (4, 4, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert CausalLMAdapter(model, pad_token_id=0).geometry.compute_bytes == 2
+    gpt2 = CausalLMAdapter(tiny_model("gpt2"), pad_token_id=0).geometry
+    assert (gpt2.intermediate_size, gpt2.kv_heads, gpt2.head_dim, gpt2.max_positions) == (128, 4, 8, 256)
+    adapted = get_peft_model(tiny_model("qwen3"), LoraConfig(**LORA))
+    lora = CausalLMAdapter(adapted, pad_token_id=0).geometry
+    assert not lora.head_trainable
+    # Two layers; A is (4, 32), B (64, 4) for queries and (32, 4) for values.
+    assert lora.trainable_bytes == 4 * 2 * (2 * 4 * 32 + 64 * 4 + 32 * 4)
+    assert tiny_config("gemma3").layer_types == ["sliding_attention", "full_attention"]
