@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import logging
 import pickle
+import re
 import shlex
 import warnings
 from pathlib import Path
@@ -15,7 +17,14 @@ from typing import Any
 import pytest
 import torch
 import trl
-from transformers import HfArgumentParser, SchedulerType, Trainer, TrainerState, get_scheduler
+from transformers import (
+    HfArgumentParser,
+    SchedulerType,
+    Trainer,
+    TrainerState,
+    get_scheduler,
+    trainer_callback,
+)
 from transformers.trainer_utils import IntervalStrategy
 from transformers.training_args import OptimizerNames, ParallelMode
 
@@ -615,6 +624,33 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="pip install bitsandbytes"):
         GRPOConfig(optim="adamw_8bit")
+
+
+HINTS = {
+    "allow_lossy",  # only the empty one is accepted
+    "auto_find_batch_size",
+    "cache_implementation",
+    "do_train",  # for scripts
+    "gradient_checkpointing_kwargs",  # only what is the case anyway is accepted
+    "pad_to_multiple_of",
+    "per_device_eval_batch_size",
+    "torch_empty_cache_steps",
+}
+"""Settings that may never change a result, so that nothing needs to read them."""
+
+AWAITED = {"cast_lm_head_to_fp32", "remove_unused_columns"}
+"""Settings that the trainer does not read yet."""
+
+
+@pytest.mark.parametrize("name", sorted(set(OURS) - HINTS))
+def test_every_setting_is_read_by_someone(name: str, request: pytest.FixtureRequest) -> None:
+    if name in AWAITED:
+        request.applymarker(pytest.mark.xfail(reason="the trainer does not read it yet", strict=False))
+    package = Path(config_module.__file__).parents[1]
+    ours = [path for path in package.rglob("*.py") if path.name not in ("fields.py", "checks.py", "refusals.py")]
+    theirs = [inspect.getsource(trainer_callback), inspect.getsource(Trainer.get_optimizer_cls_and_kwargs)]
+    sources = "".join([*(path.read_text() for path in ours), *theirs])
+    assert re.search(rf"\b(self|args|_?config)\.{name}\b", sources)
 
 
 def test_fields_alone_need_nothing_heavy() -> None:
