@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
 )
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
-from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.sampling import greedy_tokens, sample_tokens, taken_logprobs
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -136,8 +136,9 @@ def sample_wave(
 ) -> list[Completion]:
     """Samples one wave to its end; the piece of a rollout that is repeated when memory runs out.
 
-    Each prompt is read once and its cache spread over its samples; rows that ended leave the cache. Nothing of it
-    stays on the device, and the modules' modes are put back, whether this returns or raises.
+    Each prompt is read once, and after the first token its cache is spread over the samples that go on; rows that
+    end later leave the cache. Nothing of it stays on the device, and the modules' modes are put back, whether this
+    returns or raises.
 
     Args:
         adapter: the network.
@@ -156,19 +157,21 @@ def sample_wave(
         draw = _Drawer(settings)
         keys_B4 = _key_tensor(wave.keys).to(adapter.device)
         seen_BL = _prompt_rows(wave).to(adapter.device) if draw.reads_history else None
-        slots_B = torch.arange(len(wave.keys))
-        logits_BV, state = _spread_prompts(adapter, wave)
-        tokens_B, values_4B = draw(logits_BV, keys_B4, 0, seen_BL)
-        del logits_BV  # its bytes are free before the next logits are made
+        slots_B, places_B = torch.arange(len(wave.keys)), torch.tensor(wave.prompt_of_row)
+        spread = wave.prompt_of_row == tuple(range(len(wave.prompts)))
+        logits_PV, state = adapter.prefill(wave.prompts)
+        tokens_B, values_4B = draw(logits_PV[places_B.to(adapter.device)], keys_B4, 0, seen_BL)
+        del logits_PV  # its bytes are free before the next logits are made
         for step in range(settings.max_new_tokens):
             alive_B = record.write(slots_B, step, values_4B)
             if step + 1 == settings.max_new_tokens or not alive_B.any():
                 break
             if seen_BL is not None:
                 seen_BL = torch.cat([seen_BL, tokens_B[:, None]], 1)
-            if _pays(alive_B):
+            if not spread or _pays(alive_B):
                 kept = alive_B.nonzero()[:, 0]
-                state = adapter.select(state, kept)  # from the host, where adapters keep what they know of rows
+                state = adapter.select(state, places_B[kept])  # from the host, where adapters know their rows
+                spread, places_B = True, torch.arange(len(kept))
                 slots_B, kept = slots_B[kept], kept.to(adapter.device)
                 tokens_B, keys_B4 = tokens_B[kept], keys_B4[kept]
                 seen_BL = None if seen_BL is None else seen_BL[kept]
@@ -310,15 +313,6 @@ def _filters(settings: SamplingSettings) -> Any:
     if (chosen or narrowing) and settings.temperature != 1.0:
         chosen.append(TemperatureLogitsWarper(float(settings.temperature)))
     return LogitsProcessorList(chosen + narrowing)
-
-
-def _spread_prompts(adapter: ModelAdapter, wave: Wave) -> tuple[Tensor, DecodeState]:
-    """Reads each prompt once and gives every row its prompt's logits and cache."""
-    logits_PV, state = adapter.prefill(wave.prompts)
-    if wave.prompt_of_row == tuple(range(len(wave.prompts))):
-        return logits_PV, state
-    rows = torch.tensor(wave.prompt_of_row)
-    return logits_PV.index_select(0, rows.to(adapter.device)), adapter.select(state, rows)
 
 
 def _pays(alive_B: Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from fake_adapter import FakeAdapter, FakeState
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
-from memsafe_rl.rollout.generation import cut_waves, eval_mode, generate
+from memsafe_rl.rollout.generation import Wave, cut_waves, eval_mode, generate, sample_wave
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 
 SETTINGS = SamplingSettings(max_new_tokens=24, eos_token_ids=(1, 2))
@@ -192,6 +192,23 @@ def test_each_prompt_is_read_once_a_wave_and_ended_rows_leave() -> None:
     # An eighth of the rows may wait to leave.
     assert needed <= sum(adapter.steps) <= needed * 8 / 7
     assert len(adapter.steps) == max(len(row.ids) for row in rows) - 1
+
+
+def test_rows_that_end_at_once_never_enter_the_cache() -> None:
+    adapter = FakeAdapter()
+    rows = generate(
+        adapter, prompts_of(3), keys_of(3, group=8), replace(SETTINGS, eos_token_ids=tuple(range(12))), ONE_WAVE
+    )
+    ended = sum(len(row.ids) == 1 for row in rows)
+    assert 0 < ended < 24
+    assert adapter.steps[0] == 24 - ended
+
+
+def test_a_wave_may_name_its_prompts_in_any_order() -> None:
+    prompts, keys = tuple(prompts_of(3)), tuple(key for group in keys_of(3, 1) for key in group)
+    straight = sample_wave(FakeAdapter(), Wave(prompts, (0, 1, 2), keys), SETTINGS)
+    turned = sample_wave(FakeAdapter(), Wave(prompts, (2, 0, 1), (keys[2], keys[0], keys[1])), SETTINGS)
+    assert_same(turned, [straight[2], straight[0], straight[1]])
 
 
 def geometry_of() -> ModelGeometry:
