@@ -59,8 +59,9 @@ def generate(
     """Samples completions for every prompt, without gradient, in eval mode, in waves that fit the plan.
 
     A sequence depends on its prompt, its key and the settings; the plan and the other sequences change it only where
-    a draw is marked in `Completion.ties`. (Top-k, top-p and min-p cut at a value that rounding can move as well; such
-    a cut is not marked.)
+    a draw is marked in `Completion.ties`. That holds for networks that compute in float32. In bfloat16 another batch
+    shape moves logits by more than a tie's gap, so other waves may draw other, equally likely tokens; and the edge at
+    which top-k, top-p or min-p cuts can move by rounding in any type, which is not marked.
 
     Args:
         adapter: the network.
