@@ -46,10 +46,10 @@ class ModelAdapter(Protocol):
         """Reads prompts and fills a cache.
 
         Args:
-            prompts: P tensors (length,) int64, on any device.
+            prompts: P tensors (length,) int64, on any device, none empty; lengths may differ.
 
         Returns:
-            Logits of the next token (P, V), and the cache of P rows.
+            Logits of the next token (P, V), without graph, and the cache of P rows.
         """
 
     def select(self, state: DecodeState, rows: Tensor) -> DecodeState:
@@ -57,7 +57,8 @@ class ModelAdapter(Protocol):
 
         Args:
             state: a cache.
-            rows: (R,) int64, indices of the rows wanted, with repeats.
+            rows: (R,) int64, indices of the rows wanted, with repeats; on the host or the device. Read once on the
+                host where rows differ in padding.
 
         Returns:
             A cache of R rows.
@@ -89,7 +90,18 @@ class ModelAdapter(Protocol):
         """
 
     def reference(self) -> AbstractContextManager[ModelAdapter]:
-        """Gives the reference network: this one with its LoRA adapter off, or a frozen copy."""
+        """Gives the reference network: this one with its LoRA adapter off, or a frozen copy.
+
+        Returns:
+            A context; what it yields may be this very adapter, so its distributions must be used inside.
+        """
 
     def recompute(self, enabled: bool) -> AbstractContextManager[None]:
-        """Recomputes each block's activations in the backward pass of what is run inside, if enabled."""
+        """Recomputes each block's activations in the backward pass of what is run inside, in eval mode too.
+
+        Args:
+            enabled: False changes nothing.
+
+        Returns:
+            A context for the forward; the backward may run outside.
+        """

@@ -80,6 +80,7 @@ class CausalLMAdapter:
             self.reference_adapter = CausalLMAdapter(reference_model, pad_token_id=pad_token_id)
         _switch_off_checkpointing(self._lm)
         _keep_gradient_of_4bit_layers(self._lm)
+        _warn_of_rope_that_reads_lengths(self._lm.config)
 
     @property
     def device(self) -> torch.device:
@@ -375,6 +376,17 @@ def _keep_gradient_of_4bit_layers(lm: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
             if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
                 module.state_dict()  # writing the weight out unpacks it in place
+
+
+def _warn_of_rope_that_reads_lengths(config: Any) -> None:
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    for kind in sorted(kinds & {"dynamic", "longrope"}):
+        logger.warning(
+            "rope_type %r sets all rows' frequencies by the longest row of a batch: beyond the length the model was "
+            "first trained for, log-probs depend on which rows share a micro-batch. Keep rows below that length.",
+            kind,
+        )
 
 
 def _first_route(lm: Any) -> Route:

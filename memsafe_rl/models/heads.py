@@ -73,9 +73,9 @@ def logit_maps(config: Any) -> tuple[LogitMap, ...]:
     text = config.get_text_config(decoder=True)
     factor = _number(text, "logit_scale") * _number(text, "lm_head_multiplier")
     scaling = _number(text, "logits_scaling")
-    cap = getattr(text, "final_logit_softcapping", None)
     scales = dict.fromkeys((factor / scaling, factor * scaling, 1.0))
-    return tuple(LogitMap(scale, cap) for scale in scales)
+    caps = dict.fromkeys((getattr(text, "final_logit_softcapping", None) or None, None))
+    return tuple(LogitMap(scale, cap) for cap in caps for scale in scales)
 
 
 def head_of(module: nn.Module, logit_map: LogitMap) -> LinearHead | ModuleHead:

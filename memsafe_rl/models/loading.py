@@ -270,7 +270,7 @@ def _refuse_contradictions(
 def _from_name(
     name: str, arguments: Mapping[str, Any], trust_remote_code: bool, device: torch.device, *, frozen: bool
 ) -> Any:
-    settings = dict(arguments)
+    settings = {"trust_remote_code": trust_remote_code, **arguments}
     if "dtype" not in settings:
         frozen_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         settings["dtype"] = settings.pop("torch_dtype", frozen_dtype if frozen else torch.float32)
@@ -278,8 +278,8 @@ def _from_name(
     if settings.get("quantization_config") is not None:
         settings.setdefault("device_map", {"": device})
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=trust_remote_code, **settings)
-    except (OSError, ValueError, TypeError) as error:
+        model = AutoModelForCausalLM.from_pretrained(name, **settings)
+    except (OSError, ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"model={name!r} cannot be loaded as a causal LM: {_first_line(error)}") from error
     places = getattr(model, "hf_device_map", None) or {}
     if len(set(places.values())) > 1:

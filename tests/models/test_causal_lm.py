@@ -277,3 +277,42 @@ def test_the_models_own_checkpointing_is_switched_off() -> None:
     model.gradient_checkpointing_enable()
     CausalLMAdapter(model, pad_token_id=PAD)
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"trainable_token_indices": [3, 5, 7]},
+        {"target_modules": "all-linear"},
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_adapters_on_the_embedding_leave_scores_the_models_own(settings: dict[str, Any], tied: bool) -> None:
+    model = lora(tiny_model(tied=tied, dtype=torch.float64), **settings)
+    adapter, trajectory = checked(model), make_rows()
+    got = naive_logits(adapter.distribution(trajectory, [0, 1, 2]))
+    assert adapter.path.route is Route.LEAN
+    assert_close(got, naive_row_logits(model, trajectory, [0, 1, 2]), 1e-12)
+    logits, _ = adapter.prefill([trajectory.conditions.rows()[0]])
+    assert tuple(logits.shape) == (1, 258)
+    assert adapter.geometry.vocab_size == 258
+
+
+def test_autocast_is_checked_in_its_own_precision(caplog: pytest.LogCaptureFixture) -> None:
+    model, trajectory = tiny_model("qwen3"), make_rows()
+    with torch.autocast("cpu", torch.bfloat16):
+        adapter = checked(model)
+        got = naive_logits(adapter.distribution(trajectory, [0, 1, 2]))
+        wanted = naive_row_logits(model, trajectory, [0, 1, 2])
+    assert adapter.path.route is Route.LEAN
+    assert not caplog.records
+    assert_close(got.float(), wanted.float(), 5e-2)
+
+
+def test_rope_that_reads_lengths_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = tiny_config("llama")
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    CausalLMAdapter(MODEL_CLASSES["llama"](config), pad_token_id=PAD)
+    assert "rope_type 'dynamic'" in caplog.text
