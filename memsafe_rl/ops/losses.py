@@ -212,7 +212,7 @@ def entropy_threshold(entropies_M: Tensor, mask_M: Tensor, top_entropy_quantile:
     # Rounded, so that 0.2 · 10 = 2.0000000000000004 does not ask for a value above the third.
     rank = ((1 - top_entropy_quantile) * last.double()).mul(1e9).round().div(1e9)
     below = rank.floor().long()
-    low, high = sorted_M[below], sorted_M[torch.minimum(below + 1, last)]
+    low, high = sorted_M.take(torch.stack([below, torch.minimum(below + 1, last)])).unbind()
     return torch.where(rank == below, low, torch.lerp(low, high, (rank - below).float()))
 
 
@@ -572,8 +572,8 @@ def _bounded(ratios: Ratios) -> Tensor:
 
 
 def _by_sign(positive: Tensor, if_positive: float, otherwise: float, ratios: Ratios) -> Tensor:
-    dtype = ratios.logprobs_BT.dtype
-    return torch.where(positive, torch.tensor(if_positive, dtype=dtype), torch.tensor(otherwise, dtype=dtype))
+    like = ratios.logprobs_BT
+    return torch.where(positive, like.new_full((), if_positive), like.new_full((), otherwise))
 
 
 def _row_mean(values: Tensor, mask_BT: Tensor) -> Tensor:
@@ -583,15 +583,14 @@ def _row_mean(values: Tensor, mask_BT: Tensor) -> Tensor:
 
 def _total(values: Tensor, mask_BT: Tensor) -> Tensor:
     """Sums (B, T) over counted actions, or (B, 1) over rows."""
-    values = values.to(mask_BT.dtype)
     return values.sum() if values.shape[1] == 1 else (values * mask_BT).sum()
 
 
 def _row_shares(marks: Tensor, mask_BT: Tensor, if_empty: float) -> Tensor:
     """Gives the share of marked ratios in each row, (B,)."""
     if marks.shape[1] == 1:
-        return marks[:, 0].to(mask_BT.dtype)
-    return torch.where(mask_BT.sum(1) > 0, _row_mean(marks.to(mask_BT.dtype), mask_BT), if_empty)
+        return marks[:, 0].float()
+    return torch.where(mask_BT.sum(1) > 0, _row_mean(marks.float(), mask_BT), if_empty)
 
 
 def _known(table: Mapping[str, Value], name: str, field: str) -> Value:

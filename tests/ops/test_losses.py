@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from naive_losses import counts_of, naive_loss, rows_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.ops.losses import (
@@ -223,6 +224,24 @@ def test_measures_by_hand():
     assert (cispo.sums["cispo_clip"], cispo.sums["ratios"]) == (1, 5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_type_of_the_mask_does_not_matter(name, level, dtype):
+    inputs, settings = (
+        step_inputs(entropy_coef=0.1),
+        LossSettings(name, level, beta=0.04, off_policy_mask_threshold=0.1),
+    )
+    counts = counts_of(inputs)
+    expected = policy_loss(inputs, settings, counts)
+    result = policy_loss(replace(inputs, mask_BT=inputs.mask_BT.to(dtype)), settings, counts)
+    for actual, wanted in ((result.sums, expected.sums), (result.lows, expected.lows), (result.highs, expected.highs)):
+        assert {key: float(value) for key, value in actual.items()} == pytest.approx(
+            {key: float(value) for key, value in wanted.items()}, rel=1e-6
+        )
+    torch.testing.assert_close(result.loss, expected.loss, rtol=1e-12, atol=0)
+
+
 def test_vespo_weight_is_one_on_policy_and_measured_per_row():
     inputs = replace(step_inputs(), old_logprobs_BT=None)
     result = policy_loss(inputs, LossSettings("vespo"), counts_of(inputs))
@@ -268,6 +287,18 @@ def test_entropy_threshold_of_nothing_marks_nothing():
     entropies, mask = torch.rand(5), torch.zeros(5)
     assert not high_entropy_mask(entropies[None], mask[None], entropy_threshold(entropies, mask, 0.5)).any()
     assert entropy_threshold(torch.rand(0), torch.rand(0), 0.5) == math.inf
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_runs_on_fake_tensors(name):
+    settings = LossSettings(name, beta=0.04, off_policy_mask_threshold=0.1)
+    with FakeTensorMode():
+        inputs = step_inputs(entropy_coef=0.1)
+        threshold = entropy_threshold(inputs.entropies_BT.flatten(), inputs.mask_BT.flatten(), 0.5)
+        marked = high_entropy_mask(inputs.entropies_BT, inputs.mask_BT, threshold)
+        result = policy_loss(replace(inputs, entropy_mask_BT=marked), settings, Denominators(6, 20, 10))
+        result.loss.backward()
+    assert result.loss.shape == ()
 
 
 def test_adaptive_entropy_coefficient_by_hand():
