@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
+from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.callbacks import CompletionsTable, MetricsLog, ProgressBar, Trackers, banner
 from memsafe_rl.errors import ConfigError, DataError
@@ -81,7 +82,11 @@ class GRPOTrainer(OnPolicyTrainer):
         self.args = args if args is not None else GRPOConfig(output_dir=f"{_name_of(model)}-GRPO")
         self.args.validate()
         _refuse(tools=tools, environment_factory=environment_factory)
+        _check_correction(self.args, rollout_func)
+        _set_log_level(self.args.get_process_log_level())
         set_seed(self.args.seed)
+        if self.args.remove_unused_columns:
+            train_dataset, eval_dataset = _prompts_only(train_dataset), _prompts_only(eval_dataset)
         self.processing_class = load_tokenizer(
             model, processing_class, trust_remote_code=self.args.trust_remote_code, **_revision(self.args)
         )
@@ -254,6 +259,29 @@ def _name_of(model: Any) -> str:
 def _revision(config: GRPOConfig) -> dict[str, str]:
     revision = (config.model_init_kwargs or {}).get("revision")
     return {"revision": revision} if revision else {}
+
+
+def _check_correction(config: GRPOConfig, rollout_func: RolloutFunction | None) -> None:
+    """VESPO multiplies token weights into a row's own, so that a row's weight would count once a token."""
+    corrected = rollout_func is not None and config.vllm_importance_sampling_correction
+    mode = config.vllm_importance_sampling_mode
+    if config.loss_type == "vespo" and corrected and mode.startswith("sequence"):
+        raise ConfigError(
+            f"vllm_importance_sampling_mode is {mode!r} with loss_type 'vespo' and a rollout_func. Set it to "
+            "'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False."
+        )
+
+
+def _set_log_level(level: int) -> None:
+    logging.getLogger("memsafe_rl").setLevel(level)
+    transformers_logging.set_verbosity(level)
+
+
+def _prompts_only(dataset: Any) -> Any:
+    """Drops every column but the prompt, as `remove_unused_columns` asks."""
+    if isinstance(dataset, Mapping):
+        return {name: _prompts_only(part) for name, part in dataset.items()}
+    return None if dataset is None else dataset.select_columns(["prompt"])
 
 
 def _refuse(**arguments: Any) -> None:

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.policies import MemoryPolicy
+from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.types import MemoryState, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 from tests.tiny import tiny_model
@@ -296,6 +297,84 @@ def test_adaptive_entropy_steps_once_a_step(tmp_path: Path) -> None:
     )
     trainer.train()
     assert [record["entropy_coef"] for record in trainer.history] == pytest.approx([0.12, 0.14])
+
+
+def test_gradients_are_clipped_to_the_norm_asked_for(tmp_path: Path) -> None:
+    steps = []
+    for bound in (0.0, 0.01):
+        trainer = make_trainer(tmp_path, optim="sgd", max_grad_norm=bound, max_steps=1)
+        before = weights(trainer)
+        trainer.train()
+        steps.append(float((weights(trainer) - before).norm()) / 1e-2)
+    assert steps[0] == pytest.approx(trainer.history[0]["grad_norm"], rel=1e-4)
+    assert steps[1] == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_schedule_moves_once_a_step(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, lr_scheduler_type="linear", max_steps=4)
+    trainer.train()
+    assert [record["learning_rate"] for record in trainer.history] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
+
+
+def test_a_step_without_any_advantage_still_moves_momentum_and_decay(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, reward_funcs=lambda completions, **_: [1.0] * len(completions), weight_decay=0.1, max_steps=1
+    )
+    before = trainer.model.model.layers[0].mlp.up_proj.weight.detach().clone()
+    trainer.train()
+    after = trainer.model.model.layers[0].mlp.up_proj.weight
+    assert torch.allclose(after, before * (1 - 1e-2 * 0.1), rtol=1e-6)
+    assert trainer.history[0]["grad_norm"] == 0.0
+
+
+def test_dropout_is_off_in_the_update_unless_asked_for(tmp_path: Path) -> None:
+    def noisy_model() -> Any:
+        model = tiny_model("gpt2")
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.3
+        return model
+
+    quiet = [gradient_of(make_trainer(tmp_path, model=noisy_model(), policy=cut(tokens))) for tokens in (8192, 1)]
+    assert relative(quiet[1], quiet[0]) < 1e-6
+    noisy = gradient_of(make_trainer(tmp_path, model=noisy_model(), disable_dropout=False))
+    assert relative(noisy, quiet[0]) > 1e-2
+
+
+def test_a_checkpointed_plan_holds_fewer_bytes_in_eval_mode(tmp_path: Path) -> None:
+    peaks = []
+    for checkpointing in (False, True):
+        trainer = make_trainer(
+            tmp_path,
+            model=tiny_model(layers=8, hidden=64),
+            policy=cut(checkpointing=checkpointing, logprob_tile=16),
+            max_completion_length=32,
+        )
+        with SimulatedMemory() as memory:
+            gradient_of(trainer)
+            peaks.append(memory.peak_bytes)
+    assert peaks[1] < 0.6 * peaks[0]
+
+
+def test_unused_columns_never_reach_a_reward_when_they_are_removed(tmp_path: Path) -> None:
+    seen: list[set[str]] = []
+
+    def watching(completions: list[str], **columns: Any) -> list[float]:
+        seen.append(set(columns))
+        return count_digits(completions)
+
+    dataset = Dataset.from_dict({"prompt": PROMPTS, "answer": PROMPTS})
+    for remove in (False, True):
+        make_trainer(
+            tmp_path, reward_funcs=watching, train_dataset=dataset, remove_unused_columns=remove, max_steps=1
+        ).train()
+    assert "answer" in seen[0]
+    assert "answer" not in seen[1]
+
+
+def test_vespo_refuses_a_sequence_weight_for_every_token(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="vllm_importance_sampling_mode is 'sequence_mask' with loss_type 'vespo'"):
+        make_trainer(tmp_path, loss_type="vespo", rollout_func=lambda *_: {})
 
 
 def test_evaluation_changes_neither_weights_nor_samples(tmp_path: Path) -> None:
