@@ -75,6 +75,7 @@ class CausalLMAdapter:
         self._lm = causal_lm_of(model)
         self._accepted = frozenset(inspect.signature(self._lm.forward).parameters)
         self.path = ScoringPath(_first_route(self._lm), logit_maps(self._lm.config)[0])
+        self.slot_bytes: int | None = None
         self.reference_adapter: CausalLMAdapter | None = None
         if reference_model is not None:
             self.reference_adapter = CausalLMAdapter(reference_model, pad_token_id=pad_token_id)
@@ -91,7 +92,7 @@ class CausalLMAdapter:
     def geometry(self) -> ModelGeometry:
         """Sizes from which bytes are counted; a reference copy's weights are part of ``parameter_bytes``."""
         copies = () if self.reference_adapter is None else (self.reference_adapter.model,)
-        return read_geometry(self._lm, copies=copies)
+        return read_geometry(self._lm, copies=copies, slot_bytes=self.slot_bytes)
 
     def distribution(
         self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None
@@ -243,42 +244,32 @@ class CausalLMAdapter:
 
 
 def check_head(adapter: CausalLMAdapter) -> None:
-    """Compares an adapter's own log-prob path with its model's logits, and takes a plain path where they differ.
+    """Compares an adapter's own paths with its model's logits, and takes a plain path where scoring differs.
 
-    Two short rows of unequal length go both ways. The first path that agrees is kept: without a mask, with a mask,
-    each with every reading of the config's logit scale; else the whole model row by row. Anything but the first is
-    said in one warning. A frozen reference copy takes the same path.
+    Two short rows of unequal length go both ways. The first scoring path that agrees is kept: without a mask, with a
+    mask, each with every reading of the config's logit scale; else the whole model row by row. Anything but the first
+    is said in one warning. A frozen reference copy takes the same path. Sampling has no other path: it must agree
+    (float64 excepted, where transformers' own padding may fail); the bytes of its cache go into the geometry.
 
     Args:
-        adapter: the adapter; its ``path`` may change.
+        adapter: the adapter; its ``path`` and ``slot_bytes`` may change.
+
+    Raises:
+        ConfigError: prompts padded to one length, or a step on their cache, give other logits than the model alone.
     """
-    trajectory = _probe(adapter)
     modes = [(module, module.training) for module in adapter.model.modules()]
     adapter.model.eval()
     try:
         with torch.no_grad():
+            trajectory = _probe(adapter)
             prompts, lengths = trajectory.condition_lengths(range(2)), trajectory.action_lengths(range(2))
             ids_BL = trajectory.token_rows(range(2), adapter.pad_token_id, adapter.device)
             wanted_MV = _row_logits(adapter.model, ids_BL, prompts, lengths)
-            first, reasons = adapter.path, []
-            for path in _candidate_paths(adapter):
-                adapter.path = path
-                reason = _disagreement(adapter, trajectory, wanted_MV)
-                if reason is None:
-                    break
-                reasons.append(f"{path.route.value}: {reason}")
+            _settle_path(adapter, trajectory, wanted_MV)
+            _check_sampling(adapter, trajectory, wanted_MV)
     finally:
         for module, training in modes:
             module.training = training
-    if adapter.path != first:
-        logger.warning(
-            "%s computes its logits in a way of its own; log-probs go through %r (logit scale %g, soft-cap %s). %s",
-            type(adapter._lm).__name__,
-            adapter.path.route.value,
-            adapter.path.logit_map.scale,
-            adapter.path.logit_map.soft_cap,
-            "; ".join(dict.fromkeys(reasons)),
-        )
     if adapter.reference_adapter is not None:
         adapter.reference_adapter.path = adapter.path
 
@@ -398,6 +389,46 @@ def _first_route(lm: Any) -> Route:
     return Route.LEAN if plain else Route.MASKED
 
 
+def _settle_path(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
+    """Keeps the first scoring path that gives the logits wanted, and says so if it is not the leanest."""
+    first, reasons = adapter.path, []
+    for path in _candidate_paths(adapter):
+        adapter.path = path
+        reason = _disagreement(adapter, trajectory, wanted_MV)
+        if reason is None:
+            break
+        reasons.append(f"{path.route.value}: {reason}")
+    if adapter.path != first:
+        logger.warning(
+            "%s computes its logits in a way of its own; log-probs go through %r (logit scale %g, soft-cap %s). %s",
+            type(adapter._lm).__name__,
+            adapter.path.route.value,
+            adapter.path.logit_map.scale,
+            adapter.path.logit_map.soft_cap,
+            "; ".join(dict.fromkeys(reasons)),
+        )
+
+
+def _check_sampling(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
+    """Reads both prompts together and takes one step; transformers pads on the left, which not every model masks."""
+    tokens = [row[0] for row in trajectory.actions.rows()]
+    firsts = torch.tensor([0, trajectory.actions.lengths[0]], device=wanted_MV.device)
+    logits_PV, state = adapter.prefill(trajectory.conditions.rows())
+    step_PV = adapter.decode_step(state, torch.stack(tokens))
+    if all(window is None or window > state.width for window in adapter.geometry.windows):
+        adapter.slot_bytes = state.nbytes() // (state.rows * state.width)
+    if wanted_MV.dtype is torch.float64:
+        return  # transformers' eager attention makes NaN of padding there, as its softmax is float32
+    relative = _relative_difference(torch.cat([logits_PV, step_PV]), wanted_MV[torch.cat([firsts, firsts + 1])])
+    tolerance = max(1e-3, 2 * _tolerance(adapter, wanted_MV.device))
+    if not relative <= tolerance:
+        raise ConfigError(
+            f"{type(adapter._lm).__name__} gives prompts that are decoded together other logits than alone: they "
+            f"differ by {relative:.1e} of the largest ({tolerance:.0e} allowed). It probably does not mask padding on "
+            "the left (recurrent layers often do not); use a model that does."
+        )
+
+
 def _candidate_paths(adapter: CausalLMAdapter) -> Iterator[ScoringPath]:
     maps = logit_maps(adapter._lm.config)
     first = _first_route(adapter._lm)
@@ -416,12 +447,15 @@ def _disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: T
         return f"{type(error).__name__}: {error}"
     if logits_MV.shape != wanted_MV.shape:
         return f"logits of shape {tuple(logits_MV.shape)} instead of {tuple(wanted_MV.shape)}"
-    logits_MV, wanted_MV = logits_MV.double(), wanted_MV.double()
-    relative = float((logits_MV - wanted_MV).abs().max() / wanted_MV.abs().max().clamp_min(1e-30))
-    tolerance = _tolerance(adapter, wanted_MV.device)
+    relative, tolerance = _relative_difference(logits_MV, wanted_MV), _tolerance(adapter, wanted_MV.device)
     return (
         None if relative <= tolerance else f"logits differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"
     )
+
+
+def _relative_difference(got: Tensor, wanted: Tensor) -> float:
+    got, wanted = got.double(), wanted.double()
+    return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
 
 
 def _tolerance(adapter: CausalLMAdapter, device: torch.device) -> float:

@@ -13,12 +13,14 @@ from transformers.cache_utils import CacheLayerMixin
 from memsafe_rl.types import ModelGeometry
 
 
-def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = ()) -> ModelGeometry:
+def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: int | None = None) -> ModelGeometry:
     """Reads the sizes of a network.
 
     Args:
         lm: transformers causal LM, with LoRA layers or not.
         copies: further networks on the device whose weights count, such as a frozen reference.
+        slot_bytes: int, bytes measured of one token in the cache of all layers, which tell what the config does not
+            (latent attention, layers of unequal heads, autocast); None to trust the config.
 
     Returns:
         The geometry; ``windows`` holds 0 for a layer without keys and values.
@@ -29,13 +31,14 @@ def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = ()) -> ModelGeomet
     windows = cache_windows(lm.config)
     head = lm.get_output_embeddings()
     width = _element_bytes(lm)
+    kv_heads, head_dim = _cached_heads(config, windows, width, slot_bytes)
     return ModelGeometry(
         layers=len(windows),
         hidden_size=hidden,
         intermediate_size=int(_first(config, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)),
         heads=heads,
-        kv_heads=int(_first(config, "num_key_value_heads", "num_kv_heads", default=heads)),
-        head_dim=int(_first(config, "head_dim", default=hidden // heads)),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         vocab_size=int(_first(head, "out_features", default=config.vocab_size)),
         max_positions=max_positions(lm.config),
         windows=windows,
@@ -90,6 +93,16 @@ def weight_bytes(*modules: nn.Module) -> int:
             if isinstance(part, Tensor):  # where an 8-bit layer moves its scales in its first forward
                 tensors[id(part)] = part
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _cached_heads(config: Any, windows: tuple[int | None, ...], width: int, slot_bytes: int | None) -> tuple[int, int]:
+    """Gives key/value heads and their width; as one head where a measured cache is of another size."""
+    heads = int(_first(config, "num_attention_heads", default=1))
+    kv_heads = int(_first(config, "num_key_value_heads", "num_kv_heads", default=heads))
+    head_dim = int(_first(config, "head_dim", default=config.hidden_size // heads))
+    if slot_bytes in (None, 2 * width * kv_heads * head_dim * len(windows)):
+        return kv_heads, head_dim
+    return 1, -(-slot_bytes // (2 * width * len(windows)))
 
 
 def _window(layer: Any) -> int | None:

@@ -12,6 +12,18 @@ from memsafe_rl.models.heads import naive_logits
 from memsafe_rl.types import Ragged, TokenDistribution, Trajectory
 
 PAD = 0
+SMALL: dict[str, Any] = {
+    "vocab_size": 258,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
 
 
 def make_rows(

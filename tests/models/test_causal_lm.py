@@ -28,21 +28,8 @@ from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.causal_lm import CausalLMAdapter, Route, check_head
 from memsafe_rl.models.heads import ModuleHead, naive_logits
 from memsafe_rl.types import LinearHead
-from tests.models.helpers import PAD, assert_close, logprobs_of, make_rows, naive_row_logits
+from tests.models.helpers import PAD, SMALL, assert_close, logprobs_of, make_rows, naive_row_logits
 from tests.tiny import ARCHS, MODEL_CLASSES, tiny_config, tiny_model
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 258,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-}
 
 
 def checked(model: nn.Module) -> CausalLMAdapter:

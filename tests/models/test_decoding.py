@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MambaConfig, MambaForCausalLM
 
-from memsafe_rl.models.causal_lm import CausalLMAdapter
-from tests.models.helpers import PAD, assert_close
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
+from tests.models.helpers import PAD, SMALL, assert_close
 from tests.tiny import ARCHS, tiny_model
 
 NEW = 12
@@ -109,6 +111,15 @@ def test_bytes_of_a_cache_follow_the_geometry() -> None:
     assert state.nbytes() == adapter.geometry.kv_bytes(5)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_measured_cache_agrees_with_the_config(arch: str) -> None:
+    adapter = CausalLMAdapter(tiny_model(arch, window=16), pad_token_id=PAD)
+    told = adapter.geometry
+    check_head(adapter)
+    assert adapter.slot_bytes == told.kv_bytes(1)
+    assert adapter.geometry == told
+
+
 def test_a_windowed_cache_holds_windows() -> None:
     adapter = CausalLMAdapter(tiny_model("gemma3"), pad_token_id=PAD)
     assert adapter.geometry.windows == (6, None)
@@ -117,3 +128,30 @@ def test_a_windowed_cache_holds_windows() -> None:
         adapter.decode_step(state, torch.tensor([4]))
     # transformers keeps window - 1 slots, as a view into one slot more.
     assert state.nbytes() == adapter.geometry.kv_bytes(42)
+
+
+def test_bytes_of_a_cache_that_the_config_does_not_tell() -> None:
+    """Latent attention: what is cached depends on the version of transformers."""
+    config = DeepseekV3Config(
+        **{**SMALL, "num_key_value_heads": 4, "first_k_dense_replace": 2, "n_routed_experts": 4, "n_group": 1},
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+    )
+    adapter = CausalLMAdapter(DeepseekV3ForCausalLM(config).eval(), pad_token_id=PAD)
+    check_head(adapter)
+    _, state = adapter.prefill(prompts_of((5, 9)))
+    assert adapter.geometry.kv_bytes(9) > 0
+    assert state.nbytes() == 2 * adapter.geometry.kv_bytes(9)
+
+
+def test_a_model_that_does_not_mask_padding_is_refused() -> None:
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=258, hidden_size=32, num_hidden_layers=2, state_size=4)
+    with pytest.raises(ConfigError, match="decoded together"):
+        check_head(CausalLMAdapter(MambaForCausalLM(config).eval(), pad_token_id=2))
