@@ -38,7 +38,7 @@ def update_bytes(geometry: ModelGeometry, plan: UpdatePlan) -> int:
     """Estimates the bytes of one micro-batch above weights, gradients and optimizer state.
 
     Without checkpointing every block keeps its activations; with it every block keeps its input and one block at a
-    time is whole. The log-prob function holds one tile of logits and its gradient.
+    time is whole. The log-prob function holds one tile of logits and one temporary, and the gradient of a trained head.
 
     Args:
         geometry: sizes of the network.
@@ -51,4 +51,5 @@ def update_bytes(geometry: ModelGeometry, plan: UpdatePlan) -> int:
     inputs = geometry.hidden_size * geometry.compute_bytes
     kept = block + geometry.layers * inputs if plan.checkpointing else geometry.layers * block
     logits = _LOGIT_TENSORS * _LOGIT_BYTES * plan.logprob_tile * geometry.vocab_size
-    return plan.micro_batch_tokens * (kept + 2 * inputs) + logits
+    head = _LOGIT_BYTES * geometry.vocab_size * geometry.hidden_size if geometry.head_trainable else 0
+    return plan.micro_batch_tokens * (kept + 2 * inputs) + logits + head

@@ -87,7 +87,6 @@ class TrainerFields:
     disable_dropout: bool = option(
         True, "Score and update without dropout; with it, only retries of the same size are exact."
     )
-    cast_lm_head_to_fp32: bool = option(False, "Keep the output head, if not tied to the embedding, in float32.")
 
     # Memory
     memory_budget: Size = option(
@@ -361,7 +360,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "trust_remote_code",
         "router_aux_loss_coef",
         "disable_dropout",
-        "cast_lm_head_to_fp32",
     ),
     "Memory (never changes the result)": (
         "memory_budget",

@@ -52,6 +52,11 @@ def _table(reason: str, remedy: str, **off: Any) -> dict[str, Refusal]:
 
 REFUSED: dict[str, Refusal] = {
     **_table(
+        "trained weights, the head among them, are float32 already unless told otherwise, and log-probs always are",
+        "Leave it out; for a float32 matrix product as well, leave bf16 and fp16 off.",
+        cast_lm_head_to_fp32=False,
+    ),
+    **_table(
         "rollouts run in this library's own engine, which shares one memory budget with the update",
         "Leave it out, or draw the completions with vLLM yourself in rollout_func.",
         use_vllm=False,

@@ -16,7 +16,7 @@ _CLIPPING = {
     "clip_high": "clip_ratio/high_mean",
     "clip_region": "clip_ratio/region_mean",
 }
-_PER_RATIO = {**_CLIPPING, "cispo_clip": "cispo_clip_ratio", "vespo_phi": "vespo/phi_seq_mean"}
+_PER_RATIO = {**_CLIPPING, "cispo_clip": "cispo_clip_ratio"}
 
 
 def step_metrics(gradient: StepGradient, norm: Tensor, terms: StepTerms, ranks: Ranks) -> dict[str, float]:
@@ -57,6 +57,8 @@ def step_metrics(gradient: StepGradient, norm: Tensor, terms: StepTerms, ranks: 
         metrics["policy_loss"] = totals["policy_loss"]
     ratios = tokens if terms.settings.importance_sampling_level == "token" else rows
     metrics |= {name: totals[key] / ratios for key, name in _PER_RATIO.items() if key in totals}
+    if "vespo_phi" in totals:
+        metrics["vespo/phi_seq_mean"] = totals["vespo_phi"] / max(1.0, totals["ratios"])
     for name, value in _merged(ranks.gather([lows]), min).items():
         metrics[f"{name.replace('clip_', 'clip_ratio/')}_min"] = value
     for name, value in _merged(ranks.gather([highs]), max).items():

@@ -638,14 +638,9 @@ HINTS = {
 }
 """Settings that may never change a result, so that nothing needs to read them."""
 
-AWAITED = {"cast_lm_head_to_fp32", "remove_unused_columns"}
-"""Settings that the trainer does not read yet."""
-
 
 @pytest.mark.parametrize("name", sorted(set(OURS) - HINTS))
-def test_every_setting_is_read_by_someone(name: str, request: pytest.FixtureRequest) -> None:
-    if name in AWAITED:
-        request.applymarker(pytest.mark.xfail(reason="the trainer does not read it yet", strict=False))
+def test_every_setting_is_read_by_someone(name: str) -> None:
     package = Path(config_module.__file__).parents[1]
     ours = [path for path in package.rglob("*.py") if path.name not in ("fields.py", "checks.py", "refusals.py")]
     theirs = [inspect.getsource(trainer_callback), inspect.getsource(Trainer.get_optimizer_cls_and_kwargs)]
