@@ -105,6 +105,7 @@ class OnPolicyTrainer:
         self._cursor = Cursor()
         self._experience: Experience | None = None
         self._entropy = EntropyControl(self.args.entropy_coef)
+        self._table: tuple[dict[str, Any], ...] = ()
         self._pending: dict[str, list[float]] = defaultdict(list)
         self._callbacks = CallbackHandler(
             [DefaultFlowCallback(), *callbacks], self.model, self.processing_class, None, None
@@ -189,7 +190,9 @@ class OnPolicyTrainer:
         cursor = self._cursor
         first = set(self._rows())
         later = [row for row in range(self.args.rollout_rows) if row not in first]
-        return self._maker.make(self._source, rollout=cursor.rollout, position=cursor.position, later_rows=later)
+        experience = self._maker.make(self._source, rollout=cursor.rollout, position=cursor.position, later_rows=later)
+        self._table = experience.table
+        return experience
 
     def _rows(self) -> list[int]:
         """Rows of the next optimizer step, over all ranks."""
@@ -361,9 +364,7 @@ class OnPolicyTrainer:
             steps=self.args.updates_per_epoch, epochs=self.args.num_iterations, consumed=consumed, stop=bool(stop)
         )
         if self._cursor.rollout != before.rollout:
-            table, self._experience = self._experience.table if self._experience else (), None
-            if self.args.log_completions and self._ranks.is_main:
-                self._notify("on_completions", self.state.global_step + 1, table)
+            self._experience = None
         self.state.global_step += 1
 
     def _kl_stops(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -399,6 +400,9 @@ class OnPolicyTrainer:
             self.control.should_log = False
             self.log(averages(self._pending))
             self._pending.clear()
+            if self.args.log_completions and self._ranks.is_main and self._table:
+                self._notify("on_completions", self.state.global_step, self._table)
+                self._table = ()
         if self.control.should_evaluate:
             self.control.should_evaluate = False
             if self.eval_dataset is not None:
@@ -484,6 +488,7 @@ class OnPolicyTrainer:
         self._committer = Committer(
             self.model, optimizer, scheduler, max_grad_norm=self.args.max_grad_norm, scaler=scaler
         )
+        self._go_to_start()
         if resume:
             self._resume(find_checkpoint(Path(self.args.output_dir), resume))
         self.state.max_steps = max_steps
@@ -496,6 +501,16 @@ class OnPolicyTrainer:
         self.control = self._callbacks.on_epoch_begin(self.args, self.state, self.control)
         if self.args.eval_on_start and not resume and self.eval_dataset is not None:
             self.evaluate()
+
+    def _go_to_start(self) -> None:
+        """Forgets where an earlier call of `train` got to; the weights stay as they are."""
+        main = self._ranks.is_main
+        self.state = TrainerState(is_world_process_zero=main, is_local_process_zero=main)
+        self.control = TrainerControl()
+        self.history = []
+        self._cursor, self._experience, self._table = Cursor(), None, ()
+        self._entropy = EntropyControl(self.args.entropy_coef)
+        self._pending.clear()
 
     def _end(self, started: float, first: int) -> TrainResult:
         """Logs totals and loads the best model if asked to."""
@@ -581,7 +596,8 @@ class OnPolicyTrainer:
         self.history = list(loop["history"])
         self._cursor = Cursor(**loop["cursor"])
         self._entropy = EntropyControl(*loop["entropy"])
-        self._tracker.budget_bytes = loop["budget_bytes"]
+        if self.args.memory_budget == "auto":
+            self._tracker.budget_bytes = loop["budget_bytes"]
         if trajectory is not None:
             self._experience = Experience(trajectory=trajectory, **loop["experience"])
         restore_random_state(loop["random"])

@@ -507,6 +507,27 @@ def test_tools_are_refused_by_name(tmp_path: Path) -> None:
         )
 
 
+def test_training_twice_starts_over_with_the_weights_as_they_are(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.train()
+    once = weights(trainer)
+    assert trainer.train().global_step == 2
+    assert [record["step"] for record in trainer.history] == [1, 2]
+    assert not torch.equal(weights(trainer), once)
+
+
+def test_completions_are_logged_with_the_log_also_after_a_resume(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"num_iterations": 2, "log_completions": True, "max_steps": 4}
+    first = make_trainer(tmp_path, save_strategy="steps", save_steps=1, callbacks=[StopAt(1)], **settings)
+    first.train()
+    second = make_trainer(tmp_path, **settings)
+    second.train(resume_from_checkpoint=True)
+    assert sorted(path.name for path in (tmp_path / "completions").iterdir()) == [
+        "completions_00001.jsonl",
+        "completions_00003.jsonl",
+    ]
+
+
 def test_callbacks_see_the_run_in_order(tmp_path: Path) -> None:
     seen: list[str] = []
 
