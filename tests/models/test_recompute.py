@@ -10,32 +10,25 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.ledger import StorageLedger
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.causal_lm import CausalLMAdapter
 from tests.models.helpers import PAD, logprobs_of, make_rows
 from tests.tiny import ARCHS, tiny_model
 
 LAYERS = 6
-PROMPTS, COMPLETIONS = (20, 28), (40, 32)
+PROMPTS, COMPLETIONS, WIDTH = (20, 28), (40, 32), 60
 
 
 def step(adapter: CausalLMAdapter, enabled: bool) -> tuple[int, list[Tensor | None]]:
-    """One forward and backward: bytes saved for backward beside the weights, and all gradients."""
-    weights = {weight.untyped_storage().data_ptr() for weight in adapter.model.parameters()}
-    held: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            held[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
+    """One forward and backward: bytes held after the forward, block inputs included, and all gradients."""
     adapter.model.zero_grad()
-    # Storages stay alive until backward, so that no two of them share an address.
-    with adapter.recompute(enabled), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        hidden = adapter.distribution(make_rows(PROMPTS, COMPLETIONS), [0, 1])
-    held_bytes = sum(held.values())
-    logprobs_of(hidden).square().sum().backward()
+    with StorageLedger() as ledger:
+        before_bytes = ledger.live_bytes
+        with adapter.recompute(enabled):
+            distribution = adapter.distribution(make_rows(PROMPTS, COMPLETIONS), [0, 1])
+        held_bytes = ledger.live_bytes - before_bytes
+    logprobs_of(distribution).square().sum().backward()
     return held_bytes, [weight.grad for weight in adapter.model.parameters()]
 
 
@@ -58,8 +51,9 @@ def test_eval_mode_holds_block_inputs_alone_and_gradients_are_bitwise_equal(arch
     lean_bytes, lean = step(adapter, enabled=True)
     assert same(plain, lean)
     assert any(gradient is not None and bool(gradient.any()) for gradient in lean)
-    # A non-reentrant checkpoint keeps its inputs outside the saved tensors; what is left belongs to the ends.
-    assert lean_bytes < 0.35 * plain_bytes, (lean_bytes, plain_bytes)
+    # Held: each block's input and the last output, what the mask and the ends keep; of the blocks' inside nothing.
+    inputs_bytes = (LAYERS + 1) * 2 * WIDTH * 32 * 4
+    assert inputs_bytes < lean_bytes < inputs_bytes + 0.1 * plain_bytes, (lean_bytes, inputs_bytes, plain_bytes)
 
 
 def test_train_mode_with_dropout_draws_the_same_masks() -> None:
