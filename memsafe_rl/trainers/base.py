@@ -170,18 +170,18 @@ class OnPolicyTrainer:
         self._begin_step()
         if self._experience is None:
             self._experience = self._roll_out()
-        trajectory = self._experience.trajectory
         rows = self._rows()
-        terms = self._fix_terms(trajectory, rows)
-        plan = self._plan_update(trajectory, rows)
-        trajectory = trajectory.to(self.adapter.device if plan.trajectory_device == "device" else "cpu")
-        self._experience = replace(self._experience, trajectory=trajectory)
+        terms = self._fix_terms(self._experience, rows)
+        plan = self._plan_update(self._experience.trajectory, rows)
+        experience = self._experience = self._experience.to(plan.trajectory_device, self.adapter.device)
         with self._tracker.phase(Phase.UPDATE):
-            gradient, norm = self._gradient(trajectory, rows, plan, terms)
-        with uninterrupted():
+            gradient, norm = self._gradient(experience.trajectory, rows, plan, terms)
+            measured = step_metrics(gradient, norm, terms, self._ranks)
+            experience = self._with_old_logprobs(experience, gradient)
+        with uninterrupted():  # from here to the cursor nothing is read from the device and nothing is repeated
             self._commit(norm)
-            self._experience = self._with_old_logprobs(self._experience, gradient)
-            metrics = self._measure(gradient, norm, terms, plan)
+            self._experience = experience
+            metrics = self._account(measured, gradient.micro_batches, plan)
             self._advance(metrics)
         self._finish_step(metrics)
 
@@ -198,9 +198,9 @@ class OnPolicyTrainer:
         """Rows of the next optimizer step, over all ranks."""
         return rows_of_step(self._cursor, self.args.rollout_rows, self.args.step_rows, self._data_seed)
 
-    def _fix_terms(self, trajectory: Trajectory, rows: Sequence[int]) -> StepTerms:
+    def _fix_terms(self, experience: Experience, rows: Sequence[int]) -> StepTerms:
         """Fixes every denominator and threshold over the whole step and all ranks, before anything is cut."""
-        masks = None
+        trajectory, masks = experience.trajectory, None
         if self.args.top_entropy_quantile < 1.0:
             with self._tracker.phase(Phase.SCORE):
                 masks = entropy_masks(
@@ -224,7 +224,7 @@ class OnPolicyTrainer:
             with_entropy=True,
             entropy_coef=self._entropy_coef(),
             entropy_masks=masks,
-            sampler_is_external=self._experience is not None and self._experience.external,
+            sampler_is_external=experience.external,
         )
 
     def _plan_update(self, trajectory: Trajectory, rows: Sequence[int]) -> UpdatePlan:
@@ -317,16 +317,16 @@ class OnPolicyTrainer:
         """Tells progress bars how many of a rollout's completions have ended."""
         self._notify("on_sampling", ended, total)
 
-    def _measure(self, gradient: StepGradient, norm: Tensor, terms: StepTerms, plan: UpdatePlan) -> dict[str, float]:
-        """Reads the step's numbers from the device, once, and adds what is known on the host."""
-        metrics = step_metrics(gradient, norm, terms, self._ranks)
+    def _account(self, measured: Mapping[str, float], micro_batches: int, plan: UpdatePlan) -> dict[str, float]:
+        """Adds to the step's numbers what is known on the host, and moves what follows from them."""
+        metrics = dict(measured)
         if self._experience is not None and self._cursor.starts_rollout:
             metrics |= self._experience.metrics
             self.state.num_input_tokens_seen += int(metrics.pop("step_tokens"))
         metrics["num_tokens"] = float(self.state.num_input_tokens_seen)
         metrics["learning_rate"] = self._last_learning_rate
         metrics["plan/micro_batch_tokens"] = float(plan.micro_batch_tokens)
-        metrics["plan/micro_batches"] = float(gradient.micro_batches)
+        metrics["plan/micro_batches"] = float(micro_batches)
         metrics["plan/checkpointing"] = float(plan.checkpointing)
         metrics["plan/rows_in_flight"] = float(self._tracker.rollout_plan.rows_in_flight)
         if self.args.use_adaptive_entropy or self.args.entropy_coef:

@@ -117,6 +117,18 @@ class Experience:
     metrics: dict[str, float] = field(default_factory=dict)
     table: tuple[dict[str, Any], ...] = ()
 
+    def to(self, place: str, device: torch.device) -> Experience:
+        """Moves the trajectory to where a plan wants it.
+
+        Args:
+            place: "device" or "host".
+            device: the model's device.
+
+        Returns:
+            The rollout there.
+        """
+        return replace(self, trajectory=self.trajectory.to(device if place == "device" else "cpu"))
+
 
 class ExperienceMaker:
     """Makes rollouts; holds no state that a failed attempt could spoil.

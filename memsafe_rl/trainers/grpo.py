@@ -154,7 +154,10 @@ class GRPOTrainer(OnPolicyTrainer):
         """Checks the dataset before any weight is loaded."""
         if train_dataset is None:
             raise DataError("train_dataset is None. Pass a datasets.Dataset with a 'prompt' column.")
-        positions = read_config(model, trust_remote_code=self.args.trust_remote_code).max_positions
+        facts = read_config(
+            model, trust_remote_code=self.args.trust_remote_code, model_init_kwargs=self.args.model_init_kwargs
+        )
+        positions = facts.max_positions
         room = None if positions is None else positions - self.args.max_completion_length
         if room is not None and room < 1:
             raise ConfigError(
@@ -200,7 +203,9 @@ class GRPOTrainer(OnPolicyTrainer):
             pad_token_id=self.processing_class.pad_token_id,
             reference_model=loaded.reference_model,
         )
-        check_head(adapter)
+        self.adapter = adapter
+        with self._autocast():
+            check_head(adapter)
         return adapter
 
     def _prepare_memory(self) -> MemoryTracker:

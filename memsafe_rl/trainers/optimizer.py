@@ -128,13 +128,19 @@ class Committer:
         """
         if self._max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
+        if self._moves_weights():
+            self.scheduler.step()
+        self.drop_gradients()
+
+    def _moves_weights(self) -> bool:
+        """Steps the optimizer; False where an fp16 gradient overflowed and the scaler left the step out."""
         if self.scaler is None:
             self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.scheduler.step()
-        self.drop_gradients()
+            return True
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= scale
 
     def state_dict(self) -> dict[str, Any]:
         """Gives the state of optimizer, schedule and scale."""

@@ -24,7 +24,7 @@ def gradient_of(trainer: GRPOTrainer) -> torch.Tensor:
     trainer._begin(None)
     trainer._experience = trainer._roll_out()
     trajectory, rows = trainer._experience.trajectory, trainer._rows()
-    terms = trainer._fix_terms(trajectory, rows)
+    terms = trainer._fix_terms(trainer._experience, rows)
     trainer._gradient(trajectory, rows, trainer._plan_update(trajectory, rows), terms)
     return torch.cat([p.grad.flatten().double() for p in trainer.model.parameters() if p.grad is not None])
 
@@ -201,7 +201,7 @@ def test_a_row_that_nobody_scored_counts_for_nothing(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, reward_funcs=some, loss_type="grpo", beta=0.1)
     gradient_of(trainer)
     trajectory = trainer._experience.trajectory
-    terms = trainer._fix_terms(trajectory, range(8))
+    terms = trainer._fix_terms(trainer._experience, range(8))
     assert terms.denominators.rows == 7
     assert terms.denominators.tokens == sum(trajectory.actions.lengths) - trajectory.actions.lengths[2]
     assert 2 not in trainer._mine(trajectory, range(8))
@@ -308,6 +308,18 @@ def test_gradients_are_clipped_to_the_norm_asked_for(tmp_path: Path) -> None:
         steps.append(float((weights(trainer) - before).norm()) / 1e-2)
     assert steps[0] == pytest.approx(trainer.history[0]["grad_norm"], rel=1e-4)
     assert steps[1] == pytest.approx(0.01, rel=1e-3)
+
+
+def test_an_fp16_overflow_leaves_weights_and_schedule_alone(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, fp16=True, max_steps=2, lr_scheduler_type="linear")
+    trainer._begin(None)
+    trainer._committed.scaler.scale(torch.ones(1))
+    trainer._committed.scaler._scale.fill_(2.0**120)
+    before = weights(trainer)
+    trainer._train_step()
+    assert torch.equal(weights(trainer), before)
+    assert trainer._committed.learning_rate == 1e-2
+    assert trainer._committed.scaler.get_scale() == 2.0**119
 
 
 def test_the_schedule_moves_once_a_step(tmp_path: Path) -> None:
