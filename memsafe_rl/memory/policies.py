@@ -26,8 +26,11 @@ _TILE_BYTES = 32 * 2**20
 """A tile of fp32 logits of this size is large enough that a larger one is not faster."""
 _FULL_SPEED_TOKENS = {"cuda": 16384, "cpu": 2048}
 """Tokens of a micro-batch beyond which the device gains no speed worth its memory."""
-_FULL_SPEED_ROWS = {"cuda": 256, "cpu": 64}
-"""Sequences decoded together beyond which the device gains no speed worth its memory."""
+_FULL_SPEED_ROWS = 256
+"""Sequences decoded together beyond which no device gains speed worth its memory."""
+_LEAST_ROWS = 32
+_CPU_ROWS_BYTES = 64 * 2**20
+"""Caches and logits of the rows in flight beyond which a CPU gains no speed worth its memory."""
 _ACTIVATION_SHARE = 0.8
 """Share of the free budget a plan may fill; the estimate of activations is rough."""
 
@@ -121,7 +124,10 @@ class AdaptivePolicy(MemoryPolicy):
         longest = max(work.prompt_tokens)
         row_bytes = work.geometry.kv_bytes(longest + work.max_new_tokens)
         room = _room(memory)
-        rows = min(work.rows, _FULL_SPEED_ROWS.get(memory.device, 64), max(1, room // max(1, row_bytes)))
+        worth = _FULL_SPEED_ROWS
+        if memory.device == "cpu":
+            worth = min(worth, max(_LEAST_ROWS, _CPU_ROWS_BYTES // (row_bytes + 4 * work.geometry.vocab_size)))
+        rows = min(work.rows, worth, max(1, room // max(1, row_bytes)))
         tokens = _FULL_SPEED_TOKENS.get(memory.device, 4096)
         return RolloutPlan(rows_in_flight=rows, prefill_tokens=tokens, score_tokens=tokens, reward_rows=rows)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+from memsafe_rl.memory.checks import check_rollout_plan, check_update_plan
 from memsafe_rl.memory.monitor import MemoryMeter
 from memsafe_rl.types import MemoryState, Phase, RolloutPlan, UpdatePlan
 
@@ -71,15 +72,20 @@ class MemoryTracker:
             self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def adopt(self, plan: RolloutPlan | UpdatePlan, *, step: int) -> None:
-        """Remembers a plan and records its event.
+        """Checks a plan, remembers it and records its event.
 
         Args:
             plan: what the policy answered.
             step: optimizer steps done so far.
+
+        Raises:
+            ConfigError: the plan cannot be carried out.
         """
         if isinstance(plan, RolloutPlan):
+            check_rollout_plan(plan)
             self._rollout_plan = plan
         else:
+            check_update_plan(plan)
             self._update_plan = plan
         kind = "rollout" if isinstance(plan, RolloutPlan) else "update"
         details = {**asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)}

@@ -2,8 +2,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.estimator import update_bytes
+from memsafe_rl.memory.monitor import HostMeter
 from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy, MemoryPolicy
+from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.types import MemoryState, ModelGeometry, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 GEOMETRY = ModelGeometry(
@@ -87,3 +90,27 @@ def test_a_policy_of_ones_own_needs_two_methods() -> None:
     assert OneRow().before_update(update_work(5), memory(0)).micro_batch_tokens == 1
     with pytest.raises(TypeError, match="abstract"):
         MemoryPolicy()  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (RolloutPlan(rows_in_flight=0), "RolloutPlan.rows_in_flight is 0"),
+        (RolloutPlan(engine="vllm"), "only 'native' exists yet"),
+        (RolloutPlan(cache_dtype="int8"), "cache_dtype is 'int8'"),
+        (UpdatePlan(micro_batch_tokens=0), "UpdatePlan.micro_batch_tokens is 0"),
+        (UpdatePlan(trajectory_device="moon"), "trajectory_device is 'moon'"),
+        (UpdatePlan(pack_prompts=True), "pack_prompts is True, which is not supported yet"),
+        (UpdatePlan(park_optimizer=True), "park_optimizer is True, which is not supported yet"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_refused_by_name(plan: RolloutPlan | UpdatePlan, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MemoryTracker("cpu", HostMeter(), 1).adopt(plan, step=0)
+
+
+def test_large_caches_are_decoded_in_fewer_rows_on_a_cpu() -> None:
+    work = RolloutWork(prompt_tokens=(64,) * 64, group_size=8, max_new_tokens=64, geometry=GEOMETRY)
+    rows = AdaptivePolicy().before_rollout(work, memory(2**40)).rows_in_flight
+    assert rows == 64 * 2**20 // (GEOMETRY.kv_bytes(128) + 4 * 1000)
+    assert AdaptivePolicy().before_rollout(work, memory(2**40, device="cuda")).rows_in_flight == 256
