@@ -110,7 +110,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused_by_name(plan: RolloutPlan 
 
 
 def test_large_caches_are_decoded_in_fewer_rows_on_a_cpu() -> None:
-    work = RolloutWork(prompt_tokens=(64,) * 64, group_size=8, max_new_tokens=64, geometry=GEOMETRY)
+    work = RolloutWork(prompt_tokens=(64,) * 64, group_size=8, max_new_tokens=512, geometry=GEOMETRY)
     rows = AdaptivePolicy().before_rollout(work, memory(2**40)).rows_in_flight
-    assert rows == 64 * 2**20 // (GEOMETRY.kv_bytes(128) + 4 * 1000)
+    assert rows == 64 * 2**20 // (GEOMETRY.kv_bytes(576) + 4 * 1000)
     assert AdaptivePolicy().before_rollout(work, memory(2**40, device="cuda")).rows_in_flight == 256
