@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from naive_losses import counts_of, naive_loss, rows_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memsafe_rl.errors import ConfigError
@@ -22,6 +21,7 @@ from memsafe_rl.ops.losses import (
     policy_loss,
 )
 from memsafe_rl.types import Denominators, LossInputs, LossSettings
+from tests.naive_losses import counts_of, naive_loss, rows_of
 
 LENGTHS = (7, 3, 1, 5, 4, 6)
 LEVELS = ("token", "sequence")

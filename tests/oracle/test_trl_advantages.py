@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from trl_trainer import LENGTHS, trl_trainer
 
 from memsafe_rl.ops.advantages import group_advantages
+from tests.oracle.trl_trainer import LENGTHS, trl_trainer
 
 ROWS = len(LENGTHS)
 NAN = math.nan

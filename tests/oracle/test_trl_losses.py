@@ -5,9 +5,12 @@ import random
 
 import pytest
 import torch
-from naive_losses import naive_loss
-from tiny import tiny_model
-from trl_trainer import (
+
+from memsafe_rl.ops.losses import LOSSES, entropy_threshold, high_entropy_mask, policy_loss
+from memsafe_rl.ops.masking import pad_rows
+from memsafe_rl.types import Denominators, LossSettings
+from tests.naive_losses import naive_loss
+from tests.oracle.trl_trainer import (
     LENGTHS,
     MAX_LENGTH,
     TEMPERATURE,
@@ -19,10 +22,7 @@ from trl_trainer import (
     step_batch,
     trl_trainer,
 )
-
-from memsafe_rl.ops.losses import LOSSES, entropy_threshold, high_entropy_mask, policy_loss
-from memsafe_rl.ops.masking import pad_rows
-from memsafe_rl.types import Denominators, LossSettings
+from tests.tiny import tiny_model
 
 CASES = {
     "plain": {},

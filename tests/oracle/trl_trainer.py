@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from memsafe_rl.ops.logprobs import token_logprobs
 from memsafe_rl.ops.masking import pad_rows
 from memsafe_rl.types import Denominators, LinearHead, LossInputs, LossSettings, TokenDistribution
+from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 TEMPERATURE = 0.9
 MAX_LENGTH = 11

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_adapter import FakeAdapter, FakeState
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.rollout.generation import Wave, cut_waves, eval_mode, generate, sample_wave
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
+from tests.rollout.fake_adapter import FakeAdapter, FakeState
 
 SETTINGS = SamplingSettings(max_new_tokens=24, eos_token_ids=(1, 2))
 ONE_WAVE = RolloutPlan(rows_in_flight=1000)

@@ -5,11 +5,11 @@ import random
 
 import pytest
 import torch
-from fake_adapter import FakeAdapter
 
 from memsafe_rl.rollout.generation import generate
 from memsafe_rl.rollout.scoring import cut_by_tokens, score_all, score_rows
 from memsafe_rl.types import Ragged, RolloutPlan, SamplingSettings, SequenceKey, Trajectory
+from tests.rollout.fake_adapter import FakeAdapter
 
 
 def trajectory_of(prompts: list[torch.Tensor], actions: list[torch.Tensor], group: int) -> Trajectory:
