@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -154,7 +155,9 @@ def load_model(
     base: Any = load(frozen=peft_config is not None) if isinstance(model, str) else _placed(model, device)
     trained, reference = base, None
     if peft_config is not None:
-        trained = get_peft_model(base, peft_config)
+        with warnings.catch_warnings():  # PEFT asks transformers by an old name, which is no business of the user's
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            trained = get_peft_model(base, peft_config)
     elif isinstance(base, PeftModel):
         if with_reference:
             _copy_reference_adapter(base)

@@ -451,9 +451,7 @@ class OnPolicyTrainer:
             for name, part in dataset.items():
                 merged |= self.evaluate(part, f"{metric_key_prefix}_{name}")
             return merged
-        with self._tracker.phase(Phase.EVALUATE):
-            samples, values = self._maker.evaluate(list(dataset), self.args.eval_generations)
-        del samples
+        values = self._maker.evaluate(list(dataset), self.args.eval_generations)
         values.pop("step_tokens")
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         self.log(metrics)

@@ -204,7 +204,7 @@ class ExperienceMaker:
             table=_table(samples, advantages, self._rewards.names),
         )
 
-    def evaluate(self, examples: Sequence[dict[str, Any]], group_size: int) -> tuple[Samples, dict[str, float]]:
+    def evaluate(self, examples: Sequence[dict[str, Any]], group_size: int) -> dict[str, float]:
         """Draws and rewards completions for evaluation, with the plan of the last rollout.
 
         Args:
@@ -212,11 +212,12 @@ class ExperienceMaker:
             group_size: completions per prompt.
 
         Returns:
-            The samples and what is logged of them.
+            What is logged of them.
         """
         prompts = self._read_prompts(examples)
-        samples = self._draw(prompts, EVALUATION_ROLLOUT, group_size, self._tracker.rollout_plan)
-        return samples, self._metrics(samples, self._advantages(samples))
+        plan = self._tracker.rollout_plan
+        samples = self._draw(prompts, EVALUATION_ROLLOUT, group_size, plan, phase=Phase.EVALUATE)
+        return self._metrics(samples, self._advantages(samples))
 
     def _plan(self, prompts: Prompts) -> RolloutPlan:
         work = RolloutWork(
@@ -231,18 +232,25 @@ class ExperienceMaker:
         return plan
 
     def _draw(
-        self, prompts: Prompts, rollout: int, group_size: int, plan: RolloutPlan, first_prompt: int = 0
+        self,
+        prompts: Prompts,
+        rollout: int,
+        group_size: int,
+        plan: RolloutPlan,
+        *,
+        first_prompt: int = 0,
+        phase: Phase = Phase.ROLLOUT,
     ) -> Samples:
         """Draws and rewards this rank's rows, and joins all ranks'."""
         mine = self._ranks.share(len(prompts.ids) * group_size)
-        with self._tracker.phase(Phase.ROLLOUT):
+        with self._tracker.phase(phase):
             if self._rollout_func is None:
                 drawn = self._generate(prompts, rollout, group_size, plan, first_prompt, mine)
                 masks, extra, external = None, dict[str, Any](), False
             else:
                 drawn, masks, extra, external = self._call_rollout_func(prompts, group_size, mine)
         texts = self._texts(prompts, [completion.ids for completion in drawn])
-        with self._tracker.phase(Phase.REWARD):
+        with self._tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
             scores = self._reward(prompts, group_size, mine, drawn, texts, extra, plan)
         completions = tuple(self._ranks.gather(drawn))
         return Samples(

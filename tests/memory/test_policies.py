@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -40,9 +40,13 @@ def test_cache_bytes_follow_the_formula_with_windows() -> None:
 
 
 def test_with_room_to_spare_the_micro_batch_is_as_large_as_is_fast() -> None:
-    plan = AdaptivePolicy().before_update(update_work(*[100] * 100), memory(2**40))
-    assert plan.micro_batch_tokens == 2048
+    work = update_work(*[100] * 100)
+    plan = AdaptivePolicy().before_update(work, memory(2**40))
+    assert plan.micro_batch_tokens == 2**18 // 64
     assert not plan.checkpointing
+    wide = replace(work, geometry=replace(GEOMETRY, hidden_size=576))
+    assert AdaptivePolicy().before_update(wide, memory(2**40)).micro_batch_tokens == 455
+    assert AdaptivePolicy().before_update(work, memory(2**40, device="cuda")).micro_batch_tokens == 10_000
 
 
 def test_the_plan_fits_the_budget_or_is_the_smallest_there_is() -> None:
