@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 import torch
+from datasets import Dataset, Image, IterableDataset
 from rich.progress import track
 from torch import Tensor
 
@@ -195,6 +196,63 @@ class PromptTokenizer:
         return list(rendered["input_ids"])
 
 
+def check_dataset(dataset: Any, name: str) -> Dataset | IterableDataset:
+    """Refuses what is no dataset of text prompts, by its form and its columns; no row of a stream is read.
+
+    Args:
+        dataset: a `datasets.Dataset` or `datasets.IterableDataset`, or a list of dicts, one for each example.
+        name: the argument it was given as, for messages.
+
+    Returns:
+        The dataset to use: the one given, or one made of the list.
+
+    Raises:
+        DataError: it is of another form, or holds images.
+    """
+    if isinstance(dataset, (list, tuple)):
+        dataset = _from_rows(dataset, name)
+    if isinstance(dataset, Mapping):
+        splits = ", ".join(repr(str(split)) for split in dataset)
+        raise DataError(
+            f"{name} is a {type(dataset).__name__} of {splits or 'nothing'}. Pass one of its datasets, such as "
+            f"{name}=data[{str(next(iter(dataset), 'train'))!r}]."
+        )
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        raise DataError(
+            f"{name} is {dataset!r:.100} ({type(dataset).__name__}). Pass a datasets.Dataset or IterableDataset with a "
+            "'prompt' column, or a list of dicts with that key."
+        )
+    for column, feature in (dataset.features or dict.fromkeys(dataset.column_names or ())).items():
+        kind = getattr(feature, "feature", feature)
+        if column in ("image", "images") or isinstance(kind, Image):
+            raise DataError(
+                f"{name} has a column {column!r}, but images are not supported yet: prompts are text. Remove the "
+                f"column with {name}.remove_columns({column!r}) if the prompts do without it."
+            )
+    return dataset
+
+
+def _from_rows(rows: Sequence[Any], name: str) -> Dataset:
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"{name}[{index}] is {row!r:.100} ({type(row).__name__}). Write each example as a dict with the key "
+                "'prompt'."
+            )
+        if row.keys() != rows[0].keys():
+            raise DataError(
+                f"{name}[{index}] has the keys {sorted(map(str, row))} and {name}[0] has "
+                f"{sorted(map(str, rows[0]))}. Give every example the same keys."
+            )
+    try:
+        return Dataset.from_list([dict(row) for row in rows])
+    except (TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"{name} is a list whose values differ in kind ({reason}). Give a key one kind of value."
+        ) from (error)
+
+
 def prompt_of(example: Mapping[str, Any]) -> Any:
     """Gives an example's prompt.
 
@@ -261,7 +319,16 @@ def _check_kind(prompts: Sequence[Any]) -> None:
         is_messages = isinstance(prompt, Sequence) and not isinstance(prompt, str)
         if not isinstance(prompt, str) and not (is_messages and all(isinstance(turn, Mapping) for turn in prompt)):
             raise DataError(f"prompt {prompt!r} is neither text nor a list of messages with 'role' and 'content'.")
+        if is_messages and not prompt:
+            raise DataError("prompt [] is a conversation without messages. Remove empty prompts from the dataset.")
+        if is_messages and any(_shows_image(turn) for turn in prompt):
+            raise DataError(f"prompt {prompt!r:.100} holds an image, but images are not supported yet. Use text alone.")
         if is_messages != conversational:
             raise DataError(
                 f"prompt {prompt!r} is not of the same kind as the first one. Use text or messages for all."
             )
+
+
+def _shows_image(turn: Mapping[str, Any]) -> bool:
+    parts = turn.get("content")
+    return isinstance(parts, list) and any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)

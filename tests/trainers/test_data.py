@@ -1,9 +1,17 @@
+from typing import Any
+
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict, Features, Image, Value
 
 from memsafe_rl.errors import DataError
-from memsafe_rl.trainers.data import IndexedPrompts, PromptTokenizer, StreamedPrompts, usable_prompts
+from memsafe_rl.trainers.data import (
+    IndexedPrompts,
+    PromptTokenizer,
+    StreamedPrompts,
+    check_dataset,
+    usable_prompts,
+)
 from tests.tiny import tiny_tokenizer
 
 
@@ -88,3 +96,49 @@ def test_prompts_of_two_kinds_or_none_are_refused() -> None:
         reader(chat=True).ids(["a", [{"role": "user", "content": "a"}]])
     with pytest.raises(DataError, match="no chat template"):
         reader().ids([[{"role": "user", "content": "a"}]])
+    with pytest.raises(DataError, match="a conversation without messages"):
+        reader(chat=True).ids([[{"role": "user", "content": "a"}], []])
+    with pytest.raises(DataError, match="images are not supported yet"):
+        reader(chat=True).ids([[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]])
+
+
+def test_datasets_streams_and_lists_of_dicts_are_taken() -> None:
+    dataset = Dataset.from_list(examples(3))
+    stream = dataset.to_iterable_dataset()
+    nameless = stream.map(lambda row: row)
+    assert nameless.column_names is None
+    for given in (dataset, stream, nameless):
+        assert check_dataset(given, "train_dataset") is given
+    made = check_dataset(examples(3), "train_dataset")
+    assert isinstance(made, Dataset)
+    assert made[1] == {"prompt": "p1"}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (
+            DatasetDict(test=Dataset.from_list(examples(1))),
+            r"DatasetDict of 'test'. Pass .* train_dataset=data\['test'\]",
+        ),
+        ({}, "a dict of nothing"),
+        (["1+2="], r"train_dataset\[0\] is '1\+2='"),
+        ([{"prompt": "a"}, {"prompt": "b", "answer": "3"}], r"train_dataset\[1\] has the keys \['answer', 'prompt'\]"),
+        ([{"prompt": "a", "x": 1}, {"prompt": "b", "x": "one"}], "values differ in kind"),
+        ("prompts.jsonl", "datasets.Dataset or IterableDataset with a 'prompt' column"),
+        (None, "train_dataset is None"),
+        ([{"prompt": "a", "image": "a.png"}], "'image', but images are not supported yet"),
+        ([{"prompt": "a", "images": ["a.png"]}], "'images', but images are not supported yet"),
+    ],
+)
+def test_other_forms_are_refused_with_the_way_out(dataset: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        check_dataset(dataset, "train_dataset")
+
+
+def test_a_picture_under_any_name_is_refused_in_datasets_and_streams() -> None:
+    features = Features({"prompt": Value("string"), "photo": Image()})
+    dataset = Dataset.from_dict({"prompt": ["a"], "photo": [None]}, features=features)
+    for given in (dataset, dataset.to_iterable_dataset()):
+        with pytest.raises(DataError, match="'photo', but images are not supported yet"):
+            check_dataset(given, "eval_dataset")
