@@ -110,7 +110,7 @@ def datasets(judged: int) -> tuple[Dataset, Dataset]:
 
 
 def settings(output_dir: Path, seed: int, steps: int) -> GRPOConfig:
-    """Gives the configuration: 32 completions a step, eight a question, two passes over each rollout.
+    """Gives the configuration: 64 completions a step, eight a question, two passes over each rollout.
 
     Args:
         output_dir: folder of the run.
@@ -124,13 +124,13 @@ def settings(output_dir: Path, seed: int, steps: int) -> GRPOConfig:
         output_dir=str(output_dir),
         seed=seed,
         max_steps=steps,
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=64,
         num_generations=8,
         num_iterations=2,
         max_completion_length=ANSWER_TOKENS,
-        learning_rate=3e-4,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=4,
+        learning_rate=2e-4,
+        lr_scheduler_type="linear",
+        warmup_steps=5,
         logging_steps=2,
         eval_strategy="steps",
         eval_steps=max(1, steps // 4),
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="another model in its place, such as Qwen/Qwen3-0.6B")
-    parser.add_argument("--steps", type=int, default=80, help="optimizer steps (default: 80)")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps (default: 120)")
     parser.add_argument("--judged", type=int, default=100, help="held-out questions (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the run (default: 0)")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/smollm2"), help="where files go")

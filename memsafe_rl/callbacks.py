@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 from transformers import TrainerCallback
 
 from memsafe_rl.units import format_bytes
@@ -227,8 +228,9 @@ def summary(metrics: Mapping[str, float], started: float, console: Console | Non
     (console or Console(stderr=True)).print(f"[bold]Done[/bold] in {seconds:.0f} s: {text}")
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any) -> Text:
     if isinstance(value, float):
-        return f"{value:.3f}"
+        return Text(f"{value:.3f}")
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _CELL_CHARACTERS else text[:_CELL_CHARACTERS] + " …"
+    # A Text, since a model's own brackets are no markup of ours.
+    return Text(text if len(text) <= _CELL_CHARACTERS else text[:_CELL_CHARACTERS] + " …")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.rollout.storage import load_trajectory, save_trajectory
@@ -21,6 +23,8 @@ PREFIX = "checkpoint-"
 _STATE = "training_state.pt"
 _LOOP = "loop.json"
 _TRAINER = "trainer_state.json"
+_SIGNS_OF_DAMAGE = (OSError, EOFError, LookupError, RuntimeError, TypeError, ValueError, AttributeError)
+"""What readers raise on torn files, whose bytes can look like anything."""
 
 
 def write_checkpoint(
@@ -55,7 +59,7 @@ def write_checkpoint(
     write_state(draft / _TRAINER)
     if tensors is not None:
         torch.save(tensors, draft / _STATE)
-        (draft / _LOOP).write_text(json.dumps({**loop, "random": random_state()}))
+        (draft / _LOOP).write_text(json.dumps(loop))
         if trajectory is not None:
             save_trajectory(trajectory, draft)
     for path in draft.rglob("*"):
@@ -85,9 +89,17 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any], Traje
             f"resume_from_checkpoint is {str(folder)!r}, which holds no {_LOOP} or {_STATE}. Name a folder "
             f"'{PREFIX}N' written without save_only_model."
         )
-    tensors = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
-    loop = json.loads((folder / _LOOP).read_text())
-    return tensors, loop, load_trajectory(folder)
+    try:
+        tensors = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
+        loop = json.loads((folder / _LOOP).read_text())
+        return tensors, loop, load_trajectory(folder)
+    except torch.OutOfMemoryError:
+        raise
+    except (*_SIGNS_OF_DAMAGE, pickle.UnpicklingError, SafetensorError) as error:
+        raise ConfigError(
+            f"resume_from_checkpoint is {str(folder)!r}, which is damaged ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}). Delete it and resume from an earlier one."
+        ) from error
 
 
 def find_checkpoint(output_dir: Path, wanted: bool | str) -> Path:
@@ -103,11 +115,11 @@ def find_checkpoint(output_dir: Path, wanted: bool | str) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    if not isinstance(wanted, bool):
+    if not isinstance(wanted, bool) and wanted.lower() != "true":
         if not Path(wanted).is_dir():
             raise ConfigError(f"resume_from_checkpoint is {wanted!r}, which is not a folder. Name a checkpoint folder.")
         return Path(wanted)
-    found = checkpoints(output_dir)
+    found = [path for path in checkpoints(output_dir) if (path / _LOOP).exists()]
     if not found:
         raise ConfigError(
             f"resume_from_checkpoint is True but {str(output_dir)!r} holds no folder '{PREFIX}N'. Start without it."
@@ -117,7 +129,7 @@ def find_checkpoint(output_dir: Path, wanted: bool | str) -> Path:
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """Lists complete checkpoints, oldest first."""
-    found = [path for path in output_dir.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
+    found = [path for path in output_dir.glob(f"{PREFIX}*") if path.is_dir() and path.name[len(PREFIX) :].isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 
@@ -141,19 +153,41 @@ def drop_old_checkpoints(output_dir: Path, limit: int | None, keep: str | None) 
             shutil.rmtree(path)
 
 
-def random_state() -> dict[str, Any]:
-    """Gives the state of every random generator a user's code may draw from, as plain values."""
-    algorithm, words, position, has_gauss, gauss = np.random.get_state()
+class RandomState(NamedTuple):
+    """The state of every random generator a user's code may draw from.
+
+    Args:
+        python: of `random`.
+        numpy: of `numpy.random`.
+        torch: of the CPU.
+        cuda: of every CUDA device.
+    """
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    torch: torch.Tensor
+    cuda: tuple[torch.Tensor, ...]
+
+
+def capture_random_state() -> RandomState:
+    """Takes the present state; cheap enough for every step."""
+    cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else ()
+    return RandomState(random.getstate(), tuple(np.random.get_state()), torch.get_rng_state(), cuda)
+
+
+def plain_random_state(state: RandomState) -> dict[str, Any]:
+    """Writes a state in plain values, ready for JSON."""
+    algorithm, words, position, has_gauss, gauss = state.numpy
     return {
-        "python": random.getstate(),
+        "python": state.python,
         "numpy": [algorithm, np.asarray(words).tolist(), position, has_gauss, gauss],
-        "torch": torch.get_rng_state().tolist(),
-        "cuda": [state.tolist() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+        "torch": state.torch.tolist(),
+        "cuda": [device.tolist() for device in state.cuda],
     }
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restores what `random_state` gave."""
+    """Restores what `plain_random_state` wrote."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     algorithm, numbers, position, has_gauss, cached = state["numpy"]

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from memsafe_rl.checkpoint import (
+    capture_random_state,
     checkpoints,
     drop_old_checkpoints,
     find_checkpoint,
-    random_state,
+    plain_random_state,
     read_checkpoint,
     restore_random_state,
     write_checkpoint,
@@ -61,7 +62,7 @@ def test_the_latest_checkpoint_is_found_by_number(tmp_path: Path) -> None:
 
 
 def test_random_streams_continue_where_they_were() -> None:
-    state = random_state()
+    state = plain_random_state(capture_random_state())
     first = (random.random(), np.random.rand(), torch.rand(2).tolist())
     restore_random_state(state)
     assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == first

@@ -7,9 +7,9 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,11 @@ from transformers import DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from memsafe_rl.checkpoint import (
+    RandomState,
+    capture_random_state,
     drop_old_checkpoints,
     find_checkpoint,
+    plain_random_state,
     read_checkpoint,
     restore_random_state,
     write_checkpoint,
@@ -30,12 +33,14 @@ from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.losses import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
 from memsafe_rl.rewards.base import RewardScores
 from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.continuity import check_same_run, run_facts
 from memsafe_rl.trainers.data import PromptSource
 from memsafe_rl.trainers.experience import Experience, ExperienceMaker
 from memsafe_rl.trainers.optimizer import Committer, build_optimizer, build_scheduler, uninterrupted
 from memsafe_rl.trainers.order import Cursor, rows_of_step
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.reporting import averages, step_metrics
+from memsafe_rl.trainers.surface import TrainerSurface
 from memsafe_rl.trainers.update import (
     StepGradient,
     StepTerms,
@@ -49,9 +54,8 @@ from memsafe_rl.types import Denominators, Phase, Ragged, Trajectory, UpdatePlan
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TrainResult:
-    """What a finished run returns.
+class TrainResult(NamedTuple):
+    """What a finished run returns, in the order of transformers' `TrainOutput`.
 
     Args:
         global_step: optimizer steps done.
@@ -64,7 +68,7 @@ class TrainResult:
     metrics: dict[str, float]
 
 
-class OnPolicyTrainer:
+class OnPolicyTrainer(TrainerSurface):
     """Rolls out, rewards, learns, logs, evaluates and saves; resumes at any optimizer step.
 
     A subclass prepares the parts in its constructor and calls `_assemble`.
@@ -106,6 +110,7 @@ class OnPolicyTrainer:
         self._experience: Experience | None = None
         self._entropy = EntropyControl(self.args.entropy_coef)
         self._table: tuple[dict[str, Any], ...] = ()
+        self._random_before_step: RandomState | None = None
         self._pending: dict[str, list[float]] = defaultdict(list)
         self._callbacks = CallbackHandler(
             [DefaultFlowCallback(), *callbacks], self.model, self.processing_class, None, None
@@ -127,21 +132,20 @@ class OnPolicyTrainer:
         """The learning-rate schedule; None before `train`."""
         return None if self._committer is None else self._committer.scheduler
 
-    def add_callback(self, callback: Any) -> None:
-        """Adds a callback of transformers' `TrainerCallback` form."""
-        self._callbacks.add_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        """Removes a callback, given as an instance or a class."""
-        self._callbacks.remove_callback(callback)
-
     # ------------------------------------------------------------------ the run
 
-    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainResult:
+    def train(
+        self,
+        resume_from_checkpoint: bool | str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+    ) -> TrainResult:
         """Trains to the end, or from a checkpoint to the end.
 
         Args:
             resume_from_checkpoint: True for the latest checkpoint of `output_dir`, or a checkpoint's folder.
+            trial: must be None; there is no hyperparameter search.
+            ignore_keys_for_eval: without effect; evaluation returns no model outputs.
 
         Returns:
             Steps done, mean loss, metrics.
@@ -149,6 +153,9 @@ class OnPolicyTrainer:
         Raises:
             ConfigError: a setting cannot work, or there is no such checkpoint.
         """
+        del ignore_keys_for_eval
+        if trial is not None:
+            raise ConfigError("trial is given, but there is no hyperparameter search. Build one trainer a trial.")
         started = time.perf_counter()
         self._begin(resume_from_checkpoint or self.args.resume_from_checkpoint)
         first = len(self.history)
@@ -159,7 +166,7 @@ class OnPolicyTrainer:
             self._committed.drop_gradients()
             if self.args.save_strategy != "no" and self.state.global_step > 0:
                 logger.warning("interrupted: saving step %d before leaving", self.state.global_step)
-                self._save_checkpoint()
+                self._save_checkpoint(self._random_before_step)
             raise
         finally:
             self._notify("close")
@@ -183,6 +190,7 @@ class OnPolicyTrainer:
             self._experience = experience
             metrics = self._account(measured, gradient.micro_batches, plan)
             self._advance(metrics)
+            self._random_before_step = None
         self._finish_step(metrics)
 
     def _roll_out(self) -> Experience:
@@ -350,6 +358,7 @@ class OnPolicyTrainer:
 
     def _begin_step(self) -> None:
         self._step_started = time.perf_counter()
+        self._random_before_step = capture_random_state()
         self._last_learning_rate = self._committed.learning_rate
         self.control = self._callbacks.on_step_begin(self.args, self.state, self.control)
 
@@ -411,12 +420,14 @@ class OnPolicyTrainer:
             self.control.should_save = False
             self._save_checkpoint()
 
-    def log(self, logs: dict[str, Any]) -> None:
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Adds a record to `state.log_history` and hands it to the callbacks.
 
         Args:
             logs: names and values.
+            start_time: without effect; `train_runtime` is logged at the end.
         """
+        del start_time
         record = {**logs, "epoch": self.state.epoch}
         self.state.log_history.append({**record, "step": self.state.global_step})
         self.control = self._callbacks.on_log(self.args, self.state, self.control, record)
@@ -430,11 +441,14 @@ class OnPolicyTrainer:
 
     # ------------------------------------------------------------------ evaluation
 
-    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """Draws and rewards completions for the evaluation prompts; moves no weight and no random stream.
 
         Args:
             eval_dataset: prompts; None for the trainer's own; a dict of datasets gives one set of metrics each.
+            ignore_keys: without effect; no model outputs are returned.
             metric_key_prefix: goes before every metric's name.
 
         Returns:
@@ -449,7 +463,7 @@ class OnPolicyTrainer:
         if isinstance(dataset, Mapping):
             merged: dict[str, float] = {}
             for name, part in dataset.items():
-                merged |= self.evaluate(part, f"{metric_key_prefix}_{name}")
+                merged |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
             return merged
         values = self._maker.evaluate(list(dataset), self.args.eval_generations)
         values.pop("step_tokens")
@@ -469,9 +483,11 @@ class OnPolicyTrainer:
                 f"metric_for_best_model is {name!r}, which evaluation does not give. Use one of {sorted(metrics)}."
             )
         value, best = metrics[name], self.state.best_metric
+        if math.isnan(value):
+            return
         if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
-            self.state.best_model_checkpoint = str(self._checkpoint_folder())
+            self.control.should_save = self.control.should_save or self.args.save_strategy == "best"
 
     # ------------------------------------------------------------------ beginning, end, checkpoints
 
@@ -494,9 +510,10 @@ class OnPolicyTrainer:
         self.state.train_batch_size = self.args.per_device_train_batch_size
         self.state.compute_steps(self.args, max_steps)
         self._callbacks.optimizer, self._callbacks.lr_scheduler = optimizer, scheduler
-        self.control.should_training_stop = self.state.global_step >= max_steps
         self.control = self._callbacks.on_train_begin(self.args, self.state, self.control)
         self.control = self._callbacks.on_epoch_begin(self.args, self.state, self.control)
+        if self.state.global_step >= max_steps:
+            self.control.should_training_stop = True
         if self.args.eval_on_start and not resume and self.eval_dataset is not None:
             self.evaluate()
 
@@ -519,19 +536,31 @@ class OnPolicyTrainer:
             "train_steps_per_second": len(losses) / seconds,
             "train_loss": sum(losses) / len(losses) if losses else float("nan"),
         }
-        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-            self._load_weights(Path(self.state.best_model_checkpoint))
+        if self.args.load_best_model_at_end:
+            self._load_best()
         self.log(dict(totals))
         self.control = self._callbacks.on_train_end(self.args, self.state, self.control)
         last = self.history[-1] if self.history else {}
         return TrainResult(self.state.global_step, totals["train_loss"], {**last, **totals})
 
-    def save_model(self, output_dir: str | Path | None = None) -> None:
+    def _load_best(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is None or not Path(best).is_dir():
+            logger.warning(
+                "the best step, %s, was not saved, so the last weights stay; save whenever you evaluate, or set "
+                "save_strategy='best'",
+                self.state.best_global_step,
+            )
+            return
+        self._load_weights(Path(best))
+
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Writes the weights (the adapter's, when there is one) and the tokenizer.
 
         Args:
             output_dir: folder; None for `args.output_dir`.
         """
+        del _internal_call
         folder = Path(output_dir or self.args.output_dir)
         if self._ranks.is_main:
             self._write_weights(folder)
@@ -546,8 +575,14 @@ class OnPolicyTrainer:
     def _checkpoint_folder(self) -> Path:
         return Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
 
-    def _save_checkpoint(self) -> None:
-        """Writes everything a resumed run needs to go on bit for bit."""
+    def _save_checkpoint(self, random: RandomState | None = None) -> None:
+        """Writes everything a resumed run needs to go on bit for bit.
+
+        Args:
+            random: state of the random generators to go on with; None for the present one.
+        """
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(self._checkpoint_folder())
         with self._tracker.phase(Phase.CHECKPOINT):
             if self._ranks.is_main:
                 loop = {
@@ -556,6 +591,8 @@ class OnPolicyTrainer:
                     "budget_bytes": self._tracker.budget_bytes,
                     "history": self.history,
                     "experience": self._experience_facts(),
+                    "run": self._run_facts(),
+                    "random": plain_random_state(random or capture_random_state()),
                 }
                 output_dir = Path(self.args.output_dir)
                 write_checkpoint(
@@ -577,6 +614,10 @@ class OnPolicyTrainer:
             state["reference"] = self._reference_model.state_dict()
         return state
 
+    def _run_facts(self) -> dict[str, Any]:
+        first = self._source.take(0, 2)
+        return run_facts(self.args, first, self._source.prompts_per_epoch)
+
     def _experience_facts(self) -> dict[str, Any] | None:
         if self._experience is None:
             return None
@@ -585,6 +626,7 @@ class OnPolicyTrainer:
     def _resume(self, folder: Path) -> None:
         """Puts weights, optimizer, data position, rollout and random state back as they were."""
         tensors, loop, trajectory = read_checkpoint(folder)
+        check_same_run(loop["run"], self._run_facts())
         self._load_weights(folder)
         self._committed.load_state_dict(tensors)
         if self._reference_model is not None and "reference" in tensors:

@@ -135,7 +135,7 @@ class PromptTokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
-        self._limit = limit
+        self.limit = limit
         self._truncate = truncate
 
     def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
@@ -176,11 +176,11 @@ class PromptTokenizer:
         """
         prompts = [prompt_of(example) for example in examples]
         rows = self.ids(prompts)
-        if self._limit is not None:
+        if self.limit is not None:
             longest = max(len(row) for row in rows)
-            if longest > self._limit and not self._truncate:
-                raise DataError(overlong_message(longest, self._limit, 1))
-            rows = [row[-self._limit :] for row in rows]
+            if longest > self.limit and not self._truncate:
+                raise DataError(overlong_message(longest, self.limit, 1))
+            rows = [row[-self.limit :] for row in rows]
         ids = tuple(torch.tensor(row, dtype=torch.int64) for row in rows)
         return Prompts(tuple(examples), tuple(prompts), ids)
 
@@ -270,7 +270,9 @@ def prompt_of(example: Mapping[str, Any]) -> Any:
     return example["prompt"]
 
 
-def usable_prompts(examples: Any, tokenizer: PromptTokenizer, *, limit: int | None, overlong: str) -> list[int]:
+def usable_prompts(
+    examples: Any, tokenizer: PromptTokenizer, *, limit: int | None, overlong: str, name: str = "train_dataset"
+) -> list[int]:
     """Checks every prompt of a map-style dataset before any weight is loaded.
 
     Args:
@@ -278,6 +280,7 @@ def usable_prompts(examples: Any, tokenizer: PromptTokenizer, *, limit: int | No
         tokenizer: tokenizes the prompts.
         limit: longest prompt, in tokens; None for no limit.
         overlong: "error", "filter" or "truncate".
+        name: the argument the dataset was given as, for messages.
 
     Returns:
         Indices of the examples to use.
@@ -286,7 +289,7 @@ def usable_prompts(examples: Any, tokenizer: PromptTokenizer, *, limit: int | No
         DataError: the dataset is empty, has no `prompt`, or holds a prompt over the limit and `overlong` is "error".
     """
     if len(examples) == 0:
-        raise DataError("train_dataset is empty. Pass at least one example with a 'prompt' column.")
+        raise DataError(f"{name} is empty. Pass at least one example with a 'prompt' column.")
     prompt_of(examples[0])
     lengths: list[int] = []
     starts: Iterable[int] = range(0, len(examples), _TOKENIZE_BATCH)
@@ -297,11 +300,8 @@ def usable_prompts(examples: Any, tokenizer: PromptTokenizer, *, limit: int | No
     over = [] if limit is None else [index for index, length in enumerate(lengths) if length > limit]
     if over and overlong == "error":
         raise DataError(overlong_message(max(lengths), limit or 0, len(over)))
-    return (
-        [index for index in range(len(lengths)) if index not in set(over)]
-        if overlong == "filter"
-        else list(range(len(lengths)))
-    )
+    dropped = set(over) if overlong == "filter" else set()
+    return [index for index in range(len(lengths)) if index not in dropped]
 
 
 def overlong_message(longest: int, limit: int, count: int) -> str:

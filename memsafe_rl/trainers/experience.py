@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsafe_rl.errors import DataError
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.adapter import ModelAdapter
@@ -23,6 +22,7 @@ from memsafe_rl.rollout.generation import generate
 from memsafe_rl.rollout.scoring import score_all
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.data import Prompts, PromptSource, PromptTokenizer
+from memsafe_rl.trainers.given import GivenRollout, RolloutFunction, read_rollout
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.update import contributes
 from memsafe_rl.types import (
@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 EVALUATION_ROLLOUT = -1
 """Rollout index of evaluations: they draw the same numbers every time, so that their differences are the model's."""
 
-RolloutFunction = Callable[[list[Any], Any], dict[str, Any]]
-
 
 @dataclass(frozen=True)
 class Samples:
@@ -52,6 +50,7 @@ class Samples:
     Args:
         prompts: P prompts.
         group_size: completions per prompt.
+        conditions: the prompt ids that each completion follows; the tokenizer's, or those a `rollout_func` gave.
         completions: P × group_size of them, prompt by prompt.
         masks: per completion, 1 where the model itself chose the token; None when it chose all.
         texts: what the reward functions see of each completion.
@@ -62,6 +61,7 @@ class Samples:
 
     prompts: Prompts
     group_size: int
+    conditions: tuple[Tensor, ...]
     completions: tuple[Completion, ...]
     masks: tuple[Tensor, ...] | None
     texts: tuple[Any, ...]
@@ -77,6 +77,7 @@ class Samples:
         return replace(
             self,
             prompts=prompts,
+            conditions=tuple(self.conditions[row] for row in rows),
             completions=tuple(self.completions[row] for row in rows),
             masks=masks,
             texts=tuple(self.texts[row] for row in rows),
@@ -91,6 +92,7 @@ class Samples:
         return replace(
             self,
             prompts=Prompts(*(mine + theirs for mine, theirs in pairs)),
+            conditions=self.conditions + other.conditions,
             completions=self.completions + other.completions,
             masks=both,
             texts=self.texts + other.texts,
@@ -246,22 +248,22 @@ class ExperienceMaker:
         with self._tracker.phase(phase):
             if self._rollout_func is None:
                 drawn = self._generate(prompts, rollout, group_size, plan, first_prompt, mine)
-                masks, extra, external = None, dict[str, Any](), False
+                given = GivenRollout([prompts.ids[row // group_size] for row in mine], drawn)
             else:
-                drawn, masks, extra, external = self._call_rollout_func(prompts, group_size, mine)
-        texts = self._texts(prompts, [completion.ids for completion in drawn])
+                given = self._call_rollout_func(prompts, group_size, mine)
+        texts = self._texts(prompts, [completion.ids for completion in given.completions])
         with self._tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
-            scores = self._reward(prompts, group_size, mine, drawn, texts, extra, plan)
-        completions = tuple(self._ranks.gather(drawn))
+            scores = self._reward(prompts, group_size, mine, given, texts, plan)
         return Samples(
             prompts=prompts,
             group_size=group_size,
-            completions=completions,
-            masks=None if masks is None else tuple(self._ranks.gather(masks)),
+            conditions=tuple(self._ranks.gather(given.conditions)),
+            completions=tuple(self._ranks.gather(given.completions)),
+            masks=None if given.masks is None else tuple(self._ranks.gather(given.masks)),
             texts=tuple(self._ranks.gather(texts)),
             rewards_BF=torch.tensor(self._ranks.gather(scores.rewards_BF.tolist()), dtype=torch.float32),
             extras=tuple(self._ranks.gather(_by_row(scores.extras, len(mine)))),
-            external=external,
+            external=given.external,
         )
 
     def _generate(
@@ -283,45 +285,14 @@ class ExperienceMaker:
                 progress=self._owner.report_sampling,
             )
 
-    def _call_rollout_func(
-        self, prompts: Prompts, group_size: int, mine: range
-    ) -> tuple[list[Completion], list[Tensor] | None, dict[str, Any], bool]:
+    def _call_rollout_func(self, prompts: Prompts, group_size: int, mine: range) -> GivenRollout:
         """Has the user's function draw this rank's rows, and checks what it returns."""
         if self._rollout_func is None:
             raise AssertionError("called only with a rollout_func")
         repeated = [prompts.prompts[row // group_size] for row in mine]
-        output = dict(self._rollout_func(copy.deepcopy(repeated), self._owner))
-        missing = {"prompt_ids", "completion_ids", "logprobs"} - output.keys()
-        if missing:
-            raise DataError(f"rollout_func returned no {sorted(missing)}. It must return them, one list a prompt.")
-        prompt_ids, completion_ids = output.pop("prompt_ids"), output.pop("completion_ids")
-        logprobs, masks = output.pop("logprobs"), output.pop("env_mask", None)
-        for name, values in (("prompt_ids", prompt_ids), ("completion_ids", completion_ids)):
-            if len(values) != len(mine):
-                raise DataError(f"rollout_func returned {len(values)} {name} for {len(mine)} prompts. Return one each.")
-        for row, ids in zip(mine, prompt_ids, strict=True):
-            expected = prompts.ids[row // group_size]
-            if list(ids) != expected.tolist():
-                raise DataError(
-                    f"rollout_func's prompt_ids of prompt {row} differ from the tokenizer's ({len(ids)} against "
-                    f"{len(expected)} tokens). Tokenize with trainer.processing_class and the same template."
-                )
-        drawn = [
-            self._external(ids, None if logprobs is None else logprobs[place])
-            for place, ids in enumerate(completion_ids)
-        ]
-        kept = None if masks is None else [torch.tensor(mask, dtype=torch.uint8) for mask in masks]
-        return drawn, kept, output, logprobs is not None
-
-    def _external(self, ids: Sequence[int], logprobs: Sequence[float | None] | None) -> Completion:
-        """Makes a completion of what a user's function drew."""
-        if len(ids) == 0:
-            raise DataError("rollout_func returned an empty completion. Return at least the eos token.")
-        tokens = torch.tensor(list(ids), dtype=torch.int64)
-        values = [float("nan") if value is None else float(value) for value in (logprobs or [None] * len(ids))]
-        known = torch.tensor(values, dtype=torch.float32)
+        output = self._rollout_func(copy.deepcopy(repeated), self._owner)
         ends = {*self._sampling.eos_token_ids, self._tokenizer.pad_token_id}
-        return Completion(tokens, known, known, finished=int(tokens[-1]) in ends)
+        return read_rollout(output, rows=len(mine), vocab_size=self._adapter.geometry.vocab_size, ends=ends)
 
     def _texts(self, prompts: Prompts, ids: Sequence[Tensor]) -> list[Any]:
         texts = self._tokenizer.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
@@ -334,21 +305,20 @@ class ExperienceMaker:
         prompts: Prompts,
         group_size: int,
         mine: range,
-        drawn: Sequence[Completion],
+        given: GivenRollout,
         texts: Sequence[Any],
-        extra: dict[str, Any],
         plan: RolloutPlan,
     ) -> RewardScores:
         """Calls every reward function once on this rank's rows, in prompt order."""
         examples = [prompts.examples[row // group_size] for row in mine]
         names = {name for example in examples for name in example} - {"prompt", "completion", "completion_ids"}
         columns = {name: [example.get(name) for example in examples] for name in sorted(names)}
-        for name, values in extra.items():
+        for name, values in given.extra.items():
             columns[name] = list(values) if isinstance(values, (list, tuple)) else [values] * len(mine)
         scores = self._rewards.score(
             [copy.deepcopy(prompts.prompts[row // group_size]) for row in mine],
             list(texts),
-            [completion.ids.tolist() for completion in drawn],
+            [completion.ids.tolist() for completion in given.completions],
             columns,
             trainer_state=self._owner.state,
             reward_rows=plan.reward_rows,
@@ -392,20 +362,17 @@ class ExperienceMaker:
         for row, completion in enumerate(samples.completions):
             mask = torch.ones_like(completion.ids, dtype=torch.uint8)
             if samples.masks is not None:
-                if len(samples.masks[row]) != len(mask):
-                    raise DataError(
-                        f"rollout_func's env_mask of completion {row} has {len(samples.masks[row])} entries for "
-                        f"{len(mask)} tokens. Return one entry a token."
-                    )
                 mask = samples.masks[row].clone()
             cut = self._config.mask_truncated_completions and not completion.finished
             masks.append(torch.zeros_like(mask) if cut or bool(advantages.unscored_B[row]) else mask)
         rows = len(samples.completions)
         groups = tuple(row // samples.group_size for row in range(rows))
         unscored = advantages.unscored_B.tolist()
+        places: dict[tuple[int, ...], int] = {}
+        condition_of_row = tuple(places.setdefault(tuple(ids.tolist()), len(places)) for ids in samples.conditions)
         return Trajectory(
-            conditions=Ragged.from_rows(samples.prompts.ids),
-            condition_of_row=groups,
+            conditions=Ragged.from_rows([torch.tensor(ids) for ids in places]),
+            condition_of_row=condition_of_row,
             actions=Ragged.from_rows([completion.ids for completion in samples.completions]),
             loss_mask=Ragged.from_rows(masks),
             sampling_logprobs=Ragged.from_rows([completion.logprobs for completion in samples.completions]),
@@ -488,7 +455,7 @@ class ExperienceMaker:
         )
         finished = torch.tensor([completion.finished for completion in samples.completions])
         ended = lengths[finished] if finished.any() else torch.zeros(1)
-        prompt_tokens = sum(len(ids) for ids in samples.prompts.ids) * samples.group_size
+        prompt_tokens = sum(len(ids) for ids in samples.conditions)
         metrics = {
             "step_tokens": prompt_tokens + lengths.sum().item(),
             "completions/clipped_ratio": 1.0 - finished.float().mean().item(),

@@ -23,8 +23,16 @@ from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, lo
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.config import GRPOConfig
-from memsafe_rl.trainers.data import IndexedPrompts, PromptSource, PromptTokenizer, StreamedPrompts, usable_prompts
-from memsafe_rl.trainers.experience import ExperienceMaker, RolloutFunction
+from memsafe_rl.trainers.data import (
+    IndexedPrompts,
+    PromptSource,
+    PromptTokenizer,
+    StreamedPrompts,
+    check_dataset,
+    usable_prompts,
+)
+from memsafe_rl.trainers.experience import ExperienceMaker
+from memsafe_rl.trainers.given import RolloutFunction
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.weights import read_weights, write_weights
 from memsafe_rl.units import format_bytes
@@ -71,7 +79,7 @@ class GRPOTrainer(OnPolicyTrainer):
         processing_class: Any = None,
         reward_processing_classes: Any = None,
         callbacks: Sequence[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
+        optimizers: tuple[Any, Any] | None = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
         tools: Sequence[Callable[..., Any]] | None = None,
@@ -79,14 +87,16 @@ class GRPOTrainer(OnPolicyTrainer):
         environment_factory: Any = None,
         memory_policy: MemoryPolicy | None = None,
     ) -> None:
-        self.args = args if args is not None else GRPOConfig(output_dir=f"{_name_of(model)}-GRPO")
-        self.args.validate()
+        self.args = _own_config(args, model)
         _refuse(tools=tools, environment_factory=environment_factory)
         _check_correction(self.args, rollout_func)
         _set_log_level(self.args.get_process_log_level())
         set_seed(self.args.seed)
+        if train_dataset is None:
+            raise DataError("train_dataset is None. Pass a datasets.Dataset with a 'prompt' column.")
         if self.args.remove_unused_columns:
             train_dataset, eval_dataset = _prompts_only(train_dataset), _prompts_only(eval_dataset)
+        train_dataset = check_dataset(train_dataset, "train_dataset")
         self.processing_class = load_tokenizer(
             model, processing_class, trust_remote_code=self.args.trust_remote_code, **_revision(self.args)
         )
@@ -99,7 +109,8 @@ class GRPOTrainer(OnPolicyTrainer):
             trust_remote_code=self.args.trust_remote_code,
             chat_template_kwargs=self.args.chat_template_kwargs,
         )
-        if isinstance(train_dataset, Dataset):
+        eval_dataset = self._prepare_evaluation(eval_dataset, read_prompts)
+        if isinstance(train_dataset, Dataset) and rollout_func is None:  # which may add columns of its own
             self.rewards.check_columns(train_dataset.column_names)
 
         trackers = self.args.trackers
@@ -143,8 +154,8 @@ class GRPOTrainer(OnPolicyTrainer):
             tracker=tracker,
             ranks=ranks,
             eval_dataset=eval_dataset,
-            callbacks=[*self._own_callbacks(tracker, ranks, trackers), *(callbacks or [])],
-            optimizers=optimizers,
+            callbacks=[*self._own_callbacks(tracker, ranks, trackers), *_listed(callbacks)],
+            optimizers=optimizers or (None, None),
         )
         self.train_dataset = train_dataset
         if ranks.is_main and not self.args.disable_tqdm:
@@ -152,8 +163,6 @@ class GRPOTrainer(OnPolicyTrainer):
 
     def _prepare_prompts(self, model: Any, train_dataset: Any) -> tuple[PromptTokenizer, PromptSource]:
         """Checks the dataset before any weight is loaded."""
-        if train_dataset is None:
-            raise DataError("train_dataset is None. Pass a datasets.Dataset with a 'prompt' column.")
         facts = read_config(
             model, trust_remote_code=self.args.trust_remote_code, model_init_kwargs=self.args.model_init_kwargs
         )
@@ -189,6 +198,31 @@ class GRPOTrainer(OnPolicyTrainer):
             keep=keep,
         )
         return reader, source
+
+    def _prepare_evaluation(self, eval_dataset: Any, read_prompts: PromptTokenizer) -> Any:
+        """Checks every evaluation dataset before any weight is loaded, and leaves out what is filtered."""
+        if eval_dataset is None:
+            if self.args.eval_strategy != "no" or self.args.load_best_model_at_end:
+                raise ConfigError(
+                    f"eval_strategy is {str(self.args.eval_strategy)!r} and load_best_model_at_end is "
+                    f"{self.args.load_best_model_at_end}, but there is no eval_dataset. Pass one, or set "
+                    "eval_strategy='no'."
+                )
+            return None
+        if isinstance(eval_dataset, Mapping):
+            return {name: self._prepare_evaluation(part, read_prompts) for name, part in eval_dataset.items()}
+        dataset = check_dataset(eval_dataset, "eval_dataset")
+        if isinstance(dataset, IterableDataset):
+            raise DataError("eval_dataset is a stream. Pass a Dataset, such as Dataset.from_list(list(stream)).")
+        keep = usable_prompts(
+            dataset,
+            read_prompts,
+            limit=read_prompts.limit,
+            overlong=self.args.overlong_prompts,
+            name="eval_dataset",
+        )
+        self.rewards.check_columns(dataset.column_names)
+        return dataset.select(keep)
 
     def _prepare_adapter(self, loaded: LoadedModel) -> CausalLMAdapter:
         """Wraps the model and checks the log-prob head against the model's own logits."""
@@ -254,6 +288,24 @@ class GRPOTrainer(OnPolicyTrainer):
 
     def _load_weights(self, folder: Path) -> None:
         read_weights(self.model, folder)
+
+
+def _own_config(args: Any, model: Any) -> GRPOConfig:
+    if args is None:
+        return GRPOConfig(output_dir=f"{_name_of(model)}-GRPO")
+    if not isinstance(args, GRPOConfig):
+        raise ConfigError(
+            f"args is a {type(args).__module__}.{type(args).__name__}. Use the GRPOConfig of memsafe_rl: "
+            "`from memsafe_rl import GRPOConfig, GRPOTrainer`."
+        )
+    args.validate()
+    return args
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
 
 
 def _name_of(model: Any) -> str:

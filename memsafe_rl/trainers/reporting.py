@@ -54,7 +54,7 @@ def step_metrics(gradient: StepGradient, norm: Tensor, terms: StepTerms, ranks: 
     if terms.entropy_masks is not None:
         metrics["active_entropy"] = totals.get("active_entropy", math.nan) / max(1, terms.denominators.entropy_tokens)
     if terms.entropy_coef:
-        metrics["policy_loss"] = totals["policy_loss"]
+        metrics["policy_loss"] = totals.get("policy_loss", 0.0)
     ratios = tokens if terms.settings.importance_sampling_level == "token" else rows
     metrics |= {name: totals[key] / ratios for key, name in _PER_RATIO.items() if key in totals}
     if "vespo_phi" in totals:

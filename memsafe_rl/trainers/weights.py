@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from safetensors import SafetensorError
+
+from memsafe_rl.errors import ConfigError
 
 _ADAPTER = "default"
 
@@ -32,13 +35,33 @@ def read_weights(model: Any, folder: Path) -> None:
     Args:
         model: the model that was saved, or one made alike.
         folder: written by `write_weights`.
+
+    Raises:
+        ConfigError: the folder holds the weights of another model or adapter, or is damaged.
     """
-    if isinstance(model, PeftModel):
-        name = model.active_adapter
-        inner = folder if name == _ADAPTER else folder / name
-        set_peft_model_state_dict(model, load_peft_weights(str(inner), device="cpu"), adapter_name=name)
-        return
-    saved = type(model).from_pretrained(folder, dtype=model.dtype, device_map=None)
+    try:
+        _read_adapter(model, folder) if isinstance(model, PeftModel) else _read_model(model, folder)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"{str(folder)!r} does not hold the weights of this model ({str(error).splitlines()[0]}). Use the model "
+            "and peft_config it was written with."
+        ) from error
+
+
+def _read_adapter(model: PeftModel, folder: Path) -> None:
+    name = model.active_adapter
+    saved = load_peft_weights(str(folder if name == _ADAPTER else folder / name), device="cpu")
+    wanted = {key: tuple(value.shape) for key, value in get_peft_model_state_dict(model, adapter_name=name).items()}
+    found = {key: tuple(value.shape) for key, value in saved.items()}
+    if wanted != found:
+        differing = sorted({key for key, _ in wanted.items() ^ found.items()})
+        raise ValueError(f"{len(differing)} weights of the adapter differ, such as {differing[0]}")
+    set_peft_model_state_dict(model, saved, adapter_name=name)
+
+
+def _read_model(model: Any, folder: Path) -> None:
+    # The config is given, for without one a default network of any size would be built.
+    saved = type(model).from_pretrained(folder, config=model.config, dtype=model.dtype, device_map=None)
     with torch.no_grad():
         for (_, target), (_, source) in zip(model.named_parameters(), saved.named_parameters(), strict=True):
             target.copy_(source)

@@ -1,0 +1,99 @@
+"""What a resumed run must share with the run that wrote its checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.trainers.config import GRPOConfig
+
+_FREE = frozenset(
+    {
+        "output_dir",
+        "max_steps",
+        "num_train_epochs",
+        "resume_from_checkpoint",
+        "do_train",
+        "do_eval",
+        "run_name",
+        "project",
+        "report_to",
+        "disable_tqdm",
+        "use_cpu",
+        "per_device_eval_batch_size",
+        "num_generations_eval",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "memory_budget",
+        "allow_lossy",
+        "trajectory_device",
+        "auto_find_batch_size",
+        "torch_empty_cache_steps",
+        "cache_implementation",
+        "pad_to_multiple_of",
+        "num_completions_to_print",
+        "trust_remote_code",
+    }
+)
+_FREE_BEGINNINGS = ("log_", "logging_", "save_", "eval_", "gradient_checkpointing")
+_BATCHES = frozenset(
+    {
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "steps_per_generation",
+        "generation_batch_size",
+    }
+)
+"""How rows are laid out over ranks and accumulation steps may change; `step_rows` and `rollout_rows` may not."""
+
+
+def run_facts(config: GRPOConfig, examples: Sequence[Mapping[str, Any]], prompts: int | None) -> dict[str, Any]:
+    """Gives everything that decides what a run computes, as plain values.
+
+    Args:
+        config: the configuration.
+        examples: the first prompts the run reads.
+        prompts: prompts of one pass over the dataset; None for a stream.
+
+    Returns:
+        Names and values, ready for JSON.
+    """
+    kept = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in _FREE and name not in _BATCHES and not name.startswith(_FREE_BEGINNINGS)
+    }
+    text = json.dumps([example.get("prompt") for example in examples], sort_keys=True, default=str)
+    facts = {
+        **kept,
+        "rows of an optimizer step": config.step_rows,
+        "rows of a rollout": config.rollout_rows,
+        "prompts of an epoch": prompts,
+        "first prompts of train_dataset": hashlib.sha256(text.encode()).hexdigest()[:16],
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(facts, default=str))
+    return plain
+
+
+def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuses to go on with settings that would make another run of it.
+
+    Args:
+        saved: `run_facts` when the checkpoint was written.
+        now: `run_facts` of this run.
+
+    Raises:
+        ConfigError: they differ; the message names what, with both values.
+    """
+    differing = [name for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
+    if differing:
+        told = "; ".join(f"{name} was {saved.get(name)!r} and is {now.get(name)!r}" for name in differing[:4])
+        more = f" (and {len(differing) - 4} more)" if len(differing) > 4 else ""
+        raise ConfigError(
+            f"the checkpoint belongs to another run: {told}{more}. Set it back, or start without "
+            "resume_from_checkpoint."
+        )

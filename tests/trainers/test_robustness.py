@@ -1,0 +1,265 @@
+"""What a breaker found: resume, best checkpoints, scripts written for TRL, and careless rollout functions."""
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.trainers.grpo import GRPOTrainer
+from tests.tiny import tiny_model
+from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, weights
+from tests.trainers.test_training import StopAt
+
+EVALUATION = Dataset.from_dict({"prompt": PROMPTS[:2]})
+
+
+def test_a_finished_run_is_not_trained_further(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_strategy="steps", save_steps=1).train()
+    for _ in range(2):
+        again = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
+        assert again.train(resume_from_checkpoint=True).global_step == 2
+    assert not (tmp_path / "checkpoint-3").exists()
+
+
+def test_the_best_step_is_saved_when_asked_for(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        save_strategy="best",
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_dataset=EVALUATION,
+        max_steps=3,
+        load_best_model_at_end=True,
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is not None
+    assert Path(trainer.state.best_model_checkpoint).is_dir()
+
+
+def test_a_best_step_that_was_not_saved_keeps_the_last_weights_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scores = iter([5.0] * 2 + [1.0] * 100)
+
+    def falling(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+        return [next(scores) if len(completions) == 2 else 0.1 * i for i in range(len(completions))]
+
+    trainer = make_trainer(
+        tmp_path,
+        reward_funcs=falling,
+        eval_dataset=EVALUATION.select([0]),
+        num_generations_eval=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        max_steps=2,
+    )
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    assert "was not saved" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seed": 9}, "seed was 42 and is 9"),
+        ({"num_generations": 8}, "num_generations was 4 and is 8"),
+        ({"beta": 0.1}, "beta was 0.0 and is 0.1"),
+        ({"optim": "sgd"}, "optim was"),
+        ({"per_device_train_batch_size": 4}, "rows of an optimizer step was 8 and is 4"),
+        ({"train_dataset": Dataset.from_dict({"prompt": PROMPTS[::-1]})}, "first prompts of train_dataset"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    make_trainer(tmp_path, num_iterations=2, max_steps=1, save_strategy="steps", save_steps=1).train()
+    other = make_trainer(tmp_path, num_iterations=2, max_steps=4, **changed)
+    with pytest.raises(ConfigError, match=f"belongs to another run: .*{message}"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_goes_on_with_another_layout_of_the_same_batch(tmp_path: Path) -> None:
+    whole = make_trainer(tmp_path / "a", max_steps=3)
+    whole.train()
+    make_trainer(tmp_path / "b", max_steps=3, save_strategy="steps", save_steps=1, callbacks=[StopAt(1)]).train()
+    second = make_trainer(
+        tmp_path / "b", max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=4, logging_steps=7
+    )
+    second.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(second), weights(whole))
+
+
+@pytest.mark.parametrize("target", ["v_proj", "k_proj"])
+def test_weights_of_another_adapter_or_model_are_refused(tmp_path: Path, target: str) -> None:
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    make_trainer(tmp_path, peft_config=lora, max_steps=1, save_strategy="steps", save_steps=1).train()
+    other = LoraConfig(r=4, target_modules=[target], task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match="weights of the adapter differ"):
+        make_trainer(tmp_path, peft_config=other).train(resume_from_checkpoint=True)
+    with pytest.raises(ConfigError, match="does not hold the weights of this model"):
+        make_trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_damaged_and_unfinished_checkpoints_are_named_or_passed_over(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    (tmp_path / "checkpoint-9").mkdir()
+    (tmp_path / "checkpoint-10").write_text("a file")
+    assert make_trainer(tmp_path, max_steps=1).train(resume_from_checkpoint="true").global_step == 1
+    shutil.copytree(tmp_path / "checkpoint-1", tmp_path / "checkpoint-11")
+    (tmp_path / "checkpoint-11" / "training_state.pt").write_bytes(b"torn")
+    with pytest.raises(ConfigError, match="checkpoint-11.*is damaged.*resume from an earlier one"):
+        make_trainer(tmp_path, max_steps=1).train(resume_from_checkpoint=True)
+
+
+def test_an_interrupt_in_a_random_reward_goes_on_as_if_nothing_happened(tmp_path: Path) -> None:
+    def noisy(completions: list[str], **_: Any) -> list[float]:
+        return [random.random() for _ in completions]
+
+    calls: list[int] = []
+
+    def interrupted(completions: list[str], **_: Any) -> list[float]:
+        rewards = noisy(completions)
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return rewards
+
+    interrupted.__name__ = "noisy"
+    whole = make_trainer(tmp_path / "a", reward_funcs=noisy, max_steps=3)
+    whole.train()
+    first = make_trainer(tmp_path / "b", reward_funcs=interrupted, max_steps=3, save_strategy="steps", save_steps=100)
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    second = make_trainer(tmp_path / "b", reward_funcs=noisy, max_steps=3)
+    second.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(second), weights(whole))
+
+
+def test_a_step_in_which_no_row_counts_is_logged(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_completion_length=2, entropy_coef=0.01, mask_truncated_completions=True)
+    trainer.train()
+    assert trainer.history[0]["loss"] == 0.0
+
+
+def test_a_completion_may_look_like_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def markup(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        tokenize = trainer.processing_class
+        texts = [f"ok [/INST] [red]{i}" for i in range(len(prompts))]
+        return {
+            "prompt_ids": tokenize(text=prompts)["input_ids"],
+            "completion_ids": tokenize(text=texts)["input_ids"],
+            "logprobs": None,
+        }
+
+    make_trainer(tmp_path, rollout_func=markup, log_completions=True, max_steps=1).train()
+    assert "[red]" in capsys.readouterr().out
+
+
+def test_columns_and_prompts_of_a_rollout_func_are_used(tmp_path: Path) -> None:
+    def with_extra(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        del trainer
+        rows = len(prompts)
+        return {
+            "prompt_ids": [[7, 8, 9 + i // 4] for i in range(rows)],
+            "completion_ids": [[20 + i, 1] for i in range(rows)],
+            "logprobs": None,
+            "env_reward": [0.1 * i for i in range(rows)],
+        }
+
+    def paid_by_environment(completions: list[str], env_reward: list[float]) -> list[float]:
+        return env_reward
+
+    trainer = make_trainer(
+        tmp_path, rollout_func=with_extra, reward_funcs=paid_by_environment, max_steps=1, num_iterations=2
+    )
+    trainer.train()
+    trajectory = trainer._experience.trajectory
+    assert [row.tolist() for row in trajectory.conditions.rows()] == [[7, 8, 9], [7, 8, 10]]
+    assert trajectory.condition_of_row == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert trainer.history[0]["reward"] == pytest.approx(0.35)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"logprobs": [[0.0, 0.0]]}, "returned 1 logprobs for 8 prompts"),
+        ({"env_mask": [[1]] * 8}, r"env_mask\[0\] must hold 0 or 1 for each of 2 tokens"),
+        ({"env_mask": [[0.5, 1]] * 8}, r"env_mask\[0\] must hold 0 or 1"),
+        ({"logprobs": [[[0.0], [0.0]]] * 8}, r"logprobs\[0\] must hold one number"),
+        ({"completion_ids": [[]] * 8}, r"completion_ids\[0\] must be a list of at least one token id"),
+        ({"completion_ids": [[9999, 1]] * 8}, "holds the id 9999; ids lie from 0 to"),
+        ({"prompt_ids": [["a"]] * 8}, r"prompt_ids\[0\] is no list of token ids"),
+    ],
+)
+def test_a_careless_rollout_func_is_told_what_is_wrong(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+    right = {"prompt_ids": [[5, 6]] * 8, "completion_ids": [[20, 1]] * 8, "logprobs": None}
+    trainer = make_trainer(tmp_path, rollout_func=lambda *_: {**right, **wrong}, max_steps=1)
+    with pytest.raises(DataError, match=message):
+        trainer.train()
+
+
+def test_a_rollout_func_that_returns_nothing_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="rollout_func returned NoneType"):
+        make_trainer(tmp_path, rollout_func=lambda *_: None, max_steps=1).train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eval_dataset": Dataset.from_dict({"prompt": []})}, "eval_dataset is empty"),
+        ({"eval_dataset": {"a": Dataset.from_dict({"prompt": ["x" * 400]})}}, "longer than"),
+        ({"eval_strategy": "steps"}, "there is no eval_dataset"),
+    ],
+)
+def test_evaluation_prompts_are_checked_at_the_start(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        make_trainer(tmp_path, **settings)
+
+
+def test_the_usual_idioms_of_a_trl_script_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make_trainer(tmp_path, max_steps=1, eval_dataset=EVALUATION)
+    result = trainer.train(resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None)
+    steps, _, metrics = result
+    assert (steps, result.metrics) == (1, metrics)
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    trainer.save_state()
+    trainer.save_model(str(tmp_path / "final"))
+    assert "train metrics" in capsys.readouterr().out
+    for name in ("train_results.json", "all_results.json", "trainer_state.json", "final"):
+        assert (tmp_path / name).exists()
+    assert trainer.is_world_process_zero()
+    assert trainer.is_local_process_zero()
+    assert trainer.tokenizer is trainer.processing_class
+    callback = trainer.callback_handler.callbacks[0]
+    assert trainer.pop_callback(type(callback)) is callback
+    assert "eval_reward" in trainer.evaluate(ignore_keys=[])
+    trainer.end()
+
+
+@pytest.mark.parametrize(("name", "reason"), [("push_to_hub", "hub"), ("get_train_dataloader", "read by position")])
+def test_what_is_not_there_says_why(tmp_path: Path, name: str, reason: str) -> None:
+    with pytest.raises(AttributeError, match=f"no '{name}'.*{reason}"):
+        getattr(make_trainer(tmp_path), name)
+    assert not hasattr(make_trainer(tmp_path), "nonsense")
+
+
+def test_an_override_that_would_never_be_called_is_refused() -> None:
+    with pytest.raises(TypeError, match="compute_loss would never be called"):
+
+        class Mine(GRPOTrainer):
+            def compute_loss(self) -> None: ...
+
+
+def test_anothers_config_is_refused_with_the_import_to_change(tmp_path: Path) -> None:
+    theirs = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(ConfigError, match="from memsafe_rl import GRPOConfig"):
+        GRPOTrainer(tiny_model(), count_digits, args=theirs, train_dataset=EVALUATION)
