@@ -115,7 +115,7 @@ def test_damaged_and_unfinished_checkpoints_are_named_or_passed_over(tmp_path: P
     assert make_trainer(tmp_path, max_steps=1).train(resume_from_checkpoint="true").global_step == 1
     shutil.copytree(tmp_path / "checkpoint-1", tmp_path / "checkpoint-11")
     (tmp_path / "checkpoint-11" / "training_state.pt").write_bytes(b"torn")
-    with pytest.raises(ConfigError, match="checkpoint-11.*is damaged.*resume from an earlier one"):
+    with pytest.raises(ConfigError, match=r"checkpoint-11.*is damaged.*resume from an earlier one"):
         make_trainer(tmp_path, max_steps=1).train(resume_from_checkpoint=True)
 
 
