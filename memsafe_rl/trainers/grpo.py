@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +13,26 @@ from datasets import Dataset, IterableDataset
 from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.callbacks import CompletionsTable, MetricsLog, ProgressBar, Trackers, banner
-from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.memory.monitor import meter_for
 from memsafe_rl.memory.policies import AdaptivePolicy, MemoryPolicy
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer, read_config
+from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.config import GRPOConfig
-from memsafe_rl.trainers.data import (
-    IndexedPrompts,
-    PromptSource,
-    PromptTokenizer,
-    StreamedPrompts,
-    check_dataset,
-    usable_prompts,
-)
 from memsafe_rl.trainers.experience import ExperienceMaker
 from memsafe_rl.trainers.given import RolloutFunction
+from memsafe_rl.trainers.prepare import (
+    check_together,
+    evaluation_prompts,
+    model_facts,
+    own_config,
+    prompt_reader,
+    refuse_unsupported,
+    training_prompts,
+)
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.weights import read_weights, write_weights
 from memsafe_rl.units import format_bytes
@@ -87,21 +87,57 @@ class GRPOTrainer(OnPolicyTrainer):
         environment_factory: Any = None,
         memory_policy: MemoryPolicy | None = None,
     ) -> None:
-        self.args = _own_config(args, model)
-        _refuse(tools=tools, environment_factory=environment_factory)
-        _check_correction(self.args, rollout_func)
+        self.args = own_config(args, model)
+        refuse_unsupported(tools=tools, environment_factory=environment_factory)
         _set_log_level(self.args.get_process_log_level())
         set_seed(self.args.seed)
-        if train_dataset is None:
-            raise DataError("train_dataset is None. Pass a datasets.Dataset with a 'prompt' column.")
-        if self.args.remove_unused_columns:
-            train_dataset, eval_dataset = _prompts_only(train_dataset), _prompts_only(eval_dataset)
-        train_dataset = check_dataset(train_dataset, "train_dataset")
+        facts = model_facts(self.args, model)
         self.processing_class = load_tokenizer(
             model, processing_class, trust_remote_code=self.args.trust_remote_code, **_revision(self.args)
         )
-        read_prompts, source = self._prepare_prompts(model, train_dataset)
-        self.rewards = RewardRunner(
+        reader = prompt_reader(self.args, self.processing_class, facts)
+        self.train_dataset, source = train_dataset, training_prompts(self.args, train_dataset, reader)
+        self.rewards = self._prepare_rewards(reward_funcs, reward_processing_classes)
+        check_together(self.args, train_dataset, self.rewards, rollout_func)
+        eval_dataset = evaluation_prompts(self.args, eval_dataset, reader, self.rewards)
+
+        self.accelerator = Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)
+        ranks = Ranks(self.accelerator)
+        loaded = self._load(model, quantization_config, peft_config)
+        tracker = self._prepare_memory()
+        self.memory_policy = memory_policy or AdaptivePolicy(
+            checkpointing=self.args.gradient_checkpointing, trajectory_device=self.args.trajectory_device or "host"
+        )
+        maker = ExperienceMaker(
+            config=self.args,
+            adapter=self.adapter,
+            tokenizer=self.processing_class,
+            read_prompts=reader,
+            rewards=self.rewards,
+            policy=self.memory_policy,
+            tracker=tracker,
+            ranks=ranks,
+            sampling=self.args.sampling_settings(eos_token_ids(self.processing_class, self.model)),
+            autocast=self._autocast,
+            rollout_func=rollout_func,
+            owner=self,
+        )
+        self._assemble(
+            adapter=self.adapter,
+            reference_model=loaded.reference_model,
+            source=source,
+            maker=maker,
+            tracker=tracker,
+            ranks=ranks,
+            eval_dataset=eval_dataset,
+            callbacks=[*self._own_callbacks(tracker, ranks), *_listed(callbacks)],
+            optimizers=optimizers or (None, None),
+        )
+        if ranks.is_main and not self.args.disable_tqdm:
+            banner(self._facts(tracker))
+
+    def _prepare_rewards(self, reward_funcs: Any, reward_processing_classes: Any) -> RewardRunner:
+        return RewardRunner(
             reward_funcs,
             reward_processing_classes,
             self.args.reward_weights,
@@ -109,13 +145,9 @@ class GRPOTrainer(OnPolicyTrainer):
             trust_remote_code=self.args.trust_remote_code,
             chat_template_kwargs=self.args.chat_template_kwargs,
         )
-        eval_dataset = self._prepare_evaluation(eval_dataset, read_prompts)
-        if isinstance(train_dataset, Dataset) and rollout_func is None:  # which may add columns of its own
-            self.rewards.check_columns(train_dataset.column_names)
 
-        trackers = self.args.trackers
-        self.accelerator = Accelerator(cpu=self.args.use_cpu, log_with=trackers or None)
-        ranks = Ranks(self.accelerator)
+    def _load(self, model: Any, quantization_config: Any, peft_config: Any) -> LoadedModel:
+        """Loads the weights and checks the log-prob head against the model's own logits."""
         loaded = load_model(
             model,
             model_init_kwargs=self.args.model_init_kwargs,
@@ -125,122 +157,13 @@ class GRPOTrainer(OnPolicyTrainer):
             device=self.accelerator.device,
             with_reference=self.args.beta != 0,
         )
-        self.model = loaded.model
+        self.model = loaded.model.eval()
         self.rewards.to(self.accelerator.device)
-        adapter = self._prepare_adapter(loaded)
-        self.memory_policy = memory_policy or AdaptivePolicy(
-            checkpointing=self.args.gradient_checkpointing, trajectory_device=self.args.trajectory_device or "host"
-        )
-        tracker = self._prepare_memory()
-        maker = ExperienceMaker(
-            config=self.args,
-            adapter=adapter,
-            tokenizer=self.processing_class,
-            read_prompts=read_prompts,
-            rewards=self.rewards,
-            policy=self.memory_policy,
-            tracker=tracker,
-            ranks=ranks,
-            sampling=self.args.sampling_settings(eos_token_ids(self.processing_class, loaded.model)),
-            autocast=self._autocast,
-            rollout_func=rollout_func,
-            owner=self,
-        )
-        self._assemble(
-            adapter=adapter,
-            reference_model=loaded.reference_model,
-            source=source,
-            maker=maker,
-            tracker=tracker,
-            ranks=ranks,
-            eval_dataset=eval_dataset,
-            callbacks=[*self._own_callbacks(tracker, ranks, trackers), *_listed(callbacks)],
-            optimizers=optimizers or (None, None),
-        )
-        self.train_dataset = train_dataset
-        if ranks.is_main and not self.args.disable_tqdm:
-            banner(self._facts(tracker))
-
-    def _prepare_prompts(self, model: Any, train_dataset: Any) -> tuple[PromptTokenizer, PromptSource]:
-        """Checks the dataset before any weight is loaded."""
-        facts = read_config(
-            model, trust_remote_code=self.args.trust_remote_code, model_init_kwargs=self.args.model_init_kwargs
-        )
-        positions = facts.max_positions
-        room = None if positions is None else positions - self.args.max_completion_length
-        if room is not None and room < 1:
-            raise ConfigError(
-                f"max_completion_length is {self.args.max_completion_length} but the model's context is {positions} "
-                f"tokens. Lower max_completion_length below {positions}."
-            )
-        limits = [limit for limit in (room, self.args.max_prompt_length) if limit is not None]
-        limit = min(limits, default=None)
-        overlong = self.args.overlong_prompts
-        reader = PromptTokenizer(
-            self.processing_class,
-            template_kwargs=self.args.chat_template_kwargs,
-            limit=limit,
-            truncate=overlong == "truncate",
-        )
-        if isinstance(train_dataset, IterableDataset):
-            if self.args.max_steps <= 0:
-                raise ConfigError("max_steps is -1 but train_dataset is a stream of unknown length. Set max_steps.")
-            stream = train_dataset.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else train_dataset
-            return reader, StreamedPrompts(stream)
-        keep = usable_prompts(train_dataset, reader, limit=limit, overlong=overlong)
-        if len(keep) < len(train_dataset):
-            logger.warning("%d prompt(s) over %s tokens are left out", len(train_dataset) - len(keep), limit)
-        source = IndexedPrompts(
-            train_dataset,
-            batch=self.args.prompts_per_rollout,
-            seed=self._data_seed,
-            shuffle=self.args.shuffle_dataset,
-            keep=keep,
-        )
-        return reader, source
-
-    def _prepare_evaluation(self, eval_dataset: Any, read_prompts: PromptTokenizer) -> Any:
-        """Checks every evaluation dataset before any weight is loaded, and leaves out what is filtered."""
-        if eval_dataset is None:
-            if self.args.eval_strategy != "no" or self.args.load_best_model_at_end:
-                raise ConfigError(
-                    f"eval_strategy is {str(self.args.eval_strategy)!r} and load_best_model_at_end is "
-                    f"{self.args.load_best_model_at_end}, but there is no eval_dataset. Pass one, or set "
-                    "eval_strategy='no'."
-                )
-            return None
-        if isinstance(eval_dataset, Mapping):
-            return {name: self._prepare_evaluation(part, read_prompts) for name, part in eval_dataset.items()}
-        dataset = check_dataset(eval_dataset, "eval_dataset")
-        if isinstance(dataset, IterableDataset):
-            raise DataError("eval_dataset is a stream. Pass a Dataset, such as Dataset.from_list(list(stream)).")
-        keep = usable_prompts(
-            dataset,
-            read_prompts,
-            limit=read_prompts.limit,
-            overlong=self.args.overlong_prompts,
-            name="eval_dataset",
-        )
-        self.rewards.check_columns(dataset.column_names)
-        return dataset.select(keep)
-
-    def _prepare_adapter(self, loaded: LoadedModel) -> CausalLMAdapter:
-        """Wraps the model and checks the log-prob head against the model's own logits."""
-        if loaded.router_aux_loss_coef and self.args.router_aux_loss_coef is None:
-            raise ConfigError(
-                f"the model declares router_aux_loss_coef={loaded.router_aux_loss_coef}, a balance loss that cannot "
-                "be split over micro-batches. Set router_aux_loss_coef=0.0 to train without it."
-            )
-        loaded.model.eval()
-        adapter = CausalLMAdapter(
-            loaded.model,
-            pad_token_id=self.processing_class.pad_token_id,
-            reference_model=loaded.reference_model,
-        )
-        self.adapter = adapter
+        pad = self.processing_class.pad_token_id
+        self.adapter = CausalLMAdapter(self.model, pad_token_id=pad, reference_model=loaded.reference_model)
         with self._autocast():
-            check_head(adapter)
-        return adapter
+            check_head(self.adapter)
+        return loaded
 
     def _prepare_memory(self) -> MemoryTracker:
         device = self.accelerator.device
@@ -249,7 +172,7 @@ class GRPOTrainer(OnPolicyTrainer):
         total_bytes, free_bytes = meter.total_bytes(), meter.free_bytes()
         return MemoryTracker(device.type, meter, budget.resolve(total_bytes=total_bytes, free_bytes=free_bytes))
 
-    def _own_callbacks(self, tracker: MemoryTracker, ranks: Ranks, trackers: Sequence[str]) -> list[Any]:
+    def _own_callbacks(self, tracker: MemoryTracker, ranks: Ranks) -> list[Any]:
         output_dir = Path(self.args.output_dir)
         own: list[Any] = [MetricsLog(output_dir, tracker.events)]
         if self.args.log_completions:
@@ -260,7 +183,7 @@ class GRPOTrainer(OnPolicyTrainer):
                     unique_prompts=self.args.log_unique_prompts,
                 )
             )
-        if trackers and ranks.is_main:
+        if self.args.trackers and ranks.is_main:
             own.append(Trackers(self.accelerator, project=self.args.project, run_name=self.args.run_name))
         if not self.args.disable_tqdm:
             own.append(ProgressBar())
@@ -290,27 +213,10 @@ class GRPOTrainer(OnPolicyTrainer):
         read_weights(self.model, folder)
 
 
-def _own_config(args: Any, model: Any) -> GRPOConfig:
-    if args is None:
-        return GRPOConfig(output_dir=f"{_name_of(model)}-GRPO")
-    if not isinstance(args, GRPOConfig):
-        raise ConfigError(
-            f"args is a {type(args).__module__}.{type(args).__name__}. Use the GRPOConfig of memsafe_rl: "
-            "`from memsafe_rl import GRPOConfig, GRPOTrainer`."
-        )
-    args.validate()
-    return args
-
-
 def _listed(callbacks: Any) -> list[Any]:
     if callbacks is None:
         return []
     return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-
-
-def _name_of(model: Any) -> str:
-    name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
-    return str(name).rstrip("/").split("/")[-1]
 
 
 def _revision(config: GRPOConfig) -> dict[str, str]:
@@ -318,30 +224,6 @@ def _revision(config: GRPOConfig) -> dict[str, str]:
     return {"revision": revision} if revision else {}
 
 
-def _check_correction(config: GRPOConfig, rollout_func: RolloutFunction | None) -> None:
-    """VESPO multiplies token weights into a row's own, so that a row's weight would count once a token."""
-    corrected = rollout_func is not None and config.vllm_importance_sampling_correction
-    mode = config.vllm_importance_sampling_mode
-    if config.loss_type == "vespo" and corrected and mode.startswith("sequence"):
-        raise ConfigError(
-            f"vllm_importance_sampling_mode is {mode!r} with loss_type 'vespo' and a rollout_func. Set it to "
-            "'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False."
-        )
-
-
 def _set_log_level(level: int) -> None:
     logging.getLogger("memsafe_rl").setLevel(level)
     transformers_logging.set_verbosity(level)
-
-
-def _prompts_only(dataset: Any) -> Any:
-    """Drops every column but the prompt, as `remove_unused_columns` asks."""
-    if isinstance(dataset, Mapping):
-        return {name: _prompts_only(part) for name, part in dataset.items()}
-    return None if dataset is None else dataset.select_columns(["prompt"])
-
-
-def _refuse(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ConfigError(f"{name} is not supported yet. Leave it out, or drive the episodes from rollout_func.")

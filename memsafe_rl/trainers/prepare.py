@@ -1,0 +1,216 @@
+"""Checks everything a user passes to a trainer before any weight is loaded, and turns it into the trainer's parts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.models.loading import ModelFacts, read_config
+from memsafe_rl.rewards.base import RewardRunner
+from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.data import (
+    IndexedPrompts,
+    PromptSource,
+    PromptTokenizer,
+    StreamedPrompts,
+    check_dataset,
+    usable_prompts,
+)
+from memsafe_rl.trainers.given import RolloutFunction
+
+logger = logging.getLogger(__name__)
+
+
+def own_config(args: Any, model: Any) -> GRPOConfig:
+    """Gives a valid configuration of this library's.
+
+    Args:
+        args: what the user passed; None for the defaults.
+        model: names the run's folder when there is no configuration.
+
+    Returns:
+        The configuration, validated.
+
+    Raises:
+        ConfigError: it is another library's, or not valid.
+    """
+    if args is None:
+        return GRPOConfig(output_dir=f"{_name_of(model)}-GRPO")
+    if not isinstance(args, GRPOConfig):
+        raise ConfigError(
+            f"args is a {type(args).__module__}.{type(args).__name__}. Use the GRPOConfig of memsafe_rl: "
+            "`from memsafe_rl import GRPOConfig, GRPOTrainer`."
+        )
+    args.validate()
+    return args
+
+
+def model_facts(config: GRPOConfig, model: Any) -> ModelFacts:
+    """Reads what must be known of a model before it is loaded, and refuses what cannot be trained.
+
+    Args:
+        config: the configuration.
+        model: a name, a path or a model.
+
+    Returns:
+        What its config says.
+
+    Raises:
+        ConfigError: completions do not fit its context, or it has a balance loss that cannot be split.
+    """
+    facts = read_config(model, trust_remote_code=config.trust_remote_code, model_init_kwargs=config.model_init_kwargs)
+    if facts.router_aux_loss_coef and config.router_aux_loss_coef is None:
+        raise ConfigError(
+            f"the model declares router_aux_loss_coef={facts.router_aux_loss_coef}, a balance loss that cannot be "
+            "split over micro-batches. Set router_aux_loss_coef=0.0 to train without it."
+        )
+    if facts.max_positions is not None and facts.max_positions <= config.max_completion_length:
+        raise ConfigError(
+            f"max_completion_length is {config.max_completion_length} but the model's context is "
+            f"{facts.max_positions} tokens. Lower max_completion_length below {facts.max_positions}."
+        )
+    return facts
+
+
+def prompt_reader(config: GRPOConfig, tokenizer: Any, facts: ModelFacts) -> PromptTokenizer:
+    """Makes what turns prompts into ids, with the longest prompt that leaves room for a completion.
+
+    Args:
+        config: the configuration.
+        tokenizer: the model's tokenizer.
+        facts: gives the model's context.
+
+    Returns:
+        The reader.
+    """
+    room = None if facts.max_positions is None else facts.max_positions - config.max_completion_length
+    limits = [limit for limit in (room, config.max_prompt_length) if limit is not None]
+    return PromptTokenizer(
+        tokenizer,
+        template_kwargs=config.chat_template_kwargs,
+        limit=min(limits, default=None),
+        truncate=config.overlong_prompts == "truncate",
+    )
+
+
+def training_prompts(config: GRPOConfig, dataset: Any, reader: PromptTokenizer) -> PromptSource:
+    """Checks the training set and makes it readable by position.
+
+    Args:
+        config: the configuration.
+        dataset: what the user passed.
+        reader: tokenizes prompts.
+
+    Returns:
+        The prompts.
+
+    Raises:
+        ConfigError: a stream comes without max_steps.
+        DataError: the dataset cannot be used.
+    """
+    if dataset is None:
+        raise DataError("train_dataset is None. Pass a datasets.Dataset with a 'prompt' column.")
+    dataset = check_dataset(_kept_columns(config, dataset), "train_dataset")
+    if isinstance(dataset, IterableDataset):
+        if config.max_steps <= 0:
+            raise ConfigError("max_steps is -1 but train_dataset is a stream of unknown length. Set max_steps.")
+        return StreamedPrompts(dataset.shuffle(seed=config.seed) if config.shuffle_dataset else dataset)
+    keep = usable_prompts(dataset, reader, limit=reader.limit, overlong=config.overlong_prompts)
+    if len(keep) < len(dataset):
+        logger.warning("%d prompt(s) over %s tokens are left out", len(dataset) - len(keep), reader.limit)
+    return IndexedPrompts(
+        dataset,
+        batch=config.prompts_per_rollout,
+        seed=config.seed if config.data_seed is None else config.data_seed,
+        shuffle=config.shuffle_dataset,
+        keep=keep,
+    )
+
+
+def evaluation_prompts(config: GRPOConfig, dataset: Any, reader: PromptTokenizer, rewards: RewardRunner) -> Any:
+    """Checks every evaluation set, and leaves out what is filtered.
+
+    Args:
+        config: the configuration.
+        dataset: what the user passed: None, a dataset, or a mapping of them.
+        reader: tokenizes prompts.
+        rewards: say which columns they need.
+
+    Returns:
+        None, a dataset, or a dict of datasets.
+
+    Raises:
+        ConfigError: evaluation is asked for without a dataset.
+        DataError: a dataset cannot be used.
+    """
+    if dataset is None:
+        if config.eval_strategy != "no" or config.load_best_model_at_end:
+            raise ConfigError(
+                f"eval_strategy is {str(config.eval_strategy)!r} and load_best_model_at_end is "
+                f"{config.load_best_model_at_end}, but there is no eval_dataset. Pass one, or set eval_strategy='no'."
+            )
+        return None
+    if isinstance(dataset, Mapping):
+        return {name: evaluation_prompts(config, part, reader, rewards) for name, part in dataset.items()}
+    dataset = check_dataset(_kept_columns(config, dataset), "eval_dataset")
+    if isinstance(dataset, IterableDataset):
+        raise DataError("eval_dataset is a stream. Pass a Dataset, such as Dataset.from_list(list(stream)).")
+    overlong = config.overlong_prompts
+    keep = usable_prompts(dataset, reader, limit=reader.limit, overlong=overlong, name="eval_dataset")
+    rewards.check_columns(dataset.column_names)
+    return dataset.select(keep)
+
+
+def check_together(
+    config: GRPOConfig, dataset: Any, rewards: RewardRunner, rollout_func: RolloutFunction | None
+) -> None:
+    """Refuses what is right alone and wrong together.
+
+    Args:
+        config: the configuration.
+        dataset: the training set.
+        rewards: say which columns they need.
+        rollout_func: may add columns, and brings log-probs that correct importance.
+
+    Raises:
+        ConfigError: VESPO would count a row's importance weight once for every token.
+        DataError: a reward function needs a column that is not there.
+    """
+    if rollout_func is None and isinstance(dataset, Dataset):
+        rewards.check_columns(_kept_columns(config, dataset).column_names)
+    mode = config.vllm_importance_sampling_mode
+    corrected = rollout_func is not None and config.vllm_importance_sampling_correction
+    if config.loss_type == "vespo" and corrected and mode.startswith("sequence"):
+        raise ConfigError(
+            f"vllm_importance_sampling_mode is {mode!r} with loss_type 'vespo' and a rollout_func. Set it to "
+            "'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False."
+        )
+
+
+def refuse_unsupported(**arguments: Any) -> None:
+    """Refuses constructor arguments that do not work yet.
+
+    Args:
+        arguments: values by name; None where the user passed nothing.
+
+    Raises:
+        ConfigError: one of them was passed.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            raise ConfigError(f"{name} is not supported yet. Leave it out, or drive the episodes from rollout_func.")
+
+
+def _kept_columns(config: GRPOConfig, dataset: Any) -> Any:
+    """Drops every column but the prompt, if `remove_unused_columns` asks for it."""
+    drops = config.remove_unused_columns and isinstance(dataset, (Dataset, IterableDataset))
+    return dataset.select_columns(["prompt"]) if drops else dataset
+
+
+def _name_of(model: Any) -> str:
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or "model"
+    return str(name).rstrip("/").split("/")[-1]
