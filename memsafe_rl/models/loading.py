@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -84,6 +84,7 @@ def read_config(
     Raises:
         ConfigError: there is no such model, or it is an encoder-decoder.
     """
+    _check_kind(model)
     arguments = dict(model_init_kwargs or {})
     if not isinstance(model, str):
         config = causal_lm_of(model).config
@@ -191,14 +192,19 @@ def load_tokenizer(
         A transformers tokenizer.
 
     Raises:
-        ConfigError: there is no tokenizer, it is a processor of several modalities, or it has neither pad nor eos.
+        ConfigError: there is no model or no tokenizer, it is a processor of several modalities, or it has neither pad
+            nor eos.
     """
+    _check_kind(model)
     tokenizer = processing_class
     if tokenizer is None:
         name = _name(model)
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **places)
+            if len(tokenizer) < 2:  # transformers makes an empty one where a folder has none
+                raise OSError("there are no tokenizer files")
         except (OSError, ValueError, ImportError) as error:
+            read_config(model, trust_remote_code=trust_remote_code, model_init_kwargs=places)  # or the model is missing
             raise ConfigError(
                 f"no tokenizer can be loaded from {name!r} ({_first_line(error)}). Pass processing_class."
             ) from error
@@ -240,16 +246,17 @@ def _refuse_contradictions(
     model: str | nn.Module, arguments: Mapping[str, Any], peft_config: Any, with_reference: bool
 ) -> None:
     """Refuses what can be refused before anything is loaded."""
-    if not isinstance(model, str):
-        if not isinstance(model, (PreTrainedModel, PeftModel)):
-            raise ConfigError(
-                f"model is a {type(model).__name__}; give a name, a path, a transformers model or a PeftModel."
-            )
-        if arguments:
-            raise ConfigError(
-                f"{', '.join(sorted(arguments))} cannot apply to a model that is already loaded. "
-                "Give model as a name or path, or leave model_init_kwargs and quantization_config out."
-            )
+    _check_kind(model)
+    if not isinstance(model, str) and arguments:
+        raise ConfigError(
+            f"{', '.join(sorted(arguments))} cannot apply to a model that is already loaded. "
+            "Give model as a name or path, or leave model_init_kwargs and quantization_config out."
+        )
+    if peft_config is not None and not isinstance(peft_config, PeftConfig):
+        raise ConfigError(
+            f"peft_config is {peft_config!r:.100} ({type(peft_config).__name__}). Pass a config of PEFT, such as "
+            "LoraConfig(r=16, target_modules='all-linear')."
+        )
     if isinstance(model, PeftModel):
         if peft_config is not None:
             raise ConfigError(
@@ -268,6 +275,13 @@ def _refuse_contradictions(
         refuse_prompt_learning(config)
     if with_reference:
         refuse_trained_bias(configs)
+
+
+def _check_kind(model: Any) -> None:
+    if not isinstance(model, (str, PreTrainedModel, PeftModel)):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give a name, a path (as text), a transformers model or a PeftModel."
+        )
 
 
 def _from_name(

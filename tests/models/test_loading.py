@@ -107,12 +107,22 @@ QUANTISED = BitsAndBytesConfig(load_in_4bit=True)
         ),
         ({"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)}, "PROMPT_TUNING"),
         ({"model": nn.Linear(2, 2)}, "Linear"),
+        ({"peft_config": {}}, r"peft_config is \{\} \(dict\).*LoraConfig\("),
+        ({"peft_config": "lora:16"}, "peft_config is 'lora:16' \\(str\\)"),
     ],
 )
 def test_contradictions_are_refused(arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "read_config", lambda *_, **__: pytest.fail("loaded something first"))
     with pytest.raises(ConfigError, match=message):
         load_model(arguments.pop("model", None) or tiny_model(), **arguments)
+
+
+@pytest.mark.parametrize("model", [None, nn.Linear(2, 2), Path("a/folder")])
+def test_what_is_no_model_is_refused_before_anything_is_read(model: Any) -> None:
+    message = rf"model is a {type(model).__name__}; give a name, a path \(as text\), a transformers model"
+    for use in (read_config, load_model, load_tokenizer, lambda given: load_tokenizer(given, tiny_tokenizer())):
+        with pytest.raises(ConfigError, match=message):
+            use(model)
 
 
 def test_adapters_that_cannot_be_trained_are_refused() -> None:
@@ -140,6 +150,9 @@ def test_a_missing_pad_token_becomes_the_eos(folder: str) -> None:
 def test_tokenizers_that_cannot_serve_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a pad nor an eos"):
         load_tokenizer("name", tiny_tokenizer(pad=False, eos=False))
+    with pytest.raises(ConfigError, match=r"model='.*' has no config that can be read"):
+        load_tokenizer(str(tmp_path))  # the model is missing, not its tokenizer alone
+    tiny_config().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="Pass processing_class"):
         load_tokenizer(str(tmp_path))
     with pytest.raises(ConfigError, match="only tokenizers"):
