@@ -24,9 +24,18 @@ def load_reward_model(name: str, model_init_kwargs: Mapping[str, Any], trust_rem
 
     Returns:
         The classifier.
+
+    Raises:
+        ConfigError: there is no such model, or it cannot be loaded as a classifier.
     """
     arguments = {"trust_remote_code": trust_remote_code, **model_init_kwargs}
-    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **arguments)
+    try:
+        model: nn.Module = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **arguments)
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise ConfigError(
+            f"reward model {name!r} cannot be loaded ({_first_line(error)}). Give a folder with a sequence classifier, "
+            "the name of one on a hub that can be reached, or a reward function."
+        ) from error
     return model
 
 
@@ -115,7 +124,16 @@ class RewardModel:
                 f"Reward model {self.name!r} does not say which tokenizer belongs to it. Pass the tokenizer in "
                 "reward_processing_classes."
             )
-        return AutoTokenizer.from_pretrained(identifier, revision=revision, trust_remote_code=trust_remote_code)
+        try:
+            loaded = AutoTokenizer.from_pretrained(identifier, revision=revision, trust_remote_code=trust_remote_code)
+            if len(loaded) < 2:  # transformers makes an empty one where a folder has none
+                raise OSError("there are no tokenizer files")
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(
+                f"The tokenizer of reward model {self.name!r} cannot be loaded ({_first_line(error)}). Pass it in "
+                "reward_processing_classes."
+            ) from error
+        return loaded
 
     def _texts(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[str]:
         joined = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
@@ -149,6 +167,10 @@ class RewardModel:
                 f"Reward model {self.name!r} gave {rewards_B[row].item()} for row {row} of {len(rewards_B)}. Load it "
                 "in a wider type (dtype float32 or bfloat16), or check its weights."
             )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _pad_right(rows: Sequence[Sequence[int]], value: int) -> Tensor:

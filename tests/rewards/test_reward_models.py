@@ -119,6 +119,17 @@ def test_a_model_is_loaded_by_name_with_its_tokenizer(tmp_path):
     assert len(runner.models) == 2
 
 
+def test_a_name_without_a_model_or_tokenizer_ends_in_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"reward model 'no/such/reward' cannot be loaded \(.*\)\. ") as caught:
+        RewardRunner("no/such/reward")
+    assert "\n" not in str(caught.value)
+    classifier().save_pretrained(tmp_path / "bare")
+    with pytest.raises(
+        ConfigError, match=r"tokenizer of reward model 'bare' cannot be loaded.*reward_processing_classe"
+    ):
+        RewardRunner(str(tmp_path / "bare"))
+
+
 def test_models_come_before_functions_so_that_a_failed_model_can_be_repeated():
     class Fails(nn.Module):
         def forward(self, **inputs):
