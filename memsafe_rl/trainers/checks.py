@@ -274,8 +274,9 @@ def _read_items(name: str, items: Sequence[Any], plain: Mapping[Any, Any]) -> li
 
 
 def _wrong(name: str, value: Any, plain: Mapping[Any, Any]) -> ConfigError:
-    # Text stands for a list, a mapping or nothing on a command line; saying so would only mislead.
-    words = [_WORDS[base] for base in plain if base is not str or len(plain) == 1]
+    # Where a list or a mapping is asked for, text is only how a command line writes it; saying so would mislead.
+    written_as_text = {dict, tuple} & set(plain)
+    words = [_WORDS[base] for base in plain if base is not str or not written_as_text]
     return ConfigError(f"{name} is {value!r}; it must be {' or '.join(dict.fromkeys(words))}.")
 
 

@@ -130,7 +130,7 @@ REFUSED: dict[str, Refusal] = {
     "use_cache": Refusal("rollouts always use a cache, updates never do", "Leave it out.", (False, None)),
     **_table(
         "updates are cut to the length of their rows, and each new shape would be compiled again",
-        "Leave it out, or pass a compiled model to the trainer.",
+        "Leave it out.",
         torch_compile=False,
         torch_compile_backend=None,
         torch_compile_mode=None,

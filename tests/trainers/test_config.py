@@ -114,6 +114,10 @@ def test_use_vllm_is_refused_with_the_nearest_way() -> None:
     assert isinstance(caught.value, ValueError)
 
 
+def test_compiling_is_refused_without_sending_to_another_refusal() -> None:
+    assert "compiled model" not in REFUSED["torch_compile"].remedy
+
+
 def test_an_unknown_name_gives_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"There is no setting 'num_generation'. Did you mean 'num_generations'\?"):
         GRPOConfig(num_generation=4)
@@ -206,6 +210,7 @@ def test_values_are_read(name: str, given: Any, expected: Any) -> None:
         ({"num_iterations": 0}, ("num_iterations is 0", "at least 1")),
         ({"max_completion_length": None}, ("max_completion_length is None", "a whole number")),
         ({"log_completions": "perhaps"}, ("log_completions is 'perhaps'", "true or false")),
+        ({"run_name": 3}, ("run_name is 3", "it must be text or none.")),
         ({"model_init_kwargs": "bf16"}, ("model_init_kwargs is 'bf16'", "a mapping")),
         ({"model_init_kwargs": "{bf16}"}, ("model_init_kwargs", "not JSON")),
         ({"reward_weights": ["a"]}, ("reward_weights is 'a'", "a number")),
