@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from memsafe_rl.callbacks import CompletionsTable, ProgressBar, banner
+from memsafe_rl.callbacks import CompletionsTable, ProgressBar, Trackers, banner
 from tests.trainers.helpers import count_digits, make_trainer
 
 
@@ -64,3 +64,31 @@ def test_the_bar_tells_reward_length_and_peak(tmp_path: Path) -> None:
     assert "reward" in said
     assert "peak" in said
     assert "2/2" in said
+
+
+def test_trackers_get_the_settings_and_every_number(tmp_path: Path) -> None:
+    class FakeAccelerator:
+        def __init__(self) -> None:
+            self.opened: tuple[Any, ...] = ()
+            self.logged: list[tuple[int, dict[str, float]]] = []
+            self.closed = False
+
+        def init_trackers(self, project: str, config: dict[str, Any], init_kwargs: dict[str, Any]) -> None:
+            self.opened = (project, config, init_kwargs)
+
+        def log(self, numbers: dict[str, float], step: int) -> None:
+            self.logged.append((step, numbers))
+
+        def end_training(self) -> None:
+            self.closed = True
+
+    fake = FakeAccelerator()
+    trainer = make_trainer(tmp_path, callbacks=[Trackers(fake, project="sums", run_name="first")])
+    trainer.train()
+    project, config, named = fake.opened
+    assert (project, named) == ("sums", {"wandb": {"name": "first"}})
+    assert config["num_generations"] == 4
+    assert all(isinstance(value, (bool, int, float, str)) for value in config.values())
+    assert [step for step, _ in fake.logged] == [1, 2, 2]
+    assert "reward" in fake.logged[0][1]
+    assert fake.closed
