@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import memsafe_rl
 from memsafe_rl.cli import app
 from memsafe_rl.cli import training as training_module
 from memsafe_rl.cli.arguments import RUN_NAMES, SETTING_NAMES, parse_flags
@@ -134,7 +135,10 @@ def test_flags_go_before_the_file(trainer: type[FakeTrainer], run_file: Path, pr
 
 
 def test_a_run_needs_no_file(trainer: type[FakeTrainer], prompts: Path) -> None:
-    result = invoke("--model", "m", "--dataset", prompts, "--reward-funcs", "accuracy_reward", "think_format_reward")
+    result = invoke(
+        "--model", "m", "--dataset", prompts, "--output-dir", prompts.parent / "out",
+        "--reward-funcs", "accuracy_reward", "think_format_reward",
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert trainer.made[0].reward_funcs == [
         REWARD_FUNCTIONS["accuracy_reward"],
@@ -178,6 +182,20 @@ def test_kinds_of_datasets(trainer: type[FakeTrainer], run_file: Path, tmp_path:
     result = invoke(run_file, "--dataset", target)
     assert result.exit_code == 0, result.output
     assert trainer.made[0].arguments["train_dataset"]["prompt"][:] == ["a", "b"]
+
+
+def test_splits_of_files_and_folders(trainer: type[FakeTrainer], run_file: Path, tmp_path: Path) -> None:
+    assert invoke(run_file, "--dataset-split", "train[1:3]").exit_code == 0
+    assert trainer.made[0].arguments["train_dataset"]["prompt"][:] == ["1+1=", "2+1="]
+    split = DatasetDict(a=Dataset.from_dict({"prompt": ["a"]}), b=Dataset.from_dict({"prompt": ["b"]}))
+    split.save_to_disk(tmp_path / "split")
+    split["a"].save_to_disk(tmp_path / "plain")
+    arguments = (run_file, "--dataset", tmp_path / "split")
+    refused(invoke(*arguments), "has the splits 'a', 'b', but no 'train'", "Set dataset_split")
+    assert invoke(*arguments, "--dataset-split", "b", "--eval-dataset-split", "a").exit_code == 0
+    assert trainer.made[1].arguments["train_dataset"]["prompt"][:] == ["b"]
+    assert trainer.made[1].arguments["eval_dataset"]["prompt"][:] == ["a"]
+    refused(invoke(run_file, "--dataset", tmp_path / "plain", "--dataset-split", "b"), "no splits", "'b'")
 
 
 def test_a_named_dataset(trainer: type[FakeTrainer], run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +257,14 @@ def test_the_printed_run_can_be_run(trainer: type[FakeTrainer], run_file: Path, 
     [
         ({"learning_rat": 1}, ("no setting 'learning_rat'", "Did you mean 'learning_rate'?")),
         ({"modle": "m"}, ("Did you mean 'model'?",)),
+        ({"model_name_or_path": "m"}, ("model_name_or_path is 'm'", "Set model.")),
+        ({"use_peft": True}, ("use_peft is True", "peft: lora:16")),
+        ({"lora_target_modules": ["q_proj"]}, ("lora_target_modules", "Set peft", "target_modules")),
+        ({"load_in_4bit": True}, ("load_in_4bit is True", "quantization: 4bit")),
+        ({"dtype": "bfloat16"}, ("dtype is 'bfloat16'", "model_init_kwargs")),
+        ({"config": "run.yaml"}, ("config is 'run.yaml'", "memsafe-rl train CONFIG.yaml")),
+        ({"dataset_train_split": "test"}, ("dataset_train_split", "Set dataset_split")),
+        ({"reward_model_name_or_path": "r"}, ("reward_model_name_or_path is 'r'", "Set reward_funcs")),
         ({"use_vllm": True}, ("use_vllm is True, which is refused",)),
         ({"num_generations": 3}, ("not a multiple of num_generations 3",)),
         ({"loss_type": "gpro"}, ("Did you mean 'grpo'?",)),
@@ -249,6 +275,10 @@ def test_the_printed_run_can_be_run(trainer: type[FakeTrainer], run_file: Path, 
         ({"reward_funcs": [{"a": {}, "b": {}}]}, ("one reward a line",)),
         ({"dataset": None}, ("Set dataset",)),
         ({"dataset_name": "x/y"}, ("only one",)),
+        ({"dataset": None, "dataset_name": "prompts.jsonl"}, ("dataset_name is 'prompts.jsonl'", "Set dataset to it")),
+        ({"dataset_split": "test"}, ("test", "'train'")),
+        ({"output_dir": "/proc/x"}, ("output_dir is '/proc/x'", "cannot be written", "Set output_dir")),
+        ({"output_dir": __file__ + "/x"}, ("output_dir is ", "cannot be written")),
         ({"dataset": "nowhere.jsonl"}, ("no dataset 'nowhere.jsonl'",)),
         ({"dataset": __file__}, (".jsonl",)),
         ({"peft": "lora16"}, ("peft is 'lora16'", "lora:16")),
@@ -276,6 +306,9 @@ def test_a_broken_file_of_prompts(trainer: type[FakeTrainer], run_file: Path, tm
         (["--learning-rate", "--bf16"], ("--learning-rate has no value",)),
         (["--log-completions", "maybe"], ("'maybe' stands alone",)),
         (["--learning-rate", "fast"], ("learning_rate is 'fast'",)),
+        (["--model_name_or_path", "m"], ("Set model.",)),
+        (["--use_peft"], ("use_peft is True", "peft: lora:16")),
+        (["--config", "run.yaml"], ("memsafe-rl train CONFIG.yaml",)),
         (["stray.yaml"], ("'stray.yaml' stands alone",)),
     ],
 )
@@ -288,7 +321,15 @@ def test_mistakes_in_flags(
 
 @pytest.mark.parametrize(
     ("content", "parts"),
-    [("- a\n- b\n", ("holds list",)), ("a: [1\n", ("is not YAML",)), ("", ("holds NoneType",))],
+    [
+        ("- a\n- b\n", ("holds list",)),
+        ("a: [1\n", ("is not YAML",)),
+        ("", ("holds NoneType",)),
+        ("seed: 1\nbeta: 0\nseed: 2\n", ("'seed' stands twice", "line 3")),
+        ("learning_rate: 1\nlearning-rate: 2\n", ("'learning_rate' stands twice", "line 2")),
+        ("kl_stop: {target: 1, target: 2}\n", ("'target' stands twice",)),
+        ("[1]: 2\n", ("[1]", "is not YAML")),
+    ],
 )
 def test_files_that_are_not_run_files(tmp_path: Path, content: str, parts: tuple[str, ...]) -> None:
     file = tmp_path / "run.yaml"
@@ -298,7 +339,9 @@ def test_files_that_are_not_run_files(tmp_path: Path, content: str, parts: tuple
 
 
 def test_a_harmless_setting_of_trl_passes(trainer: type[FakeTrainer], run_file: Path) -> None:
-    result = invoke(run_file, "--use-vllm", "false", "--dataloader-num-workers", "0", "--push_to_hub=False")
+    result = invoke(
+        run_file, "--use-vllm", "false", "--use_peft", "false", "--dataloader-num-workers", "0", "--push_to_hub=False"
+    )
     assert result.exit_code == 0, result.output
     assert trainer.made
 
@@ -372,11 +415,17 @@ def test_mistakes_that_the_trainer_finds(tiny_run: Path, tmp_path: Path) -> None
     (tmp_path / "empty.jsonl").write_text('{"question": "1+1="}\n')
     refused(invoke(tiny_run, "--dataset", "empty.jsonl"), "prompt")
     refused(invoke(tiny_run, "--max-completion-length", "1000"), "max_completion_length is 1000")
-    refused(invoke(tiny_run, "--model", "no/such/folder"), "no/such/folder")
+    refused(invoke(tiny_run, "--model", "no/such/folder"), "model='no/such/folder' has no config that can be read")
+    refused(invoke(tiny_run, "--reward-funcs", "no/such/reward"), "reward model 'no/such/reward' cannot be loaded")
     refused(invoke(tiny_run, "--resume-from-checkpoint", "out/checkpoint-9"), "checkpoint-9")
 
 
 # Help
+
+
+def test_the_version_is_told() -> None:
+    result = RUNNER.invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"memsafe-rl {memsafe_rl.__version__}\n")
 
 
 def test_help_teaches_every_setting() -> None:

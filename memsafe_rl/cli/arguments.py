@@ -11,7 +11,7 @@ import yaml
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.trainers.fields import GRPOFields, option
-from memsafe_rl.trainers.refusals import admit
+from memsafe_rl.trainers.refusals import REFUSED, Refusal, admit
 
 # ruff: noqa: RUF009  (`option` is `dataclasses.field` with a help text)
 
@@ -51,6 +51,51 @@ _KINDS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _elsewhere(reason: str, remedy: str, *names: str) -> dict[str, Refusal]:
+    return {name: Refusal(reason, remedy, (None, False)) for name in names}
+
+
+SCRIPT_NAMES: dict[str, Refusal] = {
+    **_elsewhere("it is called model here", "Set model.", "model_name_or_path", "model_name", "model_id"),
+    **_elsewhere(
+        "arguments of from_pretrained stand together",
+        "Set model_init_kwargs, such as {dtype: bfloat16, revision: main, attn_implementation: sdpa}.",
+        "dtype",
+        "torch_dtype",
+        "model_revision",
+        "attn_implementation",
+    ),
+    **_elsewhere("one entry says all of the adapter", "Write 'peft: lora:16'.", "use_peft", "peft_config", "use_lora"),
+    **_elsewhere(
+        "one entry says all of the adapter",
+        "Set peft to 'lora:16' or to fields of LoraConfig, such as {r: 16, target_modules: all-linear}.",
+        "lora_r",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_target_modules",
+        "lora_target_parameters",
+        "lora_modules_to_save",
+        "lora_task_type",
+        "use_rslora",
+        "use_dora",
+    ),
+    **_elsewhere(
+        "one entry says all of the loading", "Write 'quantization: 4bit'.", "load_in_4bit", "use_bnb_nested_quant"
+    ),
+    **_elsewhere("one entry says all of the loading", "Write 'quantization: 8bit'.", "load_in_8bit"),
+    **_elsewhere(
+        "the run file stands without a flag", "Write `memsafe-rl train CONFIG.yaml`.", "config", "config_file"
+    ),
+    **_elsewhere("it is called dataset here", "Set dataset to the file or folder.", "dataset_path", "train_dataset"),
+    **_elsewhere("it is called dataset_split here", "Set dataset_split.", "dataset_train_split"),
+    **_elsewhere("it is called eval_dataset_split here", "Set eval_dataset_split.", "dataset_test_split"),
+    **_elsewhere(
+        "rewards of all kinds stand together", "Set reward_funcs.", "reward_model_name_or_path", "reward_model"
+    ),
+}
+"""What scripts of TRL call an entry of `RunFields`, with where it stands here."""
+
+
 @dataclass(frozen=True)
 class RunRequest:
     """A run as the user asked for it, names checked, values as written.
@@ -77,9 +122,9 @@ def read_request(tokens: Sequence[str]) -> RunRequest:
         ConfigError: a name is unknown or refused, a flag has no value, or the file cannot be read.
     """
     file, flags = parse_flags(tokens)
-    known = (*RUN_NAMES, *SETTING_NAMES)
-    written = admit(read_run_file(Path(file)), known) if file is not None else {}
-    merged = written | admit(flags, known)
+    known, refused = (*RUN_NAMES, *SETTING_NAMES), REFUSED | SCRIPT_NAMES
+    written = admit(read_run_file(Path(file)), known, refused) if file is not None else {}
+    merged = written | admit(flags, known, refused)
     run = {name: value for name, value in merged.items() if name in RUN_NAMES}
     return RunRequest(run, {name: value for name, value in merged.items() if name not in RUN_NAMES})
 
@@ -108,17 +153,33 @@ def read_run_file(path: Path) -> dict[str, Any]:
         What it says, by name.
 
     Raises:
-        ConfigError: there is no such file, or it is not a mapping in YAML.
+        ConfigError: there is no such file, it is not a mapping in YAML, or a name stands in it twice.
     """
     if not path.is_file():
         raise ConfigError(f"There is no run file {str(path)!r}. Give the path of a YAML file.")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_RunFileLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds {type(content).__name__}, not names and values. Write lines 'name: value'.")
     return {str(name).replace("-", "_"): value for name, value in content.items()}
+
+
+class _RunFileLoader(yaml.SafeLoader):
+    """Safe YAML in which no name may stand twice, of which one value would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value).replace("-", "_")
+            if name in seen and name != "<<":
+                raise ConfigError(
+                    f"{name!r} stands twice in the run file, the second time in line {key.start_mark.line + 1}. "
+                    "Remove one of the two."
+                )
+            seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
 def parse_flags(tokens: Sequence[str]) -> tuple[str | None, dict[str, Any]]:

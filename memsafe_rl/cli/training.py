@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -93,6 +94,7 @@ def train(run: Run, console: Console) -> None:
     rewards = [reward(entry) for entry in chosen.reward_funcs or ()]
     peft_config, quantization_config = adapter(chosen.peft), quantization(chosen.quantization, bf16=bool(config.bf16))
     train_dataset, eval_dataset = prompts(chosen)
+    check_writable(config.output_dir)
     trainer = GRPOTrainer(
         chosen.model,
         rewards,
@@ -106,6 +108,26 @@ def train(run: Run, console: Console) -> None:
     trainer.save_model(config.output_dir)
     if config.should_log:
         console.print(f"{result.global_step} optimizer steps done; the model is in {config.output_dir}", soft_wrap=True)
+
+
+def check_writable(output_dir: str) -> None:
+    """Makes the folder of a run, before hours go by whose result could not be kept.
+
+    Args:
+        output_dir: the folder.
+
+    Raises:
+        ConfigError: it cannot be made or written to.
+    """
+    folder = Path(output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir is {output_dir!r}, which cannot be written ({error.strerror}). Set output_dir to a folder "
+            "that you may write to."
+        ) from error
 
 
 def reward(entry: Any) -> Any:
@@ -211,6 +233,8 @@ def prompts(chosen: RunFields) -> tuple[Dataset, Dataset | None]:
     if (chosen.dataset is None) == (chosen.dataset_name is None):
         raise ConfigError("Prompts come from one source. Set dataset (a file or folder) or dataset_name, and only one.")
     source = chosen.dataset or chosen.dataset_name
+    if chosen.dataset is None and Path(str(source)).suffix in _BUILDERS:
+        raise ConfigError(f"dataset_name is {source!r}, which is a file, not a name on a hub. Set dataset to it.")
     train_dataset = _loaded(source, chosen.dataset_split, chosen)
     if chosen.eval_dataset is not None:
         return train_dataset, _loaded(chosen.eval_dataset, chosen.eval_dataset_split, chosen)
@@ -225,15 +249,28 @@ def _loaded(source: Any, split: str | None, chosen: RunFields) -> Dataset:
             return load_dataset(source, chosen.dataset_config, split=split)
         path = Path(source).expanduser()
         if path.is_dir():
-            saved = load_from_disk(str(path))
-            return saved[split or "train"] if isinstance(saved, DatasetDict) else saved
+            return _split_of(load_from_disk(str(path)), split or "train", source)
         if not path.is_file():
             raise DataError(f"There is no dataset {source!r} here. Give a file or a folder, or set dataset_name.")
         if path.suffix not in _BUILDERS:
             raise DataError(f"dataset is {source!r}; files of prompts end in {', '.join(_BUILDERS)}. Convert it.")
-        return load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train")
+        return load_dataset(_BUILDERS[path.suffix], data_files=str(path), split=split or "train")
     except (DatasetsError, OSError, ValueError, KeyError) as error:
         if isinstance(error, DataError):
             raise
         reason = " ".join(str(error.__cause__ or error).split())
         raise DataError(f"The dataset {source!r} cannot be read: {reason.rstrip('.')}. Mend or replace it.") from error
+
+
+def _split_of(saved: Dataset | DatasetDict, split: str, source: Any) -> Dataset:
+    if not isinstance(saved, DatasetDict):
+        if split != "train":
+            raise DataError(f"The dataset {source!r} has no splits, but {split!r} is asked for. Leave the split out.")
+        return saved
+    if split not in saved:
+        there = ", ".join(map(repr, saved))
+        raise DataError(
+            f"The dataset {source!r} has the splits {there}, but no {split!r}. Set dataset_split, or "
+            "eval_dataset_split, to one of them."
+        )
+    return saved[split]

@@ -256,12 +256,13 @@ def unknown(name: str, names: Iterable[str], what: str = "setting") -> ConfigErr
     return ConfigError(f"There is no {what} {name!r}. {hint}")
 
 
-def admit(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def admit(given: Mapping[str, Any], known: Collection[str], refused: Mapping[str, Refusal] = REFUSED) -> dict[str, Any]:
     """Keeps the settings that are honoured, drops those that are off, and refuses the others by name.
 
     Args:
         given: settings by name, as a user wrote them.
         known: names that are honoured.
+        refused: names that are refused, with the reason.
 
     Returns:
         Settings by honoured name.
@@ -280,14 +281,13 @@ def admit(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
                     f"{name} is {value!r}, but {target}, its other name, is {kept[target]!r}. Set one only."
                 )
             kept[target] = value
-        elif target in REFUSED:
-            _refuse(target, value)
+        elif target in refused:
+            _refuse(target, value, refused[target])
         else:
-            raise unknown(name, [*known, *REFUSED, *ALIASES])
+            raise unknown(name, [*known, *refused, *ALIASES])
     return kept
 
 
-def _refuse(name: str, value: Any) -> None:
-    refusal = REFUSED[name]
+def _refuse(name: str, value: Any, refusal: Refusal) -> None:
     if not refusal.admits(value):
         raise ConfigError(f"{name} is {value!r}, which is refused: {refusal.reason}. {refusal.remedy}")
