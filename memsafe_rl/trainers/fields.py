@@ -20,17 +20,22 @@ else:  # what a user may write: text on a command line, None where a default is 
     Words = tuple[str, ...] | str | None
 
 
-def option(default: Any, text: str) -> Any:
+def option(default: Any, text: str, **parsing: Any) -> Any:
     """Declares one setting.
 
     Args:
         default: value when the user gives none; immutable.
         text: one sentence that says what the setting does, with its unit.
+        parsing: what else `argparse` is told of it, by way of `HfArgumentParser`.
 
     Returns:
         A dataclass field whose ``metadata["help"]`` is ready for `argparse`, where a percent sign stands twice.
     """
-    return field(default=default, metadata={"help": text.replace("%", "%%")})
+    return field(default=default, metadata={"help": text.replace("%", "%%"), **parsing})
+
+
+_BARE_IS_TRUE: dict[str, Any] = {"nargs": "?", "const": True}
+"""For truth values that are None by default, whose flag `HfArgumentParser` would not take without a value."""
 
 
 def help_text(setting: Field[Any]) -> str:
@@ -74,7 +79,9 @@ class TrainerFields:
 
     # Precision and model
     bf16: bool | None = option(
-        None, "Forward passes in bfloat16; None: on where a CUDA device supports it and fp16 is off, else off."
+        None,
+        "Forward passes in bfloat16; None: on where a CUDA device supports it and fp16 is off, else off.",
+        **_BARE_IS_TRUE,
     )
     fp16: bool = option(False, "Forward passes in float16, with loss scaling.")
     model_init_kwargs: Settings = option(
@@ -99,7 +106,10 @@ class TrainerFields:
         None, "Where a rollout waits between updates: 'device' or 'host'; None: the plan decides."
     )
     gradient_checkpointing: bool | None = option(
-        None, "Hint: recompute activations in the backward pass (True) or not (False); None: the plan decides."
+        None,
+        "Hint: recompute activations in the backward pass (True) or not (False); None: the plan decides.",
+        aliases=["--activation_checkpointing", "--activation-checkpointing"],
+        **_BARE_IS_TRUE,
     )
     gradient_checkpointing_kwargs: Settings = option(
         None, 'Only {"use_reentrant": false}, which is how recomputation works here.'
@@ -141,7 +151,7 @@ class TrainerFields:
         None, "Metric of an evaluation by which checkpoints are compared; None: 'reward', where one is needed."
     )
     greater_is_better: bool | None = option(
-        None, "Whether that metric should be large; None: unless its name ends in 'loss'."
+        None, "Whether that metric should be large; None: unless its name ends in 'loss'.", **_BARE_IS_TRUE
     )
     resume_from_checkpoint: str | None = option(
         None, "Checkpoint folder to go on from; 'true': the latest in output_dir."
@@ -153,7 +163,9 @@ class TrainerFields:
     logging_steps: float = option(10, "Optimizer steps between two lines of the log; below 1: share of the run.")
     log_level: str = option("passive", "Least level logged on the main process; 'passive': as it is.")
     log_level_replica: str = option("warning", "Least level logged on the other processes.")
-    disable_tqdm: bool | None = option(None, "No progress bar; None: a bar unless logging is below warnings.")
+    disable_tqdm: bool | None = option(
+        None, "No progress bar; None: a bar unless logging is below warnings.", **_BARE_IS_TRUE
+    )
     report_to: list[str] | str | None = option(
         "none", "Trackers, such as 'tensorboard' or 'wandb'; 'all': every one installed; 'none': none."
     )
@@ -207,7 +219,11 @@ class TrainerFields:
         "sequence_mask",
         "How those weights are bounded: 'token_' or 'sequence_' and 'truncate' (clip) or 'mask' (set to 0).",
     )
-    vllm_importance_sampling_clip_max: float | None = option(3.0, "Upper bound of those weights; None: none.")
+    vllm_importance_sampling_clip_max: float | None = option(
+        3.0,
+        "Upper bound of those weights; None: none.",
+        aliases=["--vllm_importance_sampling_cap", "--vllm-importance-sampling-cap"],
+    )
     vllm_importance_sampling_clip_min: float | None = option(None, "Lower bound of those weights; None: none.")
 
     # Rewards, clipping and reference

@@ -577,6 +577,18 @@ def test_hf_argument_parser(tmp_path: Path) -> None:
     assert (from_file.learning_rate, from_file.eval_strategy) == (1e-5, "no")
 
 
+def test_a_bare_flag_of_a_truth_value_that_may_be_open_means_true() -> None:
+    parser = HfArgumentParser(GRPOConfig)
+    (config,) = parser.parse_args_into_dataclasses(["--gradient_checkpointing", "--disable_tqdm", "--bf16"])
+    assert (config.gradient_checkpointing, config.disable_tqdm, config.bf16) == (True, True, True)
+    (config,) = parser.parse_args_into_dataclasses(["--gradient_checkpointing", "False", "--greater_is_better"])
+    assert (config.gradient_checkpointing, config.greater_is_better) == (False, True)
+    (config,) = parser.parse_args_into_dataclasses(["--activation_checkpointing"])
+    assert config.gradient_checkpointing is True
+    (config,) = parser.parse_args_into_dataclasses(["--vllm_importance_sampling_cap", "2"])
+    assert config.vllm_importance_sampling_clip_max == 2
+
+
 # Optimizers and schedules of transformers
 
 
