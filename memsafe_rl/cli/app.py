@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from memsafe_rl import __version__
 from memsafe_rl.cli.arguments import read_request, require
 from memsafe_rl.cli.teaching import show_train_help
 from memsafe_rl.errors import MemsafeError
@@ -32,13 +31,13 @@ app = typer.Typer(
 def show_version(wanted: bool) -> None:
     """Prints the version and leaves, if wanted."""
     if wanted:
-        typer.echo(f"memsafe-rl {__version__}")
+        typer.echo(f"memsafe-rl {importlib.import_module('memsafe_rl').__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def main(
-    version: Annotated[
+    show: Annotated[
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and leave.")
     ] = False,
 ) -> None:
