@@ -11,7 +11,7 @@ import yaml
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.trainers.fields import GRPOFields, option
-from memsafe_rl.trainers.refusals import REFUSED, Refusal, admit
+from memsafe_rl.trainers.refusals import ALIASES, REFUSED, Refusal, admit
 
 # ruff: noqa: RUF009  (`option` is `dataclasses.field` with a help text)
 
@@ -217,7 +217,7 @@ def _flag(word: str, waiting: list[str]) -> tuple[str, Any]:
     name = written.replace("-", "_")
     if equals:
         return name, value
-    kinds = _KINDS.get(name, ())
+    kinds = _KINDS.get(ALIASES.get(name, name), ())
     if bool in kinds:
         return name, waiting.pop(0) if waiting and waiting[0].lower() in TRUTH_WORDS else True
     if not kinds and bool in _KINDS.get(name.removeprefix("no_"), ()):

@@ -12,7 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
@@ -36,7 +36,7 @@ from memsafe_rl.trainers.checks import (
     read,
 )
 from memsafe_rl.trainers.fields import GRPOFields, TrainerFields, describe
-from memsafe_rl.trainers.refusals import ALIASES, REFUSED, admit, unknown
+from memsafe_rl.trainers.refusals import ALIASES, REFUSED, RefusedFields, admit, unknown
 from memsafe_rl.types import LossSettings, SamplingSettings
 
 logger = logging.getLogger(__name__)
@@ -78,24 +78,29 @@ class KLStop:
     estimator: str = "k3"
 
 
+def _settings(cls: Any) -> list[Field[Any]]:
+    """Gives the fields that are honoured; the others are there for parsers alone."""
+    return [setting for setting in fields(cls) if setting.name not in REFUSED]
+
+
 def _named(cls: _Config) -> _Config:
     """Makes a configuration class refuse names that it does not know, and describes its fields in its docstring."""
     generated = cls.__init__  # type: ignore[misc]
-    known = {setting.name for setting in fields(cls)}
+    known = {setting.name for setting in _settings(cls)}
 
     @functools.wraps(generated)
     def init(self: Any, *values: Any, **named: Any) -> None:
         generated(self, *values, **admit(named, known))
 
     cls.__init__ = init  # type: ignore[misc]
-    cls.__doc__ = "\n\n    ".join((cls.__doc__ or "", "\n    ".join(describe(cls)))) + "\n    "
+    cls.__doc__ = "\n\n    ".join((cls.__doc__ or "", "\n    ".join(describe(_settings(cls))))) + "\n    "
     return cls
 
 
 @functools.cache
 def _hints(cls: Any) -> dict[str, Any]:
     hints = get_type_hints(cls)
-    return {setting.name: hints[setting.name] for setting in fields(cls)}
+    return {setting.name: hints[setting.name] for setting in _settings(cls)}
 
 
 @functools.cache
@@ -587,7 +592,7 @@ def _is_multiple(whole: float, part: float) -> bool:
 
 @_named
 @dataclass
-class GRPOConfig(_TrainerConfig, GRPOFields):
+class GRPOConfig(RefusedFields, _TrainerConfig, GRPOFields):
     """Settings of `GRPOTrainer`, under TRL 1.16's names, with its defaults and meanings.
 
     Every setting here is honoured; any other one of TRL or transformers is refused by name when the object is made or

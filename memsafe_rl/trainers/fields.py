@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import Field, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 # ruff: noqa: RUF009  (`option` is `dataclasses.field` with a help text)
@@ -424,8 +424,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """The settings as help shows them: each in one group, what matters most first."""
 
 
-def describe(cls: type) -> Iterator[str]:
-    """Writes the settings of a configuration class as the lines of a docstring's ``Args`` section."""
+def describe(settings: Iterable[Field[Any]]) -> Iterator[str]:
+    """Writes settings as the lines of a docstring's ``Args`` section."""
     yield "Args:"
-    for setting in fields(cls):
+    for setting in settings:
         yield f"    {setting.name}: {help_text(setting)} Default: {setting.default!r}."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, make_dataclass
+from typing import TYPE_CHECKING, Any
 
 from memsafe_rl.errors import ConfigError
 
@@ -204,7 +204,7 @@ REFUSED: dict[str, Refusal] = {
         eval_do_concat_batches=(True, False),
         eval_use_gather_object=False,
         eval_accumulation_steps=None,
-        include_for_metrics=([], None),
+        include_for_metrics=(None, []),
         batch_eval_metrics=False,
         do_predict=False,
     ),
@@ -230,6 +230,36 @@ REFUSED: dict[str, Refusal] = {
     ),
 }
 """Every setting of TRL 1.16's GRPOConfig that is not here (see `ALIASES` too), and some of earlier versions."""
+
+
+if TYPE_CHECKING:
+
+    class RefusedFields:
+        """The refused settings; scripts may ask for them, but no checked code sets them."""
+
+else:
+    RefusedFields = make_dataclass(
+        "RefusedFields",
+        [
+            (
+                name,
+                str,
+                field(
+                    default=refusal.off[0],
+                    metadata={"help": f"Refused: {refusal.reason}.".replace("%", "%%"), "nargs": "?", "const": "True"},
+                    repr=False,
+                    compare=False,
+                    kw_only=True,
+                ),
+            )
+            for name, refusal in REFUSED.items()
+            if refusal.off
+        ],
+        namespace={
+            "__module__": __name__,
+            "__doc__": "The refused settings at their off values, for parsers that read the fields of a dataclass.",
+        },
+    )
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

@@ -36,7 +36,7 @@ from memsafe_rl.trainers.fields import GROUPS, GRPOFields, help_text
 from memsafe_rl.trainers.refusals import ALIASES, REFUSED
 from memsafe_rl.types import LossSettings, SamplingSettings
 
-OURS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+OURS = {field.name: field for field in dataclasses.fields(GRPOFields)}
 THEIRS = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
 
 NEW = {
@@ -575,6 +575,24 @@ def test_hf_argument_parser(tmp_path: Path) -> None:
     file.write_text("learning_rate: 1e-5\neval_strategy: no\n")
     (from_file,) = parser.parse_yaml_file(str(file))
     assert (from_file.learning_rate, from_file.eval_strategy) == (1e-5, "no")
+
+
+def test_flags_of_trl_that_are_off_are_parsed_and_others_refused_with_the_reason() -> None:
+    parser = HfArgumentParser(GRPOConfig)
+    line = "--use_vllm False --push_to_hub false --dataloader-num-workers 0 --ddp_timeout 1800 --vllm_mode colocate"
+    (config,) = parser.parse_args_into_dataclasses(shlex.split(line))
+    assert config == GRPOConfig()
+    assert config.use_vllm is False
+    assert "use_vllm" not in config.to_dict()
+    for flags in (["--use_vllm"], ["--use_vllm", "True"]):
+        with pytest.raises(ConfigError, match=r"use_vllm is 'True'.*memory budget"):
+            parser.parse_args_into_dataclasses(flags)
+    with pytest.raises(ConfigError, match="vllm_server_port is '8001'"):
+        parser.parse_args_into_dataclasses(["--vllm_server_port", "8001"])
+    assert set(THEIRS) - set(ALIASES) <= {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert "use_vllm" not in repr(config)
+    assert "use_vllm" not in (GRPOConfig.__doc__ or "")
+    assert dataclasses.replace(config, seed=3).seed == 3
 
 
 def test_a_bare_flag_of_a_truth_value_that_may_be_open_means_true() -> None:
