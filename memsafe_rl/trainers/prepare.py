@@ -114,7 +114,7 @@ def training_prompts(config: GRPOConfig, dataset: Any, reader: PromptTokenizer) 
     """
     if dataset is None:
         raise DataError("train_dataset is None. Pass a datasets.Dataset with a 'prompt' column.")
-    dataset = check_dataset(_kept_columns(config, dataset), "train_dataset")
+    dataset = _kept_columns(config, check_dataset(dataset, "train_dataset"))
     if isinstance(dataset, IterableDataset):
         if config.max_steps <= 0:
             raise ConfigError("max_steps is -1 but train_dataset is a stream of unknown length. Set max_steps.")
@@ -156,7 +156,7 @@ def evaluation_prompts(config: GRPOConfig, dataset: Any, reader: PromptTokenizer
         return None
     if isinstance(dataset, Mapping):
         return {name: evaluation_prompts(config, part, reader, rewards) for name, part in dataset.items()}
-    dataset = check_dataset(_kept_columns(config, dataset), "eval_dataset")
+    dataset = _kept_columns(config, check_dataset(dataset, "eval_dataset"))
     if isinstance(dataset, IterableDataset):
         raise DataError("eval_dataset is a stream. Pass a Dataset, such as Dataset.from_list(list(stream)).")
     overlong = config.overlong_prompts
@@ -180,8 +180,9 @@ def check_together(
         ConfigError: VESPO would count a row's importance weight once for every token.
         DataError: a reward function needs a column that is not there.
     """
-    if rollout_func is None and isinstance(dataset, Dataset):
-        rewards.check_columns(_kept_columns(config, dataset).column_names)
+    checked = _kept_columns(config, check_dataset(dataset, "train_dataset"))
+    if rollout_func is None and isinstance(checked, Dataset):
+        rewards.check_columns(checked.column_names)
     mode = config.vllm_importance_sampling_mode
     corrected = rollout_func is not None and config.vllm_importance_sampling_correction
     if config.loss_type == "vespo" and corrected and mode.startswith("sequence"):
@@ -205,9 +206,10 @@ def refuse_unsupported(**arguments: Any) -> None:
             raise ConfigError(f"{name} is not supported yet. Leave it out, or drive the episodes from rollout_func.")
 
 
-def _kept_columns(config: GRPOConfig, dataset: Any) -> Any:
+def _kept_columns(config: GRPOConfig, dataset: Dataset | IterableDataset) -> Any:
     """Drops every column but the prompt, if `remove_unused_columns` asks for it."""
-    drops = config.remove_unused_columns and isinstance(dataset, (Dataset, IterableDataset))
+    names = dataset.column_names
+    drops = config.remove_unused_columns and (names is None or "prompt" in names)
     return dataset.select_columns(["prompt"]) if drops else dataset
 
 
