@@ -428,7 +428,7 @@ class OnPolicyTrainer(TrainerSurface):
             start_time: without effect; `train_runtime` is logged at the end.
         """
         del start_time
-        record = {**logs, "epoch": self.state.epoch}
+        record = {name: None if _is_nan(value) else value for name, value in logs.items()} | {"epoch": self.state.epoch}
         self.state.log_history.append({**record, "step": self.state.global_step})
         self.control = self._callbacks.on_log(self.args, self.state, self.control, record)
 
@@ -686,3 +686,7 @@ class OnPolicyTrainer(TrainerSurface):
         if self.args.max_steps > 0 or per_epoch is None:
             return False
         return self._cursor.position >= self.args.num_train_epochs * per_epoch
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)

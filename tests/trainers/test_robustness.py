@@ -263,3 +263,10 @@ def test_anothers_config_is_refused_with_the_import_to_change(tmp_path: Path) ->
     theirs = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     with pytest.raises(ConfigError, match="from memsafe_rl import GRPOConfig"):
         GRPOTrainer(tiny_model(), count_digits, args=theirs, train_dataset=EVALUATION)
+
+
+def test_what_is_not_known_is_null_in_the_log(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, eval_dataset=EVALUATION, max_steps=1)
+    trainer.rewards._sources[0] = lambda completions: [None] * len(completions)
+    trainer.evaluate()
+    assert trainer.state.log_history[-1]["eval_reward"] is None
