@@ -238,13 +238,14 @@ class Parts:
     config: GRPOConfig
 
 
-def small_parts(output_dir: Path, seed: int, steps: int) -> Parts:
+def small_parts(output_dir: Path, seed: int, steps: int, warming: WarmUp) -> Parts:
     """Makes and warms up the small model; one-digit sums of three terms.
 
     Args:
         output_dir: folder of the run.
         seed: of everything random.
         steps: optimizer steps of GRPO.
+        warming: supervision before them.
 
     Returns:
         The parts.
@@ -253,7 +254,7 @@ def small_parts(output_dir: Path, seed: int, steps: int) -> Parts:
     train, held_out = split(sums(terms=(3, 3), digits=(1, 1), count=20_000), one_in=10)
     tokenizer = make_tokenizer([item["question"] for item in train])
     model = make_model(tokenizer, seed)
-    warm_up(model, tokenizer, train, WarmUp(), seed)
+    warm_up(model, tokenizer, train, warming, seed)
     train_set, held_out_set = (as_dataset(part, [item["question"] for item in part]) for part in (train, held_out))
     return Parts(model, tokenizer, train_set, held_out_set, small_settings(output_dir, seed, steps))
 
@@ -339,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     given = parser.parse_args(arguments)
     started = time.perf_counter()
     place = (given.output_dir, given.seed, given.steps)
-    parts = named_parts(given.model, *place) if given.model else small_parts(*place)
+    parts = named_parts(given.model, *place) if given.model else small_parts(*place, WarmUp())
     print(f"{len(parts.train)} questions to learn from, {len(parts.held_out)} held out")
     accuracy = run(parts)
     print(f"held-out accuracy    before   after   (seed {given.seed})")

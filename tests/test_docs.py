@@ -1,0 +1,103 @@
+"""Holds the documents to the code: links lead somewhere, commands and Python blocks work, settings exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import memsafe_rl
+from memsafe_rl import GRPOConfig, MemoryPolicy, RolloutPlan, UpdatePlan
+from memsafe_rl.types import MemoryState, ModelGeometry, RolloutWork, UpdateWork
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Gives the fenced code blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def block_after(marker: str) -> str:
+    """Gives the README's code block that follows a marker comment."""
+    found = re.search(rf"^<!-- {marker} -->\n```bash\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert found is not None, f"README.md has no bash block right after <!-- {marker} -->"
+    return found.group(1)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_in_code_exist(page: Path) -> None:
+    named = re.findall(r"`((?:tests|memsafe_rl|benchmarks|examples|docs)/[\w./-]+)", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_named_in_commands_exist(page: Path) -> None:
+    named = re.findall(r"python -m ((?:benchmarks|examples)\.[\w.]+)", page.read_text())
+    assert [name for name in named if not (ROOT / (name.replace(".", "/") + ".py")).is_file()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_compile_and_import_public_names(page: Path) -> None:
+    for block in blocks(page.read_text(), "python"):
+        compile(block, str(page), "exec")
+        for names in re.findall(r"^from memsafe_rl import (.+)$", block, flags=re.MULTILINE):
+            assert set(re.split(r",\s*", names)) <= set(memsafe_rl.__all__)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_written_as_code_exist(page: Path) -> None:
+    known = {setting.name for setting in fields(GRPOConfig)}
+    for block in blocks(page.read_text(), "python"):
+        for call in re.findall(r"GRPOConfig\((.*?)\)", block, flags=re.DOTALL):
+            assert set(re.findall(r"(\w+)=", call)) <= known
+
+
+@pytest.mark.parametrize("marker", ["quickstart:run", "quickstart:test"])
+def test_readme_commands_set_up_the_cpu_build_with_tested_versions(marker: str) -> None:
+    block = block_after(marker)
+    torch_version = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    assert torch_version is not None
+    assert f"torch=={torch_version.group(1)}+cpu" in block
+    assert "-c constraints.txt -e '.[" in block
+    assert subprocess.run(["bash", "-n"], input=block, text=True, check=False).returncode == 0
+
+
+def test_readme_commands_run_what_they_are_for() -> None:
+    assert block_after("quickstart:run").splitlines()[-1] == "python -m examples.quickstart"
+    assert block_after("quickstart:test").splitlines()[-1] == "pytest"
+
+
+def test_the_policy_of_the_docs_plans() -> None:
+    (block,) = blocks((ROOT / "docs" / "memory-policies.md").read_text(), "python")
+    scope: dict[str, object] = {"__name__": "docs"}
+    exec(block, scope)
+    (policy,) = (
+        value()
+        for value in scope.values()
+        if isinstance(value, type) and issubclass(value, MemoryPolicy) and value is not MemoryPolicy
+    )
+    geometry = ModelGeometry(2, 64, 192, 4, 2, 16, 512, 128, (None, None), 500_000, 500_000, 4, 4)
+    memory = MemoryState(device="cpu", budget_bytes=2**30, live_bytes=0, peak_bytes=0)
+    rollout = policy.before_rollout(RolloutWork((7, 9), 8, 300, geometry), memory)
+    update = policy.before_update(UpdateWork((20, 1100), (4, 4), geometry), memory)
+    assert (type(rollout), rollout.rows_in_flight) == (RolloutPlan, 8)
+    assert (type(update), update.checkpointing) == (UpdatePlan, True)
+
+
+def test_ci_runs_the_readme_and_checks_style() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert script.startswith("#!/usr/bin/env bash\n")
+    for part in ("set -euo pipefail", "block quickstart:test", "ruff check .", "ruff format --check .", "mypy"):
+        assert part in script

