@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="another model in its place, such as Qwen/Qwen3-0.6B")
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps (default: 120)")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps (default: 40)")
     parser.add_argument("--judged", type=int, default=100, help="held-out questions (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the run (default: 0)")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/smollm2"), help="where files go")
