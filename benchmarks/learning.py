@@ -27,7 +27,7 @@ from rich.table import Table
 import memsafe_rl
 from benchmarks.machine import describe_machine
 from benchmarks.small import EOS_ID, byte_tokenizer, small_qwen3
-from examples.quickstart import Parts, small_parts
+from examples.quickstart import Parts, WarmUp, small_parts
 from examples.tasks import exact, greedy_accuracy
 from memsafe_rl.memory.counting import CountingAllocator
 
@@ -143,7 +143,7 @@ def compare_task(seeds: Sequence[int], steps: int, output_dir: Path) -> list[dic
         table.add_column(column)
     records = []
     for seed in seeds:
-        parts = small_parts(output_dir / "task", seed, steps)
+        parts = small_parts(output_dir / "task", seed, steps, WarmUp())
         rivals: dict[str, Callable[[], dict[str, float]]] = {
             "memsafe_rl": lambda: learn_task(memsafe_rl.GRPOTrainer, memsafe_rl.GRPOConfig, parts),  # noqa: B023
             "TRL": lambda: learn_task(trl.GRPOTrainer, trl.GRPOConfig, parts, gradient_checkpointing=False),  # noqa: B023
@@ -162,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
     parser.add_argument("--seeds", type=int, nargs="*", default=[], help="also learn the task, with these seeds")
-    parser.add_argument("--task-steps", type=int, default=400, help="optimizer steps of the task (default: 400)")
+    parser.add_argument("--task-steps", type=int, default=200, help="optimizer steps of the task (default: 200)")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/learning"), help="where the runs write")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/learning.json"))
     arguments = parser.parse_args()
