@@ -437,6 +437,19 @@ def test_a_users_logprobs_only_correct_importance(tmp_path: Path) -> None:
     assert trainer.history[0]["approx_kl/k3_token"] < 1e-9
 
 
+def test_a_weight_of_three_makes_three_gradients(tmp_path: Path) -> None:
+    def far_off(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = trainer.processing_class(text=prompts)["input_ids"]
+        completions = [[20 + i, 48, 1] for i in range(len(prompts))]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[-100.0] * 3 for _ in prompts]}
+
+    settings: dict[str, Any] = {"rollout_func": far_off, "vllm_importance_sampling_mode": "token_truncate"}
+    plain = gradient_of(make_trainer(tmp_path, vllm_importance_sampling_correction=False, **settings))
+    weighted = gradient_of(make_trainer(tmp_path, vllm_importance_sampling_clip_max=3.0, **settings))
+    assert plain.norm() > 0
+    assert relative(weighted, 3 * plain) < 1e-5
+
+
 def test_a_stream_of_prompts_trains_and_resumes(tmp_path: Path) -> None:
     def stream() -> IterableDataset:
         return IterableDataset.from_generator(lambda: ({"prompt": prompt} for prompt in PROMPTS))
