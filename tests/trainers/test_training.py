@@ -79,7 +79,8 @@ def test_no_cut_changes_the_gradient(tmp_path: Path, dtype: torch.dtype, bound: 
 
     whole = run()
     assert whole.norm() > 0
-    for policy in (cut(1), cut(30), cut(17, rows_in_flight=3), cut(checkpointing=True, logprob_tile=3)):
+    leaner = cut(checkpointing=True, logprob_tile=3), cut(30, offload_activations=True, trajectory_device="device")
+    for policy in (cut(1), cut(30), cut(17, rows_in_flight=3), *leaner):
         assert relative(run(policy=policy), whole) < bound
     for accumulation in (2, 8):
         split = {"per_device_train_batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
