@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -19,13 +18,6 @@ from memsafe_rl.units import format_bytes
 METRICS_FILE = "metrics.jsonl"
 MEMORY_FILE = "memory.jsonl"
 _CELL_CHARACTERS = 400
-
-
-class CompletionsListener(Protocol):
-    """A callback that wants to see completions; trainers call it whenever completions are logged."""
-
-    def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Receives one mapping a completion: prompt, completion, each reward, advantage."""
 
 
 class MetricsLog(TrainerCallback):  # type: ignore[misc]
@@ -213,19 +205,6 @@ def banner(facts: Mapping[str, str], console: Console | None = None) -> None:
     for name, value in facts.items():
         table.add_row(name, value)
     (console or Console(stderr=True)).print(table)
-
-
-def summary(metrics: Mapping[str, float], started: float, console: Console | None = None) -> None:
-    """Prints what a run did.
-
-    Args:
-        metrics: names and values.
-        started: `time.perf_counter()` at the start of the run.
-        console: where it is printed.
-    """
-    seconds = time.perf_counter() - started
-    text = "  ".join(f"{name} {value:g}" for name, value in metrics.items())
-    (console or Console(stderr=True)).print(f"[bold]Done[/bold] in {seconds:.0f} s: {text}")
 
 
 def _cell(value: Any) -> Text:

@@ -51,7 +51,7 @@ def write_checkpoint(
     Returns:
         The checkpoint's folder.
     """
-    final = output_dir / f"{PREFIX}{step}"
+    final = checkpoint_folder(output_dir, step)
     draft = output_dir / f".{PREFIX}{step}.part"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -125,6 +125,11 @@ def find_checkpoint(output_dir: Path, wanted: bool | str) -> Path:
             f"resume_from_checkpoint is True but {str(output_dir)!r} holds no folder '{PREFIX}N'. Start without it."
         )
     return found[-1]
+
+
+def checkpoint_folder(output_dir: Path, step: int) -> Path:
+    """Gives the folder of the checkpoint that is written after a step."""
+    return output_dir / f"{PREFIX}{step}"
 
 
 def checkpoints(output_dir: Path) -> list[Path]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-
 
 def importance_weights(
     old_logprobs_T: Tensor,

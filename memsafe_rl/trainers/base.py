@@ -19,6 +19,7 @@ from transformers.trainer_callback import CallbackHandler
 from memsafe_rl.checkpoint import (
     RandomState,
     capture_random_state,
+    checkpoint_folder,
     drop_old_checkpoints,
     find_checkpoint,
     plain_random_state,
@@ -179,10 +180,11 @@ class OnPolicyTrainer(TrainerSurface):
             self._experience = self._roll_out()
         rows = self._rows()
         terms = self._fix_terms(self._experience, rows)
-        plan = self._plan_update(self._experience.trajectory, rows)
+        mine = self._mine(self._experience.trajectory, rows)
+        plan = self._plan_update(self._experience.trajectory, mine)
         experience = self._experience = self._experience.to(plan.trajectory_device, self.adapter.device)
         with self._tracker.phase(Phase.UPDATE):
-            gradient, norm = self._gradient(experience.trajectory, rows, plan, terms)
+            gradient, norm = self._gradient(experience.trajectory, mine, plan, terms)
             measured = step_metrics(gradient, norm, terms, self._ranks)
             experience = self._with_old_logprobs(experience, gradient)
         with uninterrupted():  # from here to the cursor nothing is read from the device and nothing is repeated
@@ -204,7 +206,7 @@ class OnPolicyTrainer(TrainerSurface):
 
     def _rows(self) -> list[int]:
         """Rows of the next optimizer step, over all ranks."""
-        return rows_of_step(self._cursor, self.args.rollout_rows, self.args.step_rows, self._data_seed)
+        return rows_of_step(self._cursor, self.args.rollout_rows, self.args.step_rows, self.args.order_seed)
 
     def _fix_terms(self, experience: Experience, rows: Sequence[int]) -> StepTerms:
         """Fixes every denominator and threshold over the whole step and all ranks, before anything is cut."""
@@ -235,9 +237,8 @@ class OnPolicyTrainer(TrainerSurface):
             sampler_is_external=experience.external,
         )
 
-    def _plan_update(self, trajectory: Trajectory, rows: Sequence[int]) -> UpdatePlan:
+    def _plan_update(self, trajectory: Trajectory, mine: Sequence[int]) -> UpdatePlan:
         """Asks the memory policy how to cut this rank's rows."""
-        mine = self._mine(trajectory, rows)
         work = UpdateWork(
             row_tokens=tuple(row_lengths(trajectory, mine)),
             action_tokens=trajectory.action_lengths(mine),
@@ -248,7 +249,7 @@ class OnPolicyTrainer(TrainerSurface):
         return plan
 
     def _gradient(
-        self, trajectory: Trajectory, rows: Sequence[int], plan: UpdatePlan, terms: StepTerms
+        self, trajectory: Trajectory, mine: Sequence[int], plan: UpdatePlan, terms: StepTerms
     ) -> tuple[StepGradient, Tensor]:
         """Accumulates the step's gradient over micro-batches and ranks, and measures its norm; moves no weight."""
         self._committed.drop_gradients()
@@ -257,7 +258,7 @@ class OnPolicyTrainer(TrainerSurface):
             gradient = accumulate_gradient(
                 self.adapter,
                 trajectory,
-                self._mine(trajectory, rows),
+                mine,
                 plan,
                 terms,
                 autocast=self._autocast,
@@ -572,9 +573,6 @@ class OnPolicyTrainer(TrainerSurface):
     def _load_weights(self, folder: Path) -> None:
         raise NotImplementedError
 
-    def _checkpoint_folder(self) -> Path:
-        return Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-
     def _save_checkpoint(self, random: RandomState | None = None) -> None:
         """Writes everything a resumed run needs to go on bit for bit.
 
@@ -582,7 +580,9 @@ class OnPolicyTrainer(TrainerSurface):
             random: state of the random generators to go on with; None for the present one.
         """
         if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(self._checkpoint_folder())
+            self.state.best_model_checkpoint = str(
+                checkpoint_folder(Path(self.args.output_dir), self.state.global_step)
+            )
         with self._tracker.phase(Phase.CHECKPOINT):
             if self._ranks.is_main:
                 loop = {
@@ -647,10 +647,6 @@ class OnPolicyTrainer(TrainerSurface):
         if self._committer is None:
             raise AssertionError("training has not begun")
         return self._committer
-
-    @property
-    def _data_seed(self) -> int:
-        return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def _autocast(self) -> torch.autocast:
         """The context of every forward pass; left after each, so that its weight cache never outlives one."""

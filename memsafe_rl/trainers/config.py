@@ -372,6 +372,11 @@ class _TrainerConfig(TrainerFields, ABC):
         return self.steps_per_generation or self.gradient_accumulation_steps
 
     @property
+    def order_seed(self) -> int:
+        """Seed of every order of prompts and rows."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    @property
     def step_rows(self) -> int:
         """Rows (completions) of one optimizer step, over all ranks."""
         return self.per_device_train_batch_size * self.world_size * self.gradient_accumulation_steps

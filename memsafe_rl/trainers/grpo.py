@@ -31,6 +31,7 @@ from memsafe_rl.trainers.prepare import (
     own_config,
     prompt_reader,
     refuse_unsupported,
+    text_dataset,
     training_prompts,
 )
 from memsafe_rl.trainers.ranks import Ranks
@@ -96,9 +97,10 @@ class GRPOTrainer(OnPolicyTrainer):
             model, processing_class, trust_remote_code=self.args.trust_remote_code, **_revision(self.args)
         )
         reader = prompt_reader(self.args, self.processing_class, facts)
-        self.train_dataset, source = train_dataset, training_prompts(self.args, train_dataset, reader)
+        self.train_dataset = text_dataset(self.args, train_dataset, "train_dataset")
+        source = training_prompts(self.args, self.train_dataset, reader)
         self.rewards = self._prepare_rewards(reward_funcs, reward_processing_classes)
-        check_together(self.args, train_dataset, self.rewards, rollout_func)
+        check_together(self.args, self.train_dataset, self.rewards, rollout_func)
         eval_dataset = evaluation_prompts(self.args, eval_dataset, reader, self.rewards)
 
         self.accelerator = Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)

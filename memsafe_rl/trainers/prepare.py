@@ -97,12 +97,34 @@ def prompt_reader(config: GRPOConfig, tokenizer: Any, facts: ModelFacts) -> Prom
     )
 
 
-def training_prompts(config: GRPOConfig, dataset: Any, reader: PromptTokenizer) -> PromptSource:
-    """Checks the training set and makes it readable by position.
+def text_dataset(config: GRPOConfig, dataset: Any, name: str) -> Dataset | IterableDataset:
+    """Checks a dataset's form, and drops every column but the prompt if `remove_unused_columns` asks for it.
 
     Args:
         config: the configuration.
         dataset: what the user passed.
+        name: the argument it was given as, for messages.
+
+    Returns:
+        The dataset to use.
+
+    Raises:
+        DataError: it is no dataset of text prompts.
+    """
+    if dataset is None:
+        raise DataError(f"{name} is None. Pass a datasets.Dataset with a 'prompt' column.")
+    checked = check_dataset(dataset, name)
+    names = checked.column_names
+    drops = config.remove_unused_columns and (names is None or "prompt" in names)
+    return checked.select_columns(["prompt"]) if drops else checked
+
+
+def training_prompts(config: GRPOConfig, dataset: Dataset | IterableDataset, reader: PromptTokenizer) -> PromptSource:
+    """Checks the prompts of the training set and makes them readable by position.
+
+    Args:
+        config: the configuration.
+        dataset: the training set, from `text_dataset`.
         reader: tokenizes prompts.
 
     Returns:
@@ -112,9 +134,6 @@ def training_prompts(config: GRPOConfig, dataset: Any, reader: PromptTokenizer) 
         ConfigError: a stream comes without max_steps.
         DataError: the dataset cannot be used.
     """
-    if dataset is None:
-        raise DataError("train_dataset is None. Pass a datasets.Dataset with a 'prompt' column.")
-    dataset = _kept_columns(config, check_dataset(dataset, "train_dataset"))
     if isinstance(dataset, IterableDataset):
         if config.max_steps <= 0:
             raise ConfigError("max_steps is -1 but train_dataset is a stream of unknown length. Set max_steps.")
@@ -125,7 +144,7 @@ def training_prompts(config: GRPOConfig, dataset: Any, reader: PromptTokenizer) 
     return IndexedPrompts(
         dataset,
         batch=config.prompts_per_rollout,
-        seed=config.seed if config.data_seed is None else config.data_seed,
+        seed=config.order_seed,
         shuffle=config.shuffle_dataset,
         keep=keep,
     )
@@ -156,7 +175,7 @@ def evaluation_prompts(config: GRPOConfig, dataset: Any, reader: PromptTokenizer
         return None
     if isinstance(dataset, Mapping):
         return {name: evaluation_prompts(config, part, reader, rewards) for name, part in dataset.items()}
-    dataset = _kept_columns(config, check_dataset(dataset, "eval_dataset"))
+    dataset = text_dataset(config, dataset, "eval_dataset")
     if isinstance(dataset, IterableDataset):
         raise DataError("eval_dataset is a stream. Pass a Dataset, such as Dataset.from_list(list(stream)).")
     overlong = config.overlong_prompts
@@ -180,9 +199,8 @@ def check_together(
         ConfigError: VESPO would count a row's importance weight once for every token.
         DataError: a reward function needs a column that is not there.
     """
-    checked = _kept_columns(config, check_dataset(dataset, "train_dataset"))
-    if rollout_func is None and isinstance(checked, Dataset):
-        rewards.check_columns(checked.column_names)
+    if rollout_func is None and isinstance(dataset, Dataset):
+        rewards.check_columns(dataset.column_names)
     mode = config.vllm_importance_sampling_mode
     corrected = rollout_func is not None and config.vllm_importance_sampling_correction
     if config.loss_type == "vespo" and corrected and mode.startswith("sequence"):
@@ -204,13 +222,6 @@ def refuse_unsupported(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ConfigError(f"{name} is not supported yet. Leave it out, or drive the episodes from rollout_func.")
-
-
-def _kept_columns(config: GRPOConfig, dataset: Dataset | IterableDataset) -> Any:
-    """Drops every column but the prompt, if `remove_unused_columns` asks for it."""
-    names = dataset.column_names
-    drops = config.remove_unused_columns and (names is None or "prompt" in names)
-    return dataset.select_columns(["prompt"]) if drops else dataset
 
 
 def _name_of(model: Any) -> str:

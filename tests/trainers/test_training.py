@@ -25,7 +25,8 @@ def gradient_of(trainer: GRPOTrainer) -> torch.Tensor:
     trainer._experience = trainer._roll_out()
     trajectory, rows = trainer._experience.trajectory, trainer._rows()
     terms = trainer._fix_terms(trainer._experience, rows)
-    trainer._gradient(trajectory, rows, trainer._plan_update(trajectory, rows), terms)
+    mine = trainer._mine(trajectory, rows)
+    trainer._gradient(trajectory, mine, trainer._plan_update(trajectory, mine), terms)
     return torch.cat([p.grad.flatten().double() for p in trainer.model.parameters() if p.grad is not None])
 
 
