@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "memsafe_rl"
 
 RANKS = (
-    {"errors", "units", "types"},
+    {"accounting", "errors", "units", "types"},
     {"ops", "memory", "models", "rewards"},
     {"rollout"},
     {"forecast", "callbacks", "logging", "checkpoint"},

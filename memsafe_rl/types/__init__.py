@@ -14,6 +14,7 @@ from memsafe_rl.types.learning import (
 )
 from memsafe_rl.types.model import LinearHead, LogitsHead, TokenDistribution, TokenScores
 from memsafe_rl.types.plans import (
+    Component,
     MemoryFailure,
     MemoryState,
     ModelGeometry,
@@ -29,6 +30,7 @@ from memsafe_rl.types.trajectory import Ragged, Trajectory
 __all__ = [
     "AdvantageResult",
     "Completion",
+    "Component",
     "Denominators",
     "LinearHead",
     "LogitsHead",

@@ -20,6 +20,19 @@ class Phase(StrEnum):
     CHECKPOINT = "checkpoint"
 
 
+class Component(StrEnum):
+    """What the bytes on a device are for."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    KV_CACHE = "kv_cache"
+    LOGITS = "logits"
+    TRAJECTORY = "trajectory"
+    OTHER = "other"
+
+
 @dataclass(frozen=True)
 class ModelGeometry:
     """The sizes of a network from which its bytes can be counted.
@@ -122,7 +135,8 @@ class RolloutPlan:
         reward_rows: completions a reward model scores in one forward.
         cache_dtype: element type of the cache, None for the model's own.
         engine: name of the rollout engine.
-        predicted_bytes: predicted peak by phase, in bytes; empty when nothing was predicted.
+        predicted_bytes: predicted peak of a phase ("rollout", "score", "update"), in bytes, with what is held already;
+            under "phase/component" the part of a component. Empty when nothing was predicted.
     """
 
     rows_in_flight: int = 64
@@ -147,7 +161,8 @@ class UpdatePlan:
         pack_prompts: one copy of a prompt for all its completions.
         trajectory_device: "device" or "host": where the trajectory waits between micro-batches.
         park_optimizer: keep the optimizer state in host memory outside the commit.
-        predicted_bytes: predicted peak by phase, in bytes; empty when nothing was predicted.
+        predicted_bytes: predicted peak of a phase ("rollout", "score", "update"), in bytes, with what is held already;
+            under "phase/component" the part of a component. Empty when nothing was predicted.
     """
 
     micro_batch_tokens: int = 8192
@@ -169,12 +184,22 @@ class MemoryFailure:
         requested_bytes: int, bytes asked for; None when the message does not say.
         attempt: how many plans have failed for this piece of work, from 1.
         message: the allocator's own words.
+        step: optimizer steps done when it failed.
+        plan: the plan that failed; None where there was none.
+        work: the shape of the work that was cut; None where nothing was cut.
+        budget_bytes: int, bytes the run may hold.
+        live_bytes: int, bytes held once the failed attempt was cleared away.
     """
 
     phase: Phase
     requested_bytes: int | None
     attempt: int
     message: str
+    step: int = 0
+    plan: RolloutPlan | UpdatePlan | None = None
+    work: RolloutWork | UpdateWork | None = None
+    budget_bytes: int = 0
+    live_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,16 +211,19 @@ class MemoryState:
         budget_bytes: int, bytes this run may hold on the device.
         live_bytes: int, bytes held now.
         peak_bytes: int, most bytes held since the run began.
-        corrections: per phase, measured over predicted bytes of past plans, 1.0 where nothing was measured.
+        step: optimizer steps done.
+        corrections: per phase, measured over predicted bytes above what was held before the phase, from the last plans
+            that predicted; a phase that was never measured is left out.
         last_rollout_plan: the plan of the last rollout, None before the first.
         last_update_plan: the plan of the last optimizer step, None before the first.
-        failures: failures of this run, oldest first.
+        failures: failures of this run that outlived their same-plan retry, oldest first.
     """
 
     device: str
     budget_bytes: int
     live_bytes: int
     peak_bytes: int
+    step: int = 0
     corrections: Mapping[str, float] = field(default_factory=dict)
     last_rollout_plan: RolloutPlan | None = None
     last_update_plan: UpdatePlan | None = None
