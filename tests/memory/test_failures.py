@@ -50,8 +50,8 @@ ALLOCATIONS = [
         4503599627370496,
     ),
     (
-        "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes",
-        8,
+        "[enforce fail at a.cpp:9] data. DefaultCPUAllocator: not enough memory: you tried to allocate 80 bytes",
+        80,
     ),
     ("unable to mmap 9989150328 bytes from file </a/model.safetensors>: Cannot allocate memory (12)", 9989150328),
     ("std::bad_alloc", None),
