@@ -56,7 +56,7 @@ class MemoryBudget:
             int, bytes: the limit, the share of the total, or 90 % of what is free.
 
         Raises:
-            ConfigError: the limit is larger than the device.
+            ConfigError: the limit is larger than the device, or nothing is left of the device.
         """
         if self.limit_bytes is not None:
             if self.limit_bytes > total_bytes:
@@ -65,9 +65,13 @@ class MemoryBudget:
                     f"{format_bytes(total_bytes)}. Lower memory_budget or leave it at 'auto'."
                 )
             return self.limit_bytes
-        if self.share is not None:
-            return int(self.share * total_bytes)
-        return int(AUTO_SHARE * free_bytes)
+        budget_bytes = int(AUTO_SHARE * free_bytes if self.share is None else self.share * total_bytes)
+        if budget_bytes < 1:
+            raise ConfigError(
+                f"memory_budget comes to {budget_bytes} bytes: the device has {format_bytes(total_bytes)}, of which "
+                f"{format_bytes(free_bytes)} are free. End what else runs on it, or give memory_budget in bytes."
+            )
+        return budget_bytes
 
 
 def _parse_share(text: str) -> float:

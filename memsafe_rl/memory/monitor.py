@@ -1,7 +1,12 @@
-"""Reads how many bytes this process holds: from the CUDA allocator, or from the operating system on a CPU."""
+"""Reads how many bytes this process holds, and holds it to a budget where the device can.
+
+The counts come from the CUDA allocator, from a simulated device, or from the operating system on a CPU. Only a
+simulated device enforces a budget by itself; elsewhere the plans keep it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -9,6 +14,7 @@ import psutil
 import torch
 
 from memsafe_rl.memory.simulated import SimulatedMemory, active_simulation
+from memsafe_rl.types import Component
 
 _RESET_HIGH_WATER_MARK = "5"
 """The value that makes Linux forget a process's highest resident size (see proc(5), clear_refs)."""
@@ -16,6 +22,10 @@ _RESET_HIGH_WATER_MARK = "5"
 
 class MemoryMeter(Protocol):
     """Bytes held on one device."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the count is the tensors' own bytes; False where it holds whatever else the process holds."""
 
     def live_bytes(self) -> int:
         """Bytes held now."""
@@ -32,13 +42,31 @@ class MemoryMeter(Protocol):
     def free_bytes(self) -> int:
         """Bytes nobody holds, plus what this process holds already."""
 
+    def live_by_component(self) -> Mapping[Component, int]:
+        """Bytes held now by what they are for; empty where nobody keeps the count."""
+
+    def allocator_retries(self) -> int:
+        """How often the allocator had to give its cache back before an allocation succeeded, ever."""
+
+    def enforce(self, budget_bytes: int) -> None:
+        """Makes the device refuse what would pass the budget, where it can."""
+
+    def release(self) -> None:
+        """Takes the limit of `enforce` back."""
+
 
 class CudaMeter:
     """The CUDA caching allocator's own counters (allocated bytes).
 
+    `enforce` sets no limit: the plans keep the budget. PyTorch's own limit,
+    `torch.cuda.set_per_process_memory_fraction`, counts reserved bytes, of which it needs more than the plans predict,
+    and waits for a proof on a card.
+
     Args:
         device: a CUDA device.
     """
+
+    is_exact = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -63,13 +91,30 @@ class CudaMeter:
         """Bytes the driver calls free plus what this process has reserved."""
         return torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
 
+    def live_by_component(self) -> Mapping[Component, int]:
+        """Nothing: the allocator does not know what its blocks are for."""
+        return {}
+
+    def allocator_retries(self) -> int:
+        """Allocations that succeeded only after all cached memory went back to the driver."""
+        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+
+    def enforce(self, budget_bytes: int) -> None:
+        """Does nothing: the plans keep the budget."""
+
+    def release(self) -> None:
+        """Does nothing: nothing was enforced."""
+
 
 class HostMeter:
     """The resident size of this process as the operating system sees it.
 
     PyTorch keeps no count of CPU memory; the resident size includes Python and mapped files, and its peak can be
-    restarted on Linux only.
+    restarted on Linux only. There is nothing to enforce a budget with: a limit of the operating system would hit Python
+    itself, and would kill rather than refuse.
     """
+
+    is_exact = False
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -101,6 +146,20 @@ class HostMeter:
         """Bytes available to new work plus what this process holds."""
         return int(psutil.virtual_memory().available) + self.live_bytes()
 
+    def live_by_component(self) -> Mapping[Component, int]:
+        """Nothing: the operating system does not know what pages are for."""
+        return {}
+
+    def allocator_retries(self) -> int:
+        """None: memory of the host is not cached in blocks that could run short."""
+        return 0
+
+    def enforce(self, budget_bytes: int) -> None:
+        """Does nothing: the plans keep the budget."""
+
+    def release(self) -> None:
+        """Does nothing: nothing was enforced."""
+
 
 class SimulatedMeter:
     """The counters of a simulated device.
@@ -109,8 +168,12 @@ class SimulatedMeter:
         simulation: a simulated device in force.
     """
 
+    is_exact = True
+
     def __init__(self, simulation: SimulatedMemory) -> None:
         self._simulation = simulation
+        self._own_capacity_bytes = simulation.capacity_bytes
+        self._enforced = False
 
     def live_bytes(self) -> int:
         """Bytes held now."""
@@ -125,13 +188,40 @@ class SimulatedMeter:
         self._simulation.reset_peak()
 
     def total_bytes(self) -> int:
-        """Bytes of the simulated device; the machine's memory if it has no limit."""
-        capacity = self._simulation.capacity_bytes
+        """Bytes of the simulated device, whatever is enforced on it; the machine's memory if it has no limit."""
+        capacity = self._own_capacity_bytes if self._enforced else self._simulation.capacity_bytes
         return int(psutil.virtual_memory().total) if capacity is None else capacity
 
     def free_bytes(self) -> int:
         """Bytes nobody else holds: all of them."""
         return self.total_bytes()
+
+    def live_by_component(self) -> Mapping[Component, int]:
+        """Bytes held now by what they are for, if the simulation keeps that count."""
+        held: Mapping[Component, int] = getattr(self._simulation, "live_by_component", dict)()
+        return held
+
+    def allocator_retries(self) -> int:
+        """None: a simulated device caches nothing."""
+        return 0
+
+    def enforce(self, budget_bytes: int) -> None:
+        """Lowers the device's capacity to the budget until `release`.
+
+        Args:
+            budget_bytes: int, bytes; a budget above the device's own capacity changes nothing.
+        """
+        if not self._enforced:
+            self._own_capacity_bytes = self._simulation.capacity_bytes
+            self._enforced = True
+        own = self._own_capacity_bytes
+        self._simulation.set_capacity(budget_bytes if own is None else min(own, budget_bytes))
+
+    def release(self) -> None:
+        """Gives the device its own capacity back."""
+        if self._enforced:
+            self._simulation.set_capacity(self._own_capacity_bytes)
+            self._enforced = False
 
 
 def meter_for(device: torch.device) -> MemoryMeter:

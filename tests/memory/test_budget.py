@@ -41,6 +41,11 @@ def test_a_budget_above_the_device_is_refused_with_both_numbers() -> None:
         MemoryBudget.parse("80GiB").resolve(total_bytes=24 * GIB, free_bytes=GIB)
 
 
+def test_a_full_device_leaves_no_budget() -> None:
+    with pytest.raises(ConfigError, match=r"comes to 0 bytes: the device has 24.00 GiB, of which 1 B are free"):
+        MemoryBudget.parse("auto").resolve(total_bytes=24 * GIB, free_bytes=1)
+
+
 @pytest.mark.parametrize("written", ["0%", "120%", "x%", 0, -5, "0GiB"])
 def test_an_impossible_budget_is_refused(written: str | int) -> None:
     with pytest.raises(ConfigError, match="memory_budget"):
