@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from memsafe_rl.memory.counting import CountingAllocator
+from memsafe_rl.memory.recovery import under
 from memsafe_rl.models.causal_lm import CausalLMAdapter
 from memsafe_rl.rollout.generation import generate
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
@@ -101,13 +102,13 @@ def waves_part(vocab: int, rows: int, new_tokens: int, **filters: Any) -> dict[s
     def draw_alone(row: int, new_tokens: int) -> Completion:
         prompt, sample = divmod(row, 8)
         short = replace(settings, max_new_tokens=new_tokens)
-        return generate(adapter, [prompts[prompt]], [[keys[prompt][sample]]], short, RolloutPlan())[0]
+        return generate(adapter, [prompts[prompt]], [[keys[prompt][sample]]], short, under(RolloutPlan()))[0]
 
     runs: dict[int, list[Completion]] = {}
     result: dict[str, Any] = {"vocabulary": vocab, **filters, "waves": {}}
     for wave in sorted(WAVES, reverse=True):
         start = time.process_time()
-        runs[wave] = generate(adapter, prompts, keys, settings, RolloutPlan(rows_in_flight=wave))
+        runs[wave] = generate(adapter, prompts, keys, settings, under(RolloutPlan(rows_in_flight=wave)))
         seconds = time.process_time() - start
         reference = runs[max(WAVES)]
         counts, flips = compare(runs[wave], reference)
@@ -142,7 +143,9 @@ def generate_part(prompt_count: int = 4, group: int = 16, new_tokens: int = 160)
     adapter = CausalLMAdapter(model, pad_token_id=0)
     settings = SamplingSettings(max_new_tokens=new_tokens, eos_token_ids=(1,))
     plan = RolloutPlan(rows_in_flight=prompt_count * group)
-    ours, seconds, peak = measured(lambda: generate(adapter, prompts, build_keys(prompt_count, group), settings, plan))
+    ours, seconds, peak = measured(
+        lambda: generate(adapter, prompts, build_keys(prompt_count, group), settings, under(plan))
+    )
 
     width = max(len(prompt) for prompt in prompts)
     ids = torch.stack([torch.cat([prompt.new_zeros(width - len(prompt)), prompt]) for prompt in prompts])

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.failures import is_out_of_memory
 from memsafe_rl.rollout.storage import load_trajectory, save_trajectory
 from memsafe_rl.types import Trajectory
 
@@ -93,9 +92,9 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any], Traje
         tensors = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
         loop = json.loads((folder / _LOOP).read_text())
         return tensors, loop, load_trajectory(folder)
-    except torch.OutOfMemoryError:
-        raise
     except (*_SIGNS_OF_DAMAGE, pickle.UnpicklingError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"resume_from_checkpoint is {str(folder)!r}, which is damaged ({type(error).__name__}: "
             f"{str(error).splitlines()[0]}). Delete it and resume from an earlier one."
@@ -156,47 +155,3 @@ def drop_old_checkpoints(output_dir: Path, limit: int | None, keep: str | None) 
     for path in found:
         if path not in kept:
             shutil.rmtree(path)
-
-
-class RandomState(NamedTuple):
-    """The state of every random generator a user's code may draw from.
-
-    Args:
-        python: of `random`.
-        numpy: of `numpy.random`.
-        torch: of the CPU.
-        cuda: of every CUDA device.
-    """
-
-    python: tuple[Any, ...]
-    numpy: tuple[Any, ...]
-    torch: torch.Tensor
-    cuda: tuple[torch.Tensor, ...]
-
-
-def capture_random_state() -> RandomState:
-    """Takes the present state; cheap enough for every step."""
-    cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else ()
-    return RandomState(random.getstate(), tuple(np.random.get_state()), torch.get_rng_state(), cuda)
-
-
-def plain_random_state(state: RandomState) -> dict[str, Any]:
-    """Writes a state in plain values, ready for JSON."""
-    algorithm, words, position, has_gauss, gauss = state.numpy
-    return {
-        "python": state.python,
-        "numpy": [algorithm, np.asarray(words).tolist(), position, has_gauss, gauss],
-        "torch": state.torch.tolist(),
-        "cuda": [device.tolist() for device in state.cuda],
-    }
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Restores what `plain_random_state` wrote."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    algorithm, numbers, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((algorithm, np.array(numbers, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    if torch.cuda.is_available() and state["cuda"]:
-        torch.cuda.set_rng_state_all([torch.tensor(row, dtype=torch.uint8) for row in state["cuda"]])

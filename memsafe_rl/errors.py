@@ -5,6 +5,9 @@ Every message states what failed, the value that failed with its unit, and what 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class MemsafeError(Exception):
     """Base of every error this library raises on purpose."""
@@ -19,4 +22,15 @@ class DataError(MemsafeError, ValueError):
 
 
 class MemoryBudgetError(MemsafeError, MemoryError):
-    """The work does not fit in the memory budget, even with the leanest plan allowed."""
+    """The work does not fit in the memory budget, even with the leanest plan allowed.
+
+    Args:
+        message: what was asked, what is held by whom, what was tried, what to change.
+        failure: the last failure, a `MemoryFailure`; None where nothing was allocated yet.
+        held_bytes: bytes by component when nothing of the failed work was left.
+    """
+
+    def __init__(self, message: str, *, failure: Any = None, held_bytes: Mapping[str, int] | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.held_bytes = dict(held_bytes or {})

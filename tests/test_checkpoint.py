@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from memsafe_rl.checkpoint import (
-    capture_random_state,
     checkpoints,
     drop_old_checkpoints,
     find_checkpoint,
-    plain_random_state,
     read_checkpoint,
-    restore_random_state,
     write_checkpoint,
 )
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.randomness import capture_random_state, plain_random_state, restore_random_state
 
 
 def write(folder: Path, step: int, save_model=lambda path: (path / "weights").write_text("w")) -> Path:

@@ -1,20 +1,26 @@
-"""The memory of a run: what was measured and planned so far, phase by phase, and one event for each."""
+"""The memory of a run: what was measured, planned and lost so far, phase by phase, and one event for each."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+from memsafe_rl.accounting import in_phase
 from memsafe_rl.memory.checks import check_rollout_plan, check_update_plan
 from memsafe_rl.memory.monitor import MemoryMeter
-from memsafe_rl.types import MemoryState, Phase, RolloutPlan, UpdatePlan
+from memsafe_rl.types import MemoryFailure, MemoryState, Phase, RolloutPlan, UpdatePlan
+
+_FADING = 0.9
+"""Share of an old correction that outlives a phase which needed less."""
+_PLAUSIBLE = (0.1, 10.0)
+"""Bounds of a correction; beyond them the measurement is of something else than the plan's work."""
 
 
 class MemoryTracker:
-    """Measures phases, remembers plans, and gives policies their view of the past.
+    """Measures phases, remembers plans and failures, and gives policies their view of the past.
 
     Args:
         device: the device's type.
@@ -24,35 +30,43 @@ class MemoryTracker:
 
     def __init__(self, device: str, meter: MemoryMeter, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
+        self.meter = meter
         self.events: list[dict[str, Any]] = []
+        self.step = 0
+        self.phase_now = Phase.LOAD
         self.phase_peaks: dict[str, int] = {}
         self.phase_seconds: dict[str, float] = {}
         self._device = device
-        self._meter = meter
         self._peak_bytes = 0
-        self._rollout_plan: RolloutPlan | None = None
-        self._update_plan: UpdatePlan | None = None
+        self._plans: dict[type, RolloutPlan | UpdatePlan] = {}
+        self._planned_at: dict[type, int] = {}
+        self._corrections: dict[str, float] = {}
+        self._failures: tuple[MemoryFailure, ...] = ()
 
     def state(self) -> MemoryState:
         """Gives a policy's view of the device and of this run's past."""
+        rollout, update = self._plans.get(RolloutPlan), self._plans.get(UpdatePlan)
         return MemoryState(
             device=self._device,
             budget_bytes=self.budget_bytes,
-            live_bytes=self._meter.live_bytes(),
-            peak_bytes=max(self._peak_bytes, self._meter.peak_bytes()),
-            last_rollout_plan=self._rollout_plan,
-            last_update_plan=self._update_plan,
+            live_bytes=self.meter.live_bytes(),
+            peak_bytes=max(self._peak_bytes, self.meter.peak_bytes()),
+            step=self.step,
+            corrections=dict(self._corrections),
+            last_rollout_plan=rollout if isinstance(rollout, RolloutPlan) else None,
+            last_update_plan=update if isinstance(update, UpdatePlan) else None,
+            failures=self._failures,
         )
 
     @property
     def rollout_plan(self) -> RolloutPlan:
         """The plan of the last rollout; the defaults before the first."""
-        return self._rollout_plan or RolloutPlan()
+        return self.state().last_rollout_plan or RolloutPlan()
 
     @property
     def update_plan(self) -> UpdatePlan:
         """The plan of the last optimizer step; the defaults before the first."""
-        return self._update_plan or UpdatePlan()
+        return self.state().last_update_plan or UpdatePlan()
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -61,42 +75,114 @@ class MemoryTracker:
         Args:
             phase: what runs inside.
         """
-        self._meter.reset_peak()
-        start = time.perf_counter()
+        self.meter.reset_peak()
+        before, self.phase_now = self.phase_now, phase
+        held, plan, start = self.meter.live_bytes(), self._plan_of(phase), time.perf_counter()
         try:
-            yield
+            with in_phase(phase):
+                yield
         finally:
-            peak = self._meter.peak_bytes()
+            self.phase_now = before
+            peak = self.meter.peak_bytes()
             self._peak_bytes = max(self._peak_bytes, peak)
             self.phase_peaks[phase] = max(self.phase_peaks.get(phase, 0), peak)
             self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + time.perf_counter() - start
+            if plan is not None and plan is self._plan_of(phase):
+                self._correct(phase, plan, peak - held)
 
-    def adopt(self, plan: RolloutPlan | UpdatePlan, *, step: int) -> None:
+    def adopt(self, plan: RolloutPlan | UpdatePlan) -> None:
         """Checks a plan, remembers it and records its event.
 
         Args:
             plan: what the policy answered.
-            step: optimizer steps done so far.
 
         Raises:
             ConfigError: the plan cannot be carried out.
         """
         if isinstance(plan, RolloutPlan):
             check_rollout_plan(plan)
-            self._rollout_plan = plan
         else:
             check_update_plan(plan)
-            self._update_plan = plan
+        self._plans[type(plan)] = plan
+        self._planned_at[type(plan)] = self.meter.live_bytes()
         kind = "rollout" if isinstance(plan, RolloutPlan) else "update"
-        details = {**asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)}
-        self.events.append({"event": "plan", "step": step, "kind": kind, **details})
+        self.record("plan", kind=kind, **{**asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)})
+
+    def record(self, event: str, **details: Any) -> None:
+        """Adds an event.
+
+        Args:
+            event: its kind: "plan", "failure", "retry", "rung", "band", "alarm" ...
+            details: plain values.
+        """
+        self.events.append({"event": event, "step": self.step, **details})
+
+    def remember(self, failure: MemoryFailure) -> None:
+        """Remembers a failure for later plans.
+
+        Args:
+            failure: one that outlived its same-plan retry.
+        """
+        self._failures = (*self._failures, replace(failure, work=None))
 
     def drain(self) -> dict[str, float]:
         """Gives peak bytes and seconds of every phase since the last call, under `memory/*` and `time/*`."""
         metrics = {f"memory/{name}_peak_bytes": float(peak) for name, peak in self.phase_peaks.items()}
         metrics |= {f"time/{name}_seconds": seconds for name, seconds in self.phase_seconds.items()}
-        metrics["memory/peak_bytes"] = float(max(self.phase_peaks.values(), default=self._meter.peak_bytes()))
+        metrics["memory/peak_bytes"] = float(max(self.phase_peaks.values(), default=self.meter.peak_bytes()))
         metrics["memory/budget_bytes"] = float(self.budget_bytes)
+        for name in self.phase_peaks:
+            plan = self._plan_of(Phase(name))
+            if plan is not None and name in plan.predicted_bytes:
+                metrics[f"memory/{name}_predicted_bytes"] = float(plan.predicted_bytes[name])
         self.phase_peaks.clear()
         self.phase_seconds.clear()
         return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives, in plain values, what later plans depend on."""
+        failures = [{**asdict(failure), "plan": _plain(failure.plan), "work": None} for failure in self._failures]
+        return {
+            "budget_bytes": self.budget_bytes,
+            "corrections": dict(self._corrections),
+            "plans": [_plain(plan) for plan in self._plans.values()],
+            "failures": failures,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` gave; the budget is the caller's to set."""
+        self._corrections = dict(state["corrections"])
+        plans = [_plan_from(plain) for plain in state["plans"]]
+        self._plans = {type(plan): plan for plan in plans if plan is not None}
+        self._failures = tuple(
+            MemoryFailure(**{**plain, "phase": Phase(plain["phase"]), "plan": _plan_from(plain["plan"])})
+            for plain in state["failures"]
+        )
+
+    def _plan_of(self, phase: Phase) -> RolloutPlan | UpdatePlan | None:
+        kind = UpdatePlan if phase is Phase.UPDATE else RolloutPlan
+        return self._plans.get(kind)
+
+    def _correct(self, phase: Phase, plan: RolloutPlan | UpdatePlan, measured_bytes: int) -> None:
+        """Compares what a phase needed with what its plan predicted; rises at once and fades slowly."""
+        predicted = plan.predicted_bytes.get(phase, 0) - self._planned_at.get(type(plan), 0)
+        if not self.meter.is_exact or phase not in plan.predicted_bytes or predicted <= 0 or measured_bytes <= 0:
+            return
+        known = self._corrections.get(phase, 1.0)
+        least, most = _PLAUSIBLE
+        found = min(most, max(least, known * measured_bytes / predicted))
+        faded = _FADING * known + (1 - _FADING) * found
+        self._corrections[phase] = found if phase not in self._corrections else max(found, faded)
+
+
+def _plain(plan: RolloutPlan | UpdatePlan | None) -> dict[str, Any] | None:
+    if plan is None:
+        return None
+    return {"kind": type(plan).__name__, **asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)}
+
+
+def _plan_from(plain: Mapping[str, Any] | None) -> RolloutPlan | UpdatePlan | None:
+    if plain is None:
+        return None
+    values = {name: value for name, value in plain.items() if name != "kind"}
+    return RolloutPlan(**values) if plain["kind"] == "RolloutPlan" else UpdatePlan(**values)

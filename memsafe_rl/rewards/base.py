@@ -29,8 +29,13 @@ one number or None for each completion, or a coroutine of them."""
 RewardSource = RewardFunction | nn.Module | str
 """A function, a reward model, or the name of one."""
 
+Attempt = Callable[[Callable[[int], Tensor]], Tensor]
+"""Runs a function of the completions that a reward model scores in one forward pass."""
+
 logger = logging.getLogger(__name__)
 
+_ROWS = 32
+"""Completions that a reward model scores in one forward pass where nobody says how many."""
 _GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -52,6 +57,10 @@ class RewardScores:
     seconds: Mapping[str, float] = field(default_factory=dict)
     extras: Mapping[str, list[Any]] = field(default_factory=dict)
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
+
+
+def _once(unit: Callable[[int], Tensor]) -> Tensor:
+    return unit(_ROWS)
 
 
 class RewardRunner:
@@ -156,13 +165,13 @@ class RewardRunner:
         columns: Mapping[str, Any] | None = None,
         *,
         trainer_state: Any = None,
-        reward_rows: int = 32,
+        attempt: Attempt = _once,
     ) -> RewardScores:
         """Calls every reward function once on all rows.
 
-        Reward models come first, then the functions in their order, then the async ones together. A reward model
-        that runs out of memory therefore does so before any function was called, and the call may be repeated with
-        fewer `reward_rows`. What a function raises comes out as it is.
+        Reward models come first, then the functions in their order, then the async ones together. Only what this
+        library does itself may be repeated when memory runs out: a reward model's pass, and writing down what the
+        functions returned. What a function raises comes out as it is.
 
         Args:
             prompts: B texts, or B lists of messages, a prompt repeated for each of its samples.
@@ -170,7 +179,8 @@ class RewardRunner:
             completion_ids: B lists of token ids.
             columns: the dataset's other columns, B values each.
             trainer_state: passed to the functions.
-            reward_rows: completions a reward model scores in one forward pass.
+            attempt: runs a function of the completions that a reward model scores in one forward pass, until memory
+                suffices.
 
         Returns:
             The rewards and what the functions logged.
@@ -184,16 +194,18 @@ class RewardRunner:
         self.check_columns(columns)
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         call = _Call({**columns, **given, "trainer_state": trainer_state})
-        rewards_BF = torch.full((len(prompts), len(self._sources)), math.nan)
         if len(prompts) == 0:
-            return RewardScores(rewards_BF, self.names)
+            return RewardScores(torch.zeros(0, len(self._sources)), self.names)
+        columns_F: dict[int, list[float]] = {}
         for index, source in enumerate(self._sources):
             if isinstance(source, RewardModel):
                 with call.timed(self.names[index]):
-                    rewards_BF[:, index] = source.score(prompts, completions, reward_rows)
+                    columns_F[index] = attempt(functools.partial(source.score, prompts, completions)).tolist()
         for index, output in self._outputs(call).items():
-            rewards_BF[:, index] = _numbers(self.names[index], output, len(prompts))
-        self._warn_of_unscored(rewards_BF, prompts)
+            columns_F[index] = _numbers(self.names[index], output, len(prompts))
+        rewards = [columns_F[index] for index in range(len(self._sources))]
+        self._warn_of_unscored(rewards, prompts)
+        rewards_BF = attempt(lambda _: torch.tensor(rewards).T.contiguous())
         return RewardScores(rewards_BF, self.names, call.seconds, call.joined_extras(len(prompts)), call.metrics)
 
     def close(self) -> None:
@@ -221,16 +233,16 @@ class RewardRunner:
             outputs.update(zip(waiting, self._loop.gather(timed), strict=True))
         return outputs
 
-    def _warn_of_unscored(self, rewards_BF: Tensor, prompts: Sequence[Any]) -> None:
-        unscored = rewards_BF.isnan().all(dim=1)
-        if self._warned or not unscored.any():
+    def _warn_of_unscored(self, rewards: Sequence[Sequence[float]], prompts: Sequence[Any]) -> None:
+        unscored = [row for row, values in enumerate(zip(*rewards, strict=True)) if all(map(math.isnan, values))]
+        if self._warned or not unscored:
             return
         self._warned = True
-        first = int(unscored.nonzero()[0])
+        first = unscored[0]
         logger.warning(
             "%d of %d completions got no reward from any function, the first at row %d with prompt %.200r. They count "
             "for nothing. This is said once.",
-            int(unscored.sum()),
+            len(unscored),
             len(prompts),
             first,
             prompts[first],
@@ -293,7 +305,7 @@ class _Stopwatch:
         self._seconds[self._name] = self._seconds.get(self._name, 0.0) + time.perf_counter() - self._start
 
 
-def _numbers(name: str, output: Any, rows: int) -> Tensor:
+def _numbers(name: str, output: Any, rows: int) -> list[float]:
     """Turns what a function returned into rewards, None into NaN, and refuses everything else."""
     unordered = isinstance(output, (str, bytes, Mapping, Set))
     if unordered or not isinstance(output, Iterable) or getattr(output, "ndim", 1) == 0:
@@ -307,7 +319,7 @@ def _numbers(name: str, output: Any, rows: int) -> Tensor:
             f"Reward function {name!r} returned {len(values)} rewards for {rows} completions. Return exactly one "
             "number or None for each completion."
         )
-    return torch.tensor([_number(name, row, rows, value) for row, value in enumerate(values)])
+    return [_number(name, row, rows, value) for row, value in enumerate(values)]
 
 
 def _number(name: str, row: int, rows: int, value: Any) -> float:

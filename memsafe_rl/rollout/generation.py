@@ -23,6 +23,7 @@ from transformers.generation.logits_process import (
 )
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
+from memsafe_rl.memory.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.sampling import greedy_tokens, sample_tokens, taken_logprobs
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
@@ -53,10 +54,13 @@ def generate(
     prompts: Sequence[Tensor],
     keys: Sequence[Sequence[SequenceKey]],
     settings: SamplingSettings,
-    plan: RolloutPlan,
+    attempt: Attempt[RolloutPlan],
     progress: Progress | None = None,
 ) -> list[Completion]:
     """Samples completions for every prompt, without gradient, in eval mode, in waves that fit the plan.
+
+    A wave is what is repeated when memory runs out; completions of earlier waves are kept, on the host, and the rows
+    that are left are cut by the plan then in force.
 
     A sequence depends on its prompt, its key and the settings; the plan and the other sequences change it only where
     a draw is marked in `Completion.ties`. That holds for networks that compute in float32. In bfloat16 another batch
@@ -68,7 +72,7 @@ def generate(
         prompts: P tensors (length,) int64, on any device.
         keys: for each prompt, one key per sample wanted.
         settings: how tokens are drawn.
-        plan: how the work is cut: ``rows_in_flight``, ``kv_bytes`` and ``prefill_tokens``.
+        attempt: runs a wave under the plan in force: its ``rows_in_flight``, ``kv_bytes`` and ``prefill_tokens``.
         progress: told of sequences that ended; None for nobody.
 
     Returns:
@@ -85,10 +89,17 @@ def generate(
     _check(lengths, keys, settings, geometry)
     group_sizes = tuple(len(group) for group in keys)
     ended: dict[tuple[int, int], Completion] = {}
-    for rows in cut_waves(lengths, group_sizes, settings.max_new_tokens, geometry, plan):
+    waiting = _ordered_rows(lengths, group_sizes)
+
+    def sample_next(plan: RolloutPlan) -> dict[tuple[int, int], Completion]:
+        rows = next_wave(waiting, lengths, settings.max_new_tokens, geometry, plan)
         wave = _gather_wave(rows, prompts, keys)
         completions = sample_wave(adapter, wave, settings, _shifted(progress, len(ended), sum(group_sizes)))
-        ended.update(zip(rows, completions, strict=True))
+        return dict(zip(rows, completions, strict=True))
+
+    while waiting:
+        ended |= attempt(sample_next)
+        waiting = [row for row in waiting if row not in ended]
     return [ended[prompt, sample] for prompt, size in enumerate(group_sizes) for sample in range(size)]
 
 
@@ -114,22 +125,41 @@ def cut_waves(
     Returns:
         Waves of (prompt, sample) pairs; every pair once.
     """
-    order = sorted(range(len(prompt_tokens)), key=lambda prompt: -prompt_tokens[prompt])
-    rows = [(prompt, sample) for prompt in order for sample in range(group_sizes[prompt])]
-    # Waves of even size take as many steps as full ones and a short last one, at a lower peak.
-    waves_needed = max(1, math.ceil(len(rows) / max(1, plan.rows_in_flight)))
-    most = math.ceil(len(rows) / waves_needed)
-    waves = []
-    while rows:
-        longest = prompt_tokens[rows[0][0]]
-        row_bytes = max(1, geometry.kv_bytes(longest + max_new_tokens))
-        fitting = most if plan.kv_bytes is None else min(most, plan.kv_bytes // row_bytes)
-        wave = rows[: max(1, fitting)]
-        prefilled = list(dict.fromkeys(prompt for prompt, _ in wave))[: max(1, plan.prefill_tokens // longest)]
-        wave = [row for row in wave if row[0] in prefilled]
-        waves.append(wave)
-        rows = rows[len(wave) :]
+    waiting, waves = _ordered_rows(prompt_tokens, group_sizes), []
+    while waiting:
+        waves.append(next_wave(waiting, prompt_tokens, max_new_tokens, geometry, plan))
+        waiting = waiting[len(waves[-1]) :]
     return waves
+
+
+def next_wave(
+    waiting: Sequence[tuple[int, int]],
+    prompt_tokens: Sequence[int],
+    max_new_tokens: int,
+    geometry: ModelGeometry,
+    plan: RolloutPlan,
+) -> list[tuple[int, int]]:
+    """Cuts the next wave from the head of the sequences that wait.
+
+    Args:
+        waiting: (prompt, sample) pairs, the longest prompts first; at least one.
+        prompt_tokens: length of each prompt, in tokens.
+        max_new_tokens: longest completion, in tokens.
+        geometry: sizes of the network.
+        plan: the limits.
+
+    Returns:
+        The first pairs of ``waiting``.
+    """
+    # Waves of even size take as many steps as full ones and a short last one, at a lower peak.
+    waves_needed = math.ceil(len(waiting) / max(1, plan.rows_in_flight))
+    most = math.ceil(len(waiting) / waves_needed)
+    longest = prompt_tokens[waiting[0][0]]
+    row_bytes = max(1, geometry.kv_bytes(longest + max_new_tokens))
+    fitting = most if plan.kv_bytes is None else min(most, plan.kv_bytes // row_bytes)
+    wave = waiting[: max(1, fitting)]
+    prefilled = list(dict.fromkeys(prompt for prompt, _ in wave))[: max(1, plan.prefill_tokens // longest)]
+    return [row for row in wave if row[0] in prefilled]
 
 
 def sample_wave(
@@ -332,6 +362,11 @@ def _prompt_rows(wave: Wave) -> Tensor:
     width = max(len(prompt) for prompt in wave.prompts)
     padded = [torch.cat([prompt[:1].expand(width - len(prompt)), prompt]) for prompt in wave.prompts]
     return torch.stack([padded[prompt] for prompt in wave.prompt_of_row])
+
+
+def _ordered_rows(prompt_tokens: Sequence[int], group_sizes: Sequence[int]) -> list[tuple[int, int]]:
+    order = sorted(range(len(prompt_tokens)), key=lambda prompt: -prompt_tokens[prompt])
+    return [(prompt, sample) for prompt in order for sample in range(group_sizes[prompt])]
 
 
 def _gather_wave(

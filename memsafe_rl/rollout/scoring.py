@@ -6,15 +6,29 @@ Axes: ``B`` rows, ``T`` completion tokens, ``M`` completion tokens of several ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from memsafe_rl.memory.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.logprobs import token_logprobs
 from memsafe_rl.ops.masking import pad_rows
 from memsafe_rl.rollout.generation import eval_mode
-from memsafe_rl.types import TokenScores, Trajectory
+from memsafe_rl.types import RolloutPlan, TokenScores, Trajectory
+
+
+class RowScores(NamedTuple):
+    """Scores of one row's actions, on the host.
+
+    Args:
+        logprobs: (T,), nats.
+        entropies: (T,), nats; None unless wanted.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor | None
 
 
 def score_rows(
@@ -56,29 +70,51 @@ def score_all(
     rows: Sequence[int],
     *,
     temperature: float,
-    score_tokens: int,
+    attempt: Attempt[RolloutPlan],
     tile: int,
-) -> list[Tensor]:
+    with_entropy: bool = False,
+) -> list[RowScores]:
     """Scores the actions of any number of rows without gradient, in eval mode, a slice at a time.
+
+    A slice is what is repeated when memory runs out; earlier slices are kept, on the host.
 
     Args:
         adapter: the network.
         trajectory: the store.
         rows: indices of the rows wanted.
         temperature: divides the logits, as in the rollout.
-        score_tokens: tokens (prompt and completion, padding included) of one forward; a longer row goes alone.
-        tile: completion tokens whose logits exist at the same time.
+        attempt: runs a slice under the plan in force: its ``score_tokens`` (prompt and completion, padding included)
+            are the tokens of one forward; a longer row goes alone.
+        tile: completion tokens whose logits exist at the same time; never more than ``score_tokens``, so that a plan
+            can go on shrinking when a row is alone.
+        with_entropy: whether entropies are wanted.
 
     Returns:
-        Log-probs of each row's own actions, (T,) on the host, nats, in the order of ``rows``.
+        Scores of each row's own actions, on the host, in the order of ``rows``.
     """
-    prompts, actions = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
-    scores: dict[int, Tensor] = {}
+    lengths = row_lengths(trajectory, rows)
+    scores: dict[int, RowScores] = {}
+    waiting = list(range(len(rows)))
+
+    def score_next(plan: RolloutPlan) -> dict[int, RowScores]:
+        chosen = cut_by_tokens([lengths[place] for place in waiting], plan.score_tokens)[0]
+        places = [waiting[index] for index in chosen]
+        found = _score_slice(
+            adapter, trajectory, [rows[p] for p in places], temperature, min(tile, plan.score_tokens), with_entropy
+        )
+        return dict(zip(places, found, strict=True))
+
     with torch.no_grad(), eval_mode(adapter.model):
-        for places in cut_by_tokens([sum(pair) for pair in zip(prompts, actions, strict=True)], score_tokens):
-            slice_scores = _score_slice(adapter, trajectory, [rows[place] for place in places], temperature, tile)
-            scores.update(zip(places, slice_scores, strict=True))
+        while waiting:
+            scores |= attempt(score_next)
+            waiting = [place for place in waiting if place not in scores]
     return [scores[place] for place in range(len(rows))]
+
+
+def row_lengths(trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
+    """Gives prompt plus completion tokens of each row."""
+    pairs = zip(trajectory.condition_lengths(rows), trajectory.action_lengths(rows), strict=True)
+    return [prompt + completion for prompt, completion in pairs]
 
 
 def cut_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -101,9 +137,19 @@ def cut_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def _score_slice(
-    adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], temperature: float, tile: int
-) -> tuple[Tensor, ...]:
+    adapter: ModelAdapter,
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    temperature: float,
+    tile: int,
+    with_entropy: bool,
+) -> list[RowScores]:
     """Scores one slice; a function of its own, so that its hidden states are gone before the next slice's forward."""
     distribution = adapter.distribution(trajectory, rows)
-    logprobs_M, _ = token_logprobs(distribution, temperature=temperature, tile=tile, with_entropy=False)
-    return torch.split(logprobs_M.cpu(), list(distribution.lengths))
+    logprobs_M, entropies_M = token_logprobs(
+        distribution, temperature=temperature, tile=tile, with_entropy=with_entropy
+    )
+    lengths = list(distribution.lengths)
+    logprobs = torch.split(logprobs_M.cpu(), lengths)
+    entropies = [None] * len(lengths) if entropies_M is None else torch.split(entropies_M.cpu(), lengths)
+    return [RowScores(*pair) for pair in zip(logprobs, entropies, strict=True)]

@@ -16,31 +16,30 @@ from torch import Tensor
 from transformers import DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
+from memsafe_rl.accounting import charge
 from memsafe_rl.checkpoint import (
-    RandomState,
-    capture_random_state,
     checkpoint_folder,
     drop_old_checkpoints,
     find_checkpoint,
-    plain_random_state,
     read_checkpoint,
-    restore_random_state,
     write_checkpoint,
 )
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.policies import MemoryPolicy
-from memsafe_rl.memory.tracker import MemoryTracker
+from memsafe_rl.memory.randomness import RandomState, capture_random_state, plain_random_state, restore_random_state
+from memsafe_rl.memory.recovery import Recovery
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.losses import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
 from memsafe_rl.rewards.base import RewardScores
+from memsafe_rl.rollout.scoring import row_lengths
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.continuity import check_same_run, run_facts
 from memsafe_rl.trainers.data import PromptSource
 from memsafe_rl.trainers.experience import Experience, ExperienceMaker
-from memsafe_rl.trainers.optimizer import Committer, build_optimizer, build_scheduler, uninterrupted
+from memsafe_rl.trainers.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler, uninterrupted
 from memsafe_rl.trainers.order import Cursor, rows_of_step
 from memsafe_rl.trainers.ranks import Ranks
-from memsafe_rl.trainers.reporting import averages, step_metrics
+from memsafe_rl.trainers.reporting import averages, read_step, step_metrics
 from memsafe_rl.trainers.surface import TrainerSurface
 from memsafe_rl.trainers.update import (
     StepGradient,
@@ -48,9 +47,9 @@ from memsafe_rl.trainers.update import (
     accumulate_gradient,
     contributes,
     entropy_masks,
-    row_lengths,
+    with_rows,
 )
-from memsafe_rl.types import Denominators, Phase, Ragged, Trajectory, UpdatePlan, UpdateWork
+from memsafe_rl.types import Component, Denominators, Phase, Trajectory, UpdatePlan, UpdateWork
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ class OnPolicyTrainer(TrainerSurface):
         reference_model: Any,
         source: PromptSource,
         maker: ExperienceMaker,
-        tracker: MemoryTracker,
+        recovery: Recovery,
         ranks: Ranks,
         eval_dataset: Any,
         callbacks: Sequence[Any],
@@ -103,7 +102,8 @@ class OnPolicyTrainer(TrainerSurface):
         self.control = TrainerControl()
         self._source = source
         self._maker = maker
-        self._tracker = tracker
+        self._recovery = recovery
+        self._tracker = recovery.tracker
         self._ranks = ranks
         self._given_optimizers = optimizers
         self._committer: Committer | None = None
@@ -163,11 +163,11 @@ class OnPolicyTrainer(TrainerSurface):
         try:
             while not self.control.should_training_stop:
                 self._train_step()
-        except KeyboardInterrupt:
+        except BaseException as error:
             self._committed.drop_gradients()
-            if self.args.save_strategy != "no" and self.state.global_step > 0:
-                logger.warning("interrupted: saving step %d before leaving", self.state.global_step)
-                self._save_checkpoint(self._random_before_step)
+            self._ranks.fail(f"{type(error).__name__}: {error}")
+            if isinstance(error, (KeyboardInterrupt, MemoryBudgetError)):
+                self._save_before_leaving()
             raise
         finally:
             self._notify("close")
@@ -181,16 +181,15 @@ class OnPolicyTrainer(TrainerSurface):
         rows = self._rows()
         terms = self._fix_terms(self._experience, rows)
         mine = self._mine(self._experience.trajectory, rows)
-        plan = self._plan_update(self._experience.trajectory, mine)
-        experience = self._experience = self._experience.to(plan.trajectory_device, self.adapter.device)
+        self._plan_update(self._experience.trajectory, mine)
         with self._tracker.phase(Phase.UPDATE):
-            gradient, norm = self._gradient(experience.trajectory, mine, plan, terms)
-            measured = step_metrics(gradient, norm, terms, self._ranks)
-            experience = self._with_old_logprobs(experience, gradient)
-        with uninterrupted():  # from here to the cursor nothing is read from the device and nothing is repeated
-            self._commit(norm)
+            self._experience, gradient = self._gradient(self._experience, mine, terms)
+            measured = self._measure(gradient, terms)
+            experience = self._with_old_logprobs(self._experience, gradient)
+        with uninterrupted():  # from here to the cursor nothing is read from the device
+            self._commit()
             self._experience = experience
-            metrics = self._account(measured, gradient.micro_batches, plan)
+            metrics = self._account(measured, gradient.micro_batches)
             self._advance(metrics)
             self._random_before_step = None
         self._finish_step(metrics)
@@ -202,11 +201,15 @@ class OnPolicyTrainer(TrainerSurface):
         later = [row for row in range(self.args.rollout_rows) if row not in first]
         experience = self._maker.make(self._source, rollout=cursor.rollout, position=cursor.position, later_rows=later)
         self._table = experience.table
+        self._random_before_step = self._recovery.repeat(capture_random_state)  # reward functions may have drawn
         return experience
 
     def _rows(self) -> list[int]:
         """Rows of the next optimizer step, over all ranks."""
-        return rows_of_step(self._cursor, self.args.rollout_rows, self.args.step_rows, self.args.order_seed)
+        config = self.args
+        return self._recovery.repeat(
+            lambda: rows_of_step(self._cursor, config.rollout_rows, config.step_rows, config.order_seed)
+        )
 
     def _fix_terms(self, experience: Experience, rows: Sequence[int]) -> StepTerms:
         """Fixes every denominator and threshold over the whole step and all ranks, before anything is cut."""
@@ -219,13 +222,14 @@ class OnPolicyTrainer(TrainerSurface):
                     rows,
                     top_quantile=self.args.top_entropy_quantile,
                     temperature=self.args.temperature,
-                    score_tokens=self._tracker.rollout_plan.score_tokens,
                     tile=self._tracker.update_plan.logprob_tile,
-                    autocast=self._autocast,
+                    attempt=self._maker.scoring(trajectory, rows),
+                    repeat=self._recovery.repeat,
                     ranks=self._ranks,
                 )
-        tokens = sum(trajectory.counted_actions[row] for row in rows)
-        kept = tokens if masks is None else int(torch.cat([masks[row] for row in rows]).sum())
+        counts = self._recovery.repeat(lambda: trajectory.counted_actions)
+        tokens = sum(counts[row] for row in rows)
+        kept = tokens if masks is None else sum(sum(masks[row].tolist()) for row in rows)
         counted = sum(trajectory.group_of_row[row] >= 0 for row in rows)
         return StepTerms(
             settings=self.args.loss_settings(),
@@ -237,53 +241,71 @@ class OnPolicyTrainer(TrainerSurface):
             sampler_is_external=experience.external,
         )
 
-    def _plan_update(self, trajectory: Trajectory, mine: Sequence[int]) -> UpdatePlan:
+    def _plan_update(self, trajectory: Trajectory, mine: Sequence[int]) -> None:
         """Asks the memory policy how to cut this rank's rows."""
-        work = UpdateWork(
+        self._tracker.adopt(self.memory_policy.before_update(self._work(trajectory, mine), self._tracker.state()))
+
+    def _work(self, trajectory: Trajectory, mine: Sequence[int]) -> UpdateWork:
+        return UpdateWork(
             row_tokens=tuple(row_lengths(trajectory, mine)),
             action_tokens=trajectory.action_lengths(mine),
             geometry=self.adapter.geometry,
         )
-        plan = self.memory_policy.before_update(work, self._tracker.state())
-        self._tracker.adopt(plan, step=self.state.global_step)
-        return plan
 
     def _gradient(
-        self, trajectory: Trajectory, mine: Sequence[int], plan: UpdatePlan, terms: StepTerms
-    ) -> tuple[StepGradient, Tensor]:
-        """Accumulates the step's gradient over micro-batches and ranks, and measures its norm; moves no weight."""
-        self._committed.drop_gradients()
-        self.model.train(not self.args.disable_dropout)
-        try:
+        self, experience: Experience, mine: Sequence[int], terms: StepTerms
+    ) -> tuple[Experience, StepGradient]:
+        """Accumulates the step's gradient over micro-batches, again from the start if memory runs out, then over ranks.
+
+        Moves no weight.
+        """
+
+        def accumulate(plan: UpdatePlan) -> tuple[Experience, StepGradient]:
+            if plan.park_optimizer:
+                self._committed.park()
+            placed = experience.to(plan.trajectory_device, self.adapter.device)
             gradient = accumulate_gradient(
                 self.adapter,
-                trajectory,
+                placed.trajectory,
                 mine,
                 plan,
                 terms,
                 autocast=self._autocast,
                 scale=self._committed.scaled,
             )
+            return placed, gradient
+
+        attempts = self._recovery.attempts(self._tracker.update_plan, self._work(experience.trajectory, mine))
+        self.model.train(not self.args.disable_dropout)
+        try:
+            placed, gradient = attempts(accumulate, undo=self._committed.drop_gradients)
         finally:
             self.model.eval()
+        self._recovery.repeat(self._committed.complete_gradients)
         self._ranks.sum_gradients(self._committed.parameters)
-        return gradient, self._committed.gradient_norm()
+        return placed, gradient
 
-    def _commit(self, norm: Tensor) -> None:
-        """Moves the weights; stands outside everything that may be repeated."""
+    def _measure(self, gradient: StepGradient, terms: StepTerms) -> dict[str, float]:
+        """Measures the gradient's norm and reads the step's numbers; the last thing that may be repeated."""
+        norm = self._recovery.repeat(self._committed.measure)
+        numbers = self._recovery.repeat(lambda: read_step(gradient, norm))
+        return step_metrics(numbers, terms, self._ranks)
+
+    def _commit(self) -> None:
+        """Moves the weights. An optimizer whose step allocates works on a copy's word: it is undone, never resumed."""
+        committer, repeat = self._committed, self._recovery.repeat
         with self._tracker.phase(Phase.OPTIMIZER):
-            self._committed.commit(norm)
+            repeat(committer.unpark)
+            repeat(committer.prepare_commit)
+            repeat(committer.commit, undo=committer.roll_back)
             self._sync_reference()
 
     def _sync_reference(self) -> None:
         """Moves the reference towards the model every so often (Gorbatovski et al. 2024, TR-DPO, eq. 4)."""
         reference = self._reference_model
         due = (self.state.global_step + 1) % self.args.ref_model_sync_steps == 0
-        if not self.args.sync_ref_model or not due or reference is None:
-            return
-        with torch.no_grad():
-            for old, new in zip(reference.parameters(), self.model.parameters(), strict=True):
-                old.lerp_(new.to(old.dtype), self.args.ref_model_mixup_alpha)
+        if self.args.sync_ref_model and due and reference is not None:
+            self._recovery.repeat(ReferenceMix(reference, self.model, self.args.ref_model_mixup_alpha).finish)
 
     def _mine(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """This rank's rows that can move a weight."""
@@ -295,16 +317,15 @@ class OnPolicyTrainer(TrainerSurface):
         if self.args.num_iterations == 1 or self._cursor.epoch > 0:
             return experience
         trajectory = experience.trajectory
-        fresh = {row: values for row, values in gradient.logprobs.items() if not trajectory.has_old[row]}
-        found = dict(self._ranks.gather([(row, values.cpu()) for row, values in fresh.items()]))
+
+        def fresh() -> list[tuple[int, Tensor]]:
+            return [(row, values.cpu()) for row, values in gradient.logprobs.items() if not trajectory.has_old[row]]
+
+        found = dict(self._ranks.gather(self._recovery.repeat(fresh)))
         if not found:
             return experience
-        store = trajectory.old_logprobs
-        if store is None:
-            dtype = next(iter(found.values())).dtype
-            store = Ragged(torch.zeros(trajectory.actions.flat.shape[0], dtype=dtype), trajectory.actions.lengths)
-        store.put(found, list(found.values()))
         has_old = tuple(known or row in found for row, known in enumerate(trajectory.has_old))
+        store = self._recovery.repeat(lambda: with_rows(trajectory, found))
         return replace(experience, trajectory=replace(trajectory, old_logprobs=store, has_old=has_old))
 
     def _entropy_coef(self) -> float:
@@ -326,9 +347,9 @@ class OnPolicyTrainer(TrainerSurface):
         """Tells progress bars how many of a rollout's completions have ended."""
         self._notify("on_sampling", ended, total)
 
-    def _account(self, measured: Mapping[str, float], micro_batches: int, plan: UpdatePlan) -> dict[str, float]:
+    def _account(self, measured: Mapping[str, float], micro_batches: int) -> dict[str, float]:
         """Adds to the step's numbers what is known on the host, and moves what follows from them."""
-        metrics = dict(measured)
+        metrics, plan = dict(measured), self._tracker.update_plan
         if self._experience is not None and self._cursor.starts_rollout:
             metrics |= self._experience.metrics
             self.state.num_input_tokens_seen += int(metrics.pop("step_tokens"))
@@ -359,7 +380,8 @@ class OnPolicyTrainer(TrainerSurface):
 
     def _begin_step(self) -> None:
         self._step_started = time.perf_counter()
-        self._random_before_step = capture_random_state()
+        self._tracker.step = self.state.global_step
+        self._random_before_step = self._recovery.repeat(capture_random_state)
         self._last_learning_rate = self._committed.learning_rate
         self.control = self._callbacks.on_step_begin(self.args, self.state, self.control)
 
@@ -367,7 +389,7 @@ class OnPolicyTrainer(TrainerSurface):
         """Moves to the next optimizer step; the KL stop ends the passes over this rollout only."""
         stop = self._kl_stops(metrics)
         if stop:
-            self._tracker.events.append({"event": "kl_stop", "step": self.state.global_step + 1, **stop})
+            self._tracker.record("kl_stop", **stop)
         consumed = 0 if self._experience is None else self._experience.consumed
         before = self._cursor
         self._cursor = before.advance(
@@ -497,15 +519,19 @@ class OnPolicyTrainer(TrainerSurface):
         self.args.validate()
         max_steps = self._max_steps()
         optimizer, scheduler = self._given_optimizers
-        optimizer = optimizer or build_optimizer(self.model, self.args)
+        optimizer = optimizer or self._recovery.repeat(lambda: build_optimizer(self.model, self.args))
         scheduler = scheduler or build_scheduler(optimizer, self.args, max_steps)
         scaler = torch.amp.GradScaler(self.adapter.device.type) if self.args.fp16 else None
         self._committer = Committer(
             self.model, optimizer, scheduler, max_grad_norm=self.args.max_grad_norm, scaler=scaler
         )
+        self._committer.drop_gradients()
+        with charge(Component.OPTIMIZER):
+            self._recovery.repeat(self._committer.make_state)
         self._go_to_start()
         if resume:
-            self._resume(find_checkpoint(Path(self.args.output_dir), resume))
+            folder = find_checkpoint(Path(self.args.output_dir), resume)
+            self._recovery.repeat(lambda: self._resume(folder))
         self.state.max_steps = max_steps
         self.state.num_train_epochs = math.ceil(self.args.num_train_epochs)
         self.state.train_batch_size = self.args.per_device_train_batch_size
@@ -585,28 +611,38 @@ class OnPolicyTrainer(TrainerSurface):
             )
         with self._tracker.phase(Phase.CHECKPOINT):
             if self._ranks.is_main:
-                loop = {
-                    "cursor": asdict(self._cursor),
-                    "entropy": list(self._entropy),
-                    "budget_bytes": self._tracker.budget_bytes,
-                    "history": self.history,
-                    "experience": self._experience_facts(),
-                    "run": self._run_facts(),
-                    "random": plain_random_state(random or capture_random_state()),
-                }
-                output_dir = Path(self.args.output_dir)
-                write_checkpoint(
-                    output_dir,
-                    self.state.global_step,
-                    save_model=self._write_weights,
-                    write_state=lambda path: self.state.save_to_json(str(path)),
-                    tensors=None if self.args.save_only_model else self._state_tensors(),
-                    loop=loop,
-                    trajectory=None if self._experience is None else self._experience.trajectory,
-                )
-                drop_old_checkpoints(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+                self._recovery.repeat(lambda: self._write_checkpoint(random))
             self._ranks.wait()
         self.control = self._callbacks.on_save(self.args, self.state, self.control)
+
+    def _write_checkpoint(self, random: RandomState | None) -> None:
+        loop = {
+            "cursor": asdict(self._cursor),
+            "entropy": list(self._entropy),
+            "memory": self._tracker.state_dict(),
+            "history": self.history,
+            "experience": self._experience_facts(),
+            "run": self._run_facts(),
+            "random": plain_random_state(random or capture_random_state()),
+        }
+        output_dir = Path(self.args.output_dir)
+        write_checkpoint(
+            output_dir,
+            self.state.global_step,
+            save_model=self._write_weights,
+            write_state=lambda path: self.state.save_to_json(str(path)),
+            tensors=None if self.args.save_only_model else self._state_tensors(),
+            loop=loop,
+            trajectory=None if self._experience is None else self._experience.trajectory,
+        )
+        drop_old_checkpoints(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _save_before_leaving(self) -> None:
+        """Saves where the run stands, as it was before the step that did not end."""
+        if self.args.save_strategy == "no" or self.state.global_step == 0:
+            return
+        logger.warning("saving step %d before leaving", self.state.global_step)
+        self._save_checkpoint(self._random_before_step)
 
     def _state_tensors(self) -> dict[str, Any]:
         state = self._committed.state_dict()
@@ -636,8 +672,9 @@ class OnPolicyTrainer(TrainerSurface):
         self.history = list(loop["history"])
         self._cursor = Cursor(**loop["cursor"])
         self._entropy = EntropyControl(*loop["entropy"])
+        self._tracker.load_state_dict(loop["memory"])
         if self.args.memory_budget == "auto":
-            self._tracker.budget_bytes = loop["budget_bytes"]
+            self._tracker.budget_bytes = loop["memory"]["budget_bytes"]
         if trajectory is not None:
             self._experience = Experience(trajectory=trajectory, **loop["experience"])
         restore_random_state(loop["random"])

@@ -90,9 +90,9 @@ class StreamedPrompts:
         if position != self._position:
             self._iterator = self._endless()
             next(islice(self._iterator, position, position), None)
-            self._position = position
+        self._position = -1  # until all are there: a stream that raised half way is read again from the start
         taken = list(islice(self._iterator, count))
-        self._position += count
+        self._position = position + count
         return taken
 
     def _endless(self) -> Iterator[dict[str, Any]]:

@@ -7,19 +7,20 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from memsafe_rl.memory.policies import MemoryPolicy
-from memsafe_rl.memory.tracker import MemoryTracker
+from memsafe_rl.memory.recovery import Attempt, Recovery
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.advantages import group_advantages, zero_spread_groups
 from memsafe_rl.ops.importance import importance_weights
 from memsafe_rl.rewards.base import RewardRunner, RewardScores
 from memsafe_rl.rollout.generation import generate
-from memsafe_rl.rollout.scoring import score_all
+from memsafe_rl.rollout.scoring import row_lengths, score_all
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.data import Prompts, PromptSource, PromptTokenizer
 from memsafe_rl.trainers.given import GivenRollout, RolloutFunction, read_rollout
@@ -35,9 +36,12 @@ from memsafe_rl.types import (
     SamplingSettings,
     SequenceKey,
     Trajectory,
+    UpdateWork,
 )
 
 logger = logging.getLogger(__name__)
+
+Made = TypeVar("Made")
 
 EVALUATION_ROLLOUT = -1
 """Rollout index of evaluations: they draw the same numbers every time, so that their differences are the model's."""
@@ -142,7 +146,7 @@ class ExperienceMaker:
         read_prompts: tokenizes prompts.
         rewards: the reward functions.
         policy: plans every rollout.
-        tracker: the run's memory.
+        recovery: repeats what runs out of memory, and tracks the run's memory.
         ranks: the ranks of the run.
         sampling: how completions are drawn.
         autocast: context of every forward pass.
@@ -159,7 +163,7 @@ class ExperienceMaker:
         read_prompts: PromptTokenizer,
         rewards: RewardRunner,
         policy: MemoryPolicy,
-        tracker: MemoryTracker,
+        recovery: Recovery,
         ranks: Ranks,
         sampling: SamplingSettings,
         autocast: Callable[[], AbstractContextManager[object]],
@@ -172,7 +176,8 @@ class ExperienceMaker:
         self._read_prompts = read_prompts
         self._rewards = rewards
         self._policy = policy
-        self._tracker = tracker
+        self._recovery = recovery
+        self._tracker = recovery.tracker
         self._ranks = ranks
         self._sampling = sampling
         self._autocast = autocast
@@ -191,19 +196,18 @@ class ExperienceMaker:
         Returns:
             The rollout, on the host.
         """
-        prompts = self._read_prompts(source.take(position, self._config.prompts_per_rollout))
-        plan = self._plan(prompts)
-        samples = self._draw(prompts, rollout, self._config.num_generations, plan)
-        samples, consumed = self._refill(samples, source, rollout, position, plan)
-        advantages = self._advantages(samples)
-        trajectory = self._store(samples, advantages)
-        trajectory = self._score(trajectory, plan, later_rows, external=samples.external)
+        prompts = self._read(source, position, self._config.prompts_per_rollout)
+        self._plan(prompts)
+        samples = self._draw(prompts, rollout, self._config.num_generations)
+        samples, consumed = self._refill(samples, source, rollout, position)
+        advantages = self._repeat(lambda: self._advantages(samples))
+        trajectory = self._repeat(lambda: self._store(samples, advantages))
+        trajectory = self._score(trajectory, later_rows, external=samples.external)
+        metrics, table = self._repeat(
+            lambda: (self._metrics(samples, advantages), _table(samples, advantages, self._rewards.names))
+        )
         return Experience(
-            trajectory=trajectory,
-            consumed=consumed,
-            external=samples.external,
-            metrics=self._metrics(samples, advantages),
-            table=_table(samples, advantages, self._rewards.names),
+            trajectory=trajectory, consumed=consumed, external=samples.external, metrics=metrics, table=table
         )
 
     def evaluate(self, examples: Sequence[dict[str, Any]], group_size: int) -> dict[str, float]:
@@ -216,44 +220,53 @@ class ExperienceMaker:
         Returns:
             What is logged of them.
         """
-        prompts = self._read_prompts(examples)
-        plan = self._tracker.rollout_plan
-        samples = self._draw(prompts, EVALUATION_ROLLOUT, group_size, plan, phase=Phase.EVALUATE)
-        return self._metrics(samples, self._advantages(samples))
+        prompts = self._repeat(lambda: self._read_prompts(examples), Phase.EVALUATE)
+        samples = self._draw(prompts, EVALUATION_ROLLOUT, group_size, phase=Phase.EVALUATE)
+        return self._repeat(lambda: self._metrics(samples, self._advantages(samples)), Phase.EVALUATE)
 
-    def _plan(self, prompts: Prompts) -> RolloutPlan:
-        work = RolloutWork(
+    def _read(self, source: PromptSource, position: int, count: int) -> Prompts:
+        return self._repeat(lambda: self._read_prompts(source.take(position, count)))
+
+    def _repeat(self, unit: Callable[[], Made], phase: Phase = Phase.ROLLOUT) -> Made:
+        with self._tracker.phase(phase):
+            return self._recovery.repeat(unit)
+
+    def _plan(self, prompts: Prompts) -> None:
+        """Asks the memory policy how to cut the rollout."""
+        work = self._work(prompts, self._config.num_generations)
+        self._tracker.adopt(self._policy.before_rollout(work, self._tracker.state()))
+
+    def _work(self, prompts: Prompts, group_size: int) -> RolloutWork:
+        return RolloutWork(
             prompt_tokens=tuple(len(ids) for ids in prompts.ids),
-            group_size=self._config.num_generations,
+            group_size=group_size,
             max_new_tokens=self._sampling.max_new_tokens,
             geometry=self._adapter.geometry,
             scored=self._config.beta != 0,
         )
-        plan = self._policy.before_rollout(work, self._tracker.state())
-        self._tracker.adopt(plan, step=self._owner.state.global_step)
-        return plan
 
     def _draw(
         self,
         prompts: Prompts,
         rollout: int,
         group_size: int,
-        plan: RolloutPlan,
         *,
         first_prompt: int = 0,
         phase: Phase = Phase.ROLLOUT,
     ) -> Samples:
         """Draws and rewards this rank's rows, and joins all ranks'."""
         mine = self._ranks.share(len(prompts.ids) * group_size)
+        work = self._work(prompts, group_size)
         with self._tracker.phase(phase):
             if self._rollout_func is None:
-                drawn = self._generate(prompts, rollout, group_size, plan, first_prompt, mine)
+                drawn = self._generate(prompts, rollout, group_size, work, first_prompt, mine)
                 given = GivenRollout([prompts.ids[row // group_size] for row in mine], drawn)
             else:
                 given = self._call_rollout_func(prompts, group_size, mine)
         texts = self._texts(prompts, [completion.ids for completion in given.completions])
         with self._tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
-            scores = self._reward(prompts, group_size, mine, given, texts, plan)
+            scores = self._reward(prompts, group_size, mine, given, texts, work)
+        rewards = self._ranks.gather(scores.rewards_BF.tolist())
         return Samples(
             prompts=prompts,
             group_size=group_size,
@@ -261,13 +274,13 @@ class ExperienceMaker:
             completions=tuple(self._ranks.gather(given.completions)),
             masks=None if given.masks is None else tuple(self._ranks.gather(given.masks)),
             texts=tuple(self._ranks.gather(texts)),
-            rewards_BF=torch.tensor(self._ranks.gather(scores.rewards_BF.tolist()), dtype=torch.float32),
+            rewards_BF=self._repeat(lambda: torch.tensor(rewards, dtype=torch.float32), phase),
             extras=tuple(self._ranks.gather(_by_row(scores.extras, len(mine)))),
             external=given.external,
         )
 
     def _generate(
-        self, prompts: Prompts, rollout: int, group_size: int, plan: RolloutPlan, first_prompt: int, mine: range
+        self, prompts: Prompts, rollout: int, group_size: int, work: RolloutWork, first_prompt: int, mine: range
     ) -> list[Completion]:
         """Runs the library's own engine over this rank's rows."""
         keys: dict[int, list[SequenceKey]] = {}
@@ -275,15 +288,18 @@ class ExperienceMaker:
             prompt, sample = divmod(row, group_size)
             key = SequenceKey(self._config.seed, rollout, first_prompt + prompt, sample)
             keys.setdefault(prompt, []).append(key)
-        with self._autocast():
-            return generate(
-                self._adapter,
-                [prompts.ids[prompt] for prompt in keys],
-                list(keys.values()),
-                self._sampling,
-                plan,
-                progress=self._owner.report_sampling,
-            )
+        return generate(
+            self._adapter,
+            [prompts.ids[prompt] for prompt in keys],
+            list(keys.values()),
+            self._sampling,
+            self._attempt(work),
+            progress=self._owner.report_sampling,
+        )
+
+    def _attempt(self, work: RolloutWork | UpdateWork) -> Attempt[RolloutPlan]:
+        """Runs units of this work under the rollout plan in force, each in an autocast context of its own."""
+        return self._recovery.attempts(self._tracker.rollout_plan, work).inside(self._autocast)
 
     def _call_rollout_func(self, prompts: Prompts, group_size: int, mine: range) -> GivenRollout:
         """Has the user's function draw this rank's rows, and checks what it returns."""
@@ -292,7 +308,8 @@ class ExperienceMaker:
         repeated = [prompts.prompts[row // group_size] for row in mine]
         output = self._rollout_func(copy.deepcopy(repeated), self._owner)
         ends = {*self._sampling.eos_token_ids, self._tokenizer.pad_token_id}
-        return read_rollout(output, rows=len(mine), vocab_size=self._adapter.geometry.vocab_size, ends=ends)
+        vocab_size = self._adapter.geometry.vocab_size
+        return self._recovery.repeat(lambda: read_rollout(output, rows=len(mine), vocab_size=vocab_size, ends=ends))
 
     def _texts(self, prompts: Prompts, ids: Sequence[Tensor]) -> list[Any]:
         texts = self._tokenizer.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
@@ -307,7 +324,7 @@ class ExperienceMaker:
         mine: range,
         given: GivenRollout,
         texts: Sequence[Any],
-        plan: RolloutPlan,
+        work: RolloutWork,
     ) -> RewardScores:
         """Calls every reward function once on this rank's rows, in prompt order."""
         examples = [prompts.examples[row // group_size] for row in mine]
@@ -315,37 +332,43 @@ class ExperienceMaker:
         columns = {name: [example.get(name) for example in examples] for name in sorted(names)}
         for name, values in given.extra.items():
             columns[name] = list(values) if isinstance(values, (list, tuple)) else [values] * len(mine)
+        attempts = self._recovery.attempts(self._tracker.rollout_plan, work)
         scores = self._rewards.score(
             [copy.deepcopy(prompts.prompts[row // group_size]) for row in mine],
             list(texts),
             [completion.ids.tolist() for completion in given.completions],
             columns,
             trainer_state=self._owner.state,
-            reward_rows=plan.reward_rows,
+            attempt=lambda unit: attempts(lambda plan: unit(plan.reward_rows)),
         )
         self._owner.record(scores)
         return scores
 
-    def _refill(
-        self, samples: Samples, source: PromptSource, rollout: int, position: int, plan: RolloutPlan
-    ) -> tuple[Samples, int]:
+    def _refill(self, samples: Samples, source: PromptSource, rollout: int, position: int) -> tuple[Samples, int]:
         """Replaces groups whose rewards are all equal by fresh prompts, up to the limit (DAPO's dynamic sampling)."""
         wanted = consumed = len(samples.prompts.ids)
         if not self._config.dynamic_sampling:
             return samples, consumed
-        flat = _flat_groups(samples)
-        useful = samples.groups([group for group in range(wanted) if not flat[group]])
-        spare = samples.groups([group for group in range(wanted) if flat[group]])
+        useful, spare = self._parted(samples)
         for _ in range(self._config.dynamic_sampling_max_rounds):
             if len(useful.prompts.ids) >= wanted:
                 break
-            prompts = self._read_prompts(source.take(position + consumed, wanted))
-            fresh = self._draw(prompts, rollout, samples.group_size, plan, first_prompt=consumed)
+            prompts = self._read(source, position + consumed, wanted)
+            fresh = self._draw(prompts, rollout, samples.group_size, first_prompt=consumed)
             consumed += wanted
-            flat = _flat_groups(fresh)
-            useful = useful.joined(fresh.groups([group for group in range(wanted) if not flat[group]]))
-            spare = spare.joined(fresh.groups([group for group in range(wanted) if flat[group]]))
-        return useful.joined(spare).groups(list(range(wanted))), consumed
+            more, flat = self._parted(fresh)
+            useful, spare = self._repeat(partial(_joined, (useful, spare), (more, flat)))
+        return self._repeat(lambda: useful.joined(spare).groups(list(range(wanted)))), consumed
+
+    def _parted(self, samples: Samples) -> tuple[Samples, Samples]:
+        """Parts the groups whose rewards differ from those whose rewards are all equal."""
+
+        def part() -> tuple[Samples, Samples]:
+            flat: list[bool] = zero_spread_groups(samples.rewards_BF, samples.group_size).tolist()
+            useful, spare = ([i for i, is_flat in enumerate(flat) if is_flat is wanted] for wanted in (False, True))
+            return samples.groups(useful), samples.groups(spare)
+
+        return self._repeat(part)
 
     def _advantages(self, samples: Samples) -> AdvantageResult:
         return group_advantages(
@@ -382,9 +405,7 @@ class ExperienceMaker:
             has_old=(False,) * rows,
         )
 
-    def _score(
-        self, trajectory: Trajectory, plan: RolloutPlan, later_rows: Sequence[int], *, external: bool
-    ) -> Trajectory:
+    def _score(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
         """Adds reference log-probs, and old ones where the first update will come too late to give them."""
         corrected = external and self._config.vllm_importance_sampling_correction
         everyone = list(range(len(trajectory)))
@@ -392,34 +413,44 @@ class ExperienceMaker:
         with self._tracker.phase(Phase.SCORE):
             if self._config.beta != 0:
                 with self._adapter.reference() as reference:
-                    trajectory = replace(trajectory, ref_logprobs=self._scored(reference, trajectory, everyone, plan))
+                    trajectory = replace(trajectory, ref_logprobs=self._scored(reference, trajectory, everyone))
             if needing_old:
-                old = self._scored(self._adapter, trajectory, needing_old, plan)
+                old = self._scored(self._adapter, trajectory, needing_old)
                 has_old = tuple(row in set(needing_old) for row in everyone)
                 trajectory = replace(trajectory, old_logprobs=old, has_old=has_old)
-        return replace(trajectory, importance_weights=self._corrections(trajectory)) if corrected else trajectory
+            if not corrected:
+                return trajectory
+            return replace(trajectory, importance_weights=self._recovery.repeat(lambda: self._corrections(trajectory)))
 
     def _learns(self, trajectory: Trajectory, row: int) -> bool:
         return contributes(trajectory, row, every_row=self._config.every_row_learns)
 
-    def _scored(self, adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], plan: RolloutPlan) -> Ragged:
+    def _scored(self, adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int]) -> Ragged:
         """Scores rows, shared over the ranks, into a store of all rows."""
-        lengths = trajectory.action_lengths(rows)
-        mine = self._ranks.balance(rows, lengths)
-        with self._autocast():
-            scored = score_all(
-                adapter,
-                trajectory,
-                mine,
-                temperature=self._config.temperature,
-                score_tokens=plan.score_tokens,
-                tile=self._tracker.update_plan.logprob_tile,
-            )
-        pairs = self._ranks.gather(list(zip(mine, scored, strict=True)))
-        dtype = pairs[0][1].dtype if pairs else torch.float32
-        store = Ragged(torch.zeros(trajectory.actions.flat.shape[0], dtype=dtype), trajectory.actions.lengths)
-        store.put([row for row, _ in pairs], [values for _, values in pairs])
-        return store
+        mine = self._ranks.balance(rows, trajectory.action_lengths(rows))
+        scored = score_all(
+            adapter,
+            trajectory,
+            mine,
+            temperature=self._config.temperature,
+            attempt=self.scoring(trajectory, mine),
+            tile=self._tracker.update_plan.logprob_tile,
+        )
+        pairs = self._ranks.gather([(row, scores.logprobs) for row, scores in zip(mine, scored, strict=True)])
+        return self._recovery.repeat(lambda: _laid_out(trajectory, pairs))
+
+    def scoring(self, trajectory: Trajectory, rows: Sequence[int]) -> Attempt[RolloutPlan]:
+        """Begins a scoring pass without gradient.
+
+        Args:
+            trajectory: the store.
+            rows: the rows to be scored.
+
+        Returns:
+            Runs slices of it.
+        """
+        lengths = tuple(row_lengths(trajectory, rows))
+        return self._attempt(UpdateWork(lengths, trajectory.action_lengths(rows), self._adapter.geometry))
 
     def _corrections(self, trajectory: Trajectory) -> Ragged:
         if trajectory.old_logprobs is None or trajectory.sampling_logprobs is None:
@@ -474,9 +505,16 @@ class ExperienceMaker:
         return metrics
 
 
-def _flat_groups(samples: Samples) -> list[bool]:
-    flat: list[bool] = zero_spread_groups(samples.rewards_BF, samples.group_size).tolist()
-    return flat
+def _laid_out(trajectory: Trajectory, pairs: Sequence[tuple[int, Tensor]]) -> Ragged:
+    """Lays log-probs of some rows down in a store of all rows, 0 elsewhere."""
+    dtype = pairs[0][1].dtype if pairs else torch.float32
+    store = Ragged(torch.zeros(trajectory.actions.flat.shape[0], dtype=dtype), trajectory.actions.lengths)
+    store.put([row for row, _ in pairs], [values for _, values in pairs])
+    return store
+
+
+def _joined(mine: tuple[Samples, Samples], more: tuple[Samples, Samples]) -> tuple[Samples, Samples]:
+    return mine[0].joined(more[0]), mine[1].joined(more[1])
 
 
 def _by_row(columns: Mapping[str, Sequence[Any]], rows: int) -> list[dict[str, Any]]:

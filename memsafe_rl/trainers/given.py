@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.errors import DataError
+from memsafe_rl.memory.failures import is_out_of_memory
 from memsafe_rl.types import Completion
 
 RolloutFunction = Callable[[list[Any], Any], dict[str, Any]]
@@ -82,7 +83,9 @@ def read_rollout(output: Any, *, rows: int, vocab_size: int, ends: Collection[in
 def _ids(name: str, row: int, tokens: Sequence[int], vocab_size: int) -> Tensor:
     try:
         ids = torch.as_tensor(tokens)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise DataError(f"rollout_func's {name}[{row}] is no list of token ids: {tokens!r}.") from None
     if ids.ndim != 1 or len(ids) == 0 or ids.is_floating_point():
         raise DataError(

@@ -16,6 +16,7 @@ from memsafe_rl.callbacks import CompletionsTable, MetricsLog, ProgressBar, Trac
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.memory.monitor import meter_for
 from memsafe_rl.memory.policies import AdaptivePolicy, MemoryPolicy
+from memsafe_rl.memory.recovery import Recovery
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
@@ -36,6 +37,7 @@ from memsafe_rl.trainers.prepare import (
 )
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.weights import read_weights, write_weights
+from memsafe_rl.types import Phase
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -105,11 +107,12 @@ class GRPOTrainer(OnPolicyTrainer):
 
         self.accelerator = Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)
         ranks = Ranks(self.accelerator)
-        loaded = self._load(model, quantization_config, peft_config)
-        tracker = self._prepare_memory()
         self.memory_policy = memory_policy or AdaptivePolicy(
             checkpointing=self.args.gradient_checkpointing, trajectory_device=self.args.trajectory_device or "host"
         )
+        recovery = Recovery(self._prepare_memory(), self.memory_policy, self._held_bytes)
+        with recovery.tracker.phase(Phase.LOAD):
+            loaded = self._load(recovery, model, quantization_config, peft_config)
         maker = ExperienceMaker(
             config=self.args,
             adapter=self.adapter,
@@ -117,7 +120,7 @@ class GRPOTrainer(OnPolicyTrainer):
             read_prompts=reader,
             rewards=self.rewards,
             policy=self.memory_policy,
-            tracker=tracker,
+            recovery=recovery,
             ranks=ranks,
             sampling=self.args.sampling_settings(eos_token_ids(self.processing_class, self.model)),
             autocast=self._autocast,
@@ -129,14 +132,14 @@ class GRPOTrainer(OnPolicyTrainer):
             reference_model=loaded.reference_model,
             source=source,
             maker=maker,
-            tracker=tracker,
+            recovery=recovery,
             ranks=ranks,
             eval_dataset=eval_dataset,
-            callbacks=[*self._own_callbacks(tracker, ranks), *_listed(callbacks)],
+            callbacks=[*self._own_callbacks(recovery.tracker, ranks), *_listed(callbacks)],
             optimizers=optimizers or (None, None),
         )
         if ranks.is_main and not self.args.disable_tqdm:
-            banner(self._facts(tracker))
+            banner(self._facts(recovery.tracker))
 
     def _prepare_rewards(self, reward_funcs: Any, reward_processing_classes: Any) -> RewardRunner:
         return RewardRunner(
@@ -148,24 +151,38 @@ class GRPOTrainer(OnPolicyTrainer):
             chat_template_kwargs=self.args.chat_template_kwargs,
         )
 
-    def _load(self, model: Any, quantization_config: Any, peft_config: Any) -> LoadedModel:
+    def _load(self, recovery: Recovery, model: Any, quantization_config: Any, peft_config: Any) -> LoadedModel:
         """Loads the weights and checks the log-prob head against the model's own logits."""
-        loaded = load_model(
-            model,
-            model_init_kwargs=self.args.model_init_kwargs,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            trust_remote_code=self.args.trust_remote_code,
-            device=self.accelerator.device,
-            with_reference=self.args.beta != 0,
-        )
+        device = self.accelerator.device
+
+        def load() -> LoadedModel:
+            return load_model(
+                model,
+                model_init_kwargs=self.args.model_init_kwargs,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                trust_remote_code=self.args.trust_remote_code,
+                device=device,
+                with_reference=self.args.beta != 0,
+            )
+
+        # An adapter goes into a model object in place, so that only a model loaded by name can be loaded again.
+        loaded = recovery.repeat(load) if isinstance(model, str) else load()
         self.model = loaded.model.eval()
-        self.rewards.to(self.accelerator.device)
+        recovery.repeat(lambda: self.rewards.to(device))
         pad = self.processing_class.pad_token_id
-        self.adapter = CausalLMAdapter(self.model, pad_token_id=pad, reference_model=loaded.reference_model)
-        with self._autocast():
-            check_head(self.adapter)
+        adapter = CausalLMAdapter(self.model, pad_token_id=pad, reference_model=loaded.reference_model)
+        self.adapter = adapter
+
+        def check() -> None:
+            with self._autocast():
+                check_head(adapter)
+
+        recovery.repeat(check)
         return loaded
+
+    def _held_bytes(self) -> dict[str, int]:
+        return {}
 
     def _prepare_memory(self) -> MemoryTracker:
         device = self.accelerator.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,30 +20,57 @@ _CLIPPING = {
 _PER_RATIO = {**_CLIPPING, "cispo_clip": "cispo_clip_ratio"}
 
 
-def step_metrics(gradient: StepGradient, norm: Tensor, terms: StepTerms, ranks: Ranks) -> dict[str, float]:
-    """Reads an optimizer step's numbers from the device at once and divides sums by the step's counts.
+class StepNumbers(NamedTuple):
+    """An optimizer step's numbers of one rank, on the host.
+
+    Args:
+        sums: added over ranks.
+        lows: minimised over ranks.
+        highs: maximised over ranks.
+        grad_norm: the gradient's norm before clipping, the same on every rank.
+    """
+
+    sums: dict[str, float]
+    lows: dict[str, float]
+    highs: dict[str, float]
+    grad_norm: float
+
+
+def read_step(gradient: StepGradient, norm: Tensor) -> StepNumbers:
+    """Reads an optimizer step's numbers from the device.
+
+    Args:
+        gradient: the step on this rank.
+        norm: scalar, the gradient's norm before clipping.
+
+    Returns:
+        The numbers.
+    """
+    sums = _read({"loss": gradient.loss, "norm": norm, "run_tokens": gradient.run_tokens, **gradient.sums})
+    return StepNumbers(sums, _read(gradient.lows), _read(gradient.highs), sums.pop("norm"))
+
+
+def step_metrics(numbers: StepNumbers, terms: StepTerms, ranks: Ranks) -> dict[str, float]:
+    """Joins an optimizer step's numbers of all ranks and divides sums by the step's counts.
 
     Clipping, KL and ratio statistics are over all counted actions of the step: a row that was skipped because its
     advantage is zero has ratio 1 on the first pass and cannot be clipped. Entropy is over the rows that were run.
 
     Args:
-        gradient: the step on this rank.
-        norm: scalar, the gradient's norm before clipping, the same on every rank.
+        numbers: this rank's, from `read_step`.
         terms: the step's denominators and settings.
         ranks: add the sums of all ranks.
 
     Returns:
         Names and values; NaN where nothing was run.
     """
-    values = _read({"loss": gradient.loss, "norm": norm, "run_tokens": gradient.run_tokens, **gradient.sums})
-    lows, highs = _read(gradient.lows), _read(gradient.highs)
-    grad_norm = values.pop("norm")
-    totals = _merged(ranks.gather([values]), sum)
+    parts = ranks.gather([numbers])
+    totals = _merged([part.sums for part in parts], sum)
     tokens, rows = max(1, terms.denominators.tokens), max(1, terms.denominators.rows)
     run_tokens = max(1.0, totals["run_tokens"])
     metrics = {
         "loss": totals["loss"],
-        "grad_norm": grad_norm,
+        "grad_norm": numbers.grad_norm,
         "entropy": totals.get("entropy", math.nan) / run_tokens,
         "approx_kl/k3_token": totals.get("approx_kl", 0.0) / tokens,
         "approx_kl/k1_token": -totals.get("log_ratio", 0.0) / tokens,
@@ -59,9 +87,9 @@ def step_metrics(gradient: StepGradient, norm: Tensor, terms: StepTerms, ranks: 
     metrics |= {name: totals[key] / ratios for key, name in _PER_RATIO.items() if key in totals}
     if "vespo_phi" in totals:
         metrics["vespo/phi_seq_mean"] = totals["vespo_phi"] / max(1.0, totals["ratios"])
-    for name, value in _merged(ranks.gather([lows]), min).items():
+    for name, value in _merged([part.lows for part in parts], min).items():
         metrics[f"{name.replace('clip_', 'clip_ratio/')}_min"] = value
-    for name, value in _merged(ranks.gather([highs]), max).items():
+    for name, value in _merged([part.highs for part in parts], max).items():
         metrics[f"{name.replace('clip_', 'clip_ratio/')}_max"] = value
     return metrics
 

@@ -9,11 +9,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from memsafe_rl.memory.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.losses import entropy_threshold, high_entropy_mask, policy_loss
-from memsafe_rl.rollout.scoring import cut_by_tokens, score_rows
+from memsafe_rl.rollout.scoring import cut_by_tokens, row_lengths, score_all, score_rows
 from memsafe_rl.trainers.ranks import Ranks
-from memsafe_rl.types import Denominators, LossInputs, LossResult, LossSettings, Ragged, Trajectory, UpdatePlan
+from memsafe_rl.types import (
+    Denominators,
+    LossInputs,
+    LossResult,
+    LossSettings,
+    Ragged,
+    RolloutPlan,
+    Trajectory,
+    UpdatePlan,
+)
 
 
 @dataclass(frozen=True)
@@ -167,6 +177,27 @@ def kept_activations(adapter: ModelAdapter, plan: UpdatePlan) -> Iterator[None]:
         yield
 
 
+def with_rows(trajectory: Trajectory, logprobs: Mapping[int, Tensor]) -> Ragged:
+    """Adds the old log-probs of some rows to a trajectory's; the trajectory itself stays as it is.
+
+    Args:
+        trajectory: the store.
+        logprobs: nats, on the host, by row.
+
+    Returns:
+        Old log-probs of every row, 0 where there are none yet.
+    """
+    known = trajectory.old_logprobs
+    if known is None:
+        dtype = next(iter(logprobs.values())).dtype
+        flat = torch.zeros(trajectory.actions.flat.shape[0], dtype=dtype)
+    else:
+        flat = known.flat.clone()
+    store = Ragged(flat, trajectory.actions.lengths)
+    store.put(logprobs, list(logprobs.values()))
+    return store
+
+
 def contributes(trajectory: Trajectory, row: int, *, every_row: bool) -> bool:
     """Says whether a row can move a weight.
 
@@ -191,9 +222,9 @@ def entropy_masks(
     *,
     top_quantile: float,
     temperature: float,
-    score_tokens: int,
     tile: int,
-    autocast: Callable[[], AbstractContextManager[object]],
+    attempt: Attempt[RolloutPlan],
+    repeat: Callable[[Callable[[], dict[int, Tensor]]], dict[int, Tensor]],
     ranks: Ranks,
 ) -> dict[int, Tensor]:
     """Finds the most uncertain actions of a whole step, before it is cut (Wang et al. 2025, "Beyond the 80/20 Rule").
@@ -204,39 +235,28 @@ def entropy_masks(
         rows: rows of the step, over all ranks.
         top_quantile: share of the step's counted actions that are kept, the most uncertain ones.
         temperature: divides the logits.
-        score_tokens: tokens scored in one forward.
         tile: completion tokens whose logits exist at the same time.
-        autocast: context of the forward pass.
+        attempt: runs a slice of rows under the plan in force.
+        repeat: runs what nothing can make smaller.
         ranks: share the work.
 
     Returns:
         For every row of the step, 1 where an action is kept.
     """
     mine = ranks.balance(rows, trajectory.action_lengths(rows))
-    found: list[tuple[int, Tensor]] = []
-    with torch.no_grad():
-        lengths = row_lengths(trajectory, mine)
-        for places in cut_by_tokens(lengths, score_tokens):
-            chosen = [mine[place] for place in places]
-            with autocast():
-                scores = score_rows(adapter, trajectory, chosen, temperature=temperature, tile=tile, with_entropy=True)
-            if scores.entropies_BT is None:
-                raise AssertionError("entropies were asked for")
-            widths = trajectory.action_lengths(chosen)
-            found += [
-                (row, scores.entropies_BT[i, :w].cpu()) for i, (row, w) in enumerate(zip(chosen, widths, strict=True))
-            ]
-    entropies = dict(ranks.gather(found))
-    masks = [mask.cpu() for mask in trajectory.loss_mask.rows()]
-    flat = torch.cat([entropies[row] for row in rows])
-    threshold = entropy_threshold(flat, torch.cat([masks[row] for row in rows]), top_quantile)
-    return {row: high_entropy_mask(entropies[row], masks[row], threshold) for row in rows}
+    scored = score_all(
+        adapter, trajectory, mine, temperature=temperature, attempt=attempt, tile=tile, with_entropy=True
+    )
+    found = [(row, scores.entropies) for row, scores in zip(mine, scored, strict=True)]
+    entropies = {row: values for row, values in ranks.gather(found) if values is not None}
 
+    def masks() -> dict[int, Tensor]:
+        counted = [mask.cpu() for mask in trajectory.loss_mask.rows()]
+        flat = torch.cat([entropies[row] for row in rows])
+        threshold = entropy_threshold(flat, torch.cat([counted[row] for row in rows]), top_quantile)
+        return {row: high_entropy_mask(entropies[row], counted[row], threshold) for row in rows}
 
-def row_lengths(trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
-    """Gives prompt plus completion tokens of each row."""
-    pairs = zip(trajectory.condition_lengths(rows), trajectory.action_lengths(rows), strict=True)
-    return [prompt + completion for prompt, completion in pairs]
+    return repeat(masks)
 
 
 def _add(step: StepGradient, result: LossResult, tokens: Tensor) -> None:

@@ -10,6 +10,7 @@ from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_pe
 from safetensors import SafetensorError
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.failures import is_out_of_memory
 
 _ADAPTER = "default"
 
@@ -42,6 +43,8 @@ def read_weights(model: Any, folder: Path) -> None:
     try:
         _read_adapter(model, folder) if isinstance(model, PeftModel) else _read_model(model, folder)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"{str(folder)!r} does not hold the weights of this model ({str(error).splitlines()[0]}). Use the model "
             "and peft_config it was written with."

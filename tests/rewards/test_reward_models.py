@@ -57,7 +57,9 @@ def one_by_one(model, tokenizer, texts):
 @pytest.mark.parametrize("reward_rows", [1, 2, 64])
 def test_chunks_score_as_single_rows_do(kind, reward_rows):
     model, tokenizer = classifier(kind), tiny_tokenizer()
-    scores = RewardRunner(model, tokenizer).score(PROMPTS, COMPLETIONS, [[0]] * 5, reward_rows=reward_rows)
+    scores = RewardRunner(model, tokenizer).score(
+        PROMPTS, COMPLETIONS, [[0]] * 5, attempt=lambda unit: unit(reward_rows)
+    )
     expected = one_by_one(model, tokenizer, [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
     assert expected.std() > 1e-2
     assert scores.rewards_BF.dtype == torch.float32
@@ -69,7 +71,7 @@ def test_conversations_go_through_the_chat_template():
     prompts = [[{"role": "user", "content": text}] for text in PROMPTS]
     completions = [[{"role": "assistant", "content": text}] for text in COMPLETIONS]
     tokenizer.chat_template = CHAT_TEMPLATE
-    scores = RewardRunner([model], [tokenizer]).score(prompts, completions, [[0]] * 5, reward_rows=2)
+    scores = RewardRunner([model], [tokenizer]).score(prompts, completions, [[0]] * 5, attempt=lambda unit: unit(2))
     texts = [f"user: {p}\nassistant: {c}\n" for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     torch.testing.assert_close(scores.rewards_BF[:, 0], one_by_one(model, tokenizer, texts), rtol=1e-5, atol=1e-5)
     tokenizer.chat_template = None
@@ -91,7 +93,7 @@ def test_forward_passes_hold_the_planned_rows_longest_first_without_gradient_or_
 
     model = Recorder().train()
     texts = ["a" * n for n in (3, 9, 1, 5, 7)]
-    RewardRunner(model, tiny_tokenizer()).score(texts, [""] * 5, [[0]] * 5, reward_rows=2)
+    RewardRunner(model, tiny_tokenizer()).score(texts, [""] * 5, [[0]] * 5, attempt=lambda unit: unit(2))
     assert model.shapes == [((2, 9), 16), ((2, 5), 8), ((1, 1), 1)]
 
 

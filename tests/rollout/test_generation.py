@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
-from memsafe_rl.rollout.generation import Wave, cut_waves, eval_mode, generate, sample_wave
+from memsafe_rl.rollout.generation import Wave, cut_waves, eval_mode, sample_wave
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 from tests.rollout.fake_adapter import FakeAdapter, FakeState
+from tests.rollout.plainly import generate
 
 SETTINGS = SamplingSettings(max_new_tokens=24, eos_token_ids=(1, 2))
 ONE_WAVE = RolloutPlan(rows_in_flight=1000)

@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 
-from memsafe_rl.rollout.generation import generate
-from memsafe_rl.rollout.scoring import cut_by_tokens, score_all, score_rows
+from memsafe_rl.rollout.scoring import cut_by_tokens, score_rows
 from memsafe_rl.types import Ragged, RolloutPlan, SamplingSettings, SequenceKey, Trajectory
 from tests.rollout.fake_adapter import FakeAdapter
+from tests.rollout.plainly import generate, score_all
 
 
 def trajectory_of(prompts: list[torch.Tensor], actions: list[torch.Tensor], group: int) -> Trajectory:

@@ -26,7 +26,8 @@ def gradient_of(trainer: GRPOTrainer) -> torch.Tensor:
     trajectory, rows = trainer._experience.trajectory, trainer._rows()
     terms = trainer._fix_terms(trainer._experience, rows)
     mine = trainer._mine(trajectory, rows)
-    trainer._gradient(trajectory, mine, trainer._plan_update(trajectory, mine), terms)
+    trainer._plan_update(trajectory, mine)
+    trainer._gradient(trainer._experience, mine, terms)
     return torch.cat([p.grad.flatten().double() for p in trainer.model.parameters() if p.grad is not None])
 
 

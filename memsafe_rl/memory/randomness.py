@@ -1,0 +1,69 @@
+"""The state of every random generator that a unit of work may draw from: taken before it, put back before a retry."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+
+class RandomState(NamedTuple):
+    """The state of every random generator a user's code may draw from.
+
+    Args:
+        python: of `random`.
+        numpy: of `numpy.random`.
+        torch: of the CPU.
+        cuda: of every CUDA device.
+    """
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    torch: torch.Tensor
+    cuda: tuple[torch.Tensor, ...]
+
+
+def capture_random_state() -> RandomState:
+    """Takes the present state; cheap enough for every step."""
+    cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else ()
+    return RandomState(random.getstate(), tuple(np.random.get_state()), torch.get_rng_state(), cuda)
+
+
+def set_random_state(state: RandomState) -> None:
+    """Puts back what `capture_random_state` took.
+
+    Args:
+        state: of every generator.
+    """
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+    torch.set_rng_state(state.torch)
+    if state.cuda:
+        torch.cuda.set_rng_state_all(list(state.cuda))
+
+
+def plain_random_state(state: RandomState) -> dict[str, Any]:
+    """Writes a state in plain values, ready for JSON."""
+    algorithm, words, position, has_gauss, gauss = state.numpy
+    return {
+        "python": state.python,
+        "numpy": [algorithm, np.asarray(words).tolist(), position, has_gauss, gauss],
+        "torch": state.torch.tolist(),
+        "cuda": [device.tolist() for device in state.cuda],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Restores what `plain_random_state` wrote."""
+    version, words, gauss = state["python"]
+    algorithm, numbers, position, has_gauss, cached = state["numpy"]
+    set_random_state(
+        RandomState(
+            (version, tuple(words), gauss),
+            (algorithm, np.array(numbers, dtype=np.uint32), position, has_gauss, cached),
+            torch.tensor(state["torch"], dtype=torch.uint8),
+            tuple(torch.tensor(row, dtype=torch.uint8) for row in state["cuda"]) if torch.cuda.is_available() else (),
+        )
+    )

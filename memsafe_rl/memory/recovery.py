@@ -1,0 +1,307 @@
+"""Runs work again when memory ran out, so that the failed attempt leaves no trace; the one place that catches OOM.
+
+In what order matters. The `except` block is left first, since its traceback holds the frames and their tensors. Then
+partial results are undone, random generators put back, and autograd's queue emptied: a backward that raises leaves
+queued nodes in the calling thread, which hold the graph until that thread's next backward. Only then is the work run
+again: first under the same plan, then under the policy's next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.errors import ConfigError, MemoryBudgetError
+from memsafe_rl.memory.failures import is_out_of_memory, requested_bytes
+from memsafe_rl.memory.policies import MemoryPolicy
+from memsafe_rl.memory.randomness import RandomState, capture_random_state, set_random_state
+from memsafe_rl.memory.tracker import MemoryTracker
+from memsafe_rl.memory.verdict import changes, explain
+from memsafe_rl.types import MemoryFailure, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Plan = TypeVar("Plan")
+Plan_co = TypeVar("Plan_co", covariant=True)
+Work = RolloutWork | UpdateWork
+
+SAME_PLAN_TRIES = 2
+"""Tries a plan gets: a fresh one, and one after everything that can be freed was freed."""
+UNPLANNED_TRIES = 6
+"""Tries of work that nothing can make smaller."""
+_MOST_PLANS = 200
+"""Plans for one piece of work beyond which a policy is going in circles."""
+
+
+class Attempt(Protocol[Plan_co]):
+    """Runs a unit of work under the plan in force until it succeeds, with ever leaner plans."""
+
+    def __call__(self, unit: Callable[[Plan_co], T], undo: Callable[[], None] | None = None) -> T:
+        """Runs the unit."""
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """What is kept of a failed attempt: words and numbers, nothing that could hold a tensor."""
+
+    message: str
+    requested_bytes: int | None
+
+
+@dataclass(frozen=True)
+class _Done(Generic[T]):
+    """What a unit returned."""
+
+    value: T
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The state a unit starts from."""
+
+    random: RandomState
+    live_bytes: int
+
+
+class Attempts(Generic[Plan]):
+    """One piece of work, done in units that may each be repeated; the plan of a failed unit serves the later ones too.
+
+    Args:
+        recovery: repeats.
+        plan: the plan to begin with; None for work that no plan cuts.
+        work: the shape of the work, for the policy.
+    """
+
+    def __init__(self, recovery: Recovery, plan: Plan, work: Work | None) -> None:
+        self.plan = plan
+        self.work = work
+        self.failed_plans: list[Plan] = []
+        self._recovery = recovery
+
+    def __call__(self, unit: Callable[[Plan], T], undo: Callable[[], None] | None = None) -> T:
+        """Runs a unit until it succeeds.
+
+        Args:
+            unit: does the work under a plan; must change nothing but what `undo` undoes.
+            undo: takes back what a failed unit may have left.
+
+        Returns:
+            What the unit returned.
+
+        Raises:
+            MemoryBudgetError: the policy has no leaner plan.
+        """
+        return self._recovery.run(self, unit, undo or _nothing)
+
+    def inside(self, context: Callable[[], AbstractContextManager[object]]) -> Attempt[Plan]:
+        """Gives the same attempts with every unit run in a context of its own, entered anew for each try.
+
+        Args:
+            context: makes the context, such as autocast, whose cache of weights must not outlive a try.
+
+        Returns:
+            Runs units.
+        """
+
+        def run(unit: Callable[[Plan], T], undo: Callable[[], None] | None = None) -> T:
+            def entered(plan: Plan) -> T:
+                with context():
+                    return unit(plan)
+
+            return self(entered, undo)
+
+        return run
+
+
+def under(plan: Plan) -> Attempt[Plan]:
+    """Gives attempts that run every unit once, under one plan, and catch nothing.
+
+    Args:
+        plan: how the work is cut.
+
+    Returns:
+        Runs units.
+    """
+
+    def run(unit: Callable[[Plan], T], undo: Callable[[], None] | None = None) -> T:  # noqa: ARG001
+        return unit(plan)
+
+    return run
+
+
+class Recovery:
+    """Catches out-of-memory errors, clears away what failed, and runs it again.
+
+    Args:
+        tracker: the run's memory; gets an event for every failure, retry and rung.
+        policy: gives the plan after one that failed.
+        held_bytes: gives the bytes held by component, for the message when nothing helps.
+    """
+
+    def __init__(
+        self, tracker: MemoryTracker, policy: MemoryPolicy, held_bytes: Callable[[], Mapping[str, int]]
+    ) -> None:
+        self.tracker = tracker
+        self._policy = policy
+        self._held_bytes = held_bytes
+
+    def attempts(self, plan: Plan, work: Work) -> Attempts[Plan]:
+        """Begins a piece of work that a plan cuts.
+
+        Args:
+            plan: the plan in force.
+            work: the shape of the work.
+
+        Returns:
+            Runs the work's units.
+        """
+        return Attempts(self, plan, work)
+
+    def repeat(self, unit: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
+        """Runs work that no plan cuts until it succeeds, a few times at most.
+
+        Args:
+            unit: does the work; must change nothing but what `undo` undoes.
+            undo: takes back what a failed attempt may have left.
+
+        Returns:
+            What the unit returned.
+
+        Raises:
+            MemoryBudgetError: it failed every time.
+        """
+        return self.run(Attempts(self, None, None), lambda _: unit(), undo or _nothing)
+
+    def run(self, attempts: Attempts[Plan], unit: Callable[[Plan], T], undo: Callable[[], None]) -> T:
+        """Runs a unit until it succeeds: again under the same plan, then under the policy's next ones.
+
+        Args:
+            attempts: the piece of work; its plan is changed.
+            unit: does the work under a plan.
+            undo: takes back what a failed unit may have left.
+
+        Returns:
+            What the unit returned.
+
+        Raises:
+            MemoryBudgetError: there is no further plan.
+        """
+        start, tries = self._start(), 0
+        while True:
+            began = time.perf_counter()
+            outcome = _try(unit, attempts.plan)
+            if isinstance(outcome, _Done):
+                return outcome.value
+            self._clear(start, undo)
+            tries += 1
+            self._record_failure(outcome, start, tries, time.perf_counter() - began)
+            if tries < (UNPLANNED_TRIES if attempts.plan is None else SAME_PLAN_TRIES):
+                self.tracker.record("retry", phase=self.tracker.phase_now, tries=tries)
+                continue
+            self._descend(attempts, outcome)
+            tries = 0
+
+    def _start(self) -> _Start:
+        failed = _Failed("", None)
+        for _ in range(UNPLANNED_TRIES):
+            outcome = _try(lambda _: capture_random_state(), None)
+            if isinstance(outcome, _Done):
+                return _Start(outcome.value, self.tracker.meter.live_bytes())
+            failed = outcome
+        raise self._verdict(Attempts(self, None, None), failed)
+
+    def _clear(self, start: _Start, undo: Callable[[], None]) -> None:
+        """Leaves nothing of a failed attempt; called with its exception gone."""
+        with host_memory():
+            undo()
+            set_random_state(start.random)
+            _flush_autograd()
+        clear_device_cache()
+
+    def _record_failure(self, failed: _Failed, start: _Start, tries: int, seconds: float) -> None:
+        live = self.tracker.meter.live_bytes()
+        self.tracker.record(
+            "failure",
+            phase=self.tracker.phase_now,
+            tries=tries,
+            requested_bytes=failed.requested_bytes,
+            live_bytes=live,
+            pinned_bytes=live - start.live_bytes,
+            seconds_lost=seconds,
+            message=failed.message,
+        )
+        logger.info("out of memory in phase %s, try %d: %s", self.tracker.phase_now, tries, failed.message)
+
+    def _descend(self, attempts: Attempts[Plan], failed: _Failed) -> None:
+        """Puts the policy's next plan in place of one that failed."""
+        plan = attempts.plan
+        attempts.failed_plans.append(plan)
+        failure = self._failure(attempts, failed)
+        if not isinstance(plan, (RolloutPlan, UpdatePlan)):
+            raise self._verdict(attempts, failed)
+        self.tracker.remember(failure)
+        leaner: RolloutPlan | UpdatePlan | None = None
+        if len(attempts.failed_plans) < _MOST_PLANS:
+            leaner = self._policy.after_oom(plan, failure)  # type: ignore[type-var]
+        if leaner is None:
+            raise self._verdict(attempts, failed)
+        if leaner == plan:
+            raise ConfigError(
+                f"{type(self._policy).__name__}.after_oom answered the plan that had just failed twice. Return a "
+                "leaner plan, or None to give up."
+            )
+        self.tracker.adopt(leaner)
+        self.tracker.record("rung", phase=self.tracker.phase_now, changes=changes(plan, leaner))
+        logger.warning("out of memory twice in phase %s: going on with %s", self.tracker.phase_now, leaner)
+        attempts.plan = cast(Plan, leaner)
+
+    def _failure(self, attempts: Attempts[Any], failed: _Failed) -> MemoryFailure:
+        return MemoryFailure(
+            phase=self.tracker.phase_now,
+            requested_bytes=failed.requested_bytes,
+            attempt=len(attempts.failed_plans),
+            message=failed.message,
+            step=self.tracker.step,
+            plan=attempts.plan,
+            work=attempts.work,
+            budget_bytes=self.tracker.budget_bytes,
+            live_bytes=self.tracker.meter.live_bytes(),
+        )
+
+    def _verdict(self, attempts: Attempts[Any], failed: _Failed) -> MemoryBudgetError:
+        failure, held = self._failure(attempts, failed), dict(self._held_bytes())
+        return MemoryBudgetError(
+            explain(failure, held, [asdict(plan) for plan in attempts.failed_plans if plan is not None]),
+            failure=failure,
+            held_bytes=held,
+        )
+
+
+def _try(unit: Callable[[Plan], T], plan: Plan) -> _Done[T] | _Failed:
+    """Runs a unit; an out-of-memory error dies here, together with the frames it holds."""
+    try:
+        return _Done(unit(plan))
+    except BaseException as error:
+        if not is_out_of_memory(error):
+            raise
+        return _Failed((str(error).strip().splitlines() or [type(error).__name__])[0], requested_bytes(error))
+
+
+def _flush_autograd() -> None:
+    """Runs a backward of one scalar, which empties the calling thread's queue of what a failed one left there."""
+    with torch.enable_grad():
+        scalar = torch.zeros((), requires_grad=True)
+        torch.autograd.backward(scalar * 1.0)
+
+
+def _nothing() -> None:
+    """Undoes nothing."""

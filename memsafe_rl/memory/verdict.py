@@ -1,0 +1,97 @@
+"""Says in plain words why work does not fit: what was asked, who holds what, what was tried, what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from memsafe_rl.types import Component, MemoryFailure, Phase, RolloutPlan, UpdatePlan
+from memsafe_rl.units import format_bytes
+
+_DOING = {
+    Phase.LOAD: "Loading the model",
+    Phase.ROLLOUT: "The rollout",
+    Phase.REWARD: "Scoring completions with a reward model",
+    Phase.SCORE: "Scoring log-probs",
+    Phase.UPDATE: "The gradient",
+    Phase.OPTIMIZER: "Moving the weights",
+    Phase.EVALUATE: "Evaluation",
+    Phase.CHECKPOINT: "Writing a checkpoint",
+}
+
+_REMEDIES = {
+    Component.WEIGHTS: "quantise the base model (quantization_config with peft_config), load it in bfloat16 "
+    "(model_init_kwargs={'dtype': 'bfloat16'}), or take a smaller one",
+    Component.GRADIENTS: "train an adapter (peft_config=LoraConfig(...)) instead of all weights",
+    Component.OPTIMIZER: "train an adapter (peft_config=LoraConfig(...)) or use an optimizer with less state "
+    "(optim='adamw_bnb_8bit', 'adafactor' or 'sgd')",
+    Component.ACTIVATIONS: "lower max_completion_length or max_prompt_length",
+    Component.KV_CACHE: "lower max_completion_length or max_prompt_length",
+    Component.LOGITS: "lower max_completion_length",
+    Component.TRAJECTORY: "set trajectory_device='host'",
+}
+
+
+def changes(old: RolloutPlan | UpdatePlan, new: RolloutPlan | UpdatePlan) -> dict[str, tuple[Any, Any]]:
+    """Lists the fields in which two plans differ.
+
+    Args:
+        old: the plan that failed.
+        new: the plan in its place.
+
+    Returns:
+        Old and new value by field; predictions left out.
+    """
+    before, after = asdict(old), asdict(new)
+    return {
+        name: (before[name], after[name])
+        for name in before
+        if name != "predicted_bytes" and before[name] != after[name]
+    }
+
+
+def explain(failure: MemoryFailure, held_bytes: Mapping[str, int], plans: Sequence[Mapping[str, Any]]) -> str:
+    """Writes the message of a `MemoryBudgetError`.
+
+    Args:
+        failure: the last failure.
+        held_bytes: bytes by component once the failed work was cleared away.
+        plans: the plans that failed, in order, as plain values.
+
+    Returns:
+        A few sentences.
+    """
+    asked = "an allocation" if failure.requested_bytes is None else format_bytes(failure.requested_bytes)
+    holders = sorted(((size, name) for name, size in held_bytes.items() if size > 0), reverse=True)
+    held = ", ".join(f"{name} {format_bytes(size)}" for size, name in holders) or "nothing this library knows of"
+    largest = f" The largest holder is {holders[0][1]}." if holders else ""
+    remedy = _remedy(failure, [name for _, name in holders])
+    return (
+        f"{_DOING[failure.phase]} does not fit in memory (step {failure.step + 1}): {asked} could not be allocated "
+        f"within a budget of {format_bytes(failure.budget_bytes)}, of which {format_bytes(max(0, failure.live_bytes))} "
+        f"are held outside this work ({held}).{largest} {_tried(plans)} {remedy} "
+        f"The allocator said: {failure.message}"
+    )
+
+
+def _tried(plans: Sequence[Mapping[str, Any]]) -> str:
+    if not plans:
+        return "The same work was tried several times; there is nothing in it to cut."
+    first, last = plans[0], plans[-1]
+    steps = [
+        f"{name} {first[name]} to {last[name]}"
+        for name in first
+        if name != "predicted_bytes" and first[name] != last[name]
+    ]
+    went = f", from the first to the leanest {', '.join(steps)}" if steps else ""
+    return f"{len(plans)} plan(s) were tried{went}."
+
+
+def _remedy(failure: MemoryFailure, holders: Sequence[str]) -> str:
+    known = [Component(name) for name in holders if name in set(Component)]
+    advice = [_REMEDIES[name] for name in known if name in _REMEDIES][:1]
+    if failure.phase in (Phase.ROLLOUT, Phase.SCORE, Phase.UPDATE, Phase.EVALUATE):
+        advice.append(_REMEDIES[Component.ACTIVATIONS])
+    advice.append("raise memory_budget or use a larger device")
+    return f"To change: {'; or '.join(dict.fromkeys(advice))}."

@@ -1,0 +1,35 @@
+"""Rollouts and scoring under one plan, with nothing caught."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from memsafe_rl.memory.recovery import under
+from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.rollout import generation, scoring
+from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey, Trajectory
+
+
+def generate(
+    adapter: ModelAdapter,
+    prompts: Sequence[Tensor],
+    keys: Sequence[Sequence[SequenceKey]],
+    settings: SamplingSettings,
+    plan: RolloutPlan,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Completion]:
+    return generation.generate(adapter, prompts, keys, settings, under(plan), progress)
+
+
+def score_all(
+    adapter: ModelAdapter,
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    *,
+    temperature: float,
+    score_tokens: int,
+    tile: int,
+) -> list[Tensor]:
+    attempt = under(RolloutPlan(score_tokens=score_tokens))
+    scored = scoring.score_all(adapter, trajectory, rows, temperature=temperature, attempt=attempt, tile=tile)
+    return [row.logprobs for row in scored]
