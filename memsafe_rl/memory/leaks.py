@@ -1,0 +1,183 @@
+"""Names what grows from step to step although nothing should: a leak, and the tensors that are likely to be it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memsafe_rl.types import Component
+from memsafe_rl.units import format_bytes
+
+PATIENCE = 3
+"""Steps in a row a component must grow in before it is called a leak."""
+
+WARM_UP_STEPS = 2
+"""Steps that may grow: optimizer state, caches and buffers are made when first needed."""
+
+_VARYING = frozenset({Component.TRAJECTORY})
+"""Components whose bytes follow the lengths of what was sampled."""
+
+
+@dataclass(frozen=True)
+class Streak:
+    """How long a component has been growing.
+
+    Args:
+        live_bytes: int, bytes at the last observation.
+        growths: observations in a row that were above the one before.
+        since_step: step of the first of them.
+        start_bytes: int, bytes before it.
+    """
+
+    live_bytes: int
+    growths: int = 0
+    since_step: int = 0
+    start_bytes: int = 0
+
+    def after(self, step: int, live_bytes: int) -> Streak:
+        """Gives the streak once another step was observed.
+
+        Args:
+            step: optimizer steps done.
+            live_bytes: int, bytes held at its end.
+
+        Returns:
+            The streak, longer by one, or none.
+        """
+        if live_bytes <= self.live_bytes:
+            return Streak(live_bytes)
+        if not self.growths:
+            return Streak(live_bytes, growths=1, since_step=step, start_bytes=self.live_bytes)
+        return replace(self, live_bytes=live_bytes, growths=self.growths + 1)
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes gained in a step, on average over the streak."""
+        return (self.live_bytes - self.start_bytes) // max(1, self.growths)
+
+
+@dataclass(frozen=True)
+class Stray:
+    """Tensors of one kind that nobody known owns.
+
+    Args:
+        shape: of each of them.
+        dtype: of each of them.
+        count: how many there are.
+        nbytes: int, bytes of all of them, without the graphs they may hold.
+        graph: name of the operation that made them, if they hold an autograd graph; None otherwise.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    nbytes: int
+    graph: str | None
+
+    def __str__(self) -> str:
+        held = f", each with its graph ({self.graph})" if self.graph else ""
+        return f"{self.count} of shape {self.shape} {self.dtype}, {format_bytes(self.nbytes)}{held}"
+
+
+class LeakWatch:
+    """Gives one alarm for each component that grew in three steps in a row, once per streak.
+
+    Args:
+        known: gives the tensors that may live on: weights, gradients, optimizer state. Asked only when an alarm fires.
+        device: where the counted bytes lie; tensors elsewhere are no suspects. None for anywhere.
+    """
+
+    def __init__(self, known: Callable[[], Iterable[Tensor]] = tuple, device: torch.device | None = None) -> None:
+        self._known = known
+        self._device = device
+        self._streaks: dict[Component, Streak] = {}
+        self._observations = 0
+
+    def observe(self, step: int, live_by_component: Mapping[Component, int]) -> list[dict[str, Any]]:
+        """Compares the end of an optimizer step with the one before.
+
+        Args:
+            step: optimizer steps done.
+            live_by_component: bytes held now by what they are for, as the allocator counts them; not the resident
+                size of the process, which is noise.
+
+        Returns:
+            Events for `trainer.memory_events`, usually none; each with one ``sentence``.
+        """
+        self._observations += 1
+        settled = self._observations > WARM_UP_STEPS
+        leaking = []
+        for component in set(live_by_component) | set(self._streaks):
+            if component in _VARYING:
+                continue
+            live_bytes = live_by_component.get(component, 0)
+            before = self._streaks.get(component, Streak(0))
+            streak = before.after(step, live_bytes) if settled else Streak(live_bytes)
+            self._streaks[component] = streak
+            if streak.growths == PATIENCE:
+                leaking.append((component, streak))
+        if not leaking:
+            return []
+        strays = find_strays(self._known(), self._device)
+        return [_leak_event(step, component, streak, strays) for component, streak in sorted(leaking)]
+
+
+def find_strays(known: Iterable[Tensor], device: torch.device | None = None, limit: int = 5) -> list[Stray]:
+    """Searches all of Python's objects for tensors that belong to nobody known; allocates no tensor.
+
+    Tensors that exist only inside an autograd graph are invisible to Python; the tensor that holds the graph is not,
+    so these come first, then kinds of which there are as many as a leak leaves behind, then the largest. Parameters are
+    left out: another model's weights are large and no leak.
+
+    Args:
+        known: tensors that are no suspects, with all their views.
+        device: type of device that suspects lie on; None for any.
+        limit: most kinds given.
+
+    Returns:
+        Kinds of tensors, the most suspicious first.
+    """
+    owned = {tensor.untyped_storage().data_ptr() for tensor in known if type(tensor) in (Tensor, nn.Parameter)}
+    kinds: dict[tuple[tuple[int, ...], str, str | None], list[int]] = {}
+    for thing in gc.get_objects():
+        # `isinstance` would ask lazy modules and dead proxies for their class; subclasses may have no storage.
+        if type(thing) is not Tensor or thing.layout != torch.strided:
+            continue
+        if (device is not None and thing.device.type != device.type) or thing.untyped_storage().data_ptr() in owned:
+            continue
+        graph = None if thing.grad_fn is None else thing.grad_fn.name()
+        kinds.setdefault((tuple(thing.shape), str(thing.dtype).removeprefix("torch."), graph), []).append(thing.nbytes)
+    strays = [
+        Stray(shape, dtype, len(sizes), sum(sizes), graph)
+        for (shape, dtype, graph), sizes in kinds.items()
+        if sum(sizes) or graph
+    ]
+    return sorted(strays, key=lambda stray: (stray.graph is None, stray.count < PATIENCE, -stray.nbytes))[:limit]
+
+
+def _leak_event(step: int, component: Component, streak: Streak, strays: list[Stray]) -> dict[str, Any]:
+    sentence = (
+        f"The bytes of {component} have grown in every step since step {streak.since_step}, by "
+        f"{format_bytes(streak.bytes_per_step)} a step, to {format_bytes(streak.live_bytes)}: something keeps tensors "
+        f"of past steps alive"
+    )
+    if any(stray.graph for stray in strays):
+        sentence += ", and at least one of them pins its autograd graph, e.g. a metric that was not detached"
+    if strays:
+        sentence += f"; likely {'; '.join(map(str, strays))}"
+    return {
+        "event": "alarm",
+        "kind": "leak",
+        "step": step,
+        "component": str(component),
+        "since_step": streak.since_step,
+        "bytes_per_step": streak.bytes_per_step,
+        "live_bytes": streak.live_bytes,
+        "tensors": [asdict(stray) for stray in strays],
+        "sentence": f"{sentence}. Keep numbers instead of tensors (`.item()`), or detach them.",
+    }
