@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,9 +10,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from memsafe_rl.accounting import in_phase
+from memsafe_rl.memory.bands import BandWatch
 from memsafe_rl.memory.checks import check_rollout_plan, check_update_plan
 from memsafe_rl.memory.monitor import MemoryMeter
 from memsafe_rl.types import MemoryFailure, MemoryState, Phase, RolloutPlan, UpdatePlan
+
+logger = logging.getLogger(__name__)
 
 _FADING = 0.9
 """Share of an old correction that outlives a phase which needed less."""
@@ -42,6 +46,7 @@ class MemoryTracker:
         self._planned_at: dict[type, int] = {}
         self._corrections: dict[str, float] = {}
         self._failures: tuple[MemoryFailure, ...] = ()
+        self._bands = BandWatch()
 
     def state(self) -> MemoryState:
         """Gives a policy's view of the device and of this run's past."""
@@ -129,7 +134,8 @@ class MemoryTracker:
         """Gives peak bytes and seconds of every phase since the last call, under `memory/*` and `time/*`."""
         metrics = {f"memory/{name}_peak_bytes": float(peak) for name, peak in self.phase_peaks.items()}
         metrics |= {f"time/{name}_seconds": seconds for name, seconds in self.phase_seconds.items()}
-        metrics["memory/peak_bytes"] = float(max(self.phase_peaks.values(), default=self.meter.peak_bytes()))
+        peak = max(self.phase_peaks.values(), default=self.meter.peak_bytes())
+        metrics["memory/peak_bytes"] = float(peak)
         metrics["memory/budget_bytes"] = float(self.budget_bytes)
         for name in self.phase_peaks:
             plan = self._plan_of(Phase(name))
@@ -137,7 +143,20 @@ class MemoryTracker:
                 metrics[f"memory/{name}_predicted_bytes"] = float(plan.predicted_bytes[name])
         self.phase_peaks.clear()
         self.phase_seconds.clear()
+        self._announce(peak)
         return metrics
+
+    def _announce(self, peak_bytes: int) -> None:
+        """Says it when the peak enters another band of the budget, or the allocator had to tidy up."""
+        events = self._bands.observe(
+            step=self.step,
+            peak_bytes=peak_bytes,
+            budget_bytes=self.budget_bytes,
+            allocator_retries=self.meter.allocator_retries(),
+        )
+        for event in events:
+            self.events.append(event)
+            logger.warning("%s", event["sentence"])
 
     def state_dict(self) -> dict[str, Any]:
         """Gives, in plain values, what later plans depend on."""
