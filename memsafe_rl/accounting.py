@@ -1,12 +1,12 @@
 """Says what bytes are for, to whoever counts them: phase, component, and whether they stand for host memory.
 
-The rooms that allocate mark what they do; a simulated device listens. Without a listener every mark is free.
+The rooms that allocate mark what they do; a simulated device listens. Without a listener a mark is one test of a list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
 from torch import Tensor
@@ -14,22 +14,37 @@ from torch import Tensor
 from memsafe_rl.types import Component, Phase
 
 _listeners: list[Listener] = []
+_UNHEARD: AbstractContextManager[None] = nullcontext()
+"""The mark that nobody hears."""
 
 
 class Listener(Protocol):
-    """Counts allocations under the marks in force; marks are set and put back in the thread that allocates."""
+    """Counts allocations under the marks in force.
 
-    def mark_phase(self, phase: Phase | None) -> Phase | None:
-        """Attributes what is allocated from now on to a phase, and gives the mark before."""
+    A phase holds for the whole process, whatever thread allocates; component and host mark hold for the thread that
+    sets them.
+    """
+
+    def enter_phase(self, phase: Phase) -> None:
+        """Attributes what is allocated from now on to a phase, until it is left; phases may be nested."""
+
+    def leave_phase(self) -> None:
+        """Goes back to the phase before the one entered last."""
 
     def mark_component(self, component: Component | None) -> Component | None:
-        """Attributes what is allocated from now on to a component, and gives the mark before."""
+        """Attributes what this thread allocates from now on to a component, and gives the mark before."""
 
     def mark_host(self, on_host: bool) -> bool:
-        """Counts what is allocated from now on as host memory or not, and gives the mark before."""
+        """Counts what this thread allocates from now on as host memory or not, and gives the mark before."""
 
     def claim(self, component: Component, tensors: Iterable[Tensor]) -> None:
-        """Moves the bytes of existing tensors to a component."""
+        """Moves the bytes of counted tensors to a component; passes over others."""
+
+    def hold(self, component: Component, tensors: Iterable[Tensor]) -> None:
+        """Counts tensors from now on as if they were allocated now; those counted already are claimed."""
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor is counted as host memory."""
 
 
 def listen(listener: Listener) -> None:
@@ -55,42 +70,39 @@ def listened_to() -> bool:
     return bool(_listeners)
 
 
-@contextmanager
-def in_phase(phase: Phase) -> Iterator[None]:
+def in_phase(phase: Phase) -> AbstractContextManager[None]:
     """Attributes what is allocated inside to a phase.
 
     Args:
         phase: what the run is doing.
+
+    Returns:
+        A context.
     """
-    with ExitStack() as stack:
-        for listener in _listeners:
-            stack.callback(listener.mark_phase, listener.mark_phase(phase))
-        yield
+    return _in_phase(phase) if _listeners else _UNHEARD
 
 
-@contextmanager
-def charge(component: Component) -> Iterator[None]:
-    """Attributes what is allocated inside to a component.
+def charge(component: Component) -> AbstractContextManager[None]:
+    """Attributes what this thread allocates inside to a component.
 
     Args:
         component: what the bytes are for.
+
+    Returns:
+        A context.
     """
-    with ExitStack() as stack:
-        for listener in _listeners:
-            stack.callback(listener.mark_component, listener.mark_component(component))
-        yield
+    return _charge(component) if _listeners else _UNHEARD
 
 
-@contextmanager
-def host_memory() -> Iterator[None]:
-    """Declares that what is allocated inside stands for host memory, which no device limit binds.
+def host_memory() -> AbstractContextManager[None]:
+    """Declares that what this thread allocates inside stands for host memory, which no device limit binds.
 
     Only a simulated device needs to be told, for there both lie on the CPU.
+
+    Returns:
+        A context.
     """
-    with ExitStack() as stack:
-        for listener in _listeners:
-            stack.callback(listener.mark_host, listener.mark_host(True))
-        yield
+    return _host_memory() if _listeners else _UNHEARD
 
 
 def claim(component: Component, tensors: Iterable[Tensor]) -> None:
@@ -100,8 +112,63 @@ def claim(component: Component, tensors: Iterable[Tensor]) -> None:
         component: what the bytes are for.
         tensors: any tensors; those nobody counts are passed over.
     """
-    if not _listeners:
-        return
-    found = list(tensors)
-    for listener in _listeners:
-        listener.claim(component, found)
+    if _listeners:
+        found = list(tensors)
+        for listener in _listeners:
+            listener.claim(component, found)
+
+
+def hold(component: Component, tensors: Iterable[Tensor]) -> None:
+    """Declares that existing tensors lie on the device from now on, however their bytes came to be.
+
+    Weights mapped from a file, or made before anybody counted, were never allocated under the count; on a device they
+    would have been.
+
+    Args:
+        component: what the bytes are for.
+        tensors: any tensors; those counted already only change their component.
+
+    Raises:
+        torch.OutOfMemoryError: they do not fit on a simulated device.
+    """
+    if _listeners:
+        found = list(tensors)
+        for listener in _listeners:
+            listener.hold(component, found)
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether a tensor on the CPU stands for host memory of a simulated device.
+
+    Args:
+        tensor: any tensor.
+
+    Returns:
+        False where nobody counts.
+    """
+    return any(listener.is_on_host(tensor) for listener in _listeners)
+
+
+@contextmanager
+def _in_phase(phase: Phase) -> Iterator[None]:
+    with ExitStack() as stack:
+        for listener in _listeners:
+            listener.enter_phase(phase)
+            stack.callback(listener.leave_phase)
+        yield
+
+
+@contextmanager
+def _charge(component: Component) -> Iterator[None]:
+    with ExitStack() as stack:
+        for listener in _listeners:
+            stack.callback(listener.mark_component, listener.mark_component(component))
+        yield
+
+
+@contextmanager
+def _host_memory() -> Iterator[None]:
+    with ExitStack() as stack:
+        for listener in _listeners:
+            stack.callback(listener.mark_host, listener.mark_host(True))
+        yield
