@@ -88,23 +88,25 @@ class LeakWatch:
     """Gives one alarm for each component that grew in three steps in a row, once per streak.
 
     Args:
-        known: gives the tensors that may live on: weights, gradients, optimizer state. Asked only when an alarm fires.
         device: where the counted bytes lie; tensors elsewhere are no suspects. None for anywhere.
     """
 
-    def __init__(self, known: Callable[[], Iterable[Tensor]] = tuple, device: torch.device | None = None) -> None:
-        self._known = known
+    def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._streaks: dict[Component, Streak] = {}
         self._observations = 0
 
-    def observe(self, step: int, live_by_component: Mapping[Component, int]) -> list[dict[str, Any]]:
+    def observe(
+        self, step: int, live_by_component: Mapping[Component, int], known: Callable[[], Iterable[Tensor]] = tuple
+    ) -> list[dict[str, Any]]:
         """Compares the end of an optimizer step with the one before.
 
         Args:
             step: optimizer steps done.
             live_by_component: bytes held now by what they are for, as the allocator counts them; not the resident
                 size of the process, which is noise.
+            known: gives the tensors that may live on: weights, gradients, optimizer state. Asked only when an alarm
+                fires.
 
         Returns:
             Events for `trainer.memory_events`, usually none; each with one ``sentence``.
@@ -123,7 +125,7 @@ class LeakWatch:
                 leaking.append((component, streak))
         if not leaking:
             return []
-        strays = find_strays(self._known(), self._device)
+        strays = find_strays(known(), self._device)
         return [_leak_event(step, component, streak, strays) for component, streak in sorted(leaking)]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -278,7 +278,7 @@ class Recovery:
         )
 
     def _verdict(self, attempts: Attempts[Any], failed: _Failed) -> MemoryBudgetError:
-        failure, held = self._failure(attempts, failed), dict(self._held_bytes())
+        failure, held = self._failure(attempts, failed), self.tracker.held_bytes()
         return MemoryBudgetError(
             explain(failure, held, [asdict(plan) for plan in attempts.failed_plans if plan is not None]),
             failure=failure,

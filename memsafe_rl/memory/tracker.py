@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
+from torch import Tensor
+
 from memsafe_rl.accounting import in_phase
 from memsafe_rl.memory.bands import BandWatch
 from memsafe_rl.memory.checks import check_rollout_plan, check_update_plan
+from memsafe_rl.memory.leaks import LeakWatch
 from memsafe_rl.memory.monitor import MemoryMeter
-from memsafe_rl.types import MemoryFailure, MemoryState, Phase, RolloutPlan, UpdatePlan
+from memsafe_rl.types import Component, MemoryFailure, MemoryState, Phase, RolloutPlan, UpdatePlan
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +33,16 @@ class MemoryTracker:
         device: the device's type.
         meter: reads the bytes held.
         budget_bytes: int, bytes the run may hold.
+        holders: gives the bytes of what the run is known to hold, by component, where the meter does not know.
     """
 
-    def __init__(self, device: str, meter: MemoryMeter, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        device: str,
+        meter: MemoryMeter,
+        budget_bytes: int,
+        holders: Callable[[], Mapping[Component, int]] = dict,
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.meter = meter
         self.events: list[dict[str, Any]] = []
@@ -46,7 +56,9 @@ class MemoryTracker:
         self._planned_at: dict[type, int] = {}
         self._corrections: dict[str, float] = {}
         self._failures: tuple[MemoryFailure, ...] = ()
+        self._holders = holders
         self._bands = BandWatch()
+        self._leaks = LeakWatch()
 
     def state(self) -> MemoryState:
         """Gives a policy's view of the device and of this run's past."""
@@ -145,6 +157,26 @@ class MemoryTracker:
         self.phase_seconds.clear()
         self._announce(peak)
         return metrics
+
+    def held_bytes(self) -> dict[Component, int]:
+        """Gives the bytes held now by component: the meter's own count, else what is known and the rest."""
+        counted = self.meter.live_by_component()
+        if counted:
+            return dict(counted)
+        held = dict(self._holders())
+        if self.meter.is_exact:
+            held[Component.OTHER] = max(0, self.meter.live_bytes() - sum(held.values()))
+        return held
+
+    def end_step(self, known: Callable[[], Iterable[Tensor]]) -> None:
+        """Compares what is held now with the ends of earlier steps, and names a component that keeps growing.
+
+        Args:
+            known: gives the tensors that may live on; asked only when something grows.
+        """
+        for event in self._leaks.observe(self.step, self.held_bytes(), known):
+            self.events.append(event)
+            logger.warning("%s", event["sentence"])
 
     def _announce(self, peak_bytes: int) -> None:
         """Says it when the peak enters another band of the budget, or the allocator had to tidy up."""

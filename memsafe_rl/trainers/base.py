@@ -36,6 +36,7 @@ from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.continuity import check_same_run, run_facts
 from memsafe_rl.trainers.data import PromptSource
 from memsafe_rl.trainers.experience import Experience, ExperienceMaker
+from memsafe_rl.trainers.lossy import Concession, concede, next_concession
 from memsafe_rl.trainers.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler, uninterrupted
 from memsafe_rl.trainers.order import Cursor, rows_of_step
 from memsafe_rl.trainers.ranks import Ranks
@@ -113,6 +114,7 @@ class OnPolicyTrainer(TrainerSurface):
         self._table: tuple[dict[str, Any], ...] = ()
         self._random_before_step: RandomState | None = None
         self._pending: dict[str, list[float]] = defaultdict(list)
+        self._concessions: list[Concession] = []
         self._callbacks = CallbackHandler(
             [DefaultFlowCallback(), *callbacks], self.model, self.processing_class, None, None
         )
@@ -158,20 +160,68 @@ class OnPolicyTrainer(TrainerSurface):
         if trial is not None:
             raise ConfigError("trial is given, but there is no hyperparameter search. Build one trainer a trial.")
         started = time.perf_counter()
-        self._begin(resume_from_checkpoint or self.args.resume_from_checkpoint)
-        first = len(self.history)
         try:
+            self._begin(resume_from_checkpoint or self.args.resume_from_checkpoint)
+            first = len(self.history)
             while not self.control.should_training_stop:
-                self._train_step()
+                concession = self._step_or_concession()
+                if concession is not None:
+                    self._concede(concession)
         except BaseException as error:
-            self._committed.drop_gradients()
-            self._ranks.fail(f"{type(error).__name__}: {error}")
-            if isinstance(error, (KeyboardInterrupt, MemoryBudgetError)):
-                self._save_before_leaving()
+            self._leave(error)
             raise
         finally:
+            self._tracker.meter.release()
             self._notify("close")
         return self._end(started, first)
+
+    def _step_or_concession(self) -> Concession | None:
+        """Does one step, or gives the next change of the task that the user allows where no plan fits."""
+        try:
+            self._train_step()
+        except MemoryBudgetError as error:
+            listed = self.args.allow_lossy if self._ranks.world_size == 1 else ()
+            allowed = [name for name in listed if name != "optim" or self._given_optimizers[0] is None]
+            concession = next_concession(self.args, allowed, error.failure)
+            if concession is None:
+                raise
+            return concession
+        return None
+
+    def _leave(self, error: BaseException) -> None:
+        """Leaves the state as it was before the step, tells the other ranks, and saves what can be gone on from."""
+        if self._committer is None:
+            return
+        self._committer.drop_gradients()
+        self._ranks.fail(f"{type(error).__name__}: {error}")
+        if not isinstance(error, (KeyboardInterrupt, MemoryBudgetError)):
+            return
+        if self.args.save_strategy != "no" and self.state.global_step > 0:
+            logger.warning("saving step %d before leaving", self.state.global_step)
+            self._save_checkpoint(self._random_before_step)
+
+    def _concede(self, concession: Concession) -> None:
+        """Changes the task as the user allowed, and begins the rollout anew, or the next one if weights have moved."""
+        self._committed.drop_gradients()
+        self._apply(concession)
+        if not self._cursor.starts_rollout:
+            consumed = 0 if self._experience is None else self._experience.consumed
+            self._cursor = self._cursor.advance(steps=1, epochs=1, consumed=consumed, stop=True)
+        self._experience = None
+        self._tracker.record("concession", remedy=concession.name, changes=dict(concession.changes))
+        told = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in concession.changes.items())
+        logger.warning("no plan fits: going on with a changed task, as allow_lossy allows: %s", told)
+
+    def _apply(self, concession: Concession) -> None:
+        concede(self.args, concession)
+        self.args.validate()
+        self._concessions.append(concession)
+        self._maker.limit(self.args.max_completion_length)
+        if "optim" in concession.changes:
+            schedule = self._committed.scheduler.state_dict()
+            self._committer = None  # its state makes room for the new one's
+            self._make_optimizer(self._max_steps())
+            self._committed.go_on_at(schedule)
 
     def _train_step(self) -> None:
         """One optimizer step, from the prompts to the log."""
@@ -518,6 +568,26 @@ class OnPolicyTrainer(TrainerSurface):
         """Makes optimizer and schedule, and goes to where the run stands."""
         self.args.validate()
         max_steps = self._max_steps()
+        if self.args.memory_budget != "auto":
+            self._tracker.meter.enforce(self._tracker.budget_bytes)
+        self._make_optimizer(max_steps)
+        self._go_to_start()
+        if resume:
+            folder = find_checkpoint(Path(self.args.output_dir), resume)
+            self._recovery.repeat(lambda: self._resume(folder))
+        self.state.max_steps = max_steps
+        self.state.num_train_epochs = math.ceil(self.args.num_train_epochs)
+        self.state.train_batch_size = self.args.per_device_train_batch_size
+        self.state.compute_steps(self.args, max_steps)
+        self.control = self._callbacks.on_train_begin(self.args, self.state, self.control)
+        self.control = self._callbacks.on_epoch_begin(self.args, self.state, self.control)
+        if self.state.global_step >= max_steps:
+            self.control.should_training_stop = True
+        if self.args.eval_on_start and not resume and self.eval_dataset is not None:
+            self.evaluate()
+
+    def _make_optimizer(self, max_steps: int) -> None:
+        """Makes optimizer, schedule and loss scale, and the optimizer's state before anything else wants its bytes."""
         optimizer, scheduler = self._given_optimizers
         optimizer = optimizer or self._recovery.repeat(lambda: build_optimizer(self.model, self.args))
         scheduler = scheduler or build_scheduler(optimizer, self.args, max_steps)
@@ -528,21 +598,7 @@ class OnPolicyTrainer(TrainerSurface):
         self._committer.drop_gradients()
         with charge(Component.OPTIMIZER):
             self._recovery.repeat(self._committer.make_state)
-        self._go_to_start()
-        if resume:
-            folder = find_checkpoint(Path(self.args.output_dir), resume)
-            self._recovery.repeat(lambda: self._resume(folder))
-        self.state.max_steps = max_steps
-        self.state.num_train_epochs = math.ceil(self.args.num_train_epochs)
-        self.state.train_batch_size = self.args.per_device_train_batch_size
-        self.state.compute_steps(self.args, max_steps)
         self._callbacks.optimizer, self._callbacks.lr_scheduler = optimizer, scheduler
-        self.control = self._callbacks.on_train_begin(self.args, self.state, self.control)
-        self.control = self._callbacks.on_epoch_begin(self.args, self.state, self.control)
-        if self.state.global_step >= max_steps:
-            self.control.should_training_stop = True
-        if self.args.eval_on_start and not resume and self.eval_dataset is not None:
-            self.evaluate()
 
     def _go_to_start(self) -> None:
         """Forgets where an earlier call of `train` got to; the weights stay as they are."""
@@ -622,6 +678,7 @@ class OnPolicyTrainer(TrainerSurface):
             "memory": self._tracker.state_dict(),
             "history": self.history,
             "experience": self._experience_facts(),
+            "concessions": [asdict(concession) for concession in self._concessions],
             "run": self._run_facts(),
             "random": plain_random_state(random or capture_random_state()),
         }
@@ -636,13 +693,6 @@ class OnPolicyTrainer(TrainerSurface):
             trajectory=None if self._experience is None else self._experience.trajectory,
         )
         drop_old_checkpoints(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
-
-    def _save_before_leaving(self) -> None:
-        """Saves where the run stands, as it was before the step that did not end."""
-        if self.args.save_strategy == "no" or self.state.global_step == 0:
-            return
-        logger.warning("saving step %d before leaving", self.state.global_step)
-        self._save_checkpoint(self._random_before_step)
 
     def _state_tensors(self) -> dict[str, Any]:
         state = self._committed.state_dict()
@@ -662,6 +712,8 @@ class OnPolicyTrainer(TrainerSurface):
     def _resume(self, folder: Path) -> None:
         """Puts weights, optimizer, data position, rollout and random state back as they were."""
         tensors, loop, trajectory = read_checkpoint(folder)
+        for saved in loop["concessions"][len(self._concessions) :]:
+            self._apply(Concession(**saved))
         check_same_run(loop["run"], self._run_facts())
         self._load_weights(folder)
         self._committed.load_state_dict(tensors)

@@ -36,6 +36,7 @@ from memsafe_rl.trainers.checks import (
     read,
 )
 from memsafe_rl.trainers.fields import GRPOFields, TrainerFields, describe
+from memsafe_rl.trainers.lossy import LOSSY_REMEDIES
 from memsafe_rl.trainers.refusals import ALIASES, REFUSED, RefusedFields, admit, unknown
 from memsafe_rl.types import LossSettings, SamplingSettings
 
@@ -350,11 +351,8 @@ class _TrainerConfig(TrainerFields, ABC):
             raise ConfigError(
                 f"memory_budget is {self.memory_budget!r}: {error} 'auto' leaves the choice to the library."
             ) from None
-        if self.allow_lossy:
-            raise ConfigError(
-                f"allow_lossy is {self.allow_lossy!r}, but no remedy that changes the task exists yet. "
-                "Set allow_lossy=()."
-            )
+        for remedy in self.allow_lossy:
+            check_choice("allow_lossy", remedy, tuple(LOSSY_REMEDIES))
         for key, value in (self.gradient_checkpointing_kwargs or {}).items():
             if key != "use_reentrant" or value not in (False, "false", "False"):
                 raise ConfigError(

@@ -184,6 +184,14 @@ class ExperienceMaker:
         self._rollout_func = rollout_func
         self._owner = owner
 
+    def limit(self, max_new_tokens: int) -> None:
+        """Sets the longest completion of the rollouts to come.
+
+        Args:
+            max_new_tokens: longest completion, in tokens.
+        """
+        self._sampling = replace(self._sampling, max_new_tokens=max_new_tokens)
+
     def make(self, source: PromptSource, *, rollout: int, position: int, later_rows: Sequence[int]) -> Experience:
         """Draws, rewards and scores one rollout.
 

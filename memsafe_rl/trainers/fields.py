@@ -100,7 +100,9 @@ class TrainerFields:
         "auto", "Device memory this run may hold: 'auto', bytes, a size such as '16GiB' or a share such as '80%'."
     )
     allow_lossy: Words = option(
-        (), "Remedies that change the task and may be taken when memory is short; none exists yet, so leave it empty."
+        (),
+        "Remedies that change the task, taken in this order when no plan fits: 'max_completion_length', "
+        "'num_generations', 'num_iterations', 'optim'.",
     )
     trajectory_device: str | None = option(
         None, "Where a rollout waits between updates: 'device' or 'host'; None: the plan decides."

@@ -110,7 +110,7 @@ class GRPOTrainer(OnPolicyTrainer):
         self.memory_policy = memory_policy or AdaptivePolicy(
             checkpointing=self.args.gradient_checkpointing, trajectory_device=self.args.trajectory_device or "host"
         )
-        recovery = Recovery(self._prepare_memory(), self.memory_policy, self._held_bytes)
+        recovery = Recovery(self._prepare_memory(), self.memory_policy)
         with recovery.tracker.phase(Phase.LOAD):
             loaded = self._load(recovery, model, quantization_config, peft_config)
         maker = ExperienceMaker(
@@ -181,15 +181,13 @@ class GRPOTrainer(OnPolicyTrainer):
         recovery.repeat(check)
         return loaded
 
-    def _held_bytes(self) -> dict[str, int]:
-        return {}
-
     def _prepare_memory(self) -> MemoryTracker:
         device = self.accelerator.device
         meter = meter_for(device)
         budget = MemoryBudget.parse(self.args.memory_budget)
         total_bytes, free_bytes = meter.total_bytes(), meter.free_bytes()
-        return MemoryTracker(device.type, meter, budget.resolve(total_bytes=total_bytes, free_bytes=free_bytes))
+        budget_bytes = budget.resolve(total_bytes=total_bytes, free_bytes=free_bytes)
+        return MemoryTracker(device.type, meter, budget_bytes, self._holders)
 
     def _own_callbacks(self, tracker: MemoryTracker, ranks: Ranks) -> list[Any]:
         output_dir = Path(self.args.output_dir)

@@ -63,11 +63,11 @@ def test_an_undetached_metric_is_found_by_its_graph() -> None:
     gc.collect()
     model = nn.Linear(3, 2)
     kept = []
-    watch = LeakWatch(known=model.parameters)
+    watch = LeakWatch()
     events = []
     for step in range(1, 6):
         kept.append(model(torch.ones(5, 3)).exp().mean())
-        events += watch.observe(step, {ACTIVATIONS: 64 * step})
+        events += watch.observe(step, {ACTIVATIONS: 64 * step}, model.parameters)
     (event,) = events
     graphs = [stray for stray in event["tensors"] if stray["graph"] == "MeanBackward0"]
     assert [(stray["shape"], stray["dtype"], stray["count"]) for stray in graphs] == [((), "float32", 5)]
