@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from memsafe_rl.accounting import charge
+from memsafe_rl.memory.host import to_device, to_host
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.recovery import Attempt, Recovery
 from memsafe_rl.models.adapter import ModelAdapter
@@ -29,6 +31,7 @@ from memsafe_rl.trainers.update import contributes
 from memsafe_rl.types import (
     AdvantageResult,
     Completion,
+    Component,
     Phase,
     Ragged,
     RolloutPlan,
@@ -133,7 +136,9 @@ class Experience:
         Returns:
             The rollout there.
         """
-        return replace(self, trajectory=self.trajectory.to(device if place == "device" else "cpu"))
+        move = to_host if place == "host" else partial(to_device, device=device)
+        with charge(Component.TRAJECTORY):
+            return replace(self, trajectory=self.trajectory.moved(move))
 
 
 class ExperienceMaker:
@@ -389,6 +394,10 @@ class ExperienceMaker:
 
     def _store(self, samples: Samples, advantages: AdvantageResult) -> Trajectory:
         """Lays the samples down as a trajectory; a row that counts for nothing gets an empty mask."""
+        with charge(Component.TRAJECTORY):
+            return self._laid_down(samples, advantages)
+
+    def _laid_down(self, samples: Samples, advantages: AdvantageResult) -> Trajectory:
         masks = []
         for row, completion in enumerate(samples.completions):
             mask = torch.ones_like(completion.ids, dtype=torch.uint8)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from memsafe_rl.memory.host import offloaded
 from memsafe_rl.memory.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.losses import entropy_threshold, high_entropy_mask, policy_loss
@@ -172,7 +173,7 @@ def kept_activations(adapter: ModelAdapter, plan: UpdatePlan) -> Iterator[None]:
     """
     with ExitStack() as stack:
         if plan.offload_activations:
-            stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=adapter.device.type == "cuda"))
+            stack.enter_context(offloaded(adapter.model.parameters()))
         stack.enter_context(adapter.recompute(plan.checkpointing))
         yield
 
