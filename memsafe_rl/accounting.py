@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from memsafe_rl.types import Component, Phase
 
@@ -147,6 +147,40 @@ def is_on_host(tensor: Tensor) -> bool:
         False where nobody counts.
     """
     return any(listener.is_on_host(tensor) for listener in _listeners)
+
+
+def weights_of(*networks: nn.Module) -> Iterator[Tensor]:
+    """Walks all tensors that make up networks, some of them perhaps twice.
+
+    Args:
+        networks: any modules.
+
+    Returns:
+        Parameters, buffers, and what bitsandbytes keeps beside the weights of its 4-bit and 8-bit layers (absolute
+        maxima, code books, nested ones too; row scales), which is neither.
+    """
+    for network in networks:
+        for tensor in (*network.parameters(), *network.buffers()):
+            yield tensor
+            yield from _quantisation_state(tensor)
+        for layer in network.modules():
+            state = getattr(layer, "state", None)  # where an 8-bit layer moves its tensors in its first forward
+            yield from _tensors(state, "CB", "SCB")
+
+
+def _quantisation_state(weight: Tensor) -> Iterator[Tensor]:
+    yield from _tensors(weight, "CB", "SCB")
+    state = getattr(weight, "quant_state", None)
+    while state is not None:
+        yield from _tensors(state, "absmax", "code", "offset")
+        state = getattr(state, "state2", None)
+
+
+def _tensors(owner: object, *names: str) -> Iterator[Tensor]:
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(value, Tensor):
+            yield value
 
 
 @contextmanager

@@ -11,7 +11,10 @@ from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from memsafe_rl.accounting import charge
+from memsafe_rl.types import Component
 
 
 class _TransitLayer(DynamicLayer):  # type: ignore[misc]
@@ -19,6 +22,29 @@ class _TransitLayer(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
+
+
+class _MarkedCache(DynamicCache):  # type: ignore[misc]
+    """A growing cache that says what it allocates for."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        with charge(Component.KV_CACHE):
+            updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return updated
+
+
+def growing_cache(config: Any) -> Any:
+    """Builds a cache that grows with every token, for decoding.
+
+    Args:
+        config: transformers config, which says what each layer keeps.
+
+    Returns:
+        An empty cache.
+    """
+    return _MarkedCache(config=config)
 
 
 def transit_cache() -> Any:
@@ -65,10 +91,14 @@ class CausalDecodeState:
     def nbytes(self) -> int:
         """Bytes of the cache, storage that a windowed layer still pins included."""
         storages = {}
-        for tensor in _tensors([vars(layer) for layer in self.cache.layers]):
+        for tensor in self.tensors():
             storage = tensor.untyped_storage()
             storages[id(tensor) if isinstance(tensor, FakeTensor) else storage.data_ptr()] = storage.nbytes()
         return sum(storages.values())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Gives all that the layers hold: keys and values, or the states of recurrent layers."""
+        return _tensors([vars(layer) for layer in self.cache.layers])
 
     def select(self, rows: Tensor) -> CausalDecodeState:
         """Keeps, drops, repeats or reorders rows, layer by layer, and cuts off padding that all of them share.
@@ -82,8 +112,9 @@ class CausalDecodeState:
         pads = _selected_pads(self.pads, rows)
         trim = min(pads, default=0) if pads is not None and self.trimmable else 0
         on_device = rows.to(self.pads_B.device)
-        for layer in self.cache.layers:
-            _select(layer, on_device, trim)
+        with charge(Component.KV_CACHE):
+            for layer in self.cache.layers:
+                _select(layer, on_device, trim)
         return CausalDecodeState(
             cache=self.cache,
             pads_B=self.pads_B.index_select(0, on_device) - trim,

@@ -19,13 +19,14 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.blocks import find_blocks, recomputed
-from memsafe_rl.models.cache import CausalDecodeState, is_trimmable, transit_cache
+from memsafe_rl.models.cache import CausalDecodeState, growing_cache, is_trimmable, transit_cache
 from memsafe_rl.models.geometry import read_geometry
 from memsafe_rl.models.heads import LogitMap, given_logits, head_of, logit_maps, naive_logits
-from memsafe_rl.types import LinearHead, LogitsHead, ModelGeometry, Ragged, TokenDistribution, Trajectory
+from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, Ragged, TokenDistribution, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class CausalLMAdapter:
         ids_PL = torch.full((len(prompts), width), self.pad_token_id)
         for row, (pad, prompt) in enumerate(zip(pads, prompts, strict=True)):
             ids_PL[row, pad:] = prompt
-        cache = DynamicCache(config=self._lm.config)
+        cache = growing_cache(self._lm.config)
         pads_P = torch.tensor(pads, device=self.device)
         state = CausalDecodeState(cache, pads_P, pads, width=0, trimmable=is_trimmable(cache))
         return self._next_logits(state, ids_PL.to(self.device)), state
@@ -239,6 +240,9 @@ class CausalLMAdapter:
             if "position_ids" in self._accepted:
                 inputs["position_ids"] = (slots_1L[:, state.width :] - state.pads_B[:, None]).clamp_min(0)
         logits_BLV = self._lm(**inputs).logits
+        claim(Component.LOGITS, [logits_BLV])
+        if not state.trimmable:
+            claim(Component.KV_CACHE, state.tensors())  # states of recurrent layers, which no update marks
         state.width = width
         return cast(Tensor, logits_BLV[:, -1])
 
@@ -496,6 +500,7 @@ def _row_logits(model: Any, ids_BL: Tensor, prompts: Sequence[int], lengths: Seq
     for ids_L, prompt, length in zip(ids_BL, prompts, lengths, strict=True):
         ids_1L = ids_L[None, : prompt + length]
         logits_1LV = model(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L), use_cache=False).logits
+        claim(Component.LOGITS, [logits_1LV])
         pieces.append(logits_1LV[0, prompt - 1 : prompt + length - 1])
     return torch.cat(pieces)
 

@@ -21,6 +21,7 @@ from transformers import (
     ProcessorMixin,
 )
 
+from memsafe_rl.accounting import charge, hold, weights_of
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.causal_lm import (
     REFERENCE_ADAPTER,
@@ -29,6 +30,7 @@ from memsafe_rl.models.causal_lm import (
     refuse_trained_bias,
 )
 from memsafe_rl.models.geometry import max_positions
+from memsafe_rl.types import Component
 
 logger = logging.getLogger(__name__)
 
@@ -153,22 +155,25 @@ def load_model(
     def load(frozen: bool) -> Any:
         return _from_name(cast(str, model), arguments, trust_remote_code, device, frozen=frozen)
 
-    base: Any = load(frozen=peft_config is not None) if isinstance(model, str) else _placed(model, device)
-    trained, reference = base, None
-    if peft_config is not None:
-        with warnings.catch_warnings():  # PEFT asks transformers by an old name, which is no business of the user's
-            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
-            trained = get_peft_model(base, peft_config)
-    elif isinstance(base, PeftModel):
-        if with_reference:
-            _copy_reference_adapter(base)
-    elif _is_quantised(base):
-        raise ConfigError(
-            f"model={_name(model)!r} is quantised and its weights cannot be trained. Pass a peft_config to train an "
-            "adapter on it, or leave quantization_config out."
-        )
-    elif with_reference:
-        reference = (load(frozen=True) if isinstance(model, str) else copy.deepcopy(base)).requires_grad_(False).eval()
+    with charge(Component.WEIGHTS):
+        base: Any = load(frozen=peft_config is not None) if isinstance(model, str) else _placed(model, device)
+        trained, reference = base, None
+        if peft_config is not None:
+            with warnings.catch_warnings():  # PEFT asks transformers by an old name, which is no business of the user's
+                warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+                trained = get_peft_model(base, peft_config)
+        elif isinstance(base, PeftModel):
+            if with_reference:
+                _copy_reference_adapter(base)
+        elif _is_quantised(base):
+            raise ConfigError(
+                f"model={_name(model)!r} is quantised and its weights cannot be trained. Pass a peft_config to "
+                "train an adapter on it, or leave quantization_config out."
+            )
+        elif with_reference:
+            reference = (
+                (load(frozen=True) if isinstance(model, str) else copy.deepcopy(base)).requires_grad_(False).eval()
+            )
     if not any(weight.requires_grad for weight in trained.parameters()):
         raise ConfigError(
             f"model={_name(model)!r} has no trainable weight. Pass a peft_config, unfreeze weights, or load the "
@@ -304,14 +309,16 @@ def _from_name(
             f"device_map spreads model={name!r} over {', '.join(map(str, dict.fromkeys(places.values())))}; a rank "
             "trains on one device. Leave device_map out, or quantise the base."
         )
-    return model if _is_quantised(model) or places else model.to(device)
+    placed = model if _is_quantised(model) or places else model.to(device)
+    hold(Component.WEIGHTS, weights_of(placed))  # on a CPU they are mapped from the file
+    return placed
 
 
 def _placed(model: Any, device: torch.device) -> Any:
     """Moves a model object; a quantised one stays where it is."""
-    if _is_quantised(causal_lm_of(model)):
-        return model
-    return model.to(device)
+    placed = model if _is_quantised(causal_lm_of(model)) else model.to(device)
+    hold(Component.WEIGHTS, weights_of(placed))
+    return placed
 
 
 def _copy_reference_adapter(model: Any) -> None:

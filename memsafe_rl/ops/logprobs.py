@@ -15,10 +15,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.types import LinearHead, LogitsHead, TokenDistribution
+from memsafe_rl.types import Component, LinearHead, LogitsHead, TokenDistribution
 
 _PARTS = 16
+_SUMMED = (Component.ACTIVATIONS, Component.GRADIENTS, Component.GRADIENTS)
+"""What the sums of a head's gradients are: those of hidden states, weight and bias."""
+
 _LEAST_LOGPROB = -1e4
 """Nats; its exponential is 0 in float64, so that a token that cannot be drawn adds 0 instead of 0 x inf."""
 
@@ -104,8 +108,8 @@ class _LinearScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         logprobs_M, log_sums_M, entropies_M = _empty_scores(tokens_M, recipe.wide_dtype, recipe.with_entropy)
-        buffer_NV = _tile_buffer(hidden_MD, weight_VD, recipe)
-        with torch.autocast(hidden_MD.device.type, enabled=False):
+        with torch.autocast(hidden_MD.device.type, enabled=False), charge(Component.LOGITS):
+            buffer_NV = _tile_buffer(hidden_MD, weight_VD, recipe)
             for rows in _cuts(len(tokens_M), recipe.tile):
                 scores_NV = buffer_NV[: rows.stop - rows.start]
                 _write_scores(scores_NV, hidden_MD[rows], weight_VD, bias_V, recipe)
@@ -125,8 +129,8 @@ class _LinearScores(torch.autograd.Function):
         hidden_MD, weight_VD, bias_V, tokens_M, log_sums_M, entropies_M = ctx.saved_tensors
         recipe: _Recipe = ctx.recipe
         grads = _HeadGradients(ctx.needs_input_grad, hidden_MD, weight_VD, bias_V, recipe)
-        buffer_NV = _tile_buffer(hidden_MD, weight_VD, recipe)
-        with torch.autocast(hidden_MD.device.type, enabled=False):
+        with torch.autocast(hidden_MD.device.type, enabled=False), charge(Component.LOGITS):
+            buffer_NV = _tile_buffer(hidden_MD, weight_VD, recipe)
             for rows in _cuts(len(tokens_M), recipe.tile):
                 scores_NV = buffer_NV[: rows.stop - rows.start]
                 _write_scores(scores_NV, hidden_MD[rows], weight_VD, bias_V, recipe)
@@ -152,9 +156,10 @@ class _LogitsScores(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         wide = _widen(logits_NV.dtype)
         logprobs_N, log_sums_N, entropies_N = _empty_scores(tokens_N, wide, with_entropy)
-        for part in _cuts(len(tokens_N), _part(len(tokens_N))):
-            summary = _summarise_(logits_NV[part].to(wide) / temperature, tokens_N[part], with_entropy)
-            _store(part, summary, (logprobs_N, log_sums_N, entropies_N))
+        with charge(Component.LOGITS):
+            for part in _cuts(len(tokens_N), _part(len(tokens_N))):
+                summary = _summarise_(logits_NV[part].to(wide) / temperature, tokens_N[part], with_entropy)
+                _store(part, summary, (logprobs_N, log_sums_N, entropies_N))
         ctx.temperature = temperature
         ctx.save_for_backward(logits_NV, tokens_N, log_sums_N, entropies_N)
         return logprobs_N, entropies_N
@@ -165,11 +170,12 @@ class _LogitsScores(torch.autograd.Function):
         ctx: Any, grad_logprobs_N: Tensor | None, grad_entropies_N: Tensor | None
     ) -> tuple[Tensor, None, None, None]:
         logits_NV, tokens_N, log_sums_N, entropies_N = ctx.saved_tensors
-        gradient_NV = torch.empty_like(logits_NV)
-        for part in _cuts(len(tokens_N), _part(len(tokens_N))):
-            scores_NV = logits_NV[part].to(log_sums_N.dtype) / ctx.temperature
-            saved = _at(part, tokens_N, log_sums_N, entropies_N, grad_logprobs_N, grad_entropies_N)
-            gradient_NV[part] = _score_gradient_(scores_NV, *saved).div_(ctx.temperature)
+        with charge(Component.LOGITS):
+            gradient_NV = torch.empty_like(logits_NV)
+            for part in _cuts(len(tokens_N), _part(len(tokens_N))):
+                scores_NV = logits_NV[part].to(log_sums_N.dtype) / ctx.temperature
+                saved = _at(part, tokens_N, log_sums_N, entropies_N, grad_logprobs_N, grad_entropies_N)
+                gradient_NV[part] = _score_gradient_(scores_NV, *saved).div_(ctx.temperature)
         return gradient_NV, None, None, None
 
 
@@ -177,7 +183,8 @@ def _function_scores(
     head: LogitsHead, hidden_MD: Tensor, tokens_M: Tensor, temperature: float, tile: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     def score(hidden_ND: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits_NV = head(hidden_ND)
+        with charge(Component.LOGITS):
+            logits_NV = head(hidden_ND)
         scores: tuple[Tensor, Tensor | None]
         scores = _LogitsScores.apply(logits_NV, tokens_N, temperature, with_entropy)  # type: ignore[no-untyped-call]
         return scores
@@ -264,10 +271,8 @@ class _HeadGradients:
         self._inputs = (hidden_MD, weight_VD, bias_V)
         self._recipe = recipe
         self._sums = tuple(
-            torch.zeros_like(value, dtype=recipe.wide_dtype, memory_format=torch.contiguous_format)
-            if wanted and value is not None
-            else None
-            for wanted, value in zip(needed[:3], self._inputs, strict=True)
+            _zeros(value, recipe.wide_dtype, component) if wanted and value is not None else None
+            for wanted, value, component in zip(needed[:3], self._inputs, _SUMMED, strict=True)
         )
 
     def add(self, rows: slice, gradient_NV: Tensor) -> None:
@@ -324,6 +329,11 @@ def _head_blocks(weight_VD: Tensor, recipe: _Recipe) -> Iterator[slice]:
     vocab = weight_VD.shape[0]
     plain = weight_VD.dtype == recipe.product_dtype == recipe.wide_dtype
     return _cuts(vocab, vocab if plain else _part(vocab))
+
+
+def _zeros(like: Tensor, dtype: torch.dtype, component: Component) -> Tensor:
+    with charge(component):
+        return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _tile_buffer(hidden_MD: Tensor, weight_VD: Tensor, recipe: _Recipe) -> Tensor:
