@@ -144,15 +144,11 @@ class Recovery:
     Args:
         tracker: the run's memory; gets an event for every failure, retry and rung.
         policy: gives the plan after one that failed.
-        held_bytes: gives the bytes held by component, for the message when nothing helps.
     """
 
-    def __init__(
-        self, tracker: MemoryTracker, policy: MemoryPolicy, held_bytes: Callable[[], Mapping[str, int]]
-    ) -> None:
+    def __init__(self, tracker: MemoryTracker, policy: MemoryPolicy) -> None:
         self.tracker = tracker
         self._policy = policy
-        self._held_bytes = held_bytes
 
     def attempts(self, plan: Plan, work: Work) -> Attempts[Plan]:
         """Begins a piece of work that a plan cuts.
@@ -278,7 +274,8 @@ class Recovery:
         )
 
     def _verdict(self, attempts: Attempts[Any], failed: _Failed) -> MemoryBudgetError:
-        failure, held = self._failure(attempts, failed), self.tracker.held_bytes()
+        failure = self._failure(attempts, failed)
+        held = {str(component): size for component, size in self.tracker.held_bytes().items()}
         return MemoryBudgetError(
             explain(failure, held, [asdict(plan) for plan in attempts.failed_plans if plan is not None]),
             failure=failure,

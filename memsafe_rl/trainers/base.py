@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from memsafe_rl.accounting import charge
+from memsafe_rl.accounting import weights_of
 from memsafe_rl.checkpoint import (
     checkpoint_folder,
     drop_old_checkpoints,
@@ -25,6 +25,7 @@ from memsafe_rl.checkpoint import (
     write_checkpoint,
 )
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
+from memsafe_rl.memory.attribution import held_by, optimizer_tensors, watch_gradients
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.randomness import RandomState, capture_random_state, plain_random_state, restore_random_state
 from memsafe_rl.memory.recovery import Recovery
@@ -37,7 +38,7 @@ from memsafe_rl.trainers.continuity import check_same_run, run_facts
 from memsafe_rl.trainers.data import PromptSource
 from memsafe_rl.trainers.experience import Experience, ExperienceMaker
 from memsafe_rl.trainers.lossy import Concession, concede, next_concession
-from memsafe_rl.trainers.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler, uninterrupted
+from memsafe_rl.trainers.optimizer import Committer, build_optimizer, build_scheduler, mix_reference, uninterrupted
 from memsafe_rl.trainers.order import Cursor, rows_of_step
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.reporting import averages, read_step, step_metrics
@@ -124,6 +125,27 @@ class OnPolicyTrainer(TrainerSurface):
     def memory_events(self) -> list[dict[str, Any]]:
         """One record a plan, retry or alarm."""
         return self._tracker.events
+
+    def _holders(self) -> dict[Component, int]:
+        """Counts the bytes on the device of what this run is known to hold."""
+        if not hasattr(self, "_experience"):  # the model is still being loaded
+            return {}
+        return held_by(
+            self.adapter.device,
+            weights=self._weights(),
+            optimizer=self.optimizer,
+            trajectory=() if self._experience is None else self._experience.trajectory.tensors(),
+        )
+
+    def _weights(self) -> list[Tensor]:
+        """Gives the weights of the model, and of a reference beside it."""
+        return list(weights_of(*(model for model in (self.model, self._reference_model) if model is not None)))
+
+    def _long_lived(self) -> list[Tensor]:
+        """Gives the tensors that may outlive a step."""
+        experience = self._experience
+        trajectory = [] if experience is None else experience.trajectory.tensors()
+        return [*self._weights(), *optimizer_tensors(self._committed.optimizer), *trajectory]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -328,7 +350,8 @@ class OnPolicyTrainer(TrainerSurface):
         attempts = self._recovery.attempts(self._tracker.update_plan, self._work(experience.trajectory, mine))
         self.model.train(not self.args.disable_dropout)
         try:
-            placed, gradient = attempts(accumulate, undo=self._committed.drop_gradients)
+            with watch_gradients(self._committed.parameters):
+                placed, gradient = attempts(accumulate, undo=self._committed.drop_gradients)
         finally:
             self.model.eval()
         self._recovery.repeat(self._committed.complete_gradients)
@@ -355,7 +378,7 @@ class OnPolicyTrainer(TrainerSurface):
         reference = self._reference_model
         due = (self.state.global_step + 1) % self.args.ref_model_sync_steps == 0
         if self.args.sync_ref_model and due and reference is not None:
-            self._recovery.repeat(ReferenceMix(reference, self.model, self.args.ref_model_mixup_alpha).finish)
+            self._recovery.repeat(mix_reference(reference, self.model, self.args.ref_model_mixup_alpha))
 
     def _mine(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """This rank's rows that can move a weight."""
@@ -475,6 +498,7 @@ class OnPolicyTrainer(TrainerSurface):
             self._obey()
             if not self.control.should_training_stop:
                 self.control = self._callbacks.on_epoch_begin(self.args, self.state, self.control)
+        self._tracker.end_step(self._long_lived)
 
     def _obey(self) -> None:
         """Does what the control flags ask for."""
@@ -596,8 +620,7 @@ class OnPolicyTrainer(TrainerSurface):
             self.model, optimizer, scheduler, max_grad_norm=self.args.max_grad_norm, scaler=scaler
         )
         self._committer.drop_gradients()
-        with charge(Component.OPTIMIZER):
-            self._recovery.repeat(self._committer.make_state)
+        self._recovery.repeat(self._committer.make_state)
         self._callbacks.optimizer, self._callbacks.lr_scheduler = optimizer, scheduler
 
     def _go_to_start(self) -> None:

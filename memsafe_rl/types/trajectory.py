@@ -145,6 +145,15 @@ class Trajectory:
         joined = [torch.cat([prompts[self.condition_of_row[row]], completions[row]]) for row in rows]
         return Ragged.from_rows(joined).pad(range(len(rows)), pad_token_id, device)
 
+    def tensors(self) -> list[Tensor]:
+        """Gives every tensor it holds."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return [
+            value.flat if isinstance(value, Ragged) else value
+            for value in values
+            if isinstance(value, (Ragged, Tensor))
+        ]
+
     def nbytes(self) -> dict[str, int]:
         """Bytes by field; fields that hold no tensor are left out."""
         sizes = {field.name: getattr(self, field.name) for field in fields(self)}
