@@ -1,15 +1,23 @@
-"""Two processes over gloo learn what one process learns."""
+"""Two processes over gloo learn what one process learns, and neither waits for one that has failed."""
 
 import os
+import signal
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.multiprocessing as mp
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
+from torch import nn
 
+from memsafe_rl.errors import MemsafeError
+from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.trainers.ranks import Ranks
 from tests.trainers.helpers import make_trainer, weights
 
 SETTINGS: dict[str, Any] = {
@@ -21,16 +29,26 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def train_rank(rank: int, port: int, folder: str) -> None:
+def set_up_rank(rank: int, port: int, world_size: int = 2) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "HF_HUB_OFFLINE": "1",
     }
     torch.set_num_threads(1)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def train_rank(rank: int, port: int, folder: str) -> None:
+    set_up_rank(rank, port)
     trainer = make_trainer(Path(folder) / "two", per_device_train_batch_size=6, num_generations=4, **rest())
     trainer.train()
     torch.save(
@@ -45,10 +63,7 @@ def rest() -> dict[str, Any]:
 
 
 def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(train_rank, args=(port, str(tmp_path)), nprocs=2)
+    mp.spawn(train_rank, args=(free_port(), str(tmp_path)), nprocs=2)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
@@ -61,3 +76,210 @@ def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
     for mine, theirs in zip(ranks[0]["history"], one.history, strict=True):
         for name in ("loss", "kl", "entropy", "num_tokens", "grad_norm"):
             assert abs(mine[name] - theirs[name]) <= 1e-4 * max(1e-3, abs(theirs[name])), name
+
+
+PATIENCE_SECONDS = 90
+"""Far above what all scenarios together take (about ten seconds, most of it imports), far below gloo's 30 minutes."""
+
+Found = dict[str, Any]
+
+
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True)
+
+
+def parameters(rank: int) -> list[nn.Parameter]:
+    made = [nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(5))]
+    made[0].grad = torch.full((3, 2), float(rank + 1))
+    made[1].grad = torch.arange(5.0) * rank
+    return made
+
+
+COLLECTIVES: dict[str, Callable[[Ranks], Any]] = {
+    "gather": lambda ranks: ranks.gather([ranks.rank]),
+    "sum_gradients": lambda ranks: ranks.sum_gradients(parameters(ranks.rank)),
+    "wait": lambda ranks: ranks.wait(),
+}
+
+
+def outcome_of(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def bring_together(ranks: Ranks) -> Found:
+    half = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    item = {"rank": ranks.rank, "row": half[1], "none": torch.empty(0, 4), "one": torch.tensor(True)}
+    gathered = ranks.gather([item] * (1 + ranks.rank))
+    summed = parameters(ranks.rank)
+    ranks.sum_gradients(summed)
+    ranks.wait()
+    return {"gathered": gathered, "gradients": [parameter.grad for parameter in summed]}
+
+
+def count_allocations(ranks: Ranks) -> Found:
+    """Of a second round, so that what gloo makes once is made."""
+    counts = {}
+    summed, rows = parameters(ranks.rank), [torch.ones(100)]
+    ranks.sum_gradients(summed)
+    with SimulatedMemory() as device:
+        for name, work in {
+            "sum_gradients": lambda: ranks.sum_gradients(summed),
+            "wait": ranks.wait,
+            "gather": lambda: ranks.gather(rows),
+            "fail": lambda: ranks.fail("it is over"),
+        }.items():
+            before = device.allocations
+            work()
+            counts[name] = device.allocations - before
+    return counts
+
+
+def fail_before(name: str) -> Callable[[Ranks], Found]:
+    def scenario(ranks: Ranks) -> Found:
+        start = time.monotonic()
+        if ranks.rank == 1:
+            ranks.fail("MemoryBudgetError: one row does not fit")
+            now = "failed"
+        else:
+            now = outcome_of(lambda: COLLECTIVES[name](ranks))
+        ranks.fail("everybody knows already")
+        ranks.wait()
+        later = outcome_of(lambda: ranks.gather([1]))
+        return {"now": now, "later": later, "seconds": time.monotonic() - start}
+
+    return scenario
+
+
+def fail_together(ranks: Ranks) -> str:
+    ranks.fail(f"reason {ranks.rank} " + "é" * 2000)
+    return outcome_of(ranks.wait)
+
+
+def gather_what_cannot_be_sent(ranks: Ranks) -> str:
+    try:
+        ranks.gather([lambda: None] if ranks.rank == 0 else [1])
+    except Exception as error:
+        ranks.fail(type(error).__name__)
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def interrupt_inside_a_collective(ranks: Ranks) -> list[str]:
+    found = []
+    if ranks.rank == 0:
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    else:
+        time.sleep(0.6)
+    try:
+        found.append(str(ranks.gather([ranks.rank])))
+        ranks.wait()
+    except KeyboardInterrupt:
+        ranks.fail("KeyboardInterrupt: ")
+        found.append("interrupted")
+    except MemsafeError as error:
+        found.append(str(error))
+    return found
+
+
+def sum_without_gradients(ranks: Ranks) -> str:
+    return outcome_of(lambda: ranks.sum_gradients([nn.Parameter(torch.zeros(2))]))
+
+
+def leave_without_a_word(ranks: Ranks) -> list[str]:
+    if ranks.rank == 1:
+        torch.distributed.destroy_process_group()
+        return []
+    found = outcome_of(ranks.wait)
+    ranks.fail("they are gone")
+    return [found, outcome_of(lambda: ranks.gather([1]))]
+
+
+SCENARIOS: dict[str, Callable[[Ranks], Any]] = {
+    "together": bring_together,
+    "allocations": count_allocations,
+    **{f"fail before {name}": fail_before(name) for name in COLLECTIVES},
+    "fail together": fail_together,
+    "cannot be sent": gather_what_cannot_be_sent,
+    "interrupt": interrupt_inside_a_collective,
+    "no gradients": sum_without_gradients,
+    "leave": leave_without_a_word,
+}
+
+
+def run_scenarios(rank: int, port: int, folder: str) -> None:
+    set_up_rank(rank, port)
+    torch.save({name: play(Ranks(accelerator())) for name, play in SCENARIOS.items()}, Path(folder) / f"{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """What every scenario gave on each of two ranks; each has groups of its own. Ranks that hang are killed."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context = mp.spawn(run_scenarios, args=(free_port(), str(folder)), nprocs=2, join=False)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not context.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            pytest.fail(f"the ranks did not end within {PATIENCE_SECONDS} seconds")
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+def test_ranks_gather_in_order_and_sum_in_place(outcomes: list[Found]) -> None:
+    for found in outcomes:
+        assert [item["rank"] for item in found["together"]["gathered"]] == [0, 1, 1]
+        for item in found["together"]["gathered"]:
+            assert torch.equal(item["row"], torch.tensor([3, 4, 5], dtype=torch.bfloat16))
+            assert (item["none"].shape, item["one"].item()) == ((0, 4), True)
+        assert torch.equal(found["together"]["gradients"][0], torch.full((3, 2), 3.0))
+        assert torch.equal(found["together"]["gradients"][1], torch.arange(5.0))
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_rank_that_fails_is_named_with_its_reason_at_whatever_comes_next(outcomes: list[Found], name: str) -> None:
+    other, failed = (found[f"fail before {name}"] for found in outcomes)
+    assert other["now"].startswith(
+        "MemsafeError: Rank 1 ended the run: MemoryBudgetError: one row does not fit. This rank stopped with it"
+    )
+    assert other["later"] == other["now"]
+    assert failed["later"].startswith("MemsafeError: This rank has ended already: MemoryBudgetError")
+    # Milliseconds when nothing else runs; a rank left waiting would stay for minutes.
+    assert max(other["seconds"], failed["seconds"]) < 10
+
+
+def test_ranks_that_fail_at_once_do_not_wait_for_each_other(outcomes: list[Found]) -> None:
+    assert [found["fail together"] for found in outcomes] == ["no error", "no error"]
+
+
+def test_objects_that_cannot_be_sent_fail_before_anybody_waits_for_them(outcomes: list[Found]) -> None:
+    failed, other = (found["cannot be sent"] for found in outcomes)
+    assert "pickle" in failed.lower()
+    assert other.startswith("MemsafeError: Rank 0 ended the run: ")
+
+
+def test_ctrl_c_waits_for_the_collective_it_hits(outcomes: list[Found]) -> None:
+    interrupted, other = (found["interrupt"] for found in outcomes)
+    assert interrupted == ["interrupted"]
+    assert other[0] == "[0, 1]"
+    assert other[1].startswith("Rank 0 ended the run: KeyboardInterrupt: .")
+
+
+def test_a_rank_that_leaves_without_a_word_ends_the_others_too(outcomes: list[Found]) -> None:
+    (found, _) = (found["leave"] for found in outcomes)
+    assert found[0].startswith("MemsafeError: rank 0 lost the others (")
+    assert found[1].startswith("MemsafeError: An earlier collective of this rank did not complete")
+
+
+def test_a_collective_allocates_nothing_that_could_be_refused(outcomes: list[Found]) -> None:
+    for found in outcomes:
+        assert found["allocations"] == {"sum_gradients": 0, "wait": 0, "gather": 0, "fail": 0}
+
+
+def test_gradients_must_be_there_before_the_sum(outcomes: list[Found]) -> None:
+    for found in outcomes:
+        assert found["no gradients"] == "AssertionError: complete the gradients before they are summed"
