@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from memsafe_rl.accounting import charge
 from memsafe_rl.memory.monitor import CudaMeter, HostMeter, SimulatedMeter, meter_for
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.types import Component
@@ -69,9 +70,8 @@ def test_meters_without_a_count_answer_with_none() -> None:
 
 
 def test_components_come_from_the_simulation() -> None:
-    class Counting(SimulatedMemory):
-        def live_by_component(self) -> dict[Component, int]:
-            return {Component.WEIGHTS: 12}
-
-    with Counting() as device:
-        assert SimulatedMeter(device).live_by_component() == {Component.WEIGHTS: 12}
+    with SimulatedMemory() as device:
+        with charge(Component.WEIGHTS):
+            kept = torch.empty(3000, dtype=torch.uint8)
+        held = SimulatedMeter(device).live_by_component()
+    assert held[Component.WEIGHTS] == kept.nbytes == 3000
