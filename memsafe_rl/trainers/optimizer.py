@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, get_scheduler
+
+from memsafe_rl.accounting import charge
+from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.trainers.early_state import ReadyScalars, make_missing_state, steps_without_allocating
+from memsafe_rl.trainers.parking import Parking
+from memsafe_rl.trainers.snapshot import Snapshot
+from memsafe_rl.types import Component
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -36,8 +45,14 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
         {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
     ]
     optimizer_class, arguments = Trainer.get_optimizer_cls_and_kwargs(config, model)
+    if optimizer_class is torch.optim.SGD and all(_has_fused_kernel(parameter) for _, parameter in trained):
+        arguments = {**arguments, "fused": True}  # the only form whose step allocates nothing
     optimizer: torch.optim.Optimizer = optimizer_class([group for group in groups if group["params"]], **arguments)
     return optimizer
+
+
+def _has_fused_kernel(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda", "mps", "xpu")
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: Any, max_steps: int) -> Any:
@@ -61,7 +76,13 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: Any, max_steps: in
 
 
 class Committer:
-    """Holds everything that moves when a step is committed: weights, optimizer state, schedule and loss scale.
+    """Moves everything that a committed step moves: weights, optimizer state, schedule and loss scale.
+
+    A step is committed in three calls, each of which may run out of memory and be called again: `measure`, then
+    `prepare_commit`, then `commit`, between two tries of which `roll_back` is called. PyTorch's fused optimizers step
+    without allocating anything once `make_state` was called, so for them nothing can break off; before every other
+    optimizer's step, weights and state are copied to the host, because a step that broke off half way and is simply
+    called again would move some weights twice.
 
     Args:
         model: the model to train.
@@ -69,6 +90,9 @@ class Committer:
         scheduler: moves the learning rate.
         max_grad_norm: largest gradient norm; 0 or less for no clipping.
         scaler: loss scaler for fp16, None otherwise.
+
+    Raises:
+        ConfigError: there is a loss scaler, and some trained weights are fp16 themselves.
     """
 
     def __init__(
@@ -82,9 +106,17 @@ class Committer:
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.scaler = scaler
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._parameters = trained_parameters(model)
         self._max_grad_norm = max_grad_norm
+        self._unscaled = 0
+        self._clipped = 0
+        self._measured: _Measured | None = None
+        self._snapshot: Snapshot | None = None
+        self._moving = False
+        self._parking = Parking(optimizer)
+        if self.scaler is not None:
+            _refuse_half_weights(model)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -100,47 +132,108 @@ class Committer:
         """Scales a loss for fp16; the loss itself otherwise."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
+    def make_state(self) -> None:
+        """Makes a fused optimizer's state before its first step; moves nothing, and may be repeated.
+
+        Other optimizers make theirs in their first step, as ever.
+        """
+        with charge(Component.OPTIMIZER):
+            make_missing_state(self.optimizer, self._parameters)
+
+    def park(self) -> None:
+        """Moves the optimizer's state to host memory; may be repeated."""
+        self._parking.park()
+
+    def unpark(self) -> None:
+        """Moves the optimizer's state back to where it was; may be repeated."""
+        self._parking.unpark()
+
     def drop_gradients(self) -> None:
-        """Frees every gradient."""
-        self.optimizer.zero_grad(set_to_none=True)
+        """Frees every gradient, and forgets what was measured of them; undoes a commit that broke off, if it can."""
+        if self._moving and self._snapshot is not None:
+            self.roll_back()
+        grouped = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        for parameter in (*self._parameters, *grouped):
+            parameter.grad = None
+        self._unscaled = self._clipped = 0
+        self._measured = self._snapshot = None
+        self._moving = False
 
-    def gradient_norm(self) -> Tensor:
-        """Unscales the gradients in place and measures their global norm.
+    def complete_gradients(self) -> None:
+        """Gives a zero gradient to every parameter that no row reached; may be repeated.
 
-        A parameter that no row reached gets a zero gradient, so that the optimizer's momentum and weight decay act on
-        it as they would had the row of zero advantage been run.
+        The optimizer's momentum and weight decay then act on it as they would had the row of zero advantage been run.
+        """
+        with charge(Component.GRADIENTS):
+            for parameter in self._parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    def measure(self) -> Tensor:
+        """Unscales the gradients in place, and measures their global norm and the factor that clips them.
+
+        May be repeated after a failure: no gradient is unscaled twice.
 
         Returns:
             Scalar; infinite or NaN when an fp16 gradient overflowed.
         """
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        return torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        self.complete_gradients()
+        scale = self._unscale()
+        gradients = self._gradients
+        norm = torch.nn.utils.get_total_norm(gradients)
+        self._measured = _Measured(
+            clip_factors=_clip_factors(gradients, norm, self._max_grad_norm),
+            one=torch.ones(()),
+            scale=scale,
+            overflowed=bool(scale) and _overflowed(gradients, norm),
+        )
+        return norm
 
-    def commit(self, norm: Tensor) -> None:
-        """Clips by a norm already measured, moves weights, rate and scale, and frees the gradients.
+    def prepare_commit(self) -> None:
+        """Copies to the host what the step may move, unless the step allocates nothing; may be repeated.
 
-        Args:
-            norm: the gradients' global norm.
+        Brings parked state back first.
         """
-        if self._max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
-        if self._moves_weights():
+        self.unpark()
+        if not self._checked().overflowed and not steps_without_allocating(self.optimizer, self._parameters):
+            self._snapshot = Snapshot(self.optimizer, self.scheduler, self._parameters, clipped=self._clipped)
+
+    def commit(self) -> None:
+        """Clips by the factor measured, moves weights, rate and loss scale, and frees the gradients.
+
+        After an fp16 overflow only the loss scale moves. After a failure, call `roll_back` before the next try.
+        """
+        measured = self._checked()
+        if not measured.overflowed:
+            self._clip(measured.clip_factors)
+            self._moving = True
+            with ReadyScalars(measured.one):
+                self.optimizer.step()
             self.scheduler.step()
+        if self.scaler is not None:
+            self.scaler.load_state_dict(next_scale(measured.scale, overflowed=measured.overflowed))
+        self._moving = False
         self.drop_gradients()
 
-    def _moves_weights(self) -> bool:
-        """Steps the optimizer; False where an fp16 gradient overflowed and the scaler left the step out."""
-        if self.scaler is None:
-            self.optimizer.step()
-            return True
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return self.scaler.get_scale() >= scale
+    def roll_back(self) -> None:
+        """Puts everything back as it was before a `commit` that failed, bit for bit, so that it can be called again.
+
+        Allocates nothing on the device. Gradients that were clipped already stay clipped, and are not clipped again.
+
+        Raises:
+            MemsafeError: weights have begun to move, and there is no copy of what they were.
+        """
+        if not self._moving:
+            return
+        if self._snapshot is None:
+            raise MemsafeError(
+                f"A step of {type(self.optimizer).__name__} broke off after weights began to move, and no copy was "
+                "taken before it, so the step is half applied. Resume from the last checkpoint with "
+                "train(resume_from_checkpoint=True)."
+            )
+        self._snapshot.restore()
+        self._clipped = self._snapshot.clipped if self._snapshot.holds_gradients else self._clipped
+        self._moving = False
 
     def state_dict(self) -> dict[str, Any]:
         """Gives the state of optimizer, schedule and scale."""
@@ -149,10 +242,149 @@ class Committer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` gave."""
+        self._parking.forget()
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
+
+    def go_on_at(self, schedule: Mapping[str, Any]) -> None:
+        """Goes on where another optimizer's schedule stood.
+
+        Args:
+            schedule: the `state_dict` of that schedule.
+        """
+        self.scheduler.load_state_dict(dict(schedule))
+        for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    @property
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+    def _checked(self) -> _Measured:
+        if self._measured is None:
+            raise AssertionError("the gradients have not been measured")
+        return self._measured
+
+    def _unscale(self) -> dict[str, Any]:
+        """Divides each gradient by the loss scale once, and gives the scale's state; nothing without a scale.
+
+        One multiplication either fails before it writes or is done, so a count says where a later call goes on.
+        """
+        if self.scaler is None:
+            return {}
+        scale: dict[str, Any] = self.scaler.state_dict()
+        for gradient in self._gradients[self._unscaled :]:
+            gradient.mul_(1.0 / scale["scale"])
+            self._unscaled += 1
+        return scale
+
+    def _clip(self, factors: Mapping[tuple[torch.device, torch.dtype], Tensor]) -> None:
+        """Multiplies each gradient by its factor once."""
+        if not factors:
+            return
+        for gradient in self._gradients[self._clipped :]:
+            gradient.mul_(factors[gradient.device, gradient.dtype])
+            self._clipped += 1
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What is known of the gradients when the commit begins.
+
+    Args:
+        clip_factors: scalar by device and dtype; empty for no clipping.
+        one: scalar float32 on the CPU, 1.
+        scale: state of the loss scaler, on the host; empty without one.
+        overflowed: whether an fp16 gradient is infinite or NaN.
+    """
+
+    clip_factors: Mapping[tuple[torch.device, torch.dtype], Tensor]
+    one: Tensor
+    scale: Mapping[str, Any]
+    overflowed: bool
+
+
+def next_scale(state: Mapping[str, Any], *, overflowed: bool) -> dict[str, Any]:
+    """Moves the state of a `GradScaler` as its `update` does, on the host (Micikevicius et al. 2018, section 3.2).
+
+    An overflow multiplies the scale by the backoff factor; after `growth_interval` steps without one it is multiplied
+    by the growth factor, unless that is no finite float32.
+
+    Args:
+        state: what `GradScaler.state_dict` gave.
+        overflowed: whether a gradient was infinite or NaN.
+
+    Returns:
+        The state after the step.
+    """
+    scale, grown = state["scale"], state["scale"] * state["growth_factor"]
+    if overflowed:
+        return {**state, "scale": scale * state["backoff_factor"], "_growth_tracker": 0}
+    steps = state["_growth_tracker"] + 1
+    if steps != state["growth_interval"]:
+        return {**state, "_growth_tracker": steps}
+    finite = grown <= torch.finfo(torch.float32).max
+    return {**state, "scale": grown if finite else scale, "_growth_tracker": 0}
+
+
+class ReferenceMix:
+    """Moves a reference towards a model, once (Gorbatovski et al. 2024, TR-DPO, eq. 4).
+
+    Every parameter of the reference becomes ``alpha * model + (1 - alpha) * reference``.
+
+    Args:
+        reference: is moved.
+        model: where to; has the same parameters.
+        alpha: how far, between 0 and 1.
+    """
+
+    def __init__(self, reference: nn.Module, model: nn.Module, alpha: float) -> None:
+        self._waiting = deque(zip(reference.parameters(), model.parameters(), strict=True))
+        self._alpha = alpha
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Mixes the parameters that are not mixed yet; after a failure, call it again."""
+        while self._waiting:
+            old, new = self._waiting[0]
+            old.lerp_(new.to(old.dtype), self._alpha)
+            self._waiting.popleft()
+
+
+def _refuse_half_weights(model: nn.Module) -> None:
+    half = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.dtype == torch.float16]
+    if half:
+        raise ConfigError(
+            f"fp16 trains with a loss scale, which needs fp32 weights, but {len(half)} trained weights are float16, "
+            f"such as {half[0]!r}. Load the model with dtype='float32', or set fp16=False and bf16=True."
+        )
+
+
+def _clip_factors(
+    gradients: Sequence[Tensor], norm: Tensor, max_norm: float
+) -> dict[tuple[torch.device, torch.dtype], Tensor]:
+    """Gives min(1, max_norm / norm) on every device and in every dtype of the gradients, as PyTorch's clipping has it.
+
+    Args:
+        gradients: any shape and dtype.
+        norm: their global norm, scalar.
+        max_norm: largest norm; 0 or less for no clipping.
+
+    Returns:
+        Scalars by device and dtype; empty for no clipping.
+    """
+    if max_norm <= 0:
+        return {}
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
+    return {(device, dtype): factor.to(device, dtype) for device, dtype in kinds}
+
+
+def _overflowed(gradients: Sequence[Tensor], norm: Tensor) -> bool:
+    """Whether any gradient is infinite or NaN; a norm may be infinite without, when only its square overflowed."""
+    return not bool(norm.isfinite()) and not bool(torch.nn.utils.get_total_norm(gradients, float("inf")).isfinite())
 
 
 @contextmanager
