@@ -38,7 +38,7 @@ from memsafe_rl.trainers.continuity import check_same_run, run_facts
 from memsafe_rl.trainers.data import PromptSource
 from memsafe_rl.trainers.experience import Experience, ExperienceMaker
 from memsafe_rl.trainers.lossy import Concession, concede, next_concession
-from memsafe_rl.trainers.optimizer import Committer, build_optimizer, build_scheduler, mix_reference, uninterrupted
+from memsafe_rl.trainers.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler, uninterrupted
 from memsafe_rl.trainers.order import Cursor, rows_of_step
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.reporting import averages, read_step, step_metrics
@@ -378,7 +378,7 @@ class OnPolicyTrainer(TrainerSurface):
         reference = self._reference_model
         due = (self.state.global_step + 1) % self.args.ref_model_sync_steps == 0
         if self.args.sync_ref_model and due and reference is not None:
-            self._recovery.repeat(mix_reference(reference, self.model, self.args.ref_model_mixup_alpha))
+            self._recovery.repeat(ReferenceMix(reference, self.model, self.args.ref_model_mixup_alpha).finish)
 
     def _mine(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """This rank's rows that can move a weight."""
@@ -462,7 +462,7 @@ class OnPolicyTrainer(TrainerSurface):
         """Moves to the next optimizer step; the KL stop ends the passes over this rollout only."""
         stop = self._kl_stops(metrics)
         if stop:
-            self._tracker.record("kl_stop", **stop)
+            self._tracker.record("kl_stop", step=self.state.global_step + 1, **stop)
         consumed = 0 if self._experience is None else self._experience.consumed
         before = self._cursor
         self._cursor = before.advance(
