@@ -24,7 +24,7 @@ from memsafe_rl.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from memsafe_rl.errors import ConfigError, MemoryBudgetError
+from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.attribution import held_by, optimizer_tensors, watch_gradients
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.randomness import RandomState, capture_random_state, plain_random_state, restore_random_state
@@ -216,7 +216,7 @@ class OnPolicyTrainer(TrainerSurface):
             return
         self._committer.drop_gradients()
         self._ranks.fail(f"{type(error).__name__}: {error}")
-        if not isinstance(error, (KeyboardInterrupt, MemoryBudgetError)):
+        if not isinstance(error, (KeyboardInterrupt, MemsafeError)):
             return
         if self.args.save_strategy != "no" and self.state.global_step > 0:
             logger.warning("saving step %d before leaving", self.state.global_step)
@@ -634,7 +634,8 @@ class OnPolicyTrainer(TrainerSurface):
         self._pending.clear()
 
     def _end(self, started: float, first: int) -> TrainResult:
-        """Logs totals and loads the best model if asked to."""
+        """Waits for all ranks, logs totals and loads the best model if asked to."""
+        self._ranks.wait()
         seconds = time.perf_counter() - started
         losses = [record["loss"] for record in self.history[first:]]
         totals = {
