@@ -267,7 +267,7 @@ class CountingAllocator:
         if self._library is not None:
             raise MemsafeError("This count is open already. Make a second CountingAllocator for a nested count.")
         library = _library()
-        if not _open_counts and library.memsafe_install() != 0:
+        if not _open_counts and library.memsafe_install(_NUMBERS[Component.OTHER]) != 0:
             raise MemsafeError(
                 "PyTorch did not take the counting CPU allocator, because another allocator was installed with a "
                 "higher priority. Remove it, or count with StorageLedger."

@@ -196,7 +196,7 @@ void copy_out(const Split& split, int64_t* out) {
 extern "C" {
 int memsafe_components() { return kComponents; }
 // Starts a new session, in which only blocks made from now on count; returns 0, or 1 if PyTorch refused the allocator.
-int memsafe_install() {
+int memsafe_install(int component_of_unmarked) {
   c10::Allocator* current = c10::GetCPUAllocator();
   if (current != instance()) wrapped.store(current);
   {
@@ -206,7 +206,7 @@ int memsafe_install() {
     std::fill(peaks, peaks + kPeakKinds, Split{});
     allocations = refusals = fail_at = 0;
     limit = kUnlimited;
-    unmarked = 0;
+    unmarked = component_of_unmarked;
   }
   c10::SetCPUAllocator(instance(), kPriority);
   return c10::GetCPUAllocator() == instance() ? 0 : 1;
