@@ -13,7 +13,7 @@ import argparse
 import json
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from memsafe_rl import (
     SimulatedMemory,
     UpdatePlan,
 )
+from memsafe_rl.accounting import host_memory
 from memsafe_rl.units import format_bytes
 
 SHARES = (1.0, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02)
@@ -120,7 +121,9 @@ def train(policy: MemoryPolicy, capacity_bytes: int | None, *, lora: bool, steps
                 small_qwen3(4096, hidden=128, layers=4),
                 digits,
                 args=config,
-                train_dataset=Dataset.from_dict({"prompt": [f"{a} and {b}" + "?" * (a + b) for a in range(4) for b in range(4)]}),
+                train_dataset=Dataset.from_dict(
+                    {"prompt": [f"{a} and {b}" + "?" * (a + b) for a in range(4) for b in range(4)]}
+                ),
                 processing_class=byte_tokenizer(),
                 peft_config=LoraConfig(r=8, target_modules="all-linear") if lora else None,
                 memory_policy=policy,
@@ -130,9 +133,8 @@ def train(policy: MemoryPolicy, capacity_bytes: int | None, *, lora: bool, steps
         except MemoryBudgetError as error:
             outcome.finished, outcome.error = False, str(error)
             outcome.error_step = error.failure.step
-        outcome.peak_bytes, outcome.seconds = memory.peak_bytes, time.perf_counter() - started
-        peaks = [sum(split.values()) for split in memory.phase_peaks().values()]
-        outcome.peak_bytes = max([outcome.peak_bytes, *peaks])
+        outcome.seconds = time.perf_counter() - started
+        outcome.peak_bytes = max(sum(split.values()) for split in memory.phase_peaks().values())
         if trainer is not None:
             outcome.weights = weights_of(trainer)
             outcome.state_bytes = state_bytes(trainer)
@@ -151,7 +153,8 @@ def weights_of(trainer: GRPOTrainer) -> torch.Tensor:
     Returns:
         (N,) float64.
     """
-    return torch.cat([p.detach().flatten().double() for p in trainer.model.parameters() if p.requires_grad])
+    with host_memory():  # the copy is the benchmark's, not the run's
+        return torch.cat([p.detach().flatten().double() for p in trainer.model.parameters() if p.requires_grad])
 
 
 def state_bytes(trainer: GRPOTrainer) -> int:
