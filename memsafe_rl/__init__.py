@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memsafe_rl.errors import ConfigError, DataError, MemoryBudgetError, MemsafeError
     from memsafe_rl.memory.budget import MemoryBudget
-    from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy, MemoryPolicy
+    from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy, LadderPolicy, MemoryPolicy
     from memsafe_rl.memory.simulated import SimulatedMemory
     from memsafe_rl.trainers.config import GRPOConfig
     from memsafe_rl.trainers.grpo import GRPOTrainer
@@ -23,6 +23,7 @@ _HOMES = {
     "FixedPolicy": "memsafe_rl.memory.policies",
     "GRPOConfig": "memsafe_rl.trainers.config",
     "GRPOTrainer": "memsafe_rl.trainers.grpo",
+    "LadderPolicy": "memsafe_rl.memory.policies",
     "MemoryBudget": "memsafe_rl.memory.budget",
     "MemoryBudgetError": "memsafe_rl.errors",
     "MemoryPolicy": "memsafe_rl.memory.policies",
@@ -39,6 +40,7 @@ __all__ = [
     "FixedPolicy",
     "GRPOConfig",
     "GRPOTrainer",
+    "LadderPolicy",
     "MemoryBudget",
     "MemoryBudgetError",
     "MemoryPolicy",

@@ -42,9 +42,8 @@ def check_update_plan(plan: UpdatePlan) -> None:
         raise ConfigError(
             f"UpdatePlan.trajectory_device is {plan.trajectory_device!r}; write one of {', '.join(map(repr, _PLACES))}."
         )
-    for name in ("pack_prompts", "park_optimizer"):
-        if getattr(plan, name):
-            raise ConfigError(f"UpdatePlan.{name} is True, which is not supported yet. Leave it out.")
+    if plan.pack_prompts:
+        raise ConfigError("UpdatePlan.pack_prompts is True, which is not supported yet. Leave it out.")
 
 
 def _at_least_one(plan: RolloutPlan | UpdatePlan, name: str) -> None:

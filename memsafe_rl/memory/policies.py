@@ -14,29 +14,21 @@ A policy of one's own is a subclass with two methods::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
-from memsafe_rl.memory.estimator import update_bytes
-from memsafe_rl.types import MemoryFailure, MemoryState, ModelGeometry, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
-
-Plan = TypeVar("Plan", RolloutPlan, UpdatePlan)
-
-_TILE_BYTES = 32 * 2**20
-"""A tile of fp32 logits of this size is large enough that a larger one is not faster."""
-_FULL_SPEED_TOKENS = 16384
-"""Tokens of a micro-batch beyond which no accelerator gains speed worth its memory."""
-_CPU_FULL_SPEED_ELEMENTS = 2**18
-"""Elements of a hidden state beyond which a CPU gains no speed worth its memory: on two cores a model of width 576 took
-8.4 s for 2,048 tokens at a time (2.3 GiB) and 9.5 s for 512 (0.6 GiB)."""
-_CPU_TOKENS = (256, 4096)
-_FULL_SPEED_ROWS = 256
-"""Sequences decoded together beyond which no device gains speed worth its memory."""
-_LEAST_ROWS = 32
-_CPU_ROWS_BYTES = 64 * 2**20
-"""Caches and logits of the rows in flight beyond which a CPU gains no speed worth its memory."""
-_ACTIVATION_SHARE = 0.8
-"""Share of the free budget a plan may fill; the estimate of activations is rough."""
+from memsafe_rl.memory.planning import Room, fastest_that_fits, first_that_fits, next_plan, with_prediction
+from memsafe_rl.memory.rungs import LOSSLESS, Plan, Rung, leaner, rungs_named
+from memsafe_rl.memory.speed import (
+    full_speed_rows,
+    full_speed_tile,
+    full_speed_tokens,
+    reward_time,
+    rollout_time,
+    score_time,
+    update_time,
+)
+from memsafe_rl.types import MemoryFailure, MemoryState, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 
 class MemoryPolicy(ABC):
@@ -84,7 +76,7 @@ class MemoryPolicy(ABC):
 
 @dataclass(frozen=True)
 class FixedPolicy(MemoryPolicy):
-    """Always the plans the user wrote.
+    """Always the plans the user wrote; a failure that outlives its retry is final.
 
     Args:
         rollout: plan of every rollout.
@@ -94,18 +86,22 @@ class FixedPolicy(MemoryPolicy):
     rollout: RolloutPlan = field(default_factory=RolloutPlan)
     update: UpdatePlan = field(default_factory=UpdatePlan)
 
-    def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:  # noqa: ARG002
-        """Gives the fixed rollout plan."""
-        return self.rollout
+    def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
+        """Gives the fixed rollout plan, with what it is predicted to hold."""
+        return with_prediction(self.rollout, work, memory)
 
-    def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:  # noqa: ARG002
-        """Gives the fixed update plan."""
-        return self.update
+    def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
+        """Gives the fixed update plan, with what it is predicted to hold."""
+        return with_prediction(self.update, work, memory)
 
 
 @dataclass(frozen=True)
 class AdaptivePolicy(MemoryPolicy):
-    """Chooses the cut from the budget: large enough to be fast, then as small as the budget asks.
+    """Chooses the cut from the budget: the leanest within a tenth of the fastest, or the fastest that fits.
+
+    Estimates are multiplied by what measurements of earlier plans say. A failure takes as many rungs down as its
+    estimate asks for, those that change no bit first; later plans stay below what failed, and after 8 steps without
+    trouble they grow by a notch again, after twice as many if that fails.
 
     Args:
         checkpointing: True or False to insist, None to let the budget decide.
@@ -116,27 +112,29 @@ class AdaptivePolicy(MemoryPolicy):
     trajectory_device: str = "host"
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
-        """Decodes as many rows together as are fast, or as the budget holds caches for.
+        """Decodes and scores as many rows together as are fast, or as fit.
 
         Args:
             work: the shape of the rollout.
             memory: the device and this run's past.
 
         Returns:
-            The plan; at least one row in flight.
+            The plan; when nothing fits, the smallest one: a single row in flight.
         """
-        longest = max(work.prompt_tokens)
-        row_bytes = work.geometry.kv_bytes(longest + work.max_new_tokens)
-        room = _room(memory)
-        worth = _FULL_SPEED_ROWS
-        if memory.device == "cpu":
-            worth = min(worth, max(_LEAST_ROWS, _CPU_ROWS_BYTES // (row_bytes + 4 * work.geometry.vocab_size)))
-        rows = min(work.rows, worth, max(1, room // max(1, row_bytes)))
-        tokens = _full_speed_tokens(memory, work.geometry)
-        return RolloutPlan(rows_in_flight=rows, prefill_tokens=tokens, score_tokens=tokens, reward_rows=rows)
+        rows = full_speed_rows(memory.device, work)
+        tokens = full_speed_tokens(memory.device, work.geometry)
+        plan = fast = RolloutPlan(rows_in_flight=rows, prefill_tokens=tokens, score_tokens=tokens, reward_rows=rows)
+        times: dict[Phase, Callable[[RolloutPlan], float]] = {
+            Phase.ROLLOUT: lambda lower: rollout_time(work, lower, fast),
+            Phase.SCORE: lambda lower: score_time(work, lower, fast),
+            Phase.REWARD: lambda lower: reward_time(lower, fast),
+        }
+        for phase, time in times.items():
+            plan = fastest_that_fits(plan, self._rungs(phase, memory), Room(phase, work, memory), time)
+        return with_prediction(plan, work, memory)
 
     def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
-        """Takes the largest micro-batch that is worth its memory and fits; checkpoints before going below one row.
+        """Takes the largest micro-batch that is worth its memory, and of what fits the fastest.
 
         Args:
             work: the rows of the step.
@@ -146,35 +144,128 @@ class AdaptivePolicy(MemoryPolicy):
             The plan; when nothing fits, the smallest one: a single row, checkpointed.
         """
         longest = max(work.row_tokens, default=1)
-        tile = max(64, min(sum(work.action_tokens), _TILE_BYTES // (4 * work.geometry.vocab_size)))
-        fast = max(longest, min(_full_speed_tokens(memory, work.geometry), sum(work.row_tokens)))
-        first = UpdatePlan(micro_batch_tokens=fast, logprob_tile=tile, trajectory_device=self.trajectory_device)
-        choices = (False, True) if self.checkpointing is None else (self.checkpointing,)
-        for checkpointing in choices:
-            plan = _shrink_to(replace(first, checkpointing=checkpointing), longest, work, _room(memory))
-            if plan is not None:
-                return plan
-        return replace(first, micro_batch_tokens=longest, checkpointing=choices[-1])
+        fast = UpdatePlan(
+            micro_batch_tokens=max(longest, min(full_speed_tokens(memory.device, work.geometry), sum(work.row_tokens))),
+            logprob_tile=full_speed_tile(work),
+            checkpointing=bool(self.checkpointing),
+            trajectory_device=self.trajectory_device,
+        )
+        rungs, room = self._rungs(Phase.UPDATE, memory), Room(Phase.UPDATE, work, memory)
+        plan = fastest_that_fits(fast, rungs, room, lambda lower: update_time(work, lower, fast))
+        return with_prediction(plan, work, memory)
+
+    def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
+        """Goes down the lossless rungs, as far as the estimate asks for.
+
+        Args:
+            plan: the plan that failed twice.
+            failure: what failed.
+
+        Returns:
+            A leaner plan, or None when there is none.
+        """
+        return next_plan(plan, failure, rungs_named(self._names(), failure.phase))
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(name for name in LOSSLESS if name != "checkpointing" or self.checkpointing is None)
+
+    def _rungs(self, phase: Phase, memory: MemoryState) -> tuple[Rung, ...]:
+        """Gives the rungs worth planning with: waves shrink prompts too, and only a known state is worth parking."""
+        left_out = {"prefill_tokens"} if memory.optimizer_bytes else {"prefill_tokens", "park_optimizer"}
+        names = [name for name in self._names() if name not in left_out]
+        return rungs_named(names, phase)
 
 
-def _full_speed_tokens(memory: MemoryState, geometry: ModelGeometry) -> int:
-    if memory.device != "cpu":
-        return _FULL_SPEED_TOKENS
-    least, most = _CPU_TOKENS
-    return max(least, min(most, _CPU_FULL_SPEED_ELEMENTS // geometry.hidden_size))
+@dataclass(frozen=True)
+class LadderPolicy(MemoryPolicy):
+    """Starts at the user's plans and goes down rung by rung, until the estimate fits and after each failure.
+
+    Where it stands is read from the last plans in ``memory``, so that a resumed run stands where it stood.
+
+    Args:
+        rungs: names of lossless rungs, the first to be taken first; each is taken to its bottom before the next.
+        rollout: the rollout plan at the top.
+        update: the update plan at the top.
+        climbs: False never goes up again. True starts at the top each time, but stays below what failed until 8 steps
+            went without trouble, and twice as many after each further failure.
+    """
+
+    rungs: tuple[str, ...] = LOSSLESS
+    rollout: RolloutPlan = field(default_factory=RolloutPlan)
+    update: UpdatePlan = field(default_factory=UpdatePlan)
+    climbs: bool = False
+
+    def __post_init__(self) -> None:
+        rungs_named(self.rungs, Phase.UPDATE)
+
+    def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
+        """Goes down from the top, or from the last plan, to the first plan that fits.
+
+        Args:
+            work: the shape of the rollout.
+            memory: the device and this run's past.
+
+        Returns:
+            The plan; when nothing fits, the bottom of the ladder.
+        """
+        last = None if self.climbs else memory.last_rollout_plan
+        plan = self.rollout if last is None else leaner(self.rollout, last)
+        for phase in (Phase.ROLLOUT, Phase.SCORE, Phase.REWARD):
+            plan = first_that_fits(plan, rungs_named(self.rungs, phase), Room(phase, work, memory))
+        return with_prediction(plan, work, memory)
+
+    def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
+        """Goes down from the top, or from the last plan, to the first plan that fits.
+
+        Args:
+            work: the rows of the step.
+            memory: the device and this run's past.
+
+        Returns:
+            The plan; when nothing fits, the bottom of the ladder.
+        """
+        last = None if self.climbs else memory.last_update_plan
+        plan = self.update if last is None else leaner(self.update, last)
+        plan = first_that_fits(plan, rungs_named(self.rungs, Phase.UPDATE), Room(Phase.UPDATE, work, memory))
+        return with_prediction(plan, work, memory)
+
+    def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
+        """Goes down as many rungs as the estimate asks for, at least one.
+
+        Args:
+            plan: the plan that failed twice.
+            failure: what failed.
+
+        Returns:
+            A leaner plan, or None at the bottom of the ladder.
+        """
+        return next_plan(plan, failure, rungs_named(self.rungs, failure.phase))
 
 
-def _room(memory: MemoryState) -> int:
-    """Bytes a plan may fill: most of what the budget leaves above what is held now."""
-    return max(0, int(_ACTIVATION_SHARE * (memory.budget_bytes - memory.live_bytes)))
+@dataclass(frozen=True)
+class WithinBudget(MemoryPolicy):
+    """Another policy's plans, made for a budget of at most so many bytes; an example of how policies compose.
 
+    Args:
+        policy: makes the plans.
+        budget_bytes: int, bytes; a smaller budget of the run still counts.
+    """
 
-def _shrink_to(plan: UpdatePlan, longest: int, work: UpdateWork, room_bytes: int) -> UpdatePlan | None:
-    """Halves the micro-batch until it fits; None when not even the longest row does."""
-    while True:
-        predicted = update_bytes(work.geometry, plan)
-        if predicted <= room_bytes:
-            return replace(plan, predicted_bytes={"update": predicted})
-        if plan.micro_batch_tokens <= longest:
-            return None
-        plan = replace(plan, micro_batch_tokens=max(longest, plan.micro_batch_tokens // 2))
+    policy: MemoryPolicy
+    budget_bytes: int
+
+    def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
+        """Asks the other policy with the smaller budget."""
+        return self.policy.before_rollout(work, self._bounded(memory))
+
+    def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
+        """Asks the other policy with the smaller budget."""
+        return self.policy.before_update(work, self._bounded(memory))
+
+    def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
+        """Asks the other policy, with the smaller budget in the failure."""
+        bounded = replace(failure, budget_bytes=min(failure.budget_bytes, self.budget_bytes))
+        return self.policy.after_oom(plan, bounded)
+
+    def _bounded(self, memory: MemoryState) -> MemoryState:
+        return replace(memory, budget_bytes=min(memory.budget_bytes, self.budget_bytes))

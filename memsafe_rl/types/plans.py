@@ -135,8 +135,9 @@ class RolloutPlan:
         reward_rows: completions a reward model scores in one forward.
         cache_dtype: element type of the cache, None for the model's own.
         engine: name of the rollout engine.
-        predicted_bytes: predicted peak of a phase ("rollout", "score", "update"), in bytes, with what is held already;
-            under "phase/component" the part of a component. Empty when nothing was predicted.
+        park_optimizer: keep the optimizer state in host memory from the rollout until an update wants it back.
+        predicted_bytes: predicted peak of a phase ("rollout", "score"), in bytes, with what is held already; under
+            "phase/component" the part of a component. Empty when nothing was predicted.
     """
 
     rows_in_flight: int = 64
@@ -146,6 +147,7 @@ class RolloutPlan:
     reward_rows: int = 32
     cache_dtype: str | None = None
     engine: str = "native"
+    park_optimizer: bool = False
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -161,8 +163,8 @@ class UpdatePlan:
         pack_prompts: one copy of a prompt for all its completions.
         trajectory_device: "device" or "host": where the trajectory waits between micro-batches.
         park_optimizer: keep the optimizer state in host memory outside the commit.
-        predicted_bytes: predicted peak of a phase ("rollout", "score", "update"), in bytes, with what is held already;
-            under "phase/component" the part of a component. Empty when nothing was predicted.
+        predicted_bytes: under "update" the predicted peak in bytes, with what is held already; under
+            "update/component" the part of a component. Empty when nothing was predicted.
     """
 
     micro_batch_tokens: int = 8192
@@ -217,6 +219,8 @@ class MemoryState:
         last_rollout_plan: the plan of the last rollout, None before the first.
         last_update_plan: the plan of the last optimizer step, None before the first.
         failures: failures of this run that outlived their same-plan retry, oldest first.
+        optimizer_bytes: int, bytes of the optimizer state, wherever it lies; 0 while there is none or it is unknown.
+        parked_bytes: int, bytes of the optimizer state that lie in host memory now, no part of ``live_bytes``.
     """
 
     device: str
@@ -228,3 +232,5 @@ class MemoryState:
     last_rollout_plan: RolloutPlan | None = None
     last_update_plan: UpdatePlan | None = None
     failures: tuple[MemoryFailure, ...] = ()
+    optimizer_bytes: int = 0
+    parked_bytes: int = 0

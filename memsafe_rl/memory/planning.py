@@ -1,0 +1,219 @@
+"""Finds plans: what a plan is predicted to hold, how much it may hold, and the way down after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from memsafe_rl.memory.estimator import Parts, rollout_parts, score_parts, update_parts
+from memsafe_rl.memory.rungs import Plan, Rung, Work, reachable, walk
+from memsafe_rl.memory.speed import BAND
+from memsafe_rl.types import MemoryFailure, MemoryState, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+
+_SHARE = 0.8
+"""Share of the free budget a plan may fill while its estimate has not been compared with a measurement."""
+_MEASURED_SHARE = 0.9
+"""The same once it has been."""
+_CORRECTIONS = (0.5, 4.0)
+"""Corrections beyond these say that something else was measured, such as memory the process had kept."""
+_FLOOR_SLACK = 1.05
+"""Where nothing fits, plans this close to the leanest count as leanest, so that speed decides among them."""
+_UNTROUBLED_STEPS = 8
+"""Steps without a failure before a plan as large as the failed one is tried again; doubled by each repeated failure."""
+_STRIDE = 0.9
+"""A plan after a failure holds at most this share of the failed one's estimate, where there is such a plan."""
+
+
+def extra_bytes(
+    phase: Phase, work: Work, plan: RolloutPlan | UpdatePlan, tile: int = UpdatePlan.logprob_tile
+) -> int | None:
+    """Estimates what a phase adds under a plan to what is held before it.
+
+    Args:
+        phase: rollout, evaluation, scoring, update, or reward.
+        work: the work that is cut.
+        plan: how it is cut.
+        tile: completion tokens whose logits exist together in scoring.
+
+    Returns:
+        int, bytes; for rewards the rows scored together, in place of bytes nobody can tell; None where the shape of
+        the work is not known.
+    """
+    if phase is Phase.REWARD and isinstance(plan, RolloutPlan):
+        return plan.reward_rows
+    parts = _parts(phase, work, plan, tile)
+    return None if parts is None else sum(parts.values())
+
+
+def with_prediction(plan: Plan, work: Work, memory: MemoryState) -> Plan:
+    """Writes into a plan the peaks it is predicted to reach.
+
+    Args:
+        plan: how the work is cut.
+        work: the work.
+        memory: the device and this run's past.
+
+    Returns:
+        The plan with ``predicted_bytes``: per phase what is held, less or plus an optimizer state that the plan moves,
+        and the corrected estimate; per component its part of the estimate.
+    """
+    phases = (Phase.UPDATE,) if isinstance(plan, UpdatePlan) else (Phase.ROLLOUT, Phase.SCORE)
+    predicted: dict[str, int] = {}
+    for phase in phases:
+        parts = _parts(phase, work, plan, _tile(memory)) or {}
+        factor = _correction(phase, memory)
+        scaled = {component: int(factor * size) for component, size in parts.items()}
+        predicted[phase.value] = memory.live_bytes + _moved_bytes(plan, memory) + sum(scaled.values())
+        predicted |= {f"{phase}/{component}": size for component, size in scaled.items() if size}
+    return replace(plan, predicted_bytes=predicted)
+
+
+class Room:
+    """How much a phase may hold now, and whether a plan stays below it.
+
+    A failure puts a ceiling on the estimates of later plans: strictly below the leanest plan of the last step in which
+    one failed. After 8 untroubled steps that plan may come again, after 8 more twice its estimate, and so on; each
+    further step that failed doubles the wait.
+
+    Args:
+        phase: the phase.
+        work: the work that is cut.
+        memory: the device and this run's past.
+    """
+
+    def __init__(self, phase: Phase, work: RolloutWork | UpdateWork, memory: MemoryState) -> None:
+        self.work = work
+        self._phase, self._memory = phase, memory
+        share = _MEASURED_SHARE if phase.value in memory.corrections else _SHARE
+        self._room = max(0, int(share * (memory.budget_bytes - memory.live_bytes)))
+        self._factor = _correction(phase, memory)
+        self._tile = _tile(memory)
+        self._ceiling = _ceiling(phase, memory)
+
+    def extra_bytes(self, plan: Plan) -> int:
+        """Estimates what the phase adds under a plan, before any correction."""
+        return extra_bytes(self._phase, self.work, plan, self._tile) or 0
+
+    def load_bytes(self, plan: Plan) -> float:
+        """Bytes a plan adds to what is held now, corrected by measurements."""
+        extra = 0 if self._phase is Phase.REWARD else self.extra_bytes(plan)
+        return self._factor * extra + _moved_bytes(plan, self._memory)
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether a plan stays within what the budget leaves and below what failed."""
+        return self.load_bytes(plan) <= self._room and self.extra_bytes(plan) <= self._ceiling
+
+    def fitting(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Gives the plans that fit; where none does, those whose load is closest to the leanest."""
+        fitting = [plan for plan in plans if self.fits(plan)]
+        if fitting:
+            return fitting
+        loads = [self.load_bytes(plan) for plan in plans]
+        return [plan for plan, load in zip(plans, loads, strict=True) if load <= min(loads) * _FLOOR_SLACK]
+
+
+def first_that_fits(start: Plan, rungs: Sequence[Rung], room: Room) -> Plan:
+    """Goes down a ladder to the first plan that fits.
+
+    Args:
+        start: the top of the ladder.
+        rungs: lossless rungs, in order.
+        room: how much may be held.
+
+    Returns:
+        The plan; the first of the leanest where none fits.
+    """
+    if room.fits(start):
+        return start
+    plans: list[Plan] = [start]
+    plans.extend(walk(start, room.work, rungs))
+    return room.fitting(plans)[0]
+
+
+def fastest_that_fits(start: Plan, rungs: Sequence[Rung], room: Room, time: Callable[[Plan], float]) -> Plan:
+    """Takes the leanest plan within a tenth of the fastest if it fits, else the fastest that fits.
+
+    Args:
+        start: the fastest plan.
+        rungs: lossless rungs that may be taken in any combination.
+        room: how much may be held.
+        time: relative time of a plan; 1 for the fastest, and greater with every rung.
+
+    Returns:
+        The plan; the fastest of the leanest where none fits.
+    """
+    quick = reachable(start, room.work, rungs, lambda plan: time(plan) <= BAND)
+    lean = min(quick, key=lambda plan: (room.extra_bytes(plan), time(plan)))
+    if room.fits(lean):
+        return lean
+    fitting = room.fitting(list(reachable(start, room.work, rungs)))
+    return min(fitting, key=lambda plan: (time(plan), room.extra_bytes(plan)))
+
+
+def next_plan(plan: Plan, failure: MemoryFailure, rungs: Sequence[Rung]) -> Plan | None:
+    """Goes down a ladder after a failure: as many rungs as the estimate asks for, at least one.
+
+    The next plan is the first whose estimate is a tenth below the failed one's and within what was free. Where no rung
+    saves that much, the bottom of the ladder is the last thing to try.
+
+    Args:
+        plan: the plan that failed.
+        failure: what failed.
+        rungs: lossless rungs, in order.
+
+    Returns:
+        A leaner plan without predictions, or None at the bottom.
+    """
+    lower = [replace(step, predicted_bytes={}) for step in walk(plan, failure.work, rungs)]
+    if not lower:
+        return None
+    estimate = extra_bytes(failure.phase, failure.work, plan)
+    if estimate is None or failure.phase is Phase.REWARD:
+        return lower[0]
+    target = _STRIDE * estimate
+    free = failure.budget_bytes - failure.live_bytes
+    if failure.budget_bytes and free > 0:
+        target = min(target, free)
+    return next((step for step in lower if (extra_bytes(failure.phase, failure.work, step) or 0) <= target), lower[-1])
+
+
+def _parts(phase: Phase, work: Work, plan: RolloutPlan | UpdatePlan, tile: int) -> Parts | None:
+    if isinstance(plan, UpdatePlan):
+        return update_parts(work, plan) if isinstance(work, UpdateWork) else None
+    if phase is Phase.SCORE:
+        return None if work is None else score_parts(work, plan, tile)
+    return rollout_parts(work, plan) if isinstance(work, RolloutWork) else None
+
+
+def _moved_bytes(plan: RolloutPlan | UpdatePlan, memory: MemoryState) -> int:
+    """Bytes of optimizer state that a plan brings to the device, or (below 0) takes away."""
+    return memory.parked_bytes - memory.optimizer_bytes if plan.park_optimizer else memory.parked_bytes
+
+
+def _correction(phase: Phase, memory: MemoryState) -> float:
+    least, most = _CORRECTIONS
+    return max(least, min(most, memory.corrections.get(phase.value, 1.0)))
+
+
+def _tile(memory: MemoryState) -> int:
+    """The tile that scoring takes over from the last update plan."""
+    return (memory.last_update_plan or UpdatePlan()).logprob_tile
+
+
+def _ceiling(phase: Phase, memory: MemoryState) -> float:
+    alike = {Phase.ROLLOUT, Phase.EVALUATE} if phase is Phase.ROLLOUT else {phase}
+    failures = [failure for failure in memory.failures if failure.phase in alike]
+    if not failures:
+        return float("inf")
+    last = max(failure.step for failure in failures)
+    wait = _UNTROUBLED_STEPS * 2 ** (len({failure.step for failure in failures}) - 1)
+    estimates = [
+        extra_bytes(failure.phase, failure.work, failure.plan, _tile(memory))
+        for failure in failures
+        if failure.step == last and failure.plan is not None
+    ]
+    known = [estimate for estimate in estimates if estimate is not None]
+    if not known:
+        return float("inf")
+    waits = max(0, memory.step - last - 1) // wait
+    return min(known) - 1 if waits == 0 else float(min(known) * 2 ** min(waits - 1, 64))

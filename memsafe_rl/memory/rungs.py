@@ -1,0 +1,315 @@
+"""The rungs a plan can go down: each changes one field of a plan, or, when it is lossy, one setting of the task.
+
+A lossless rung bears the name of the plan's field, a lossy one that of the setting. Steps are pure: plan and work in,
+a leaner plan out, or None at the bottom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.estimator import cut, wave_rows
+from memsafe_rl.types import Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+
+Plan = TypeVar("Plan", RolloutPlan, UpdatePlan)
+Work = RolloutWork | UpdateWork | None
+"""The work that is cut; None where its shape is not known."""
+Step = Callable[[Any, Any], Any]
+
+SAMPLING = frozenset({Phase.ROLLOUT, Phase.EVALUATE})
+EVERYWHERE = frozenset({Phase.ROLLOUT, Phase.REWARD, Phase.SCORE, Phase.EVALUATE, Phase.UPDATE})
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way to hold less.
+
+    Args:
+        name: the field of the plan that it changes; the setting, for a lossy rung.
+        about: what it changes and what it saves, in one sentence.
+        phases: where it helps.
+        step: gives a leaner plan for (plan, work), or None at the bottom; None for a lossy rung, which no plan can
+            take because it changes the work itself.
+    """
+
+    name: str
+    about: str
+    phases: frozenset[Phase] = field(default_factory=frozenset)
+    step: Step | None = None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether tokens and gradients stay the same up to floating-point order."""
+        return self.step is not None
+
+
+def _checkpoint(plan: UpdatePlan, work: Work) -> UpdatePlan | None:  # noqa: ARG001
+    return None if plan.checkpointing else replace(plan, checkpointing=True)
+
+
+def _offload(plan: UpdatePlan, work: Work) -> UpdatePlan | None:  # noqa: ARG001
+    return None if plan.offload_activations else replace(plan, offload_activations=True)
+
+
+def _smaller_tile(plan: UpdatePlan, work: Work) -> UpdatePlan | None:
+    most = plan.logprob_tile
+    if isinstance(work, UpdateWork):
+        most = cut(work.row_tokens, work.action_tokens, plan.micro_batch_tokens).actions
+    tile = min(plan.logprob_tile, most) // 2
+    return replace(plan, logprob_tile=tile) if tile >= 1 else None
+
+
+def _smaller_micro_batch(plan: UpdatePlan, work: Work) -> UpdatePlan | None:
+    rows = work.row_tokens if isinstance(work, UpdateWork) else ()
+    least = max(rows, default=1)
+    tokens = min(plan.micro_batch_tokens, least * len(rows)) if rows else plan.micro_batch_tokens
+    return replace(plan, micro_batch_tokens=max(least, tokens // 2)) if tokens > least else None
+
+
+def _trajectory_to_host(plan: UpdatePlan, work: Work) -> UpdatePlan | None:  # noqa: ARG001
+    return None if plan.trajectory_device == "host" else replace(plan, trajectory_device="host")
+
+
+def _park(plan: Plan, work: Work) -> Plan | None:  # noqa: ARG001
+    return None if plan.park_optimizer else replace(plan, park_optimizer=True)
+
+
+def _smaller_waves(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
+    rows = wave_rows(work, plan)[0] if isinstance(work, RolloutWork) else plan.rows_in_flight
+    return replace(plan, rows_in_flight=rows // 2) if rows > 1 else None
+
+
+def _fewer_prompts(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
+    if not isinstance(work, RolloutWork):
+        return replace(plan, prefill_tokens=plan.prefill_tokens // 2) if plan.prefill_tokens > 1 else None
+    prompts = wave_rows(work, plan)[1]
+    longest = max(work.prompt_tokens, default=1)
+    return replace(plan, prefill_tokens=prompts // 2 * longest) if prompts > 1 else None
+
+
+def _fewer_scored(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
+    tokens = min(plan.score_tokens, _tokens_of(work) or plan.score_tokens) // 2
+    return replace(plan, score_tokens=tokens) if tokens >= 1 else None
+
+
+def _fewer_rewarded(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
+    rows = min(plan.reward_rows, work.rows if isinstance(work, RolloutWork) else plan.reward_rows) // 2
+    return replace(plan, reward_rows=rows) if rows >= 1 else None
+
+
+def _tokens_of(work: Work) -> int:
+    """Tokens of all rows as long as the longest; 0 where the work is not known."""
+    if isinstance(work, RolloutWork):
+        return work.rows * (max(work.prompt_tokens, default=0) + work.max_new_tokens)
+    return 0 if work is None else len(work.row_tokens) * max(work.row_tokens, default=0)
+
+
+PARK = Rung(
+    "park_optimizer",
+    "the optimizer state waits in host memory outside the commit: saves all of it, costs two transfers a step; bitwise",
+    EVERYWHERE,
+    _park,
+)
+
+UPDATE_RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "checkpointing",
+        "each block runs again in the backward pass: saves its activations, costs a third; bitwise",
+        frozenset({Phase.UPDATE}),
+        _checkpoint,
+    ),
+    Rung(
+        "offload_activations",
+        "saved activations wait in host memory: saves nearly all of them, costs transfers; bitwise",
+        frozenset({Phase.UPDATE}),
+        _offload,
+    ),
+    Rung(
+        "logprob_tile",
+        "fewer logits exist at a time: halves them, costs passes over the head's weights; 8e-8 in fp32",
+        frozenset({Phase.UPDATE}),
+        _smaller_tile,
+    ),
+    Rung(
+        "micro_batch_tokens",
+        "fewer rows a forward and backward, down to one: halves activations, costs speed; 2.4e-7 in fp32",
+        frozenset({Phase.UPDATE}),
+        _smaller_micro_batch,
+    ),
+    Rung(
+        "trajectory_device",
+        "the rollout waits in host memory: saves its few bytes a token; bitwise",
+        frozenset({Phase.UPDATE}),
+        _trajectory_to_host,
+    ),
+    PARK,
+)
+"""Lossless rungs of an update, those that change no bit first; figures of a gradient's relative difference are
+measured (docs/exactness.md)."""
+
+ROLLOUT_RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "rows_in_flight",
+        "fewer sequences are decoded together, down to one: halves caches and logits, costs speed; same tokens",
+        SAMPLING,
+        _smaller_waves,
+    ),
+    Rung(
+        "prefill_tokens",
+        "fewer prompts are read at a time, down to one; same tokens",
+        SAMPLING,
+        _fewer_prompts,
+    ),
+    Rung(
+        "score_tokens",
+        "fewer tokens are scored at a time; below the longest row, fewer of its logits exist together",
+        frozenset({Phase.SCORE}),
+        _fewer_scored,
+    ),
+    Rung(
+        "reward_rows",
+        "fewer completions go through a reward model together, down to one",
+        frozenset({Phase.REWARD, Phase.EVALUATE}),
+        _fewer_rewarded,
+    ),
+    PARK,
+)
+"""Lossless rungs of a rollout, of scoring and of reward models."""
+
+LOSSY_RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "max_completion_length",
+        "completions are cut earlier: saves cache and activations in proportion, and changes which answers can be "
+        "given at all",
+    ),
+    Rung(
+        "num_iterations",
+        "the rollout is learnt from fewer times: saves the old log-probs and their scoring pass, and learns less from "
+        "each rollout",
+    ),
+    Rung(
+        "num_generations",
+        "fewer samples a prompt: saves cache and trajectory, and makes advantages noisier; at two they are all ±0.707",
+    ),
+    Rung(
+        "optim",
+        "the optimizer keeps its state in 8 bits: saves three quarters of it, and rounds every update",
+    ),
+)
+"""What changes the task: never taken by a plan, only by the trainer, and only when `allow_lossy` names it."""
+
+LOSSLESS = tuple(dict.fromkeys(rung.name for rung in (*UPDATE_RUNGS, *ROLLOUT_RUNGS)))
+"""Names of all lossless rungs, in order."""
+LOSSY = tuple(rung.name for rung in LOSSY_RUNGS)
+"""Names of all lossy rungs, in order."""
+
+
+def rungs_named(names: Sequence[str], phase: Phase) -> tuple[Rung, ...]:
+    """Picks the rungs of a phase, in the order of the names.
+
+    Args:
+        names: names of lossless rungs.
+        phase: where they must help.
+
+    Returns:
+        The rungs.
+
+    Raises:
+        ConfigError: a name is unknown, or that of a lossy rung.
+    """
+    for name in names:
+        if name in LOSSY:
+            raise ConfigError(f"Rung {name!r} changes the task, which no plan can; list it in allow_lossy instead.")
+        if name not in LOSSLESS:
+            raise ConfigError(f"There is no rung {name!r}; write some of {', '.join(LOSSLESS)}.")
+    found = {rung.name: rung for rung in (*UPDATE_RUNGS, *ROLLOUT_RUNGS) if phase in rung.phases}
+    return tuple(found[name] for name in names if name in found)
+
+
+def walk(plan: Plan, work: Work, rungs: Sequence[Rung]) -> Iterator[Plan]:
+    """Goes down a ladder step by step, each rung to its bottom before the next.
+
+    Args:
+        plan: where to start; not part of the answer.
+        work: the work that is cut.
+        rungs: lossless rungs, in order.
+
+    Yields:
+        Plans, each one step leaner than the one before.
+    """
+    for rung in rungs:
+        for plan in _down(rung, plan, work):  # noqa: B020
+            yield plan
+
+
+def reachable(
+    plan: Plan, work: Work, rungs: Sequence[Rung], worth: Callable[[Plan], bool] = lambda _: True
+) -> Iterator[Plan]:
+    """Gives every plan that some of the rungs make of one, each gone down as far as it likes.
+
+    Args:
+        plan: where to start; part of the answer.
+        work: the work that is cut.
+        rungs: lossless rungs, each of a field of its own.
+        worth: whether to go on from a plan; what lies below a plan that is not worth it is left out too.
+
+    Yields:
+        The plans.
+    """
+    if not rungs:
+        yield plan
+        return
+    yield from reachable(plan, work, rungs[1:], worth)
+    for lower in _down(rungs[0], plan, work):
+        if not worth(lower):
+            break
+        yield from reachable(lower, work, rungs[1:], worth)
+
+
+def taken(before: Plan, after: Plan) -> tuple[str, ...]:
+    """Names the rungs that lie between two plans.
+
+    Args:
+        before: a plan.
+        after: a later one.
+
+    Returns:
+        Names of the lossless rungs whose fields differ.
+    """
+    changed = {entry.name for entry in fields(before) if getattr(before, entry.name) != getattr(after, entry.name)}
+    return tuple(name for name in LOSSLESS if name in changed)
+
+
+def leaner(first: Plan, second: Plan) -> Plan:
+    """Takes of each field of two plans the value that holds less.
+
+    Args:
+        first: a plan; fields that no rung changes are this one's.
+        second: another.
+
+    Returns:
+        A plan without predictions.
+    """
+    picked: dict[str, Any] = {}
+    for name in (entry.name for entry in fields(first) if entry.name in LOSSLESS):
+        mine, other = getattr(first, name), getattr(second, name)
+        if isinstance(mine, bool):
+            picked[name] = mine or other
+        elif isinstance(mine, str):
+            picked[name] = "host" if "host" in (mine, other) else mine
+        else:
+            picked[name] = min(mine, other)
+    return replace(first, **picked, predicted_bytes={})
+
+
+def _down(rung: Rung, plan: Plan, work: Work) -> Iterator[Plan]:
+    """Takes one rung again and again, down to its bottom."""
+    if rung.step is None:
+        raise AssertionError(f"{rung.name} is lossy")
+    lower: Plan | None = rung.step(plan, work)
+    while lower is not None:
+        yield lower
+        lower = rung.step(lower, work)

@@ -1,0 +1,166 @@
+"""How much slower a plan is than the fastest: relative times from a few constants, for choosing plans.
+
+Only the CPU figure is measured; the others follow from arithmetic intensity and bus width, and serve to put plans in
+order, not to tell seconds.
+"""
+
+from __future__ import annotations
+
+from memsafe_rl.memory.estimator import wave_rows
+from memsafe_rl.types import ModelGeometry, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+
+BAND = 1.1
+"""A plan this much slower than the fastest is still taken where it holds less."""
+
+_FULL_SPEED_TOKENS = 16384
+"""Tokens of a micro-batch beyond which no accelerator gains speed worth its memory."""
+_CPU_FULL_SPEED_ELEMENTS = 2**18
+"""Elements of a hidden state beyond which a CPU gains no speed worth its memory: on two cores a model of width 576 took
+8.4 s for 2,048 tokens at a time (2.3 GiB) and 9.5 s for 512 (0.6 GiB)."""
+_CPU_TOKENS = (256, 4096)
+_FULL_SPEED_ROWS = 256
+"""Sequences decoded together beyond which no device gains speed worth its memory."""
+_LEAST_ROWS = 32
+_CPU_ROWS_BYTES = 64 * 2**20
+"""Caches and logits of the rows in flight beyond which a CPU gains no speed worth its memory."""
+_TILE_BYTES = 32 * 2**20
+"""A tile of fp32 logits of this size is large enough that a larger one is not faster."""
+_LEAST_TILE = 64
+
+_FIXED_SHARE = 0.2
+"""Time of a full-speed piece that does not shrink with it: launches, and reading the weights. The figures above for a
+CPU give 0.2; a piece half as large is then a sixth slower."""
+_TILE_SHARE = 0.15
+"""The same for a tile of logits: the head's weights are read once a tile."""
+_CHECKPOINTED = 4 / 3
+"""A second forward beside a forward and a backward of twice its time."""
+_OFFLOADED = 3.0
+"""All activations cross the bus twice, and a block's arithmetic is faster than its bytes are moved."""
+_OFFLOADED_INPUTS = 1.25
+"""With checkpointing only each block's input crosses."""
+_PARKING_TOKENS = 2**15
+"""Tokens of a step whose arithmetic takes as long as moving the state of all weights there and back (16 bytes a weight
+at 20 GB/s, 6 operations a weight and token at 2e14 a second)."""
+_LEAST_COST = 1.12
+"""What a rung costs at least that has no business in a plan while there is room."""
+
+
+def full_speed_tokens(device: str, geometry: ModelGeometry) -> int:
+    """Gives the tokens of one forward beyond which more are not worth their memory.
+
+    Args:
+        device: the device's type.
+        geometry: sizes of the network.
+
+    Returns:
+        Tokens.
+    """
+    if device != "cpu":
+        return _FULL_SPEED_TOKENS
+    least, most = _CPU_TOKENS
+    return max(least, min(most, _CPU_FULL_SPEED_ELEMENTS // geometry.hidden_size))
+
+
+def full_speed_rows(device: str, work: RolloutWork) -> int:
+    """Gives the sequences decoded together beyond which more are not worth their memory.
+
+    Args:
+        device: the device's type.
+        work: the rollout.
+
+    Returns:
+        Sequences, at most those there are.
+    """
+    worth = _FULL_SPEED_ROWS
+    if device == "cpu":
+        slots = max(work.prompt_tokens, default=1) + work.max_new_tokens
+        row_bytes = work.geometry.kv_bytes(slots) + 4 * work.geometry.vocab_size
+        worth = min(worth, max(_LEAST_ROWS, _CPU_ROWS_BYTES // row_bytes))
+    return max(1, min(work.rows, worth))
+
+
+def full_speed_tile(work: UpdateWork) -> int:
+    """Gives the completion tokens whose logits exist together beyond which more are not faster.
+
+    Args:
+        work: the rows of the step.
+
+    Returns:
+        Tokens.
+    """
+    return max(_LEAST_TILE, min(sum(work.action_tokens), _TILE_BYTES // (4 * work.geometry.vocab_size)))
+
+
+def update_time(work: UpdateWork, plan: UpdatePlan, fastest: UpdatePlan) -> float:
+    """Compares an optimizer step with that of the fastest plan.
+
+    Args:
+        work: the rows of the step.
+        plan: how they are cut.
+        fastest: the plan whose time is 1.
+
+    Returns:
+        Relative time, 1 or more.
+    """
+    time = _slowness(fastest.micro_batch_tokens, plan.micro_batch_tokens, _FIXED_SHARE)
+    time *= _slowness(fastest.logprob_tile, plan.logprob_tile, _TILE_SHARE)
+    if plan.checkpointing and not fastest.checkpointing:
+        time *= _CHECKPOINTED
+    if plan.offload_activations:
+        time *= _OFFLOADED_INPUTS if plan.checkpointing else _OFFLOADED
+    if plan.trajectory_device != fastest.trajectory_device:
+        time *= _LEAST_COST
+    if plan.park_optimizer:
+        share = work.geometry.trainable_bytes / max(1, work.geometry.parameter_bytes)
+        time *= _LEAST_COST + share * _PARKING_TOKENS / max(1, sum(work.row_tokens))
+    return time
+
+
+def rollout_time(work: RolloutWork, plan: RolloutPlan, fastest: RolloutPlan) -> float:
+    """Compares sampling a rollout with that by the fastest plan.
+
+    Args:
+        work: the rollout.
+        plan: how it is cut.
+        fastest: the plan whose time is 1.
+
+    Returns:
+        Relative time, 1 or more.
+    """
+    time = _slowness(wave_rows(work, fastest)[0], wave_rows(work, plan)[0], _FIXED_SHARE)
+    return time * (_LEAST_COST if plan.park_optimizer else 1.0)
+
+
+def score_time(work: RolloutWork, plan: RolloutPlan, fastest: RolloutPlan) -> float:
+    """Compares scoring a rollout with that by the fastest plan.
+
+    Args:
+        work: the rollout.
+        plan: how it is cut.
+        fastest: the plan whose time is 1.
+
+    Returns:
+        Relative time, 1 or more.
+    """
+    total = work.rows * (max(work.prompt_tokens, default=1) + work.max_new_tokens)
+    time = _slowness(min(total, fastest.score_tokens), min(total, plan.score_tokens), _FIXED_SHARE)
+    return time * (_LEAST_COST if plan.park_optimizer else 1.0)
+
+
+def reward_time(plan: RolloutPlan, fastest: RolloutPlan) -> float:
+    """Compares a reward model's passes with those by the fastest plan.
+
+    Args:
+        plan: how they are cut.
+        fastest: the plan whose time is 1.
+
+    Returns:
+        Relative time, 1 or more.
+    """
+    time = _slowness(fastest.reward_rows, plan.reward_rows, _FIXED_SHARE)
+    return time * (_LEAST_COST if plan.park_optimizer else 1.0)
+
+
+def _slowness(full: int, size: int, fixed: float) -> float:
+    """Relative time of pieces smaller than full speed asks for: ``(1 + f · full / size) / (1 + f)``, at least 1."""
+    return max(1.0, (1 + fixed * full / max(1, size)) / (1 + fixed))
