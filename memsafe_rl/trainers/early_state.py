@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -54,11 +55,24 @@ def steps_without_allocating(optimizer: torch.optim.Optimizer, parameters: Itera
     )
 
 
-class ReadyScalars(TorchFunctionMode):
-    """Lets fused optimizers count their steps on the CPU without allocating.
+def ready_scalars(parameters: Iterable[nn.Parameter], one: Tensor) -> AbstractContextManager[object]:
+    """Lets fused optimizers count their steps without allocating.
 
-    There every Python number that meets a tensor becomes a tensor first. On other devices it is an argument of the
-    kernel, and nothing changes.
+    On a CPU every Python number that meets a tensor becomes a tensor first. On other devices it is an argument of the
+    kernel, and nothing need change.
+
+    Args:
+        parameters: those about to move.
+        one: scalar float32 on the CPU, 1.
+
+    Returns:
+        The context to step in.
+    """
+    return ReadyScalars(one) if any(parameter.device.type == "cpu" for parameter in parameters) else nullcontext()
+
+
+class ReadyScalars(TorchFunctionMode):
+    """Adds a ready tensor where optimizers count their steps on the CPU.
 
     Args:
         one: scalar float32 on the CPU, 1.
@@ -75,7 +89,7 @@ class ReadyScalars(TorchFunctionMode):
         if function is torch._foreach_add_ and not kwargs and len(args) == 2 and type(args[1]) is int and args[1] == 1:
             steps = args[0]
             if all(step.is_cpu and step.dtype == self._one.dtype for step in steps):
-                return function(steps, self._one)
+                return function(steps, [self._one] * len(steps))
         return function(*args, **(kwargs or {}))
 
 

@@ -17,7 +17,7 @@ from transformers import Trainer, get_scheduler
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError, MemsafeError
-from memsafe_rl.trainers.early_state import ReadyScalars, make_missing_state, steps_without_allocating
+from memsafe_rl.trainers.early_state import make_missing_state, ready_scalars, steps_without_allocating
 from memsafe_rl.trainers.parking import Parking
 from memsafe_rl.trainers.snapshot import Snapshot
 from memsafe_rl.types import Component
@@ -45,14 +45,17 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
         {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
     ]
     optimizer_class, arguments = Trainer.get_optimizer_cls_and_kwargs(config, model)
-    if optimizer_class is torch.optim.SGD and all(_has_fused_kernel(parameter) for _, parameter in trained):
+    if optimizer_class is torch.optim.SGD and all(_has_fused_sgd(parameter) for _, parameter in trained):
         arguments = {**arguments, "fused": True}  # the only form whose step allocates nothing
     optimizer: torch.optim.Optimizer = optimizer_class([group for group in groups if group["params"]], **arguments)
     return optimizer
 
 
-def _has_fused_kernel(parameter: nn.Parameter) -> bool:
-    return parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda", "mps", "xpu")
+def _has_fused_sgd(parameter: nn.Parameter) -> bool:
+    """Whether there is a fused SGD that can be trusted: on a CPU, PyTorch's goes wrong in half precision."""
+    if parameter.device.type == "cpu":
+        return parameter.dtype in (torch.float32, torch.float64)
+    return parameter.device.type in ("cuda", "mps", "xpu") and parameter.is_floating_point()
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: Any, max_steps: int) -> Any:
@@ -207,7 +210,7 @@ class Committer:
         if not measured.overflowed:
             self._clip(measured.clip_factors)
             self._moving = True
-            with ReadyScalars(measured.one):
+            with ready_scalars(self._parameters, measured.one):
                 self.optimizer.step()
             self.scheduler.step()
         if self.scaler is not None:

@@ -12,8 +12,8 @@ from memsafe_rl.accounting import charge
 from memsafe_rl.memory.host import to_device, to_host
 from memsafe_rl.types import Component
 
-_LEAST_BYTES = 1024
-"""Bytes under which a tensor, such as a count of steps, is not worth a transfer."""
+_LEAST_BYTES = 4096
+"""Bytes under which a tensor, such as a count of steps or a table of 256 numbers, is not worth a transfer."""
 
 
 class _Moved(NamedTuple):
@@ -31,7 +31,7 @@ class Parking:
     """Moves an optimizer's state to host memory and back, one tensor after another.
 
     A tensor that several parameters share is moved once and stays shared. Tensors of managed memory, which the driver
-    moves by itself, and those under 1 KiB stay.
+    moves by itself, and those under 4 KiB stay.
 
     Args:
         optimizer: whose state is moved.

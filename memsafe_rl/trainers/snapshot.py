@@ -37,9 +37,9 @@ class Snapshot:
     ) -> None:
         self.clipped = clipped
         self.holds_gradients = type(optimizer).__module__.partition(".")[0] not in _KEEP_GRADIENTS
-        self._random = capture_random_state()
         self._scheduler = scheduler
         with host_memory():
+            self._random = capture_random_state()
             seen: dict[int, Restore] = {}
             self._optimizer = remember(optimizer, seen)
             self._schedule = remember(scheduler.state_dict(), seen)
