@@ -1,7 +1,9 @@
 """The counts of bytes: the allocator, the ledger, and the simulated device built on them."""
 
 import gc
+import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -229,3 +231,19 @@ def test_a_failed_compilation_says_why(monkeypatch, tmp_path) -> None:
     with pytest.raises(MemsafeError, match="false failed"):
         counting._compile(counting._binary_path())
     assert not counting._binary_path().exists()
+
+
+def test_the_example_of_the_docs_runs_and_prints_what_they_show(capsys) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "simulated-memory.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    exec(block, {"__name__": "docs"})
+    line = re.compile(r"^(\w+) +([\d.]+) MiB: (.+)$", flags=re.MULTILINE)
+    wanted, printed = (
+        {found[0]: found[1:] for found in line.findall(text)} for text in (shown, capsys.readouterr().out)
+    )
+    assert list(printed) == list(wanted)
+    for phase, (peak, parts) in printed.items():
+        # Scratch of kernels depends on the processor.
+        assert float(peak) == pytest.approx(float(wanted[phase][0]), rel=0.05, abs=0.2)
+        assert re.findall(r"[a-z_]+", parts) == re.findall(r"[a-z_]+", wanted[phase][1])
