@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -101,25 +100,6 @@ class Attempts(Generic[Plan]):
             MemoryBudgetError: the policy has no leaner plan.
         """
         return self._recovery.run(self, unit, undo or _nothing)
-
-    def inside(self, context: Callable[[], AbstractContextManager[object]]) -> Attempt[Plan]:
-        """Gives the same attempts with every unit run in a context of its own, entered anew for each try.
-
-        Args:
-            context: makes the context, such as autocast, whose cache of weights must not outlive a try.
-
-        Returns:
-            Runs units.
-        """
-
-        def run(unit: Callable[[Plan], T], undo: Callable[[], None] | None = None) -> T:
-            def entered(plan: Plan) -> T:
-                with context():
-                    return unit(plan)
-
-            return self(entered, undo)
-
-        return run
 
 
 def under(plan: Plan) -> Attempt[Plan]:

@@ -34,6 +34,7 @@ class MemoryTracker:
         meter: reads the bytes held.
         budget_bytes: int, bytes the run may hold.
         holders: gives the bytes of what the run is known to hold, by component, where the meter does not know.
+        optimizer_bytes: gives the bytes of the optimizer state, and of it those that wait in host memory.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class MemoryTracker:
         meter: MemoryMeter,
         budget_bytes: int,
         holders: Callable[[], Mapping[Component, int]] = dict,
+        optimizer_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
         self.budget_bytes = budget_bytes
         self.meter = meter
@@ -57,12 +59,14 @@ class MemoryTracker:
         self._corrections: dict[str, float] = {}
         self._failures: tuple[MemoryFailure, ...] = ()
         self._holders = holders
+        self._optimizer_bytes = optimizer_bytes
         self._bands = BandWatch()
         self._leaks = LeakWatch()
 
     def state(self) -> MemoryState:
         """Gives a policy's view of the device and of this run's past."""
         rollout, update = self._plans.get(RolloutPlan), self._plans.get(UpdatePlan)
+        optimizer_bytes, parked_bytes = self._optimizer_bytes()
         return MemoryState(
             device=self._device,
             budget_bytes=self.budget_bytes,
@@ -73,17 +77,21 @@ class MemoryTracker:
             last_rollout_plan=rollout if isinstance(rollout, RolloutPlan) else None,
             last_update_plan=update if isinstance(update, UpdatePlan) else None,
             failures=self._failures,
+            optimizer_bytes=optimizer_bytes,
+            parked_bytes=parked_bytes,
         )
 
     @property
     def rollout_plan(self) -> RolloutPlan:
         """The plan of the last rollout; the defaults before the first."""
-        return self.state().last_rollout_plan or RolloutPlan()
+        plan = self._plans.get(RolloutPlan)
+        return plan if isinstance(plan, RolloutPlan) else RolloutPlan()
 
     @property
     def update_plan(self) -> UpdatePlan:
         """The plan of the last optimizer step; the defaults before the first."""
-        return self.state().last_update_plan or UpdatePlan()
+        plan = self._plans.get(UpdatePlan)
+        return plan if isinstance(plan, UpdatePlan) else UpdatePlan()
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:

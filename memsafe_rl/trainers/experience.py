@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -311,8 +311,24 @@ class ExperienceMaker:
         )
 
     def _attempt(self, work: RolloutWork | UpdateWork) -> Attempt[RolloutPlan]:
-        """Runs units of this work under the rollout plan in force, each in an autocast context of its own."""
-        return self._recovery.attempts(self._tracker.rollout_plan, work).inside(self._autocast)
+        return self._attempt_in(work, self._autocast)
+
+    def _attempt_in(
+        self, work: RolloutWork | UpdateWork, context: Callable[[], AbstractContextManager[object]]
+    ) -> Attempt[RolloutPlan]:
+        """Runs units of this work under the rollout plan in force, each in a context of its own."""
+        attempts = self._recovery.attempts(self._tracker.rollout_plan, work)
+
+        def run(unit: Callable[[RolloutPlan], Made], undo: Callable[[], None] | None = None) -> Made:
+            def prepared(plan: RolloutPlan) -> Made:
+                if plan.park_optimizer:
+                    self._owner.park_optimizer()
+                with context():
+                    return unit(plan)
+
+            return attempts(prepared, undo)
+
+        return run
 
     def _call_rollout_func(self, prompts: Prompts, group_size: int, mine: range) -> GivenRollout:
         """Has the user's function draw this rank's rows, and checks what it returns."""
@@ -345,14 +361,14 @@ class ExperienceMaker:
         columns = {name: [example.get(name) for example in examples] for name in sorted(names)}
         for name, values in given.extra.items():
             columns[name] = list(values) if isinstance(values, (list, tuple)) else [values] * len(mine)
-        attempts = self._recovery.attempts(self._tracker.rollout_plan, work)
+        attempt = self._attempt_in(work, nullcontext)
         scores = self._rewards.score(
             [copy.deepcopy(prompts.prompts[row // group_size]) for row in mine],
             list(texts),
             [completion.ids.tolist() for completion in given.completions],
             columns,
             trainer_state=self._owner.state,
-            attempt=lambda unit: attempts(lambda plan: unit(plan.reward_rows)),
+            attempt=lambda unit: attempt(lambda plan: unit(plan.reward_rows)),
         )
         self._owner.record(scores)
         return scores
@@ -467,7 +483,8 @@ class ExperienceMaker:
             Runs slices of it.
         """
         lengths = tuple(row_lengths(trajectory, rows))
-        return self._attempt(UpdateWork(lengths, trajectory.action_lengths(rows), self._adapter.geometry))
+        work = UpdateWork(lengths, trajectory.action_lengths(rows), self._adapter.geometry)
+        return self._attempt(work)
 
     def _corrections(self, trajectory: Trajectory) -> Ragged:
         if trajectory.old_logprobs is None or trajectory.sampling_logprobs is None:

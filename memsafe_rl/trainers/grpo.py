@@ -187,7 +187,7 @@ class GRPOTrainer(OnPolicyTrainer):
         budget = MemoryBudget.parse(self.args.memory_budget)
         total_bytes, free_bytes = meter.total_bytes(), meter.free_bytes()
         budget_bytes = budget.resolve(total_bytes=total_bytes, free_bytes=free_bytes)
-        return MemoryTracker(device.type, meter, budget_bytes, self._holders)
+        return MemoryTracker(device.type, meter, budget_bytes, self._holders, self._optimizer_bytes)
 
     def _own_callbacks(self, tracker: MemoryTracker, ranks: Ranks) -> list[Any]:
         output_dir = Path(self.args.output_dir)
