@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.units import format_bytes
 
 SHARES = (1.0, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02)
+PROMPTS = [f"{a} and {b}" + "?" * (a + b) for a in range(4) for b in range(4)]
 NATURAL = FixedPolicy(
     RolloutPlan(rows_in_flight=10**6, prefill_tokens=10**9, score_tokens=10**9),
     UpdatePlan(micro_batch_tokens=10**9, logprob_tile=10**6, trajectory_device="device"),
@@ -137,7 +139,7 @@ def train(policy: MemoryPolicy, capacity_bytes: int | None, *, lora: bool, steps
         outcome.peak_bytes = max(sum(split.values()) for split in memory.phase_peaks().values())
         if trainer is not None:
             outcome.weights = weights_of(trainer)
-            outcome.state_bytes = state_bytes(trainer)
+            outcome.state_bytes = state_bytes(trainer, memory.live_by_component())
             kinds = [event["event"] for event in trainer.memory_events]
             outcome.failures, outcome.rungs = kinds.count("failure"), kinds.count("rung")
             outcome.ties = sum(record.get("sampling/tied_fraction", 0.0) for record in trainer.history)
@@ -157,20 +159,18 @@ def weights_of(trainer: GRPOTrainer) -> torch.Tensor:
         return torch.cat([p.detach().flatten().double() for p in trainer.model.parameters() if p.requires_grad])
 
 
-def state_bytes(trainer: GRPOTrainer) -> int:
-    """Counts weights, gradients and optimizer state.
+def state_bytes(trainer: GRPOTrainer, held: Mapping[str, int]) -> int:
+    """Counts weights (a reference's too), gradients and optimizer state.
 
     Args:
         trainer: a trainer that has trained.
+        held: bytes on the device now, by component.
 
     Returns:
         int, bytes.
     """
-    weights = {p.untyped_storage().data_ptr(): p.nbytes for p in trainer.model.parameters()}
-    gradients = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
-    state = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
-    moments = sum(value.nbytes for entry in state for value in entry.values() if torch.is_tensor(value))
-    return sum(weights.values()) + gradients + moments
+    gradients = sum(weight.nbytes for weight in trainer.model.parameters() if weight.requires_grad)
+    return held["weights"] + held["optimizer"] + gradients
 
 
 def sweep(*, lora: bool, steps: int) -> dict[str, Any]:
