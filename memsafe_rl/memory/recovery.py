@@ -179,7 +179,7 @@ class Recovery:
                 return outcome.value
             self._clear(start, undo)
             tries += 1
-            self._record_failure(outcome, start, tries, time.perf_counter() - began)
+            self._record_failure(outcome, start.live_bytes, tries, time.perf_counter() - began)
             if tries < (UNPLANNED_TRIES if attempts.plan is None else SAME_PLAN_TRIES):
                 self.tracker.record("retry", phase=self.tracker.phase_now, tries=tries)
                 continue
@@ -187,13 +187,18 @@ class Recovery:
             tries = 0
 
     def _start(self) -> _Start:
-        failed = _Failed("", None)
-        for _ in range(UNPLANNED_TRIES):
+        """Reads the random state, which allocates too."""
+        live, tries = self.tracker.meter.live_bytes(), 0
+        while True:
+            began = time.perf_counter()
             outcome = _try(lambda _: capture_random_state(), None)
             if isinstance(outcome, _Done):
                 return _Start(outcome.value, self.tracker.meter.live_bytes())
-            failed = outcome
-        raise self._verdict(Attempts(self, None, None), failed)
+            clear_device_cache()
+            tries += 1
+            self._record_failure(outcome, live, tries, time.perf_counter() - began)
+            if tries == UNPLANNED_TRIES:
+                raise self._verdict(Attempts(self, None, None), outcome)
 
     def _clear(self, start: _Start, undo: Callable[[], None]) -> None:
         """Leaves nothing of a failed attempt; called with its exception gone."""
@@ -203,7 +208,7 @@ class Recovery:
             _flush_autograd()
         clear_device_cache()
 
-    def _record_failure(self, failed: _Failed, start: _Start, tries: int, seconds: float) -> None:
+    def _record_failure(self, failed: _Failed, live_before: int, tries: int, seconds: float) -> None:
         live = self.tracker.meter.live_bytes()
         self.tracker.record(
             "failure",
@@ -211,7 +216,7 @@ class Recovery:
             tries=tries,
             requested_bytes=failed.requested_bytes,
             live_bytes=live,
-            pinned_bytes=live - start.live_bytes,
+            pinned_bytes=live - live_before,
             seconds_lost=seconds,
             message=failed.message,
         )
@@ -275,7 +280,7 @@ def _try(unit: Callable[[Plan], T], plan: Plan) -> _Done[T] | _Failed:
 
 def _flush_autograd() -> None:
     """Runs a backward of one scalar, which empties the calling thread's queue of what a failed one left there."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         scalar = torch.zeros((), requires_grad=True)
         torch.autograd.backward(scalar * 1.0)
 

@@ -120,7 +120,7 @@ class Trajectory:
     @cached_property
     def has_advantage(self) -> tuple[bool, ...]:
         """For each row, whether its advantage differs from zero."""
-        return tuple((self.advantages != 0).tolist())
+        return tuple(advantage != 0 for advantage in self.advantages.tolist())
 
     def condition_lengths(self, rows: Iterable[int]) -> tuple[int, ...]:
         """Prompt tokens of the given rows."""
