@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from memsafe_rl.accounting import weights_of
+from memsafe_rl.accounting import is_on_host, weights_of
 from memsafe_rl.checkpoint import (
     checkpoint_folder,
     drop_old_checkpoints,
@@ -136,6 +136,19 @@ class OnPolicyTrainer(TrainerSurface):
             optimizer=self.optimizer,
             trajectory=() if self._experience is None else self._experience.trajectory.tensors(),
         )
+
+    def _optimizer_bytes(self) -> tuple[int, int]:
+        """Counts the bytes of the optimizer's state, and of it those that wait in host memory."""
+        if getattr(self, "_committer", None) is None:
+            return 0, 0
+        held = optimizer_tensors(self._committed.optimizer)
+        parked = [tensor for tensor in held if is_on_host(tensor) or tensor.device != self.adapter.device]
+        return sum(tensor.nbytes for tensor in held), sum(tensor.nbytes for tensor in parked)
+
+    def park_optimizer(self) -> None:
+        """Moves the optimizer's state to host memory until the next commit; nothing where there is none yet."""
+        if self._committer is not None:
+            self._committer.park()
 
     def _weights(self) -> list[Tensor]:
         """Gives the weights of the model, and of a reference beside it."""
@@ -334,7 +347,7 @@ class OnPolicyTrainer(TrainerSurface):
 
         def accumulate(plan: UpdatePlan) -> tuple[Experience, StepGradient]:
             if plan.park_optimizer:
-                self._committed.park()
+                self.park_optimizer()
             placed = experience.to(plan.trajectory_device, self.adapter.device)
             gradient = accumulate_gradient(
                 self.adapter,
