@@ -35,6 +35,8 @@ _FREE = frozenset(
         "torch_empty_cache_steps",
         "cache_implementation",
         "pad_to_multiple_of",
+        "verify_plan",
+        "probe_worst_case",
         "num_completions_to_print",
         "trust_remote_code",
     }

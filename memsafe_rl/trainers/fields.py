@@ -129,6 +129,16 @@ class TrainerFields:
     pad_to_multiple_of: int | str | None = option(
         "auto", "Hint without effect on results: pad rows to a multiple of so many tokens; 'auto': none."
     )
+    verify_plan: bool = option(
+        False,
+        "Before the first step, prove on this model that the plan changes neither tokens nor gradient, failures "
+        "included; costs about three rollouts and gradients of one optimizer step.",
+    )
+    probe_worst_case: bool = option(
+        False,
+        "Before the first step, try the longest prompt and completion once, so that a run that cannot fit says so in "
+        "its first minute; costs a few long forward passes and two micro-batches.",
+    )
 
     # Evaluation
     eval_strategy: str = option("no", "When to evaluate: 'no', 'steps' or 'epoch'.")
@@ -389,6 +399,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "auto_find_batch_size",
         "cache_implementation",
         "pad_to_multiple_of",
+        "verify_plan",
+        "probe_worst_case",
     ),
     "Evaluation": (
         "do_eval",

@@ -47,7 +47,9 @@ NEW = {
     "max_prompt_length",
     "memory_budget",
     "overlong_prompts",
+    "probe_worst_case",
     "trajectory_device",
+    "verify_plan",
 }
 """Settings that TRL does not have."""
 

@@ -1,0 +1,401 @@
+"""Worst case first: one attempt at the longest lengths before the first step, so that a run that cannot fit says so.
+
+Also the rehearsal that it shares with `verify`: a trainer's own code, run without leaving a trace on the run.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from torch import Tensor
+
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.errors import MemoryBudgetError
+from memsafe_rl.memory.policies import MemoryPolicy
+from memsafe_rl.memory.randomness import capture_random_state, set_random_state
+from memsafe_rl.memory.tracker import MemoryTracker
+from memsafe_rl.rollout.generation import Wave, eval_mode, next_wave, sample_wave
+from memsafe_rl.rollout.scoring import score_all
+from memsafe_rl.trainers.data import Prompts
+from memsafe_rl.trainers.experience import Experience
+from memsafe_rl.trainers.lossy import next_concession
+from memsafe_rl.trainers.ranks import Ranks
+from memsafe_rl.types import ModelGeometry, Phase, Ragged, RolloutPlan, SamplingSettings, SequenceKey, Trajectory
+from memsafe_rl.units import format_bytes
+
+if TYPE_CHECKING:
+    from memsafe_rl.trainers.base import OnPolicyTrainer
+
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
+_TOKENIZE_BATCH = 512
+_STREAM_SAMPLE = 512
+"""Examples of a stream that are read in search of its longest prompt."""
+_PROBED_MICRO_BATCHES = 2
+"""From the second one on, the gradients of earlier ones are held too; later ones hold no more."""
+_LEARNT = ("failure", "retry", "rung")
+"""Events of a rehearsal that are true of the run's memory too."""
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest row a run may meet.
+
+    Args:
+        prompt: token ids of the longest prompt.
+        completion_tokens: longest completion, in tokens.
+        source: how the prompt's length is known, for people.
+    """
+
+    prompt: tuple[int, ...]
+    completion_tokens: int
+    source: str
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.prompt) + self.completion_tokens
+
+    def ids(self, tokens: int) -> Tensor:
+        """Gives so many token ids: the prompt's, again and again."""
+        copies = -(-tokens // len(self.prompt))
+        return torch.tensor((self.prompt * copies)[:tokens], dtype=torch.int64)
+
+
+def probe_worst_case(trainer: OnPolicyTrainer) -> dict[str, int]:
+    """Tries the longest prompt and completion once, as far as the peak of every phase; then all is as before.
+
+    The rollout is tried at its first moment (as many prompts as a wave reads) and at its last one (every row in
+    flight as long as it can become), without decoding up to it; a scoring pass where the run needs one; the update by
+    two micro-batches of the longest rows; the commit up to the point where weights would move. Reward functions are
+    not called, so a reward model's own passes are not tried; nor is the first step of an optimizer that makes its
+    state then (those of bitsandbytes). Where few rows are in flight, rows without padding stand for padded ones, which
+    repeat one layer's keys and values for grouped heads.
+
+    Weights, optimizer, random generators, data position and plans are untouched if everything fits, and the run
+    learns bit for bit what it would have learnt. If a plan failed, its failure is remembered, so that the policy
+    plans leaner from the first step on.
+
+    Args:
+        trainer: one whose optimizer has been made.
+
+    Returns:
+        Peak bytes of every phase that was tried.
+
+    Raises:
+        MemoryBudgetError: the longest rows do not fit under any plan, and no remedy of `allow_lossy` is left.
+    """
+    while True:
+        longest = find_longest(trainer)
+        error = _try(trainer, longest)
+        if not isinstance(error, MemoryBudgetError):
+            return error
+        allowed = trainer.args.allow_lossy if trainer._ranks.world_size == 1 else ()
+        concession = None if error.failure is None else next_concession(trainer.args, allowed, error.failure)
+        if concession is None:
+            raise error
+        trainer._concede(concession)
+
+
+def _try(trainer: OnPolicyTrainer, longest: Longest) -> dict[str, int] | MemoryBudgetError:
+    """Probes once; gives the peaks, or the error with what was probed in it."""
+    trial, started = rehearsal(trainer, trainer.memory_policy), time.perf_counter()
+    error: MemoryBudgetError | None = None
+    try:
+        with untouched(trainer):
+            _probe(trial, longest)
+    except MemoryBudgetError as caught:
+        error = _told(caught, longest)
+    _learn(trainer, trial)
+    peaks = {str(phase): peak for phase, peak in trial._tracker.phase_peaks.items()}
+    if error is not None:
+        return error
+    rollout, update = trial._tracker.rollout_plan, trial._tracker.update_plan
+    trainer._tracker.record(
+        "probe",
+        prompt_tokens=len(longest.prompt),
+        completion_tokens=longest.completion_tokens,
+        source=longest.source,
+        rows_in_flight=rollout.rows_in_flight,
+        micro_batch_tokens=update.micro_batch_tokens,
+        peak_bytes=peaks,
+        seconds=time.perf_counter() - started,
+    )
+    # Said as a warning, which is what is shown by default: whoever asks for a probe wants its answer.
+    logger.warning("%s", _sentence(longest, peaks, trainer._tracker.budget_bytes))
+    return peaks
+
+
+def find_longest(trainer: OnPolicyTrainer) -> Longest:
+    """Finds the longest row that a run may meet, by tokenizing every prompt of its dataset.
+
+    Of a stream, `max_prompt_length` counts as the longest prompt; without one, the longest of the first 512 examples.
+
+    Args:
+        trainer: holds dataset, tokenizer and settings.
+
+    Returns:
+        The row.
+    """
+    reader, dataset = trainer._maker._read_prompts, cast(Any, trainer).train_dataset
+    completion_tokens = trainer.args.max_completion_length
+    if isinstance(dataset, Dataset):
+        starts = range(0, len(dataset), _TOKENIZE_BATCH)
+        batches: list[Any] = [dataset[start : start + _TOKENIZE_BATCH]["prompt"] for start in starts]
+        source = "the longest of train_dataset"
+    else:
+        batches = [[example["prompt"] for example in trainer._source.take(0, _STREAM_SAMPLE)]]
+        source = f"the longest of the stream's first {_STREAM_SAMPLE}"
+    rows = [tuple(ids) for batch in batches for ids in reader.ids(batch)]
+    if reader.limit is not None:
+        truncated = trainer.args.overlong_prompts == "truncate"
+        rows = [row[-reader.limit :] for row in rows if truncated or len(row) <= reader.limit]
+    longest = Longest(max(rows, key=len), completion_tokens, source)
+    given = trainer.args.max_prompt_length
+    if isinstance(dataset, Dataset) or given is None:
+        return longest
+    return Longest(tuple(longest.ids(given).tolist()), completion_tokens, "max_prompt_length")
+
+
+def _probe(trial: OnPolicyTrainer, longest: Longest) -> None:
+    """Tries every phase in the order of a step."""
+    config = trial.args
+    if trial._maker._rollout_func is None:
+        _probe_rollout(trial, longest)
+    experience = Experience(_longest_rows(trial, longest), consumed=0, external=False)
+    trajectory = experience.trajectory
+    rows = range(_share(trial, config.step_rows))
+    if config.beta != 0 or config.updates_per_epoch > 1:
+        _probe_scoring(trial, trajectory)
+    trial._plan_update(trajectory, rows)
+    per_micro_batch = max(1, trial._tracker.update_plan.micro_batch_tokens // longest.row_tokens)
+    tried = rows[: _PROBED_MICRO_BATCHES * per_micro_batch]
+    terms = trial._fix_terms(experience, tried)
+    with trial._tracker.phase(Phase.UPDATE):
+        trial._gradient(experience, tried, terms)
+        trial._recovery.repeat(trial._committed.measure)
+    with trial._tracker.phase(Phase.OPTIMIZER):
+        trial._recovery.repeat(trial._committed.unpark)
+        trial._recovery.repeat(trial._committed.prepare_commit)
+
+
+def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
+    """Tries a wave of the longest prompts at its first and at its last moment, under the plan of the longest rows."""
+    maker, config, group = trial._maker, trial.args, trial.args.num_generations
+    prompts = Prompts((), (), (longest.ids(len(longest.prompt)),) * config.prompts_per_rollout)
+    maker._plan(prompts)
+    attempt = maker._attempt(maker._work(prompts, group))
+    waiting = [divmod(row, group) for row in range(_share(trial, config.rollout_rows))]
+    lengths = [len(ids) for ids in prompts.ids]
+
+    def rows_of(plan: RolloutPlan) -> list[tuple[int, int]]:
+        return next_wave(waiting, lengths, longest.completion_tokens, trial.adapter.geometry, plan)
+
+    def read(plan: RolloutPlan) -> None:
+        rows = rows_of(plan)
+        sample_wave(trial.adapter, _wave(prompts.ids, [prompt for prompt, _ in rows]), _two_tokens(maker._sampling))
+
+    def end(plan: RolloutPlan) -> None:
+        count = len(rows_of(plan))
+        ids = longest.ids(max(1, longest.row_tokens - 2))
+        padded = len(ids) > 1 and _reads_two_within(trial.adapter.geometry, len(ids), count)
+        wave = _wave((ids, ids[1:]), [row % 2 for row in range(count)]) if padded else _wave((ids,), [0] * count)
+        sample_wave(trial.adapter, wave, _two_tokens(maker._sampling))
+
+    with trial._tracker.phase(Phase.ROLLOUT):
+        attempt(read)
+        attempt(end)
+
+
+def _reads_two_within(geometry: ModelGeometry, tokens: int, rows: int) -> bool:
+    """Whether reading two rows of unequal length, as no rollout does, stays under what the last moment itself holds."""
+    working = geometry.compute_bytes * 3 * (geometry.hidden_size + geometry.intermediate_size) * 2 * tokens
+    mask = geometry.compute_bytes * 2 * tokens**2
+    return working + mask + 2 * geometry.kv_bytes(tokens) <= rows * geometry.kv_bytes(tokens)
+
+
+def _two_tokens(sampling: SamplingSettings) -> SamplingSettings:
+    """The run's sampling, stopped after the first token on a cache that was spread over the rows."""
+    return replace(sampling, max_new_tokens=min(2, sampling.max_new_tokens), eos_token_ids=())
+
+
+def _wave(prompts: Sequence[Tensor], prompt_of_row: Sequence[int]) -> Wave:
+    keys = tuple(SequenceKey(0, 0, 0, row) for row in range(len(prompt_of_row)))
+    return Wave(tuple(prompts[: max(prompt_of_row) + 1]), tuple(prompt_of_row), keys)
+
+
+def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory) -> None:
+    """Scores one slice of the longest rows, by the reference where there is one, and by the model itself."""
+    plan, tracker = trial._tracker.rollout_plan, trial._tracker
+    row_tokens = trajectory.conditions.lengths[0] + trajectory.actions.lengths[0]
+    rows = range(min(len(trajectory), max(1, plan.score_tokens // row_tokens)))
+    with tracker.phase(Phase.SCORE), trial.adapter.reference() if trial.args.beta != 0 else _itself(trial) as adapter:
+        score_all(
+            adapter,
+            trajectory,
+            rows,
+            temperature=trial.args.temperature,
+            attempt=trial._maker.scoring(trajectory, rows),
+            tile=tracker.update_plan.logprob_tile,
+        )
+
+
+@contextmanager
+def _itself(trial: OnPolicyTrainer) -> Iterator[Any]:
+    yield trial.adapter
+
+
+def _longest_rows(trial: OnPolicyTrainer, longest: Longest) -> Trajectory:
+    """Lays down a whole rollout of the longest rows."""
+    config = trial.args
+    prompts = [longest.ids(len(longest.prompt))] * config.prompts_per_rollout
+    completions = [longest.ids(longest.completion_tokens)] * config.rollout_rows
+    with host_memory():
+        trajectory = lay_down(prompts, completions, config.num_generations)
+        unsure = Ragged(torch.full((len(trajectory.actions.flat),), -1.0), trajectory.actions.lengths)
+    needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1
+    return replace(
+        trajectory,
+        old_logprobs=unsure if needs_old else None,
+        has_old=(needs_old,) * len(trajectory),
+        ref_logprobs=unsure if config.beta != 0 else None,
+    )
+
+
+def _share(trial: OnPolicyTrainer, rows: int) -> int:
+    """The most rows of a rollout or a step that one rank has."""
+    return -(-rows // trial.args.world_size)
+
+
+def _told(error: MemoryBudgetError, longest: Longest) -> MemoryBudgetError:
+    """Says in front of an error what was probed."""
+    return MemoryBudgetError(
+        f"The worst case does not fit: a prompt of {len(longest.prompt)} tokens ({longest.source}) with a completion "
+        f"of {longest.completion_tokens} tokens (max_completion_length), tried before the first step. {error}",
+        failure=error.failure,
+        held_bytes=error.held_bytes,
+    )
+
+
+def _sentence(longest: Longest, peaks: Mapping[str, int], budget_bytes: int) -> str:
+    told = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in peaks.items())
+    return (
+        f"the worst case fits: prompt {len(longest.prompt)} ({longest.source}) + completion "
+        f"{longest.completion_tokens} tokens, peak {format_bytes(max(peaks.values()))} of a budget of "
+        f"{format_bytes(budget_bytes)} ({told})"
+    )
+
+
+def _learn(trainer: OnPolicyTrainer, trial: OnPolicyTrainer) -> None:
+    """Takes over what a rehearsal learnt of the memory, if a plan failed in it; nothing otherwise.
+
+    Without a failure the plans stay those of a run without a probe, down to the corrections they are made from.
+    """
+    learnt = [event for event in trial._tracker.events if event["event"] in _LEARNT]
+    if learnt:
+        trainer._tracker.load_state_dict(trial._tracker.state_dict())
+    for event in learnt:
+        trainer._tracker.record(**{**event, "during": "probe"})
+
+
+# ------------------------------------------------------------------ rehearsals
+
+
+def rehearsal(trainer: OnPolicyTrainer, policy: MemoryPolicy) -> OnPolicyTrainer:
+    """Gives a trainer like this one whose steps leave this one's plans, events, metrics and ranks alone.
+
+    It shares model, optimizer and device, runs alone whatever the ranks, updates without dropout, and tells nobody.
+
+    Args:
+        trainer: the one that will train.
+        policy: cuts the rehearsal's work.
+
+    Returns:
+        A shallow copy with a memory of its own.
+    """
+    trial = copy.copy(trainer)
+    tracker = MemoryTracker(trainer.adapter.device.type, trainer._tracker.meter, trainer._tracker.budget_bytes)
+    tracker.load_state_dict(trainer._tracker.state_dict())
+    tracker.step = trainer.state.global_step
+    recovery = copy.copy(trainer._recovery)
+    recovery.tracker, recovery._policy = tracker, policy
+    maker = copy.copy(trainer._maker)
+    maker._tracker, maker._recovery, maker._policy, maker._owner = tracker, recovery, policy, trial
+    trial._tracker, trial._recovery, trial._maker, trial.memory_policy = tracker, recovery, maker, policy
+    trial._ranks = maker._ranks = _alone()
+    trial._callbacks = copy.copy(trainer._callbacks)
+    trial._callbacks.callbacks = []
+    trial.args = copy.copy(trainer.args)
+    trial.args.disable_dropout = True
+    return trial
+
+
+def _alone() -> Ranks:
+    """Ranks of one, whatever the launcher says: a rehearsal must not wait for others."""
+    alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "process_index": 0, "is_main_process": True}
+    return Ranks(cast(Accelerator, SimpleNamespace(**alone)))
+
+
+@contextmanager
+def untouched(trainer: OnPolicyTrainer) -> Iterator[None]:
+    """Puts everything that a rehearsal without a commit may move back as it was: gradients, modes, random state.
+
+    Args:
+        trainer: the one that will train; its gradients are dropped.
+
+    Yields:
+        Nothing.
+    """
+    repeat = trainer._recovery.repeat
+    state = repeat(capture_random_state)
+    with eval_mode(trainer.model):
+        try:
+            yield
+        finally:
+            trainer._committed.drop_gradients()
+            repeat(trainer._committed.unpark)
+            set_random_state(state)
+            trainer._tracker.meter.reset_peak()
+
+
+def lay_down(prompts: Sequence[Tensor], completions: Sequence[Tensor], group_size: int) -> Trajectory:
+    """Lays prompts and completions down as a rollout in which every token counts and no advantage is zero.
+
+    Advantages are made up, alternating in sign and different in every row: rewards of an untrained model are often
+    all equal, and their gradient zero, which would prove nothing.
+
+    Args:
+        prompts: P tensors (length,) int64.
+        completions: P × group_size tensors (length,) int64, prompt by prompt.
+        group_size: completions per prompt.
+
+    Returns:
+        The trajectory, on the host.
+    """
+    rows = len(completions)
+    signs = torch.tensor([1.0, -1.0]).repeat(-(-rows // 2))[:rows]
+    actions = Ragged.from_rows(list(completions))
+    return Trajectory(
+        conditions=Ragged.from_rows(list(prompts)),
+        condition_of_row=tuple(row // group_size for row in range(rows)),
+        actions=actions,
+        loss_mask=Ragged(torch.ones_like(actions.flat, dtype=torch.uint8), actions.lengths),
+        sampling_logprobs=Ragged(torch.zeros(len(actions.flat)), actions.lengths),
+        advantages=signs * (0.5 + torch.arange(rows) / rows),
+        group_of_row=tuple(row // group_size for row in range(rows)),
+        finished=(True,) * rows,
+        has_old=(False,) * rows,
+    )
