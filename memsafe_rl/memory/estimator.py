@@ -88,9 +88,8 @@ def block_activation_bytes(geometry: ModelGeometry) -> int:
     Returns:
         int, bytes per token.
     """
-    narrow = geometry.compute_bytes < _LOGIT_BYTES
     elements = (
-        (_WIDE_TENSORS + narrow * _WIDENED_TENSORS) * geometry.hidden_size
+        (_WIDE_TENSORS + _is_narrow(geometry) * _WIDENED_TENSORS) * geometry.hidden_size
         + _HEAD_TENSORS * _attention_width(geometry)
         + _FEED_FORWARD_TENSORS * geometry.intermediate_size
     )
@@ -119,12 +118,13 @@ def update_parts(work: UpdateWork, plan: UpdatePlan) -> Parts:
     working = ((block if plan.checkpointing else 2 * width) + 2 * inner) * tokens
     if plan.offload_activations:
         kept = width * tokens  # on its way to the host
+        working += 0 if plan.checkpointing else block // (3 if _is_narrow(geometry) else 4) * tokens
     head_elements = geometry.vocab_size * geometry.hidden_size if geometry.head_trainable else 0
     earlier = geometry.trainable_bytes if count > 1 else 0
     stored = _STORED_BYTES * sum(work.row_tokens) if plan.trajectory_device == "device" else 0
     logits = _tile_bytes(geometry, min(plan.logprob_tile, actions))
     sums = actions * geometry.hidden_size * (geometry.compute_bytes + _wide_bytes(geometry))
-    narrowed = head_elements * geometry.compute_bytes if geometry.compute_bytes < _LOGIT_BYTES else 0
+    narrowed = head_elements * geometry.compute_bytes if _is_narrow(geometry) else 0
     moments = (
         (kept + sums, logits, earlier + head_elements * _wide_bytes(geometry) + narrowed),
         (kept + working, 0, earlier + head_elements * geometry.compute_bytes),
@@ -228,7 +228,13 @@ def _attention_width(geometry: ModelGeometry) -> int:
 def _forward_bytes(geometry: ModelGeometry) -> int:
     """Bytes a token takes at most inside a block that keeps nothing: its feed-forward part, or its attention."""
     inner = max(4 * geometry.intermediate_size, 2 * _attention_width(geometry))
-    return (3 * geometry.hidden_size + inner) * geometry.compute_bytes
+    widened = geometry.hidden_size + 2 * geometry.intermediate_size if _is_narrow(geometry) else 0
+    return (3 * geometry.hidden_size + inner + widened) * geometry.compute_bytes
+
+
+def _is_narrow(geometry: ModelGeometry) -> bool:
+    """Whether activations are narrower than float32, so that norms and LoRA layers make wider copies."""
+    return geometry.compute_bytes < _LOGIT_BYTES
 
 
 def _wide_bytes(geometry: ModelGeometry) -> int:

@@ -14,8 +14,6 @@ _SHARE = 0.8
 """Share of the free budget a plan may fill while its estimate has not been compared with a measurement."""
 _MEASURED_SHARE = 0.9
 """The same once it has been."""
-_CORRECTIONS = (0.5, 4.0)
-"""Corrections beyond these say that something else was measured, such as memory the process had kept."""
 _FLOOR_SLACK = 1.05
 """Where nothing fits, plans this close to the leanest count as leanest, so that speed decides among them."""
 _UNTROUBLED_STEPS = 8
@@ -88,7 +86,7 @@ class Room:
         self._room = max(0, int(share * (memory.budget_bytes - memory.live_bytes)))
         self._factor = _correction(phase, memory)
         self._tile = _tile(memory)
-        self._ceiling = _ceiling(phase, memory)
+        self._ceiling = _ceiling(phase, work, memory)
 
     def extra_bytes(self, plan: Plan) -> int:
         """Estimates what the phase adds under a plan, before any correction."""
@@ -191,8 +189,7 @@ def _moved_bytes(plan: RolloutPlan | UpdatePlan, memory: MemoryState) -> int:
 
 
 def _correction(phase: Phase, memory: MemoryState) -> float:
-    least, most = _CORRECTIONS
-    return max(least, min(most, memory.corrections.get(phase.value, 1.0)))
+    return memory.corrections.get(phase.value, 1.0)
 
 
 def _tile(memory: MemoryState) -> int:
@@ -200,7 +197,7 @@ def _tile(memory: MemoryState) -> int:
     return (memory.last_update_plan or UpdatePlan()).logprob_tile
 
 
-def _ceiling(phase: Phase, memory: MemoryState) -> float:
+def _ceiling(phase: Phase, work: Work, memory: MemoryState) -> float:
     alike = {Phase.ROLLOUT, Phase.EVALUATE} if phase is Phase.ROLLOUT else {phase}
     failures = [failure for failure in memory.failures if failure.phase in alike]
     if not failures:
@@ -208,7 +205,7 @@ def _ceiling(phase: Phase, memory: MemoryState) -> float:
     last = max(failure.step for failure in failures)
     wait = _UNTROUBLED_STEPS * 2 ** (len({failure.step for failure in failures}) - 1)
     estimates = [
-        extra_bytes(failure.phase, failure.work, failure.plan, _tile(memory))
+        extra_bytes(failure.phase, failure.work or work, failure.plan, _tile(memory))
         for failure in failures
         if failure.step == last and failure.plan is not None
     ]

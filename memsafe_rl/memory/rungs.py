@@ -269,20 +269,6 @@ def reachable(
         yield from reachable(lower, work, rungs[1:], worth)
 
 
-def taken(before: Plan, after: Plan) -> tuple[str, ...]:
-    """Names the rungs that lie between two plans.
-
-    Args:
-        before: a plan.
-        after: a later one.
-
-    Returns:
-        Names of the lossless rungs whose fields differ.
-    """
-    changed = {entry.name for entry in fields(before) if getattr(before, entry.name) != getattr(after, entry.name)}
-    return tuple(name for name in LOSSLESS if name in changed)
-
-
 def leaner(first: Plan, second: Plan) -> Plan:
     """Takes of each field of two plans the value that holds less.
 

@@ -1,0 +1,180 @@
+"""The estimates against the allocator's count, on networks of several kinds, trained whole and by LoRA."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from memsafe_rl.memory.estimator import cut, rollout_parts, score_parts, update_parts, wave_rows
+from memsafe_rl.memory.recovery import under
+from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.models.causal_lm import CausalLMAdapter
+from memsafe_rl.rollout.generation import cut_waves, generate
+from memsafe_rl.rollout.scoring import cut_by_tokens, score_all
+from memsafe_rl.trainers.update import StepTerms, accumulate_gradient
+from memsafe_rl.types import (
+    Component,
+    Denominators,
+    LossSettings,
+    ModelGeometry,
+    Ragged,
+    RolloutPlan,
+    RolloutWork,
+    SamplingSettings,
+    SequenceKey,
+    Trajectory,
+    UpdatePlan,
+    UpdateWork,
+)
+from tests.tiny import tiny_model
+
+LEAST, MOST = 0.6, 1.7
+"""What the estimator's docstring promises, estimate over measurement."""
+
+PROMPTS, COMPLETIONS = (40, 60), (20, 100, 30, 60)
+
+
+def network(arch: str, layers: int, hidden: int, vocab: int, *, lora: str | list[str] | None, dtype: str) -> Any:
+    model = tiny_model(
+        arch, layers=layers, hidden=hidden, vocab_size=vocab, dtype=getattr(torch, dtype), scale=1.0, positions=512
+    )
+    return model if lora is None else get_peft_model(model, LoraConfig(r=8, target_modules=lora)).eval()
+
+
+NETWORKS = {
+    "qwen3": lambda: network("qwen3", 4, 96, 2000, lora=None, dtype="float32"),
+    "qwen3-bf16": lambda: network("qwen3", 3, 96, 500, lora=None, dtype="bfloat16"),
+    "qwen2-bf16-lora-everywhere": lambda: network("qwen2", 3, 96, 500, lora="all-linear", dtype="bfloat16"),
+    "llama-lora": lambda: network("llama", 4, 96, 1000, lora=["q_proj", "v_proj"], dtype="float32"),
+    "gpt2": lambda: network("gpt2", 2, 64, 4000, lora=None, dtype="float32"),
+}
+
+
+@pytest.fixture(scope="module", params=list(NETWORKS))
+def adapter(request: pytest.FixtureRequest) -> CausalLMAdapter:
+    return CausalLMAdapter(NETWORKS[request.param](), pad_token_id=0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small products are slowed down by a second thread, and its scratch would count."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def trajectory(vocab: int) -> Trajectory:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(lengths: tuple[int, ...]) -> Ragged:
+        return Ragged.from_rows([torch.randint(2, vocab, (length,), generator=generator) for length in lengths])
+
+    actions, rows = drawn(COMPLETIONS), len(COMPLETIONS)
+    return Trajectory(
+        conditions=drawn(PROMPTS),
+        condition_of_row=tuple(row * len(PROMPTS) // rows for row in range(rows)),
+        actions=actions,
+        loss_mask=Ragged(torch.ones_like(actions.flat, dtype=torch.uint8), actions.lengths),
+        sampling_logprobs=None,
+        advantages=torch.linspace(-1, 1, rows) + 0.1,
+        group_of_row=(0,) * rows,
+        finished=(True,) * rows,
+    )
+
+
+def measured_update(adapter: CausalLMAdapter, plan: UpdatePlan) -> tuple[int, UpdateWork]:
+    store = trajectory(adapter.geometry.vocab_size)
+    rows, tokens = range(len(store)), sum(COMPLETIONS)
+    terms = StepTerms(LossSettings(), Denominators(len(store), tokens, tokens), temperature=1.0, with_entropy=True)
+    with SimulatedMemory() as memory:
+        accumulate_gradient(adapter, store, rows, plan, terms, autocast=nullcontext, scale=lambda loss: loss)
+    adapter.model.zero_grad(set_to_none=True)
+    lengths = tuple(p + a for p, a in zip(store.condition_lengths(rows), COMPLETIONS, strict=True))
+    return memory.peak_bytes, UpdateWork(lengths, COMPLETIONS, adapter.geometry)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("tokens", "tile"), [(100_000, 512), (160, 16)])
+def test_an_update_holds_what_was_estimated(
+    adapter: CausalLMAdapter, tokens: int, tile: int, checkpointing: bool, offload: bool
+) -> None:
+    plan = UpdatePlan(tokens, tile, checkpointing=checkpointing, offload_activations=offload)
+    peak, work = measured_update(adapter, plan)
+    assert LEAST <= sum(update_parts(work, plan).values()) / peak <= MOST
+
+
+@pytest.mark.parametrize(("tokens", "tile"), [(100_000, 512), (50, 64)])
+def test_scoring_holds_what_was_estimated(adapter: CausalLMAdapter, tokens: int, tile: int) -> None:
+    store, plan = trajectory(adapter.geometry.vocab_size), RolloutPlan(score_tokens=tokens)
+    with SimulatedMemory() as memory:
+        score_all(adapter, store, range(len(store)), temperature=1.0, attempt=under(plan), tile=tile)
+    lengths = tuple(p + a for p, a in zip(store.condition_lengths(range(len(store))), COMPLETIONS, strict=True))
+    work = UpdateWork(lengths, COMPLETIONS, adapter.geometry)
+    assert LEAST <= sum(score_parts(work, plan, tile).values()) / memory.peak_bytes <= MOST
+
+
+@pytest.mark.parametrize(
+    ("prompts", "group", "new", "rows"), [((64, 64), 8, 12, 64), ((30, 50), 2, 12, 2), ((100,), 2, 4, 64)]
+)
+def test_a_rollout_holds_what_was_estimated(
+    adapter: CausalLMAdapter, prompts: tuple[int, ...], group: int, new: int, rows: int
+) -> None:
+    ids = [torch.full((length,), 7) for length in prompts]
+    keys = [[SequenceKey(0, 0, prompt, sample) for sample in range(group)] for prompt in range(len(prompts))]
+    plan = RolloutPlan(rows_in_flight=rows)
+    with SimulatedMemory() as memory:
+        generate(adapter, ids, keys, SamplingSettings(new, ()), under(plan))
+    work = RolloutWork(prompts, group, new, adapter.geometry)
+    assert LEAST <= sum(rollout_parts(work, plan).values()) / memory.peak_bytes <= MOST
+
+
+GEOMETRY = ModelGeometry(4, 64, 128, 4, 2, 16, 1000, 2048, (None, None, None, 32), 10**6, 10**6, 4, 4)
+
+
+def test_slices_are_those_that_rows_are_cut_into() -> None:
+    lengths, actions = (100, 30, 70, 40, 30, 20, 90), (50, 5, 20, 10, 30, 1, 45)
+    for budget in (1, 60, 100, 150, 230, 1000):
+        slices = cut_by_tokens(lengths, budget)
+        measured = cut(lengths, actions, budget)
+        assert measured.number == len(slices)
+        assert measured.tokens == max(len(part) * max(lengths[row] for row in part) for part in slices)
+        assert measured.actions == max(sum(actions[row] for row in part) for part in slices)
+    assert cut((), (), 10) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("plan", [RolloutPlan(rows) for rows in (1, 2, 5, 8, 24, 100)])
+def test_waves_are_those_that_a_rollout_is_cut_into(plan: RolloutPlan) -> None:
+    work = RolloutWork((20, 30, 25), 8, 10, GEOMETRY)
+    for full in (plan, RolloutPlan(plan.rows_in_flight, kv_bytes=3 * GEOMETRY.kv_bytes(40), prefill_tokens=60)):
+        waves = cut_waves(work.prompt_tokens, (8, 8, 8), 10, GEOMETRY, full)
+        rows, prompts = wave_rows(work, full)
+        assert max(map(len, waves)) <= rows
+        assert len({prompt for prompt, _ in waves[0]}) <= prompts + 1
+
+
+def test_gradients_and_the_heads_own_are_counted() -> None:
+    work = UpdateWork((10, 10), (5, 5), GEOMETRY)
+    parts = update_parts(work, UpdatePlan(micro_batch_tokens=10, logprob_tile=1))
+    # The second micro-batch starts with all gradients there and makes the head's once more, in float32.
+    assert parts[Component.GRADIENTS] == GEOMETRY.trainable_bytes + 4 * 1000 * 64
+    assert sum(update_parts(work, UpdatePlan(20, 1)).values()) <= sum(parts.values()) + 10 * 10_000
+
+
+@pytest.mark.parametrize(
+    "lower",
+    [
+        lambda plan: UpdatePlan(plan.micro_batch_tokens // 2, plan.logprob_tile),
+        lambda plan: UpdatePlan(plan.micro_batch_tokens, plan.logprob_tile // 2),
+        lambda plan: UpdatePlan(plan.micro_batch_tokens, plan.logprob_tile, checkpointing=True),
+        lambda plan: UpdatePlan(plan.micro_batch_tokens, plan.logprob_tile, offload_activations=True),
+    ],
+)
+def test_every_rung_of_an_update_lowers_its_estimate(lower: Callable[[UpdatePlan], UpdatePlan]) -> None:
+    work = UpdateWork((400,) * 64, (200,) * 64, GEOMETRY)
+    plan = UpdatePlan(6400, 3200, trajectory_device="device")
+    assert sum(update_parts(work, lower(plan)).values()) < sum(update_parts(work, plan).values())
