@@ -1,0 +1,142 @@
+"""What may change the task: only what is listed, in that order, told, kept in checkpoints, and as if asked for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memsafe_rl.errors import ConfigError, MemoryBudgetError
+from memsafe_rl.memory.policies import FixedPolicy
+from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.trainers.lossy import LOSSY_REMEDIES, next_concession
+from memsafe_rl.types import MemoryFailure, Phase, RolloutPlan, UpdatePlan
+from tests.tiny import tiny_model
+from tests.trainers.helpers import make_trainer, weights
+
+LEAN = FixedPolicy(
+    RolloutPlan(rows_in_flight=1, prefill_tokens=1, score_tokens=8),
+    UpdatePlan(micro_batch_tokens=1, logprob_tile=8, checkpointing=True),
+)
+SETTINGS: dict[str, Any] = {"max_completion_length": 64, "max_steps": 2, "policy": LEAN}
+
+
+def build(folder: Path, capacity_bytes: int | None = None, **settings: Any) -> tuple[GRPOTrainer, SimulatedMemory]:
+    """Trains on a simulated device; the model is part of it."""
+    with SimulatedMemory(capacity_bytes) as memory:
+        trainer = make_trainer(folder, model=tiny_model(), **{**SETTINGS, **settings})
+        trainer.train()
+    return trainer, memory
+
+
+def peak_of(memory: SimulatedMemory) -> int:
+    return max(sum(split.values()) for split in memory.phase_peaks().values())
+
+
+@pytest.fixture(scope="module")
+def too_small(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """A capacity in which completions of 16 tokens fit and those of 32 do not."""
+    folder = tmp_path_factory.mktemp("measure")
+    fits = peak_of(build(folder, max_completion_length=16)[1])
+    does_not = peak_of(build(folder, max_completion_length=32)[1])
+    assert fits < 0.97 * does_not
+    return (fits + does_not) // 2
+
+
+def failure(phase: Phase = Phase.UPDATE) -> MemoryFailure:
+    return MemoryFailure(phase, 1, 1, "")
+
+
+def test_without_leave_the_error_comes_out_and_the_task_stays(tmp_path: Path, too_small: int) -> None:
+    with SimulatedMemory(too_small):
+        trainer = make_trainer(tmp_path, model=tiny_model(), **SETTINGS)
+        with pytest.raises(MemoryBudgetError):
+            trainer.train()
+    assert trainer.args.max_completion_length == 64
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+def test_completions_are_halved_until_they_fit_and_learnt_as_if_asked_for(tmp_path: Path, too_small: int) -> None:
+    trainer, _ = build(tmp_path / "a", too_small, allow_lossy=["max_completion_length"])
+    told = [event for event in trainer.memory_events if event["event"] == "concession"]
+    assert [event["changes"]["max_completion_length"] for event in told] == [(64, 32), (32, 16)]
+    assert trainer.state.global_step == 2
+    asked, _ = build(tmp_path / "b", max_completion_length=16)
+    assert torch.equal(weights(trainer), weights(asked))
+
+
+def test_a_resumed_run_goes_on_with_the_changed_task(tmp_path: Path, too_small: int) -> None:
+    whole, _ = build(tmp_path / "a", too_small, allow_lossy=["max_completion_length"])
+    build(
+        tmp_path / "b",
+        too_small,
+        allow_lossy=["max_completion_length"],
+        max_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+    )
+    second = make_trainer(tmp_path / "b", model=tiny_model(), **SETTINGS, allow_lossy=["max_completion_length"])
+    second.train(resume_from_checkpoint=True)
+    assert second.args.max_completion_length == 16
+    assert torch.equal(weights(second), weights(whole))
+
+
+def test_remedies_come_in_the_users_order_and_each_is_used_up_first(tmp_path: Path) -> None:
+    config = GRPOConfig(
+        str(tmp_path),
+        max_completion_length=30,
+        num_iterations=2,
+        num_generations=8,
+        optim="adamw_torch",
+        report_to="none",
+    )
+    allowed = ["num_iterations", "max_completion_length", "num_generations", "optim"]
+    taken = []
+    while (concession := next_concession(config, allowed, failure())) is not None:
+        taken.append((concession.name, dict(concession.changes)))
+        for name, (_, value) in concession.changes.items():
+            setattr(config, name, value)
+        config.validate()
+    assert taken == [
+        ("num_iterations", {"num_iterations": (2, 1)}),
+        ("max_completion_length", {"max_completion_length": (30, 16)}),
+        (
+            "num_generations",
+            {"num_generations": (8, 4), "per_device_train_batch_size": (8, 4), "generation_batch_size": (8, 4)},
+        ),
+        ("optim", {"optim": ("adamw_torch", "adamw_8bit")}),
+    ]
+
+
+def test_what_cannot_help_is_not_taken(tmp_path: Path) -> None:
+    config = GRPOConfig(str(tmp_path), num_iterations=2, report_to="none")
+    listed = list(LOSSY_REMEDIES)
+    assert next_concession(config, listed, failure(Phase.CHECKPOINT)).name == "optim"
+    assert next_concession(config, listed[:3], failure(Phase.OPTIMIZER)) is None
+    assert next_concession(config, [], failure()) is None
+
+
+def test_an_unknown_remedy_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"allow_lossy.*lora_rank"):
+        GRPOConfig(str(tmp_path), allow_lossy=["lora_rank"])
+
+
+def test_a_lean_optimizer_takes_the_place_of_one_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path, max_steps=4, allow_lossy=["optim"], lr_scheduler_type="linear")
+    steps, made = trainer._train_step, []
+
+    def fails_once() -> None:
+        if trainer.state.global_step == 2 and not made:
+            made.append(1)
+            raise MemoryBudgetError("does not fit", failure=failure(Phase.OPTIMIZER))
+        steps()
+
+    monkeypatch.setattr(trainer, "_train_step", fails_once)
+    trainer.train()
+    assert type(trainer.optimizer).__module__.startswith("bitsandbytes")
+    rates = [record["learning_rate"] for record in trainer.history]
+    assert rates == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.25e-2])
