@@ -327,8 +327,7 @@ def rehearsal(trainer: OnPolicyTrainer, policy: MemoryPolicy) -> OnPolicyTrainer
         A shallow copy with a memory of its own.
     """
     trial = copy.copy(trainer)
-    tracker = MemoryTracker(trainer.adapter.device.type, trainer._tracker.meter, trainer._tracker.budget_bytes)
-    tracker.load_state_dict(trainer._tracker.state_dict())
+    tracker = _forked(trainer._tracker)
     tracker.step = trainer.state.global_step
     recovery = copy.copy(trainer._recovery)
     recovery.tracker, recovery._policy = tracker, policy
@@ -341,6 +340,18 @@ def rehearsal(trainer: OnPolicyTrainer, policy: MemoryPolicy) -> OnPolicyTrainer
     trial.args = copy.copy(trainer.args)
     trial.args.disable_dropout = True
     return trial
+
+
+def _forked(tracker: MemoryTracker) -> MemoryTracker:
+    """Gives a tracker of the same device that knows the same past, and goes on by itself."""
+    fork = copy.copy(tracker)
+    fork.events, fork.phase_peaks, fork.phase_seconds = [], {}, {}
+    fork._plans, fork._planned_at, fork._corrections = (
+        dict(fork._plans),
+        dict(fork._planned_at),
+        dict(fork._corrections),
+    )
+    return fork
 
 
 def _alone() -> Ranks:
