@@ -205,6 +205,27 @@ def test_phases_know_their_peak_and_what_made_it(exact: bool) -> None:
 
 
 @EXACT
+def test_a_claim_right_at_the_peak_is_part_of_it_and_a_phase_ends_with_its_default(exact: bool) -> None:
+    with SimulatedMemory(exact=exact) as memory:
+        with in_phase(Phase.UPDATE):
+            a = floats(4)
+            claim(Component.GRADIENTS, [a])
+            with in_phase(Phase.LOAD):
+                b = floats(1)
+            c = floats(2)
+        d = floats(8)
+        assert parts(memory) == {"gradients": 4, "other": 9, "activations": 2}
+        del b, c, d
+    load, update = memory.phase_peaks()[Phase.LOAD], memory.phase_peaks()[Phase.UPDATE]
+    assert load == dict.fromkeys(Component, 0) | {Component.GRADIENTS: 4 * KIB, Component.OTHER: KIB}
+    assert update == load | {Component.ACTIVATIONS: 2 * KIB}
+    with SimulatedMemory(exact=exact) as memory, in_phase(Phase.UPDATE):
+        a = floats(4)
+        claim(Component.GRADIENTS, [a])
+    assert memory.phase_peaks()[Phase.UPDATE][Component.GRADIENTS] == 4 * KIB
+
+
+@EXACT
 def test_nested_simulations_keep_their_own_counts(exact: bool) -> None:
     with SimulatedMemory(exact=exact) as outer, in_phase(Phase.UPDATE):
         with charge(Component.WEIGHTS):
