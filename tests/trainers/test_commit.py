@@ -474,6 +474,24 @@ def test_dropping_gradients_after_a_broken_step_undoes_it(counter: CountingAlloc
     assert same(everything(model, committer), before)
 
 
+def test_a_schedule_that_breaks_off_is_undone_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = untroubled(*make_committer(named_optimizer("rmsprop")), steps=1)
+    model, committer = make_committer(named_optimizer("rmsprop"))
+    step = committer.scheduler.step
+
+    def break_off() -> None:
+        step()
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(committer.scheduler, "step", break_off)
+    with pytest.raises(torch.OutOfMemoryError):
+        untroubled(model, committer, steps=1)
+    committer.roll_back()
+    monkeypatch.undo()
+    committer.commit()
+    assert same(everything(model, committer), expected)
+
+
 def test_undoing_allocates_nothing(counter: CountingAllocator) -> None:
     model, committer = make_committer(named_optimizer("adamw_torch"))
     set_gradients(model, 1)
@@ -548,19 +566,20 @@ def test_parking_may_fail_anywhere(monkeypatch: pytest.MonkeyPatch, counter: Cou
     assert one["shared"] is other["shared"]
 
 
-def test_state_loaded_while_parked_replaces_what_was_parked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parking, "to_host", lambda tensor: tensor.detach().clone())
-    monkeypatch.setattr(parking, "to_device", lambda tensor, _: tensor.detach().clone())
-    model, committer = make_committer(named_optimizer("adamw_torch_fused"))
-    first = untroubled(model, committer, steps=1)
-    set_gradients(model, 1)
-    committer.measure()
-    committer.prepare_commit()
-    committer.commit()
-    committer.park()
-    committer.load_state_dict(first)
-    committer.unpark()
-    assert same(committer.state_dict()["optimizer"], first["optimizer"])
+def test_state_loaded_while_parked_replaces_what_was_parked() -> None:
+    with SimulatedMemory() as memory:
+        model, committer = make_committer(named_optimizer("adamw_torch_fused"))
+        first = untroubled(model, committer, steps=1)
+        set_gradients(model, 1)
+        committer.measure()
+        committer.prepare_commit()
+        committer.commit()
+        committer.park()
+        assert memory.host_live_bytes > 0
+        committer.load_state_dict(first)
+        assert memory.host_live_bytes == 0
+        committer.unpark()
+        assert same(committer.state_dict()["optimizer"], first["optimizer"])
 
 
 def test_a_reference_is_mixed_once_whatever_fails(counter: CountingAllocator) -> None:
