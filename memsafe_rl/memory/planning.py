@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from memsafe_rl.memory.estimator import Parts, rollout_parts, score_parts, update_parts
-from memsafe_rl.memory.rungs import Plan, Rung, Work, reachable, walk
+from memsafe_rl.memory.rungs import LOSSLESS, Plan, Rung, Work, reachable, rungs_named, walk
 from memsafe_rl.memory.speed import BAND
 from memsafe_rl.types import MemoryFailure, MemoryState, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 _SHARE = 0.8
-"""Share of the free budget a plan may fill while its estimate has not been compared with a measurement."""
+"""Share of what is free that an estimate may fill while it has not been compared with a measurement."""
 _MEASURED_SHARE = 0.9
 """The same once it has been."""
-_FLOOR_SLACK = 1.05
-"""Where nothing fits, plans this close to the leanest count as leanest, so that speed decides among them."""
+_FLOOR_SLACK = 0.05
+"""Plans whose estimate exceeds the leanest one's by this share count as leanest, so that speed decides among them."""
 _UNTROUBLED_STEPS = 8
 """Steps without a failure before a plan as large as the failed one is tried again; doubled by each repeated failure."""
 _STRIDE = 0.9
@@ -82,9 +82,9 @@ class Room:
     def __init__(self, phase: Phase, work: RolloutWork | UpdateWork, memory: MemoryState) -> None:
         self.work = work
         self._phase, self._memory = phase, memory
+        self._free = memory.budget_bytes - memory.live_bytes
         share = _MEASURED_SHARE if phase.value in memory.corrections else _SHARE
-        self._room = max(0, int(share * (memory.budget_bytes - memory.live_bytes)))
-        self._factor = _correction(phase, memory)
+        self._factor = 0.0 if phase is Phase.REWARD else _correction(phase, memory) / share
         self._tile = _tile(memory)
         self._ceiling = _ceiling(phase, work, memory)
 
@@ -92,22 +92,28 @@ class Room:
         """Estimates what the phase adds under a plan, before any correction."""
         return extra_bytes(self._phase, self.work, plan, self._tile) or 0
 
-    def load_bytes(self, plan: Plan) -> float:
-        """Bytes a plan adds to what is held now, corrected by measurements."""
-        extra = 0 if self._phase is Phase.REWARD else self.extra_bytes(plan)
-        return self._factor * extra + _moved_bytes(plan, self._memory)
+    def demand(self, plan: Plan, extra: int | None = None) -> float:
+        """Bytes that must be free for a plan: its corrected estimate with a margin, and the state it moves.
+
+        Args:
+            plan: how the work is cut.
+            extra: its estimate, where it is known already.
+        """
+        return self._factor * (self.extra_bytes(plan) if extra is None else extra) + _moved_bytes(plan, self._memory)
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan stays within what the budget leaves and below what failed."""
-        return self.load_bytes(plan) <= self._room and self.extra_bytes(plan) <= self._ceiling
+        extra = self.extra_bytes(plan)
+        return extra <= self._ceiling and self.demand(plan, extra) <= self._free
 
-    def fitting(self, plans: Sequence[Plan]) -> list[Plan]:
-        """Gives the plans that fit; where none does, those whose load is closest to the leanest."""
-        fitting = [plan for plan in plans if self.fits(plan)]
-        if fitting:
-            return fitting
-        loads = [self.load_bytes(plan) for plan in plans]
-        return [plan for plan, load in zip(plans, loads, strict=True) if load <= min(loads) * _FLOOR_SLACK]
+    def fitting(self, plans: Sequence[Plan]) -> list[tuple[Plan, int]]:
+        """Gives the plans that fit, with their estimates; where little or none does, those about as lean as can be."""
+        sized = [(plan, extra, self.demand(plan, extra)) for plan in plans for extra in (self.extra_bytes(plan),)]
+        _, least_extra, least = min(sized, key=lambda entry: entry[2])
+        nearly = least + _FLOOR_SLACK * self._factor * least_extra
+        lean = [(plan, extra) for plan, extra, demand in sized if demand <= max(nearly, self._free)]
+        below = [(plan, extra) for plan, extra in lean if extra <= self._ceiling]
+        return below or [(plan, extra) for plan, extra, demand in sized if demand <= nearly]
 
 
 def first_that_fits(start: Plan, rungs: Sequence[Rung], room: Room) -> Plan:
@@ -125,7 +131,7 @@ def first_that_fits(start: Plan, rungs: Sequence[Rung], room: Room) -> Plan:
         return start
     plans: list[Plan] = [start]
     plans.extend(walk(start, room.work, rungs))
-    return room.fitting(plans)[0]
+    return room.fitting(plans)[0][0]
 
 
 def fastest_that_fits(start: Plan, rungs: Sequence[Rung], room: Room, time: Callable[[Plan], float]) -> Plan:
@@ -145,7 +151,7 @@ def fastest_that_fits(start: Plan, rungs: Sequence[Rung], room: Room, time: Call
     if room.fits(lean):
         return lean
     fitting = room.fitting(list(reachable(start, room.work, rungs)))
-    return min(fitting, key=lambda plan: (time(plan), room.extra_bytes(plan)))
+    return min(fitting, key=lambda entry: (time(entry[0]), entry[1]))[0]
 
 
 def next_plan(plan: Plan, failure: MemoryFailure, rungs: Sequence[Rung]) -> Plan | None:
@@ -173,6 +179,30 @@ def next_plan(plan: Plan, failure: MemoryFailure, rungs: Sequence[Rung]) -> Plan
     if failure.budget_bytes and free > 0:
         target = min(target, free)
     return next((step for step in lower if (extra_bytes(failure.phase, failure.work, step) or 0) <= target), lower[-1])
+
+
+def floor(work: RolloutWork | UpdateWork, memory: MemoryState) -> dict[str, int]:
+    """Says what the leanest lossless plan is predicted to hold, and who holds it.
+
+    Args:
+        work: the work to cut.
+        memory: the device and this run's past.
+
+    Returns:
+        Bytes: under "update" or "rollout" the predicted peak, under "held" what is there before, and under
+        "phase/component" the parts, as in ``predicted_bytes``.
+    """
+    if isinstance(work, UpdateWork):
+        return _floor(UpdatePlan(), Phase.UPDATE, work, memory)
+    return _floor(RolloutPlan(), Phase.ROLLOUT, work, memory)
+
+
+def _floor(start: Plan, phase: Phase, work: RolloutWork | UpdateWork, memory: MemoryState) -> dict[str, int]:
+    room = Room(phase, work, memory)
+    leanest = min(reachable(start, work, rungs_named(LOSSLESS, phase)), key=lambda plan: room.demand(plan))
+    predicted = with_prediction(leanest, work, memory).predicted_bytes
+    found = {name: size for name, size in predicted.items() if name.split("/")[0] == phase}
+    return {"held": memory.live_bytes + _moved_bytes(leanest, memory), **found}
 
 
 def _parts(phase: Phase, work: Work, plan: RolloutPlan | UpdatePlan, tile: int) -> Parts | None:
