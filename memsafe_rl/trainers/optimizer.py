@@ -244,8 +244,9 @@ class Committer:
         return state if self.scaler is None else {**state, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restores what `state_dict` gave; the state before goes first, to make room. May be repeated."""
         self._parking.forget()
+        self.optimizer.state.clear()
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler is not None and "scaler" in state:

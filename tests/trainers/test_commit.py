@@ -566,6 +566,22 @@ def test_parking_may_fail_anywhere(monkeypatch: pytest.MonkeyPatch, counter: Cou
     assert one["shared"] is other["shared"]
 
 
+def test_loading_state_holds_it_once_and_may_fail_anywhere() -> None:
+    first = untroubled(*make_committer(named_optimizer("adamw_torch_fused")), steps=1)
+    for state in first["optimizer"]["state"].values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = state[name].bfloat16()  # so that loading makes tensors, as it does on a device
+    with SimulatedMemory() as memory:
+        _, committer = make_committer(named_optimizer("adamw_torch_fused"))
+        committer.make_state()
+        held = memory.live_bytes
+        memory.reset_peak()
+        assert persist(memory, lambda: committer.load_state_dict(first)) == 10
+        assert memory.peak_bytes <= held
+    for state, loaded in zip(first["optimizer"]["state"].values(), committer.optimizer.state.values(), strict=True):
+        assert same(loaded, {name: value.float() for name, value in state.items()})
+
+
 def test_state_loaded_while_parked_replaces_what_was_parked() -> None:
     with SimulatedMemory() as memory:
         model, committer = make_committer(named_optimizer("adamw_torch_fused"))
