@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +21,16 @@ from typer.testing import CliRunner
 import memsafe_rl
 from memsafe_rl.cli import app
 from memsafe_rl.cli import training as training_module
-from memsafe_rl.cli.arguments import RUN_NAMES, SETTING_NAMES, parse_flags
+from memsafe_rl.cli import verifying as verifying_module
+from memsafe_rl.cli.arguments import RUN_NAMES, SETTING_NAMES, RunFields, parse_flags
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
+from memsafe_rl.memory.policies import LadderPolicy
+from memsafe_rl.memory.presets import PRESETS
+from memsafe_rl.memory.simulated import active_simulation
 from memsafe_rl.rewards import REWARD_FUNCTIONS
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.fields import GROUPS
+from memsafe_rl.trainers.verify import Verification, verify_plan
 from tests.tiny import tiny_model, tiny_tokenizer
 
 RUNNER = CliRunner()
@@ -213,6 +220,24 @@ def test_a_named_dataset(trainer: type[FakeTrainer], run_file: Path, monkeypatch
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
 
 
+def test_memory_policies_by_name(trainer: type[FakeTrainer], run_file: Path) -> None:
+    assert invoke(run_file).exit_code == invoke(run_file, "--memory-policy", "adaptive").exit_code == 0
+    assert [made.arguments["memory_policy"] for made in trainer.made] == [None, None]
+    words = ("--memory-policy", "ladder", "--gradient-checkpointing", "--trajectory-device", "device")
+    assert invoke(run_file, *words).exit_code == 0
+    ladder = trainer.made[2].arguments["memory_policy"]
+    assert isinstance(ladder, LadderPolicy)
+    assert (ladder.update.checkpointing, ladder.update.trajectory_device) == (True, "device")
+    for name in PRESETS:
+        assert invoke(run_file, f"--memory-policy={name}").exit_code == 0
+        assert trainer.made[-1].arguments["memory_policy"] == PRESETS[name]
+        assert name in next(field.metadata["help"] for field in fields(RunFields) if field.name == "memory_policy")
+    preset, hinted = next(iter(PRESETS)), len(trainer.made)
+    refused(invoke(run_file, "--memory-policy", preset, "--gradient-checkpointing"), "gradient_checkpointing is True")
+    refused(invoke(run_file, "--memory-policy", "lader"), "Did you mean 'ladder'?")
+    assert len(trainer.made) == hinted
+
+
 def test_adapters_and_quantization() -> None:
     assert training_module.adapter(None) is None
     lora = training_module.adapter("lora:8")
@@ -261,6 +286,7 @@ def test_the_printed_run_can_be_run(trainer: type[FakeTrainer], run_file: Path, 
         ({"lora_target_modules": ["q_proj"]}, ("lora_target_modules", "Set peft", "target_modules")),
         ({"load_in_4bit": True}, ("load_in_4bit is True", "quantization: 4bit")),
         ({"dtype": "bfloat16"}, ("dtype is 'bfloat16'", "model_init_kwargs")),
+        ({"simulate": "2GiB"}, ("simulate is '2GiB'", "Write --simulate 2GiB.")),
         ({"config": "run.yaml"}, ("config is 'run.yaml'", "memsafe-rl train CONFIG.yaml")),
         ({"dataset_train_split": "test"}, ("dataset_train_split", "Set dataset_split")),
         ({"reward_model_name_or_path": "r"}, ("reward_model_name_or_path is 'r'", "Set reward_funcs")),
@@ -309,6 +335,8 @@ def test_a_broken_file_of_prompts(trainer: type[FakeTrainer], run_file: Path, tm
         (["--use_peft"], ("use_peft is True", "peft: lora:16")),
         (["--config", "run.yaml"], ("memsafe-rl train CONFIG.yaml",)),
         (["stray.yaml"], ("'stray.yaml' stands alone",)),
+        (["--simulate", "2 potatoes"], ("--simulate: '2 potatoes' is not a byte count",)),
+        (["--simulate", "0"], ("--simulate is '0'", "2GiB")),
     ],
 )
 def test_mistakes_in_flags(
@@ -361,6 +389,10 @@ def test_errors_and_interruptions_of_the_trainer(trainer: type[FakeTrainer], run
 REWARD_OF_THIS_TEST = """
 def varied(prompts, completions, **columns):
     return [sum(map(ord, text)) % 7 for text in completions]
+
+
+def forbidden(prompts, completions, **columns):
+    raise AssertionError("called")
 """
 
 
@@ -417,6 +449,106 @@ def test_mistakes_that_the_trainer_finds(tiny_run: Path, tmp_path: Path) -> None
     refused(invoke(tiny_run, "--model", "no/such/folder"), "model='no/such/folder' has no config that can be read")
     refused(invoke(tiny_run, "--reward-funcs", "no/such/reward"), "reward model 'no/such/reward' cannot be loaded")
     refused(invoke(tiny_run, "--resume-from-checkpoint", "out/checkpoint-9"), "checkpoint-9")
+
+
+# A simulated device
+
+
+def test_a_run_on_a_simulated_device_tells_what_it_held(tiny_run: Path, tmp_path: Path) -> None:
+    result = invoke(tiny_run, "--simulate", "64MiB", "--use-cpu", "false", "--eval-strategy", "no")
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.stdout.split())
+    assert "2 optimizer steps done; the model is in out" in told
+    found = re.search(
+        r"Simulated device: at most (\S+) (KiB|MiB) of 64.00 MiB \((\d+)%\) held, 0 allocations refused", told
+    )
+    assert found is not None, told
+    assert "host memory at most" in told
+    for phase, times in (("load", 1), ("update", 2), ("optimizer", 2), ("checkpoint", 2)):
+        assert re.search(rf"^{phase} +{times} ", result.stdout, re.M), result.stdout
+    assert re.search(r"^optimizer .* KiB +optimizer \d+%, weights \d+%, ", result.stdout, re.M), result.stdout
+    assert active_simulation() is None
+    written = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert written[0]["memory/budget_bytes"] == int(0.9 * 64 * 2**20)
+
+
+def test_a_run_that_does_not_fit_on_a_simulated_device(tiny_run: Path) -> None:
+    result = invoke(tiny_run, "--simulate", "400KiB")
+    assert result.exit_code == 2
+    assert "of 400.00 KiB" in result.stdout
+    assert "optimizer steps done" not in result.stdout
+    assert "error: " in result.stderr
+    assert active_simulation() is None
+
+
+# Proof
+
+
+def invoke_verify(*words: object) -> Any:
+    return RUNNER.invoke(app, ["verify", *(str(word) for word in words)], env={"COLUMNS": "110"})
+
+
+def rows_of(table: str) -> dict[str, list[str]]:
+    """Reads a table of rich's: cells by the name in the first column."""
+    lines = [[cell.strip() for cell in line.strip("│┃").split("│")] for line in table.splitlines() if "│" in line]
+    return {line[0]: line[1:] for line in lines}
+
+
+def test_a_run_is_verified(tiny_run: Path, tmp_path: Path) -> None:
+    result = invoke_verify(tiny_run, "--reward-funcs", "reward_of_this_test:forbidden")
+    assert result.exit_code == 0, result.output
+    cells = rows_of(result.stdout)
+    assert cells["sampled tokens equal"][0] == cells["sampled tokens equal"][2]
+    assert re.fullmatch(r"(\d+) of \1", cells["sampled tokens equal"][0])
+    assert cells["gradient's difference"][0] == "-"
+    assert cells["failures recovered from"] == ["0", "0", "2"]
+    assert cells["bits of the chosen plan's"][1:] == ["yes", "yes"]
+    assert cells["micro-batches"][0] == "1"
+    assert set(cells) >= {"rows in flight", "peak of the process", "saved", "seconds", "peak in update"}
+    verdict = " ".join(result.stdout.split())
+    assert "EQUAL: the plain plan, the chosen plan, and the chosen plan with failures" in verdict
+    assert "(tolerance 1e-06 in float32)" in verdict
+    assert "reward functions were not called" in verdict
+    assert "the whole process" in verdict
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_is_verified_on_a_simulated_device(tiny_run: Path) -> None:
+    result = invoke_verify(tiny_run, "--simulate", "8MiB", "--memory-policy", "ladder", "--max-completion-length", "40")
+    assert result.exit_code == 0, result.output
+    cells = rows_of(result.stdout)
+    assert re.fullmatch(r"-?[\d.]+ (B|KiB|MiB) \(-?\d+%\)", cells["saved"][1])
+    assert "peak" in cells
+    assert "Simulated device: at most" in result.stdout
+    assert "2 allocations refused" in " ".join(result.stdout.split())
+
+
+def test_a_wrong_plan_ends_with_its_own_exit_code(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(trainer: Any) -> Verification:
+        found = verify_plan(trainer)
+        return replace(found, failing=replace(found.failing, gradient_difference=0.38))
+
+    monkeypatch.setattr(verifying_module, "verify_plan", wrong)
+    result = invoke_verify(tiny_run)
+    assert result.exit_code == 1, result.output
+    verdict = " ".join(result.stdout.split())
+    assert (
+        "NOT EQUAL: the chosen plan's gradient after failures differs from that of the plain plan by 3.8e-01" in verdict
+    )
+
+
+def test_mistakes_before_a_proof(run_file: Path, tmp_path: Path) -> None:
+    refused(invoke_verify(run_file, "--learnin-rate", "1"), "Did you mean 'learning_rate'?")
+    refused(invoke_verify(run_file, "--simulate", "much"), "--simulate: 'much' is not a byte count")
+    refused(invoke_verify(write(tmp_path, dataset="x")), "model is missing")
+
+
+def test_help_of_the_proof() -> None:
+    result = invoke_verify("--help")
+    assert result.exit_code == 0
+    told = " ".join(result.stdout.replace("│", " ").split())
+    for part in ("memsafe-rl verify [CONFIG.yaml]", "--simulate SIZE", "no reward function is called", "Exit code: 0"):
+        assert part in told
 
 
 # Help

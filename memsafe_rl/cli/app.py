@@ -13,10 +13,10 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from memsafe_rl.cli.arguments import read_request, require
-from memsafe_rl.cli.teaching import show_train_help
+from memsafe_rl.cli.teaching import show_train_help, show_verify_help
 from memsafe_rl.errors import MemsafeError
 
-MISUSED, INTERRUPTED = 2, 130
+DIFFERENT, MISUSED, INTERRUPTED = 1, 2, 130
 """Exit codes."""
 
 app = typer.Typer(
@@ -52,6 +52,20 @@ class TrainCommand(TyperCommand):
         show_train_help(Console())
 
 
+class VerifyCommand(TyperCommand):
+    """A command that takes what `train` takes, and says so instead of listing it again."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  (the interface of a command)
+        """Prints the help."""
+        show_verify_help(Console())
+
+
+Words = Annotated[list[str] | None, typer.Argument(metavar="", show_default=False)]
+Simulate = Annotated[
+    str | None, typer.Option("--simulate", help="Run on a simulated device of this size, such as 2GiB, on the CPU.")
+]
+
+
 @contextmanager
 def plain_errors() -> Iterator[None]:
     """Turns what a user can mend into one red line, and an interruption into its exit code."""
@@ -72,8 +86,9 @@ def plain_errors() -> Iterator[None]:
     options_metavar="[CONFIG.yaml] [--name value ...]",
 )
 def train(
-    words: Annotated[list[str] | None, typer.Argument(metavar="", show_default=False)] = None,
+    words: Words = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved run and leave.")] = False,
+    simulate: Simulate = None,
 ) -> None:
     """Train a model: a run file, flags that override it, or both."""
     with plain_errors():
@@ -81,8 +96,24 @@ def train(
         if not print_config:
             require(request)
         training = importlib.import_module("memsafe_rl.cli.training")
-        run = training.prepare(request)
+        run = training.prepare(request, simulate)
         if print_config:
             typer.echo(training.written(run), nl=False)
         else:
             training.train(run, Console())
+
+
+@app.command(
+    cls=VerifyCommand,
+    context_settings={"ignore_unknown_options": True},
+    options_metavar="[CONFIG.yaml] [--name value ...]",
+)
+def verify(words: Words = None, simulate: Simulate = None) -> None:
+    """Prove on a run's own model that its memory plan changes neither tokens nor gradient; train nothing."""
+    with plain_errors():
+        request = read_request(words or [])
+        require(request)
+        training = importlib.import_module("memsafe_rl.cli.training")
+        verifying = importlib.import_module("memsafe_rl.cli.verifying")
+        if not verifying.verify(training.prepare(request, simulate), Console()):
+            raise typer.Exit(DIFFERENT)

@@ -42,6 +42,11 @@ class RunFields:
     quantization: dict[str, Any] | str | None = option(
         None, "Load the base model as '4bit' or '8bit' (needs peft), or fields of BitsAndBytesConfig."
     )
+    memory_policy: str | None = option(
+        None,
+        "Who plans: 'adaptive' (the default), 'ladder' (from large plans down, rung by rung), or a kind of card: "
+        "24GB+, 12-24GB, 8-12GB or under-8GB.",
+    )
 
 
 RUN_NAMES = tuple(setting.name for setting in fields(RunFields))
@@ -86,6 +91,7 @@ SCRIPT_NAMES: dict[str, Refusal] = {
     **_elsewhere(
         "the run file stands without a flag", "Write `memsafe-rl train CONFIG.yaml`.", "config", "config_file"
     ),
+    **_elsewhere("it is a flag of the command, not a part of the run", "Write --simulate 2GiB.", "simulate"),
     **_elsewhere("it is called dataset here", "Set dataset to the file or folder.", "dataset_path", "train_dataset"),
     **_elsewhere("it is called dataset_split here", "Set dataset_split.", "dataset_train_split"),
     **_elsewhere("it is called eval_dataset_split here", "Set eval_dataset_split.", "dataset_test_split"),

@@ -1,4 +1,4 @@
-"""The help of `memsafe-rl train`: an example, then every setting with its default, in groups."""
+"""The help of `memsafe-rl train` (an example, then every setting with its default, in groups) and of `verify`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,47 @@ learning_rate: 1e-5
 memory_budget: 16GiB                # how it is spent is the library's business
 """
 
-_USAGE = "memsafe-rl train [CONFIG.yaml] [--name value ...] [--print-config]"
+_USAGE = "memsafe-rl train [CONFIG.yaml] [--name value ...] [--print-config] [--simulate SIZE]"
+_VERIFY_USAGE = "memsafe-rl verify [CONFIG.yaml] [--name value ...] [--simulate SIZE]"
+
+_SIMULATE = (
+    "Run on a simulated device of this size, such as 2GiB, on the CPU, and print at the end what it held: for trying "
+    "a memory policy on a laptop."
+)
 
 _STORY = (
     "Trains a language model with GRPO inside a memory budget. Everything below may stand in the run file, as "
     "'name: value', or be given as a flag, which goes before the file. You say what to learn; how it is cut to fit "
     "memory is decided by the library and never changes the result."
 )
+
+
+_PROOF = (
+    "Samples completions for the first prompts of a run and takes their gradient three times: under the plain plan "
+    "(everything at once), under the plan that the memory policy chooses, and under that plan with an out-of-memory "
+    "error in the rollout and one in the backward pass. Prints tokens, gradients, bytes and seconds side by side. "
+    "Advantages are made up; no reward function is called, no weight moves, and nothing is written. Takes the run file "
+    "and flags of `memsafe-rl train`."
+)
+
+_EXIT_CODES = "Exit code: 0 if the plans are equal within the tolerance, 1 if they are not, 2 if the run cannot work."
+
+
+def show_verify_help(console: Console) -> None:
+    """Prints the help of `memsafe-rl verify`.
+
+    Args:
+        console: where to.
+    """
+    console.print(Text.assemble(("Usage: ", "bold"), _VERIFY_USAGE))
+    console.print()
+    console.print(_PROOF, highlight=False)
+    console.print()
+    own = Table.grid(padding=(0, 2))
+    own.add_row("--simulate SIZE", _SIMULATE)
+    own.add_row("--help", "Show this.")
+    console.print(_panel("Beside the settings of a run", own))
+    console.print(_EXIT_CODES, highlight=False)
 
 
 def show_train_help(console: Console) -> None:
@@ -58,9 +92,10 @@ def show_train_help(console: Console) -> None:
     for title, names in GROUPS.items():
         console.print(_panel(title, _table(settings[name] for name in names)))
     own = Table.grid(padding=(0, 2))
+    own.add_row("--simulate SIZE", _SIMULATE)
     own.add_row("--print-config", "Print the run with every setting resolved, as a run file, and leave.")
     own.add_row("--help", "Show this.")
-    console.print(_panel("Without a run", own))
+    console.print(_panel("Other flags", own))
     console.print("A setting of TRL that is missing here is refused by name, with the reason and the nearest way.")
 
 

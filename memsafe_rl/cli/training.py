@@ -1,4 +1,4 @@
-"""`memsafe-rl train` behind its flags: from a request to a trained model on disk."""
+"""`memsafe-rl train` and `verify` behind their flags: from a request to a trainer, and to a trained model on disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -20,12 +21,18 @@ from rich.console import Console
 from transformers import BitsAndBytesConfig
 
 from memsafe_rl.cli.arguments import RunFields, RunRequest
+from memsafe_rl.cli.simulation import show_simulation
 from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.memory.policies import LadderPolicy, MemoryPolicy
+from memsafe_rl.memory.presets import PRESETS, preset
+from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.rewards import REWARD_FACTORIES, REWARD_FUNCTIONS, resolve_reward
 from memsafe_rl.trainers.checks import read
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.trainers.refusals import unknown
+from memsafe_rl.types import RolloutPlan, UpdatePlan
+from memsafe_rl.units import parse_bytes
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """Kinds of files that hold prompts, and what `datasets` calls them."""
@@ -38,17 +45,20 @@ class Run:
     Args:
         fields: what to train, and on what.
         config: settings of the trainer.
+        simulated_bytes: int, bytes of the simulated device that the run takes place on; None for a real one.
     """
 
     fields: RunFields
     config: GRPOConfig
+    simulated_bytes: int | None = None
 
 
-def prepare(request: RunRequest) -> Run:
+def prepare(request: RunRequest, simulate: str | None = None) -> Run:
     """Checks a request and fills in every setting.
 
     Args:
         request: what the user wrote.
+        simulate: bytes of a simulated device, such as "2GiB", which makes it a run on the CPU; None for none.
 
     Returns:
         The run.
@@ -58,7 +68,19 @@ def prepare(request: RunRequest) -> Run:
     """
     hints = get_type_hints(RunFields)
     named = {name: _as_written(name, value, hints[name]) for name, value in request.run.items()}
-    return Run(RunFields(**named), GRPOConfig(**request.settings))
+    size = None if simulate is None else _simulated_bytes(simulate)
+    settings = dict(request.settings) if size is None else {**request.settings, "use_cpu": True}
+    return Run(RunFields(**named), GRPOConfig(**settings), size)
+
+
+def _simulated_bytes(text: str) -> int:
+    try:
+        size = parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"--simulate: {error}") from None
+    if size < 1:
+        raise ConfigError(f"--simulate is {text!r}; a device has more than 0 bytes. Write a size such as 2GiB.")
+    return size
 
 
 def _as_written(name: str, value: Any, hint: Any) -> Any:
@@ -90,24 +112,98 @@ def train(run: Run, console: Console) -> None:
     Raises:
         MemsafeError: the run cannot work; the message names what to change.
     """
+    given = ingredients(run)
+    check_writable(run.config.output_dir)
+    with device_of(run, console):
+        trainer = GRPOTrainer(**given)
+        result = trainer.train()
+        trainer.save_model(run.config.output_dir)
+    if run.config.should_log:
+        console.print(
+            f"{result.global_step} optimizer steps done; the model is in {run.config.output_dir}", soft_wrap=True
+        )
+
+
+def ingredients(run: Run) -> dict[str, Any]:
+    """Finds or loads everything a run names but the model.
+
+    Args:
+        run: the run.
+
+    Returns:
+        Arguments of `GRPOTrainer`.
+
+    Raises:
+        MemsafeError: something cannot be found or read; the message names what to change.
+    """
     chosen, config = run.fields, run.config
+    policy = memory_policy(chosen.memory_policy, config)
     rewards = [reward(entry) for entry in chosen.reward_funcs or ()]
     peft_config, quantization_config = adapter(chosen.peft), quantization(chosen.quantization, bf16=bool(config.bf16))
     train_dataset, eval_dataset = prompts(chosen)
-    check_writable(config.output_dir)
-    trainer = GRPOTrainer(
-        chosen.model,
-        rewards,
-        args=config,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        peft_config=peft_config,
-        quantization_config=quantization_config,
-    )
-    result = trainer.train()
-    trainer.save_model(config.output_dir)
-    if config.should_log:
-        console.print(f"{result.global_step} optimizer steps done; the model is in {config.output_dir}", soft_wrap=True)
+    return {
+        "model": chosen.model,
+        "reward_funcs": rewards,
+        "args": config,
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
+        "peft_config": peft_config,
+        "quantization_config": quantization_config,
+        "memory_policy": policy,
+    }
+
+
+@contextmanager
+def device_of(run: Run, console: Console) -> Iterator[None]:
+    """Enters the simulated device of a run, if it has one, and tells at the end what it held, after an error too.
+
+    Args:
+        run: the run.
+        console: where it is told.
+
+    Yields:
+        Nothing.
+    """
+    if run.simulated_bytes is None:
+        yield
+        return
+    device = SimulatedMemory(run.simulated_bytes)
+    try:
+        with device:
+            yield
+    finally:
+        if run.config.should_log:
+            show_simulation(device, console)
+
+
+def memory_policy(name: str | None, config: GRPOConfig) -> MemoryPolicy | None:
+    """Finds the memory policy that a run names.
+
+    Args:
+        name: "adaptive", "ladder", or a preset's.
+        config: its hints `gradient_checkpointing` and `trajectory_device` are where a ladder starts.
+
+    Returns:
+        The policy; None for the trainer's own choice.
+
+    Raises:
+        ConfigError: there is no such policy, or a preset is given hints.
+    """
+    if name in (None, "adaptive"):
+        return None
+    if name == "ladder":
+        place = config.trajectory_device or UpdatePlan.trajectory_device
+        update = UpdatePlan(checkpointing=bool(config.gradient_checkpointing), trajectory_device=place)
+        return LadderPolicy(rollout=RolloutPlan(), update=update)
+    if name not in PRESETS:
+        raise unknown(str(name), ("adaptive", "ladder", *PRESETS), "memory_policy")
+    for hint in ("gradient_checkpointing", "trajectory_device"):
+        if getattr(config, hint) is not None:
+            raise ConfigError(
+                f"{hint} is {getattr(config, hint)!r} with memory_policy {name!r}, which decides it. Leave one of the "
+                "two out, or set memory_policy to 'adaptive' or 'ladder'."
+            )
+    return preset(str(name))
 
 
 def check_writable(output_dir: str) -> None:

@@ -178,9 +178,11 @@ def _probe(trial: OnPolicyTrainer, longest: Longest) -> None:
     experience = Experience(_longest_rows(trial, longest), consumed=0, external=False)
     trajectory = experience.trajectory
     rows = range(_share(trial, config.step_rows))
-    if config.beta != 0 or config.updates_per_epoch > 1:
-        _probe_scoring(trial, trajectory)
+    first_tile = trial._tracker.update_plan.logprob_tile
     trial._plan_update(trajectory, rows)
+    if config.beta != 0 or config.updates_per_epoch > 1:
+        # Scoring takes the tile of the update before it: in the first rollout that of no plan, later the plan's.
+        _probe_scoring(trial, trajectory, max(first_tile, trial._tracker.update_plan.logprob_tile))
     per_micro_batch = max(1, trial._tracker.update_plan.micro_batch_tokens // longest.row_tokens)
     tried = rows[: _PROBED_MICRO_BATCHES * per_micro_batch]
     terms = trial._fix_terms(experience, tried)
@@ -237,7 +239,7 @@ def _wave(prompts: Sequence[Tensor], prompt_of_row: Sequence[int]) -> Wave:
     return Wave(tuple(prompts[: max(prompt_of_row) + 1]), tuple(prompt_of_row), keys)
 
 
-def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory) -> None:
+def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory, tile: int) -> None:
     """Scores one slice of the longest rows, by the reference where there is one, and by the model itself."""
     plan, tracker = trial._tracker.rollout_plan, trial._tracker
     row_tokens = trajectory.conditions.lengths[0] + trajectory.actions.lengths[0]
@@ -249,7 +251,7 @@ def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory) -> None:
             rows,
             temperature=trial.args.temperature,
             attempt=trial._maker.scoring(trajectory, rows),
-            tile=tracker.update_plan.logprob_tile,
+            tile=tile,
         )
 
 

@@ -370,7 +370,7 @@ class _Proof:
             lacking, arm = self._attempt("plain", _Pinned(rollout, update, None))
             if arm is not None:
                 return arm
-        self._notes.append(f"The plain plan does not fit ({lacking}), so the chosen plan is compared with half of it.")
+        self._notes.append(f"The plain plan does not fit: {lacking}. So the chosen plan is compared with half of it.")
         rollout, update = self._halved_plans(chosen)
         return self._arm("halved", _Pinned(rollout, update, self._trainer.memory_policy))
 
@@ -381,8 +381,9 @@ class _Proof:
         except MemoryBudgetError as error:
             asked = getattr(error.failure, "requested_bytes", None)
             phase = getattr(error.failure, "phase", "it")
-            wanted = "an allocation" if asked is None else format_bytes(asked)
-            return f"{wanted} was refused in phase {phase}", None
+            wanted = "an allocation" if asked is None else f"an allocation of {format_bytes(asked)}"
+            budget_bytes = self._trainer._tracker.budget_bytes
+            return f"{wanted} was refused in phase {phase}, within a budget of {format_bytes(budget_bytes)}", None
 
     def _failing_arm(self, chosen: Arm, counted: _Faults) -> Arm:
         """The chosen plan, with one failure half way through the rollout and one in the last micro-batch's backward."""
@@ -412,6 +413,7 @@ class _Proof:
 
     def _arm(self, name: str, policy: MemoryPolicy, faults: _Faults | None = None) -> Arm:
         """Runs the probe step under a policy, and compares it with the step before."""
+        self._trainer._recovery.repeat(self._trainer._committed.unpark)  # every arm begins alike
         trial, started = rehearsal(self._trainer, policy), time.perf_counter()
         watch: Callable[[Phase], Any] = nullcontext if faults is None else faults.during
         with watch(Phase.ROLLOUT):

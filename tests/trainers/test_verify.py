@@ -77,6 +77,7 @@ def test_kinds_of_runs_pass(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert found.passed, found.sentence()
     assert found.difference > 0
     assert found.failing.failures == 2
+    assert found.chosen.phase_peaks.keys() == found.plain.phase_peaks.keys()
     assert any("Dropout was off" in note for note in found.notes) is ("disable_dropout" in settings)
 
 
@@ -122,7 +123,7 @@ def test_a_machine_that_kills_is_not_tried_with_what_cannot_fit(tmp_path: Path) 
     trainer._tracker.budget_bytes = 1
     found = verify_plan(trainer)
     assert found.plain.name == "halved"
-    assert "of the 0 B that are left" in found.notes[0]
+    assert "of the 0 B that are left. So the chosen plan" in found.notes[0]
 
 
 def test_a_chosen_plan_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
@@ -388,3 +389,15 @@ def _same_threads() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def test_every_arm_begins_with_the_optimizer_on_the_device(tmp_path: Path) -> None:
+    with SimulatedMemory() as device:
+        policy = FixedPolicy(RolloutPlan(3, park_optimizer=True), UpdatePlan(24, park_optimizer=True))
+        trainer = make_trainer(tmp_path, policy=policy)
+        found = verify_plan(trainer)
+        held = device.live_by_component()
+    weights_bytes = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    assert found.plain.phase_peaks["rollout"] > 3 * weights_bytes
+    assert found.chosen.phase_peaks["rollout"] == pytest.approx(found.failing.phase_peaks["rollout"], rel=0.05)
+    assert held["optimizer"] > 2 * weights_bytes  # unparked afterwards
