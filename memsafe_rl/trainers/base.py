@@ -678,7 +678,7 @@ class OnPolicyTrainer(TrainerSurface):
                 self.state.best_global_step,
             )
             return
-        self._load_weights(Path(best))
+        self._recovery.repeat(lambda: self._load_weights(Path(best)))
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Writes the weights (the adapter's, when there is one) and the tokenizer.

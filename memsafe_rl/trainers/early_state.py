@@ -18,21 +18,23 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 def make_missing_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Makes the state that the first step of a fused optimizer would make, and moves nothing.
 
-    Training goes on bit for bit as with state made by the first step. A parameter's entries appear all at once, so a
-    call that ran out of memory may be repeated. An optimizer whose state this library does not know is left alone.
+    Training goes on bit for bit as with state made by the first step. The state appears all at once, so a call that ran
+    out of memory leaves nothing and may be repeated. An optimizer whose state this library does not know is left alone.
 
     Args:
         optimizer: holds the state.
         parameters: those that receive gradients.
     """
     trained = {id(parameter) for parameter in parameters}
+    made: list[tuple[nn.Parameter, dict[str, Tensor]]] = []
     for group, parameter in _grouped(optimizer):
         # With dampening, the first step of SGD weighs the gradient unlike all later ones: no buffer equals that.
         if id(parameter) in trained and _is_fused(group) and not group.get("dampening"):
             missing = _missing(optimizer, group, parameter)
             if missing:
-                entries = {name: make() for name, make in missing.items()}
-                optimizer.state[parameter].update(entries)
+                made.append((parameter, {name: make() for name, make in missing.items()}))
+    for parameter, entries in made:
+        optimizer.state[parameter].update(entries)
 
 
 def steps_without_allocating(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> bool:

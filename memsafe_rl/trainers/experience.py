@@ -442,7 +442,8 @@ class ExperienceMaker:
         """Adds reference log-probs, and old ones where the first update will come too late to give them."""
         corrected = external and self._config.vllm_importance_sampling_correction
         everyone = list(range(len(trajectory)))
-        needing_old = everyone if corrected else [row for row in later_rows if self._learns(trajectory, row)]
+        later = self._recovery.repeat(lambda: [row for row in later_rows if self._learns(trajectory, row)])
+        needing_old = everyone if corrected else later
         with self._tracker.phase(Phase.SCORE):
             if self._config.beta != 0:
                 with self._adapter.reference() as reference:

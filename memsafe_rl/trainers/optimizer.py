@@ -168,9 +168,9 @@ class Committer:
         The optimizer's momentum and weight decay then act on it as they would had the row of zero advantage been run.
         """
         with charge(Component.GRADIENTS):
-            for parameter in self._parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+            missing = [parameter for parameter in self._parameters if parameter.grad is None]
+            for parameter, zeros in zip(missing, [torch.zeros_like(parameter) for parameter in missing], strict=True):
+                parameter.grad = zeros
 
     def measure(self) -> Tensor:
         """Unscales the gradients in place, and measures their global norm and the factor that clips them.
