@@ -129,13 +129,13 @@ UPDATE_RUNGS: tuple[Rung, ...] = (
     ),
     Rung(
         "logprob_tile",
-        "fewer logits exist at a time: halves them, costs passes over the head's weights; 8e-8 in fp32",
+        "fewer logits exist at a time: halves them, costs passes over the head's weights; up to rounding",
         frozenset({Phase.UPDATE}),
         _smaller_tile,
     ),
     Rung(
         "micro_batch_tokens",
-        "fewer rows a forward and backward, down to one: halves activations, costs speed; 2.4e-7 in fp32",
+        "fewer rows a forward and backward, down to one: halves activations, costs speed; up to rounding",
         frozenset({Phase.UPDATE}),
         _smaller_micro_batch,
     ),
@@ -147,8 +147,7 @@ UPDATE_RUNGS: tuple[Rung, ...] = (
     ),
     PARK,
 )
-"""Lossless rungs of an update, those that change no bit first; figures of a gradient's relative difference are
-measured (docs/exactness.md)."""
+"""Lossless rungs of an update: first those that change no bit and take nothing along, then those that round."""
 
 ROLLOUT_RUNGS: tuple[Rung, ...] = (
     Rung(

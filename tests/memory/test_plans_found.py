@@ -1,7 +1,10 @@
 """What holds of every plan a policy finds, over random works, geometries and pasts; and what a past does to plans."""
 
 import random
+import re
 from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -402,3 +405,20 @@ def test_the_plans_there_are_are_all_combinations() -> None:
     work = UpdateWork((10,) * 4, (5,) * 4, SIZES)
     found = [(plan.checkpointing, plan.micro_batch_tokens) for plan in reachable(UpdatePlan(40, 5), work, rungs)]
     assert sorted(found) == sorted((on, tokens) for on in (False, True) for tokens in (40, 20, 10))
+
+
+def test_the_composed_policy_of_the_docs_bounds_another_ones_answer() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "memory-policies.md").read_text()
+    ladder, composed = re.findall(r"^```py\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    scope: dict[str, Any] = {"__name__": "docs"}
+    exec(ladder, scope)
+    exec(composed, scope)
+    for policy in (scope["policy"], scope["GoodNeighbour"](), scope["GoodNeighbour"](scope["policy"])):
+        wide = memory(2**45)
+        assert policy.before_update(WORK, wide).micro_batch_tokens == 16384
+        assert policy.after_oom(UpdatePlan(), failure(Phase.UPDATE, UpdatePlan(), WORK, budget_bytes=2**45)) is not None
+    neighbour = scope["GoodNeighbour"](leave_bytes=2**45 - GIB)
+    assert neighbour.before_rollout(SAMPLING, wide).rows_in_flight <= 32
+    assert replace(neighbour.before_update(WORK, wide), predicted_bytes={}) == replace(
+        AdaptivePolicy().before_update(WORK, memory(GIB)), predicted_bytes={}
+    )
