@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.types import RolloutPlan, UpdatePlan
 
@@ -15,10 +17,16 @@ def check_rollout_plan(plan: RolloutPlan) -> None:
         plan: what a memory policy answered.
 
     Raises:
-        ConfigError: a count is below 1, or something is asked for that does not exist yet.
+        ConfigError: it is no rollout plan, a count is not a whole number of at least 1, a switch is neither True nor
+            False, or something is asked for that does not exist yet.
     """
+    _check_kind(plan, RolloutPlan)
     for name in ("rows_in_flight", "prefill_tokens", "score_tokens", "reward_rows"):
-        _at_least_one(plan, name)
+        _check_count(plan, name)
+    if plan.kv_bytes is not None:
+        _check_count(plan, "kv_bytes")
+    _check_switch(plan, "park_optimizer")
+    _check_predictions(plan)
     if plan.engine != "native":
         raise ConfigError(f"RolloutPlan.engine is {plan.engine!r}; only 'native' exists yet. Leave engine out.")
     if plan.cache_dtype is not None:
@@ -34,10 +42,15 @@ def check_update_plan(plan: UpdatePlan) -> None:
         plan: what a memory policy answered.
 
     Raises:
-        ConfigError: a count is below 1, a place is unknown, or something is asked for that does not exist yet.
+        ConfigError: it is no update plan, a count is not a whole number of at least 1, a switch is neither True nor
+            False, a place is unknown, or something is asked for that does not exist yet.
     """
+    _check_kind(plan, UpdatePlan)
     for name in ("micro_batch_tokens", "logprob_tile"):
-        _at_least_one(plan, name)
+        _check_count(plan, name)
+    for name in ("checkpointing", "offload_activations", "pack_prompts", "park_optimizer"):
+        _check_switch(plan, name)
+    _check_predictions(plan)
     if plan.trajectory_device not in _PLACES:
         raise ConfigError(
             f"UpdatePlan.trajectory_device is {plan.trajectory_device!r}; write one of {', '.join(map(repr, _PLACES))}."
@@ -46,7 +59,26 @@ def check_update_plan(plan: UpdatePlan) -> None:
         raise ConfigError("UpdatePlan.pack_prompts is True, which is not supported yet. Leave it out.")
 
 
-def _at_least_one(plan: RolloutPlan | UpdatePlan, name: str) -> None:
+def _check_kind(plan: Any, kind: type) -> None:
+    if not isinstance(plan, kind):
+        raise ConfigError(f"The memory policy answered {plan!r} where it must give a {kind.__name__}.")
+
+
+def _check_count(plan: RolloutPlan | UpdatePlan, name: str) -> None:
     value = getattr(plan, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{type(plan).__name__}.{name} is {value!r}; it must be a whole number. Round it down.")
     if value < 1:
         raise ConfigError(f"{type(plan).__name__}.{name} is {value}; it must be at least 1.")
+
+
+def _check_switch(plan: RolloutPlan | UpdatePlan, name: str) -> None:
+    value = getattr(plan, name)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{type(plan).__name__}.{name} is {value!r}; write True or False.")
+
+
+def _check_predictions(plan: RolloutPlan | UpdatePlan) -> None:
+    for name, size in plan.predicted_bytes.items():
+        if isinstance(size, bool) or not isinstance(size, (int, float)) or size != size:
+            raise ConfigError(f"{type(plan).__name__}.predicted_bytes[{name!r}] is {size!r}; it must be bytes.")

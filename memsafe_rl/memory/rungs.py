@@ -147,7 +147,7 @@ UPDATE_RUNGS: tuple[Rung, ...] = (
     ),
     PARK,
 )
-"""Lossless rungs of an update: first those that change no bit and take nothing along, then those that round."""
+"""Lossless rungs of an update, in the order in which a failure takes them."""
 
 ROLLOUT_RUNGS: tuple[Rung, ...] = (
     Rung(

@@ -110,6 +110,13 @@ def test_a_policy_of_ones_own_needs_two_methods() -> None:
         (RolloutPlan(cache_dtype="int8"), "cache_dtype is 'int8'"),
         (UpdatePlan(micro_batch_tokens=0), "UpdatePlan.micro_batch_tokens is 0"),
         (UpdatePlan(trajectory_device="moon"), "trajectory_device is 'moon'"),
+        (RolloutPlan(kv_bytes=0), "RolloutPlan.kv_bytes is 0; it must be at least 1"),
+        (RolloutPlan(rows_in_flight=2.5), "RolloutPlan.rows_in_flight is 2.5; it must be a whole number"),  # type: ignore[arg-type]
+        (RolloutPlan(score_tokens="8"), "RolloutPlan.score_tokens is '8'; it must be a whole number"),  # type: ignore[arg-type]
+        (RolloutPlan(reward_rows=True), "RolloutPlan.reward_rows is True; it must be a whole number"),
+        (UpdatePlan(checkpointing="no"), "UpdatePlan.checkpointing is 'no'; write True or False"),  # type: ignore[arg-type]
+        (UpdatePlan(predicted_bytes={"update": float("nan")}), "predicted_bytes\\['update'\\] is nan"),  # type: ignore[dict-item]
+        (None, "The memory policy answered None where it must give a"),
         (UpdatePlan(pack_prompts=True), "pack_prompts is True, which is not supported yet"),
     ],
 )
