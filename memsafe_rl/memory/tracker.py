@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 
 _FADING = 0.9
 """Share of an old correction that outlives a phase which needed less."""
-_PLAUSIBLE = (0.1, 10.0)
-"""Bounds of a correction; beyond them the measurement is of something else than the plan's work."""
+_PLAUSIBLE = (0.5, 10.0)
+"""Bounds of a correction: beyond them something else was measured, such as a rollout whose completions ended early, on
+which the next plan must not count."""
 
 
 class MemoryTracker:
