@@ -5,7 +5,6 @@ import math
 import random
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -498,27 +497,6 @@ def test_clearing_up_needs_no_memory_of_the_device(device: Device) -> None:
 
     assert device.recovery.repeat(unit, undo=undo) == "done"
     assert device.memory.refusals == 0
-
-
-# ------------------------------------------------------------------ contexts
-
-
-def test_a_context_is_entered_anew_for_every_try_and_left_before_it_is_undone(device: Device) -> None:
-    order: list[str] = []
-
-    @contextmanager
-    def context() -> Iterator[None]:
-        order.append("enter")
-        try:
-            yield
-        finally:
-            order.append("leave")
-
-    attempt = device.attempts().inside(context)
-    unit = Failing(2)
-    assert attempt(unit, lambda: order.append("undo")) == "done"
-    assert order == ["enter", "leave", "undo", "enter", "leave", "undo", "enter", "leave"]
-    assert unit.sizes == [8, 8, 4]
 
 
 # ------------------------------------------------------------------ everything else passes
