@@ -205,7 +205,7 @@ class Recovery:
         with host_memory():
             undo()
             set_random_state(start.random)
-            _flush_autograd()
+        flush_autograd()
         clear_device_cache()
 
     def _record_failure(self, failed: _Failed, live_before: int, tries: int, seconds: float) -> None:
@@ -278,9 +278,9 @@ def _try(unit: Callable[[Plan], T], plan: Plan) -> _Done[T] | _Failed:
         return _Failed((str(error).strip().splitlines() or [type(error).__name__])[0], requested_bytes(error))
 
 
-def _flush_autograd() -> None:
+def flush_autograd() -> None:
     """Runs a backward of one scalar, which empties the calling thread's queue of what a failed one left there."""
-    with torch.inference_mode(False), torch.enable_grad():
+    with host_memory(), torch.inference_mode(False), torch.enable_grad():
         scalar = torch.zeros((), requires_grad=True)
         torch.autograd.backward(scalar * 1.0)
 

@@ -28,7 +28,7 @@ from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.attribution import held_by, optimizer_tensors, watch_gradients
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.randomness import RandomState, capture_random_state, plain_random_state, restore_random_state
-from memsafe_rl.memory.recovery import Recovery
+from memsafe_rl.memory.recovery import Recovery, flush_autograd
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.losses import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
 from memsafe_rl.rewards.base import RewardScores
@@ -230,6 +230,7 @@ class OnPolicyTrainer(TrainerSurface):
         if self._committer is None:
             return
         self._committer.drop_gradients()
+        flush_autograd()  # an interrupted backward left its graph there
         self._ranks.fail(f"{type(error).__name__}: {error}")
         if not isinstance(error, (KeyboardInterrupt, MemsafeError)):
             return
@@ -750,7 +751,8 @@ class OnPolicyTrainer(TrainerSurface):
     def _experience_facts(self) -> dict[str, Any] | None:
         if self._experience is None:
             return None
-        return {"consumed": self._experience.consumed, "external": self._experience.external}
+        experience = self._experience
+        return {"consumed": experience.consumed, "external": experience.external, "metrics": experience.metrics}
 
     def _resume(self, folder: Path) -> None:
         """Puts weights, optimizer, data position, rollout and random state back as they were."""
