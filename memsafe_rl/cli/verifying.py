@@ -83,7 +83,7 @@ def comparison(found: Verification) -> Table:
     row("failures recovered from", lambda arm: f"{arm.failures:,}", ends=True)
     row("sampled tokens equal", _tokens)
     row("gradient's difference", _difference)
-    row("bits of the chosen plan's", lambda arm: "yes" if arm.same_bits else "no", ends=True)
+    row("the chosen plan's bits", lambda arm: "yes" if arm.same_bits else "no", ends=True)
     for phase in found.plain.phase_peaks:
         row(f"peak in {phase}", lambda arm, phase=phase: _peak(arm, phase))  # type: ignore[misc]
     row("peak" if found.exact_bytes else "peak of the process", lambda arm: format_bytes(arm.peak_bytes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from datasets import Dataset
 from peft import LoraConfig
 
@@ -21,6 +23,7 @@ from memsafe_rl.trainers.probe import find_longest, probe_worst_case
 from memsafe_rl.types import RolloutPlan, UpdatePlan
 from tests.tiny import tiny_model
 from tests.trainers.helpers import PROMPTS, cut, make_trainer, weights
+from tests.trainers.test_ranks import free_port, set_up_rank
 
 LATE = [*PROMPTS[:15], "1+1=" + " " * 120]
 """Fifteen short prompts and, last, a long one."""
@@ -318,3 +321,43 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+# Several ranks
+
+
+def probe_on_a_rank(rank: int, port: int, folder: str) -> None:
+    set_up_rank(rank, port)
+    found: dict[str, Any] = {}
+    for checked in (False, True):
+        trainer = make_trainer(Path(folder) / str(checked), verify_plan=checked, probe_worst_case=checked, beta=0.1)
+        trainer.train()
+        found[str(checked)] = weights(trainer)
+        found["events"] = [event["event"] for event in trainer.memory_events][:2]
+    # Last, for it ends the group: the worst case fits on rank 0 alone.
+    with SimulatedMemory() as device:
+        trainer = late_run(Path(folder) / "late", probe_worst_case=True)
+        device.set_capacity(device.live_bytes + (2**30 if rank == 0 else 2**19))
+        try:
+            trainer.train()
+        except Exception as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+        device.set_capacity(None)
+    torch.save(found, Path(folder) / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_are_checked_alone_and_end_together(tmp_path: Path) -> None:
+    context = mp.spawn(probe_on_a_rank, args=(free_port(), str(tmp_path)), nprocs=2, join=False)
+    deadline = time.monotonic() + 90
+    while not context.join(timeout=1):
+        assert time.monotonic() < deadline, "a rank waits for another one"
+    zero, one = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
+    for found in (zero, one):
+        assert torch.equal(found["True"], found["False"])
+        assert found["events"] == ["verify", "probe"]
+    assert torch.equal(zero["True"], one["True"])
+    assert one["error"].startswith("MemoryBudgetError: The worst case does not fit: a prompt of 124 tokens")
+    assert zero["error"].startswith(
+        "MemsafeError: Rank 1 ended the run: MemoryBudgetError: The worst case does not fit"
+    )
