@@ -96,7 +96,7 @@ def train(capacity_bytes: int | None, steps: int) -> Run:
             processing_class=tokenizer,
         )
         trainer.train()
-        held = device.live_by_component()
+        held = {str(component): size for component, size in device.live_by_component().items()}
     trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
     plan = [event for event in trainer.memory_events if event["event"] == "plan" and event["kind"] == "update"][-1]
     return Run(

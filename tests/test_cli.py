@@ -24,7 +24,7 @@ from memsafe_rl.cli import training as training_module
 from memsafe_rl.cli import verifying as verifying_module
 from memsafe_rl.cli.arguments import RUN_NAMES, SETTING_NAMES, RunFields, parse_flags
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.memory.policies import LadderPolicy
+from memsafe_rl.memory.policies import AdaptivePolicy, LadderPolicy
 from memsafe_rl.memory.presets import PRESETS
 from memsafe_rl.memory.simulated import active_simulation
 from memsafe_rl.rewards import REWARD_FUNCTIONS
@@ -222,7 +222,7 @@ def test_a_named_dataset(trainer: type[FakeTrainer], run_file: Path, monkeypatch
 
 def test_memory_policies_by_name(trainer: type[FakeTrainer], run_file: Path) -> None:
     assert invoke(run_file).exit_code == invoke(run_file, "--memory-policy", "adaptive").exit_code == 0
-    assert [made.arguments["memory_policy"] for made in trainer.made] == [None, None]
+    assert [made.arguments["memory_policy"] for made in trainer.made] == [AdaptivePolicy(), AdaptivePolicy()]
     words = ("--memory-policy", "ladder", "--gradient-checkpointing", "--trajectory-device", "device")
     assert invoke(run_file, *words).exit_code == 0
     ladder = trainer.made[2].arguments["memory_policy"]

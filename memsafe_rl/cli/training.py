@@ -23,15 +23,13 @@ from transformers import BitsAndBytesConfig
 from memsafe_rl.cli.arguments import RunFields, RunRequest
 from memsafe_rl.cli.simulation import show_simulation
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.memory.policies import LadderPolicy, MemoryPolicy
-from memsafe_rl.memory.presets import PRESETS, preset
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.rewards import REWARD_FACTORIES, REWARD_FUNCTIONS, resolve_reward
 from memsafe_rl.trainers.checks import read
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.trainers.prepare import chosen_policy
 from memsafe_rl.trainers.refusals import unknown
-from memsafe_rl.types import RolloutPlan, UpdatePlan
 from memsafe_rl.units import parse_bytes
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -137,7 +135,7 @@ def ingredients(run: Run) -> dict[str, Any]:
         MemsafeError: something cannot be found or read; the message names what to change.
     """
     chosen, config = run.fields, run.config
-    policy = memory_policy(chosen.memory_policy, config)
+    policy = chosen_policy(chosen.memory_policy, config)
     rewards = [reward(entry) for entry in chosen.reward_funcs or ()]
     peft_config, quantization_config = adapter(chosen.peft), quantization(chosen.quantization, bf16=bool(config.bf16))
     train_dataset, eval_dataset = prompts(chosen)
@@ -174,36 +172,6 @@ def device_of(run: Run, console: Console) -> Iterator[None]:
     finally:
         if run.config.should_log:
             show_simulation(device, console)
-
-
-def memory_policy(name: str | None, config: GRPOConfig) -> MemoryPolicy | None:
-    """Finds the memory policy that a run names.
-
-    Args:
-        name: "adaptive", "ladder", or a preset's.
-        config: its hints `gradient_checkpointing` and `trajectory_device` are where a ladder starts.
-
-    Returns:
-        The policy; None for the trainer's own choice.
-
-    Raises:
-        ConfigError: there is no such policy, or a preset is given hints.
-    """
-    if name in (None, "adaptive"):
-        return None
-    if name == "ladder":
-        place = config.trajectory_device or UpdatePlan.trajectory_device
-        update = UpdatePlan(checkpointing=bool(config.gradient_checkpointing), trajectory_device=place)
-        return LadderPolicy(rollout=RolloutPlan(), update=update)
-    if name not in PRESETS:
-        raise unknown(str(name), ("adaptive", "ladder", *PRESETS), "memory_policy")
-    for hint in ("gradient_checkpointing", "trajectory_device"):
-        if getattr(config, hint) is not None:
-            raise ConfigError(
-                f"{hint} is {getattr(config, hint)!r} with memory_policy {name!r}, which decides it. Leave one of the "
-                "two out, or set memory_policy to 'adaptive' or 'ladder'."
-            )
-    return preset(str(name))
 
 
 def check_writable(output_dir: str) -> None:

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from memsafe_rl.callbacks import CompletionsTable, MetricsLog, ProgressBar, Trackers, banner
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.memory.monitor import meter_for
-from memsafe_rl.memory.policies import AdaptivePolicy, MemoryPolicy
+from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.recovery import Recovery
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
@@ -27,6 +27,7 @@ from memsafe_rl.trainers.experience import ExperienceMaker
 from memsafe_rl.trainers.given import RolloutFunction
 from memsafe_rl.trainers.prepare import (
     check_together,
+    chosen_policy,
     evaluation_prompts,
     model_facts,
     own_config,
@@ -65,7 +66,8 @@ class GRPOTrainer(OnPolicyTrainer):
         rollout_func: `(prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", ...}`, draws completions in
             place of the library.
         environment_factory: not supported yet.
-        memory_policy: cuts the work to fit memory; None for `AdaptivePolicy()`.
+        memory_policy: cuts the work to fit memory: a policy, or "adaptive" (also None), "ladder", or the name of a
+            preset for a card: "24GB+", "12-24GB", "8-12GB", "under-8GB".
 
     Raises:
         ConfigError: a setting cannot work; the message names it, its value and the remedy.
@@ -88,7 +90,7 @@ class GRPOTrainer(OnPolicyTrainer):
         tools: Sequence[Callable[..., Any]] | None = None,
         rollout_func: RolloutFunction | None = None,
         environment_factory: Any = None,
-        memory_policy: MemoryPolicy | None = None,
+        memory_policy: MemoryPolicy | str | None = None,
     ) -> None:
         self.args = own_config(args, model)
         refuse_unsupported(tools=tools, environment_factory=environment_factory)
@@ -107,9 +109,7 @@ class GRPOTrainer(OnPolicyTrainer):
 
         self.accelerator = Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)
         ranks = Ranks(self.accelerator)
-        self.memory_policy = memory_policy or AdaptivePolicy(
-            checkpointing=self.args.gradient_checkpointing, trajectory_device=self.args.trajectory_device or "host"
-        )
+        self.memory_policy = chosen_policy(memory_policy, self.args)
         recovery = Recovery(self._prepare_memory(), self.memory_policy)
         with recovery.tracker.phase(Phase.LOAD):
             loaded = self._load(recovery, model, quantization_config, peft_config)

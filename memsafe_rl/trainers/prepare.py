@@ -9,6 +9,8 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.memory.policies import AdaptivePolicy, LadderPolicy, MemoryPolicy
+from memsafe_rl.memory.presets import PRESETS, preset
 from memsafe_rl.models.loading import ModelFacts, read_config
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.trainers.config import GRPOConfig
@@ -21,6 +23,8 @@ from memsafe_rl.trainers.data import (
     usable_prompts,
 )
 from memsafe_rl.trainers.given import RolloutFunction
+from memsafe_rl.trainers.refusals import unknown
+from memsafe_rl.types import UpdatePlan
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +212,37 @@ def check_together(
             f"vllm_importance_sampling_mode is {mode!r} with loss_type 'vespo' and a rollout_func. Set it to "
             "'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False."
         )
+
+
+def chosen_policy(given: MemoryPolicy | str | None, config: GRPOConfig) -> MemoryPolicy:
+    """Gives the memory policy of a run.
+
+    Args:
+        given: a policy, or a name: "adaptive", "ladder", or a preset's; None for "adaptive".
+        config: its hints `gradient_checkpointing` and `trajectory_device` hold for the two that are no preset.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ConfigError: there is no such policy, or a preset is given hints.
+    """
+    if isinstance(given, MemoryPolicy):
+        return given
+    checkpointing, place = config.gradient_checkpointing, config.trajectory_device or UpdatePlan.trajectory_device
+    if given in (None, "adaptive"):
+        return AdaptivePolicy(checkpointing=checkpointing, trajectory_device=place)
+    if given == "ladder":
+        return LadderPolicy(update=UpdatePlan(checkpointing=bool(checkpointing), trajectory_device=place))
+    if given not in PRESETS:
+        raise unknown(str(given), ("adaptive", "ladder", *PRESETS), "memory_policy")
+    for hint in ("gradient_checkpointing", "trajectory_device"):
+        if getattr(config, hint) is not None:
+            raise ConfigError(
+                f"{hint} is {getattr(config, hint)!r} with memory_policy {given!r}, which decides it. Leave one of the "
+                "two out, or set memory_policy to 'adaptive' or 'ladder'."
+            )
+    return preset(str(given))
 
 
 def refuse_unsupported(**arguments: Any) -> None:

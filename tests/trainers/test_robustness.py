@@ -12,6 +12,8 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.memory.policies import LadderPolicy
+from memsafe_rl.memory.presets import PRESETS
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from tests.tiny import tiny_model
 from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, weights
@@ -270,3 +272,10 @@ def test_what_is_not_known_is_null_in_the_log(tmp_path: Path) -> None:
     trainer.rewards._sources[0] = lambda completions: [None] * len(completions)
     trainer.evaluate()
     assert trainer.state.log_history[-1]["eval_reward"] is None
+
+
+def test_a_memory_policy_may_be_named(tmp_path: Path) -> None:
+    assert make_trainer(tmp_path, policy="8-12GB").memory_policy == PRESETS["8-12GB"]
+    assert make_trainer(tmp_path, policy="ladder").memory_policy == LadderPolicy()
+    with pytest.raises(ConfigError, match=r"8-14GB.*Did you mean '8-12GB'"):
+        make_trainer(tmp_path, policy="8-14GB")
