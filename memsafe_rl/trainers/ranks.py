@@ -209,7 +209,7 @@ class Ranks:
         return failed
 
     def _farewell_of(self, rank: int) -> str:
-        reason = self._reason.rstrip(b"\0").decode(errors="replace")
+        reason = self._reason.rstrip(b"\0").decode(errors="replace").rstrip(" .:")
         return (
             f"Rank {rank} ended the run: {reason}. This rank stopped with it, after the last step that all ranks "
             f"finished. See rank {rank}'s own error for the cause, and resume from the last checkpoint."

@@ -266,7 +266,7 @@ def test_ctrl_c_waits_for_the_collective_it_hits(outcomes: list[Found]) -> None:
     interrupted, other = (found["interrupt"] for found in outcomes)
     assert interrupted == ["interrupted"]
     assert other[0] == "[0, 1]"
-    assert other[1].startswith("Rank 0 ended the run: KeyboardInterrupt: .")
+    assert other[1].startswith("Rank 0 ended the run: KeyboardInterrupt. This rank")
 
 
 def test_a_rank_that_leaves_without_a_word_ends_the_others_too(outcomes: list[Found]) -> None:
