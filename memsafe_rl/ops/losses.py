@@ -21,6 +21,8 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.types import Denominators, LossInputs, LossResult, LossSettings
 
 _LOG_FLOOR, _LOG_CEILING = math.log(1e-8), 20.0
+_TIE_NATS = 1e-4
+"""Entropies closer than this may be equal: far above the rounding of another batch shape, far below what matters."""
 """Bounds of VESPO's log-weights, nats."""
 
 Value = TypeVar("Value")
@@ -217,7 +219,10 @@ def entropy_threshold(entropies_M: Tensor, mask_M: Tensor, top_entropy_quantile:
 
 
 def high_entropy_mask(entropies_BT: Tensor, mask_BT: Tensor, threshold: Tensor) -> Tensor:
-    """Marks counted actions whose entropy reaches the step's threshold.
+    """Marks counted actions whose entropy reaches the step's threshold, up to a tie of 1e-4 nats.
+
+    First actions of one prompt have one entropy, which rounds differently with the batch's shape; where the threshold
+    falls on it, all of them are marked. TRL marks those that happened to be rounded up.
 
     Args:
         entropies_BT: (B, T), nats.
@@ -227,7 +232,7 @@ def high_entropy_mask(entropies_BT: Tensor, mask_BT: Tensor, threshold: Tensor) 
     Returns:
         (B, T), of the mask's type, 1 where marked.
     """
-    return ((entropies_BT.detach() >= threshold) & mask_BT.bool()).to(mask_BT.dtype)
+    return ((entropies_BT.detach() >= threshold - _TIE_NATS) & mask_BT.bool()).to(mask_BT.dtype)
 
 
 class EntropyControl(NamedTuple):
