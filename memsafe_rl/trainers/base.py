@@ -40,7 +40,6 @@ from memsafe_rl.trainers.experience import Experience, ExperienceMaker
 from memsafe_rl.trainers.lossy import Concession, concede, next_concession
 from memsafe_rl.trainers.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler, uninterrupted
 from memsafe_rl.trainers.order import Cursor, rows_of_step
-from memsafe_rl.trainers.probe import probe_worst_case
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.reporting import averages, read_step, step_metrics
 from memsafe_rl.trainers.surface import TrainerSurface
@@ -52,7 +51,6 @@ from memsafe_rl.trainers.update import (
     entropy_masks,
     with_rows,
 )
-from memsafe_rl.trainers.verify import require_proof
 from memsafe_rl.types import Component, Denominators, Phase, Trajectory, UpdatePlan, UpdateWork
 
 logger = logging.getLogger(__name__)
@@ -619,10 +617,7 @@ class OnPolicyTrainer(TrainerSurface):
         self.state.num_train_epochs = math.ceil(self.args.num_train_epochs)
         self.state.train_batch_size = self.args.per_device_train_batch_size
         self.state.compute_steps(self.args, max_steps)
-        if self.args.verify_plan:
-            require_proof(self)
-        if self.args.probe_worst_case:
-            probe_worst_case(self)
+        self._rehearse()
         self.control = self._callbacks.on_train_begin(self.args, self.state, self.control)
         self.control = self._callbacks.on_epoch_begin(self.args, self.state, self.control)
         if self.state.global_step >= max_steps:
@@ -692,6 +687,10 @@ class OnPolicyTrainer(TrainerSurface):
         if self._ranks.is_main:
             self._write_weights(folder)
         self._ranks.wait()
+
+    def _rehearse(self) -> None:
+        """Does what is asked for before the first step, and leaves everything as it was."""
+        raise NotImplementedError
 
     def _write_weights(self, folder: Path) -> None:
         raise NotImplementedError

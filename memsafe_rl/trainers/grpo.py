@@ -36,7 +36,9 @@ from memsafe_rl.trainers.prepare import (
     text_dataset,
     training_prompts,
 )
+from memsafe_rl.trainers.probe import probe_worst_case
 from memsafe_rl.trainers.ranks import Ranks
+from memsafe_rl.trainers.verify import require_proof
 from memsafe_rl.trainers.weights import read_weights, write_weights
 from memsafe_rl.types import Phase
 from memsafe_rl.units import format_bytes
@@ -222,6 +224,12 @@ class GRPOTrainer(OnPolicyTrainer):
             "memory budget": format_bytes(tracker.budget_bytes),
             "memory policy": type(self.memory_policy).__name__,
         }
+
+    def _rehearse(self) -> None:
+        if self.args.verify_plan:
+            require_proof(self)
+        if self.args.probe_worst_case:
+            probe_worst_case(self)
 
     def _write_weights(self, folder: Path) -> None:
         write_weights(self.model, self.processing_class, folder)
