@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from memsafe_rl.accounting import is_on_host, weights_of
+from memsafe_rl.accounting import charge, is_on_host, weights_of
 from memsafe_rl.checkpoint import (
     checkpoint_folder,
     drop_old_checkpoints,
@@ -262,6 +262,11 @@ class OnPolicyTrainer(TrainerSurface):
     def _train_step(self) -> None:
         """One optimizer step, from the prompts to the log."""
         self._begin_step()
+        metrics = self._learn()
+        self._finish_step(metrics)
+
+    def _learn(self) -> dict[str, float]:
+        """Rolls out where it is due and moves the weights; what it needs is freed before evaluation and saving."""
         if self._experience is None:
             self._experience = self._roll_out()
         rows = self._rows()
@@ -278,7 +283,7 @@ class OnPolicyTrainer(TrainerSurface):
             metrics = self._account(measured, gradient.micro_batches)
             self._advance(metrics)
             self._random_before_step = None
-        self._finish_step(metrics)
+        return metrics
 
     def _roll_out(self) -> Experience:
         """Prompts, completions, rewards, advantages, reference and old log-probs of the next rollout."""
@@ -412,7 +417,8 @@ class OnPolicyTrainer(TrainerSurface):
         if not found:
             return experience
         has_old = tuple(known or row in found for row, known in enumerate(trajectory.has_old))
-        store = self._recovery.repeat(lambda: with_rows(trajectory, found))
+        with charge(Component.TRAJECTORY):
+            store = self._recovery.repeat(lambda: with_rows(trajectory, found))
         return replace(experience, trajectory=replace(trajectory, old_logprobs=store, has_old=has_old))
 
     def _entropy_coef(self) -> float:

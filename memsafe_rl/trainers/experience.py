@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from memsafe_rl.accounting import charge
+from memsafe_rl.accounting import charge, claim
 from memsafe_rl.memory.host import to_device, to_host
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.recovery import Attempt, Recovery
@@ -410,6 +410,7 @@ class ExperienceMaker:
 
     def _store(self, samples: Samples, advantages: AdvantageResult) -> Trajectory:
         """Lays the samples down as a trajectory; a row that counts for nothing gets an empty mask."""
+        claim(Component.TRAJECTORY, [advantages.advantages_B])
         with charge(Component.TRAJECTORY):
             return self._laid_down(samples, advantages)
 
@@ -454,7 +455,9 @@ class ExperienceMaker:
                 trajectory = replace(trajectory, old_logprobs=old, has_old=has_old)
             if not corrected:
                 return trajectory
-            return replace(trajectory, importance_weights=self._recovery.repeat(lambda: self._corrections(trajectory)))
+            with charge(Component.TRAJECTORY):
+                weights = self._recovery.repeat(lambda: self._corrections(trajectory))
+            return replace(trajectory, importance_weights=weights)
 
     def _learns(self, trajectory: Trajectory, row: int) -> bool:
         return contributes(trajectory, row, every_row=self._config.every_row_learns)
@@ -471,7 +474,8 @@ class ExperienceMaker:
             tile=self._tracker.update_plan.logprob_tile,
         )
         pairs = self._ranks.gather([(row, scores.logprobs) for row, scores in zip(mine, scored, strict=True)])
-        return self._recovery.repeat(lambda: _laid_out(trajectory, pairs))
+        with charge(Component.TRAJECTORY):
+            return self._recovery.repeat(lambda: _laid_out(trajectory, pairs))
 
     def scoring(self, trajectory: Trajectory, rows: Sequence[int]) -> Attempt[RolloutPlan]:
         """Begins a scoring pass without gradient.
