@@ -14,7 +14,7 @@ from memsafe_rl.types import Component
 from memsafe_rl.units import format_bytes
 
 PATIENCE = 3
-"""Steps in a row a component must grow in before it is called a leak."""
+"""Steps, or rollouts, in a row a component must grow in before it is called a leak."""
 
 WARM_UP_STEPS = 2
 """Steps that may grow: optimizer state, caches and buffers are made when first needed."""
@@ -29,35 +29,44 @@ class Streak:
 
     Args:
         live_bytes: int, bytes at the last observation.
-        growths: observations in a row that were above the one before.
+        growths: observations that were above the one before, none of them below.
         since_step: step of the first of them.
         start_bytes: int, bytes before it.
+        flat: observations since the last growth.
+        paused: whether any growth was followed by an observation without.
     """
 
     live_bytes: int
     growths: int = 0
     since_step: int = 0
     start_bytes: int = 0
+    flat: int = 0
+    paused: bool = False
 
-    def after(self, step: int, live_bytes: int) -> Streak:
+    def after(self, step: int, live_bytes: int, steps_per_rollout: int = 1) -> Streak:
         """Gives the streak once another step was observed.
 
         Args:
             step: optimizer steps done.
             live_bytes: int, bytes held at its end.
+            steps_per_rollout: a leak may grow in one of so many steps only.
 
         Returns:
-            The streak, longer by one, or none.
+            The streak, longer by one, waiting for the next rollout, or none.
         """
-        if live_bytes <= self.live_bytes:
+        waiting = self.growths and self.flat + 1 < steps_per_rollout
+        if live_bytes < self.live_bytes or (live_bytes == self.live_bytes and not waiting):
             return Streak(live_bytes)
+        if live_bytes == self.live_bytes:
+            return replace(self, flat=self.flat + 1)
         if not self.growths:
             return Streak(live_bytes, growths=1, since_step=step, start_bytes=self.live_bytes)
-        return replace(self, live_bytes=live_bytes, growths=self.growths + 1)
+        paused = self.paused or self.flat > 0
+        return replace(self, live_bytes=live_bytes, growths=self.growths + 1, flat=0, paused=paused)
 
     @property
-    def bytes_per_step(self) -> int:
-        """Bytes gained in a step, on average over the streak."""
+    def bytes_per_growth(self) -> int:
+        """Bytes gained each time, on average over the streak."""
         return (self.live_bytes - self.start_bytes) // max(1, self.growths)
 
 
@@ -85,7 +94,7 @@ class Stray:
 
 
 class LeakWatch:
-    """Gives one alarm for each component that grew in three steps in a row, once per streak.
+    """Gives one alarm for each component that grew in three steps, or three rollouts, in a row, once per streak.
 
     Args:
         device: where the counted bytes lie; tensors elsewhere are no suspects. None for anywhere.
@@ -97,7 +106,12 @@ class LeakWatch:
         self._observations = 0
 
     def observe(
-        self, step: int, live_by_component: Mapping[Component, int], known: Callable[[], Iterable[Tensor]] = tuple
+        self,
+        step: int,
+        live_by_component: Mapping[Component, int],
+        known: Callable[[], Iterable[Tensor]] = tuple,
+        *,
+        steps_per_rollout: int = 1,
     ) -> list[dict[str, Any]]:
         """Compares the end of an optimizer step with the one before.
 
@@ -107,6 +121,7 @@ class LeakWatch:
                 size of the process, which is noise.
             known: gives the tensors that may live on: weights, gradients, optimizer state. Asked only when an alarm
                 fires.
+            steps_per_rollout: what leaks in a rollout grows once in so many steps.
 
         Returns:
             Events for `trainer.memory_events`, usually none; each with one ``sentence``.
@@ -119,9 +134,9 @@ class LeakWatch:
                 continue
             live_bytes = live_by_component.get(component, 0)
             before = self._streaks.get(component, Streak(0))
-            streak = before.after(step, live_bytes) if settled else Streak(live_bytes)
+            streak = before.after(step, live_bytes, steps_per_rollout) if settled else Streak(live_bytes)
             self._streaks[component] = streak
-            if streak.growths == PATIENCE:
+            if streak.growths == PATIENCE and not streak.flat:
                 leaking.append((component, streak))
         if not leaking:
             return []
@@ -163,10 +178,11 @@ def find_strays(known: Iterable[Tensor], device: torch.device | None = None, lim
 
 
 def _leak_event(step: int, component: Component, streak: Streak, strays: list[Stray]) -> dict[str, Any]:
+    time = "rollout" if streak.paused else "step"
     sentence = (
-        f"The bytes of {component} have grown in every step since step {streak.since_step}, by "
-        f"{format_bytes(streak.bytes_per_step)} a step, to {format_bytes(streak.live_bytes)}: something keeps tensors "
-        f"of past steps alive"
+        f"The bytes of {component} have grown in every {time} since step {streak.since_step}, by "
+        f"{format_bytes(streak.bytes_per_growth)} a {time}, to {format_bytes(streak.live_bytes)}: something keeps "
+        f"tensors of past steps alive"
     )
     if any(stray.graph for stray in strays):
         sentence += ", and at least one of them pins its autograd graph, e.g. a metric that was not detached"
@@ -178,7 +194,7 @@ def _leak_event(step: int, component: Component, streak: Streak, strays: list[St
         "step": step,
         "component": str(component),
         "since_step": streak.since_step,
-        "bytes_per_step": streak.bytes_per_step,
+        f"bytes_per_{time}": streak.bytes_per_growth,
         "live_bytes": streak.live_bytes,
         "tensors": [asdict(stray) for stray in strays],
         "sentence": f"{sentence}. Keep numbers instead of tensors (`.item()`), or detach them.",

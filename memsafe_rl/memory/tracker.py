@@ -177,13 +177,15 @@ class MemoryTracker:
             held[Component.OTHER] = max(0, self.meter.live_bytes() - sum(held.values()))
         return held
 
-    def end_step(self, known: Callable[[], Iterable[Tensor]]) -> None:
+    def end_step(self, known: Callable[[], Iterable[Tensor]], *, steps_per_rollout: int = 1) -> None:
         """Compares what is held now with the ends of earlier steps, and names a component that keeps growing.
 
         Args:
             known: gives the tensors that may live on; asked only when something grows.
+            steps_per_rollout: optimizer steps that learn from one rollout.
         """
-        for event in self._leaks.observe(self.step, self.held_bytes(), known):
+        held = self.held_bytes()
+        for event in self._leaks.observe(self.step + 1, held, known, steps_per_rollout=steps_per_rollout):
             self.events.append(event)
             logger.warning("%s", event["sentence"])
 

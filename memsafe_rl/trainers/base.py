@@ -518,7 +518,7 @@ class OnPolicyTrainer(TrainerSurface):
             self._obey()
             if not self.control.should_training_stop:
                 self.control = self._callbacks.on_epoch_begin(self.args, self.state, self.control)
-        self._tracker.end_step(self._long_lived)
+        self._tracker.end_step(self._long_lived, steps_per_rollout=self._steps_per_rollout)
 
     def _obey(self) -> None:
         """Does what the control flags ask for."""

@@ -11,12 +11,14 @@ from memsafe_rl.types import Component
 ACTIVATIONS, OTHER = Component.ACTIVATIONS, Component.OTHER
 
 
-def alarms(*bytes_of_steps: int, component: Component = OTHER) -> list[int]:
+def alarms(*bytes_of_steps: int, component: Component = OTHER, steps_per_rollout: int = 1) -> list[int]:
     watch = LeakWatch()
     return [
         event["step"]
         for step, held in enumerate(bytes_of_steps, start=1)
-        for event in watch.observe(step, {component: held, Component.WEIGHTS: 1000})
+        for event in watch.observe(
+            step, {component: held, Component.WEIGHTS: 1000}, steps_per_rollout=steps_per_rollout
+        )
     ]
 
 
@@ -26,6 +28,15 @@ def test_a_leak_from_the_first_step_is_named_at_the_fifth() -> None:
 
 def test_a_streak_is_reported_once_and_a_new_one_again() -> None:
     assert alarms(5, 5, 5, 6, 7, 8, 9, 10, 10, 11, 12, 13, 14) == [6, 12]
+
+
+def test_a_leak_of_every_rollout_is_named_at_the_third_growth() -> None:
+    assert alarms(10, 10, 20, 20, 30, 30, 40, 40, 50, 50, steps_per_rollout=2) == [7]
+    assert alarms(10, 10, 20, 20, 30, 30, 40, 40, 50, 50) == []
+    assert alarms(1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, steps_per_rollout=3) == [10]
+    assert alarms(1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4, 4, 4, steps_per_rollout=3) == []
+    assert alarms(1, 1, 2, 2, 3, 2, 3, 3, 4, 4, steps_per_rollout=2) == []
+    assert alarms(10, 20, 30, 40, 50, 60, steps_per_rollout=4) == [5]
 
 
 def test_growth_that_ends_is_no_leak() -> None:
@@ -56,6 +67,16 @@ def test_the_alarm_states_component_bytes_and_step() -> None:
     assert (event["since_step"], event["bytes_per_step"], event["live_bytes"]) == (4, 1024, 3172)
     assert event["sentence"].startswith(
         "The bytes of activations have grown in every step since step 4, by 1.00 KiB a step, to 3.10 KiB: "
+    )
+
+
+def test_the_alarm_of_a_rollout_counts_rollouts() -> None:
+    watch = LeakWatch()
+    found = [watch.observe(step, {OTHER: 1024 * (step // 2)}, steps_per_rollout=2) for step in range(1, 9)]
+    (event,) = (event for events in found for event in events)
+    assert (event["step"], event["since_step"], event["bytes_per_rollout"]) == (8, 4, 1024)
+    assert event["sentence"].startswith(
+        "The bytes of other have grown in every rollout since step 4, by 1.00 KiB a rollout, to 4.00 KiB: "
     )
 
 
