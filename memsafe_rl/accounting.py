@@ -16,6 +16,8 @@ from memsafe_rl.types import Component, Phase
 _listeners: list[Listener] = []
 _UNHEARD: AbstractContextManager[None] = nullcontext()
 """The mark that nobody hears."""
+_PLAIN = (Tensor, nn.Parameter)
+"""Types of tensors that have nothing beside their elements."""
 
 
 class Listener(Protocol):
@@ -146,7 +148,7 @@ def is_on_host(tensor: Tensor) -> bool:
     Returns:
         False where nobody counts.
     """
-    return any(listener.is_on_host(tensor) for listener in _listeners)
+    return bool(_listeners) and any(listener.is_on_host(tensor) for listener in _listeners)
 
 
 def weights_of(*networks: nn.Module) -> Iterator[Tensor]:
@@ -159,12 +161,14 @@ def weights_of(*networks: nn.Module) -> Iterator[Tensor]:
         Parameters, buffers, and what bitsandbytes keeps beside the weights of its 4-bit and 8-bit layers (absolute
         maxima, code books, nested ones too; row scales), which is neither.
     """
-    for network in networks:
-        for tensor in (*network.parameters(), *network.buffers()):
-            yield tensor
-            yield from _quantisation_state(tensor)
-        for layer in network.modules():
-            state = getattr(layer, "state", None)  # where an 8-bit layer moves its tensors in its first forward
+    for layer in (layer for network in networks for layer in network.modules()):
+        for tensor in (*layer._parameters.values(), *layer._buffers.values()):
+            if tensor is not None:
+                yield tensor
+                if type(tensor) not in _PLAIN:
+                    yield from _quantisation_state(tensor)
+        state = layer.__dict__.get("state")  # where an 8-bit layer moves its tensors in its first forward
+        if state is not None:
             yield from _tensors(state, "CB", "SCB")
 
 

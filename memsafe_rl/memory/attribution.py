@@ -100,7 +100,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     Returns:
         Its state's tensors; none before it is made.
     """
-    return [leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor)]
+    values = [value for entries in optimizer.state.values() for value in entries.values()]
+    found = [value for value in values if isinstance(value, Tensor)]
+    others = [value for value in values if isinstance(value, (dict, list, tuple))]
+    return [*found, *(leaf for leaf in tree_leaves(others) if isinstance(leaf, Tensor))]
 
 
 def _claim_gradient(weight: Tensor) -> None:
@@ -109,8 +112,9 @@ def _claim_gradient(weight: Tensor) -> None:
 
 
 def _new_storages(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> Iterator[torch.UntypedStorage]:
+    simulated = listened_to()
     for tensor in tensors:
-        if is_on_host(tensor):
+        if simulated and is_on_host(tensor):
             continue
         for storage in storages_of(tensor):
             if _lies_on(storage.device, device) and storage._cdata not in seen:

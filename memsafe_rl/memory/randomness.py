@@ -10,7 +10,7 @@ import torch
 
 
 class RandomState(NamedTuple):
-    """The state of every random generator a user's code may draw from.
+    """The state of every random generator a user's code may draw from; holds no tensor, and so no byte of a device.
 
     Args:
         python: of `random`.
@@ -21,14 +21,14 @@ class RandomState(NamedTuple):
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
-    torch: torch.Tensor
-    cuda: tuple[torch.Tensor, ...]
+    torch: bytes
+    cuda: tuple[bytes, ...]
 
 
 def capture_random_state() -> RandomState:
     """Takes the present state; cheap enough for every step."""
-    cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else ()
-    return RandomState(random.getstate(), tuple(np.random.get_state()), torch.get_rng_state(), cuda)
+    cuda = map(_bytes_of, torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else ()
+    return RandomState(random.getstate(), tuple(np.random.get_state()), _bytes_of(torch.get_rng_state()), tuple(cuda))
 
 
 def set_random_state(state: RandomState) -> None:
@@ -39,9 +39,9 @@ def set_random_state(state: RandomState) -> None:
     """
     random.setstate(state.python)
     np.random.set_state(state.numpy)
-    torch.set_rng_state(state.torch)
+    torch.set_rng_state(_tensor_of(state.torch))
     if state.cuda:
-        torch.cuda.set_rng_state_all(list(state.cuda))
+        torch.cuda.set_rng_state_all([_tensor_of(device) for device in state.cuda])
 
 
 def plain_random_state(state: RandomState) -> dict[str, Any]:
@@ -50,8 +50,8 @@ def plain_random_state(state: RandomState) -> dict[str, Any]:
     return {
         "python": state.python,
         "numpy": [algorithm, np.asarray(words).tolist(), position, has_gauss, gauss],
-        "torch": state.torch.tolist(),
-        "cuda": [device.tolist() for device in state.cuda],
+        "torch": list(state.torch),
+        "cuda": [list(device) for device in state.cuda],
     }
 
 
@@ -63,7 +63,16 @@ def restore_random_state(state: dict[str, Any]) -> None:
         RandomState(
             (version, tuple(words), gauss),
             (algorithm, np.array(numbers, dtype=np.uint32), position, has_gauss, cached),
-            torch.tensor(state["torch"], dtype=torch.uint8),
-            tuple(torch.tensor(row, dtype=torch.uint8) for row in state["cuda"]) if torch.cuda.is_available() else (),
+            bytes(state["torch"]),
+            tuple(map(bytes, state["cuda"])) if torch.cuda.is_available() else (),
         )
     )
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
+
+
+def _tensor_of(state: bytes) -> torch.Tensor:
+    """Lends bytes to a tensor, without an allocation that could fail."""
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -24,7 +24,7 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.cache import CausalDecodeState, growing_cache, is_trimmable, transit_cache
-from memsafe_rl.models.geometry import read_geometry
+from memsafe_rl.models.geometry import autocast_bytes, read_geometry
 from memsafe_rl.models.heads import LogitMap, given_logits, head_of, logit_maps, naive_logits
 from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, Ragged, TokenDistribution, Trajectory
 
@@ -77,6 +77,7 @@ class CausalLMAdapter:
         self._accepted = frozenset(inspect.signature(self._lm.forward).parameters)
         self.path = ScoringPath(_first_route(self._lm), logit_maps(self._lm.config)[0])
         self.slot_bytes: int | None = None
+        self._geometries: dict[tuple[int | None, int | None], ModelGeometry] = {}
         self.reference_adapter: CausalLMAdapter | None = None
         if reference_model is not None:
             self.reference_adapter = CausalLMAdapter(reference_model, pad_token_id=pad_token_id)
@@ -91,9 +92,15 @@ class CausalLMAdapter:
 
     @property
     def geometry(self) -> ModelGeometry:
-        """Sizes from which bytes are counted; a reference copy's weights are part of ``parameter_bytes``."""
-        copies = () if self.reference_adapter is None else (self.reference_adapter.model,)
-        return read_geometry(self._lm, copies=copies, slot_bytes=self.slot_bytes)
+        """Sizes from which bytes are counted; a reference copy's weights are part of ``parameter_bytes``.
+
+        Read once, for it walks every module: whoever freezes weights later makes a new adapter.
+        """
+        key = self.slot_bytes, autocast_bytes(self.device)
+        if key not in self._geometries:
+            copies = () if self.reference_adapter is None else (self.reference_adapter.model,)
+            self._geometries[key] = read_geometry(self._lm, copies=copies, slot_bytes=self.slot_bytes)
+        return self._geometries[key]
 
     def distribution(
         self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None

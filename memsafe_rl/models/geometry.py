@@ -44,7 +44,7 @@ def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: in
         windows=windows,
         parameter_bytes=weight_bytes(lm, *copies),
         trainable_bytes=sum(weight.nbytes for weight in lm.parameters() if weight.requires_grad),
-        compute_bytes=_autocast_bytes(lm) or width,
+        compute_bytes=autocast_bytes(next(lm.parameters()).device) or width,
         cache_bytes=width,
         head_trainable=head is not None and any(weight.requires_grad for weight in head.parameters()),
     )
@@ -73,6 +73,19 @@ def cache_windows(config: Any) -> tuple[int | None, ...]:
         Per layer: tokens of the window, None for full attention, 0 for a layer without keys and values.
     """
     return tuple(_window(layer) for layer in DynamicCache(config=config).layers)
+
+
+def autocast_bytes(device: torch.device) -> int | None:
+    """Gives the width of an element under the autocast in force.
+
+    Args:
+        device: where the network runs.
+
+    Returns:
+        int, bytes; None outside of autocast.
+    """
+    kind = device.type
+    return torch.get_autocast_dtype(kind).itemsize if torch.is_autocast_enabled(kind) else None
 
 
 def weight_bytes(*modules: nn.Module) -> int:
@@ -125,11 +138,6 @@ def _element_bytes(lm: nn.Module) -> int:
     """Width of an element between layers: that of the embedding, which is not quantised."""
     weights = [weight for weight in lm.parameters() if weight.is_floating_point()]
     return weights[0].element_size() if weights else 4
-
-
-def _autocast_bytes(lm: nn.Module) -> int | None:
-    device = next(lm.parameters()).device.type
-    return torch.get_autocast_dtype(device).itemsize if torch.is_autocast_enabled(device) else None
 
 
 def _quantisation_state(weight: Tensor) -> Iterator[Tensor]:

@@ -141,8 +141,8 @@ class OnPolicyTrainer(TrainerSurface):
         """Counts the bytes of the optimizer's state, and of it those that wait in host memory."""
         if getattr(self, "_committer", None) is None:
             return 0, 0
-        held = optimizer_tensors(self._committed.optimizer)
-        parked = [tensor for tensor in held if is_on_host(tensor) or tensor.device != self.adapter.device]
+        held, device = optimizer_tensors(self._committed.optimizer), self.adapter.device
+        parked = [tensor for tensor in held if is_on_host(tensor) or tensor.device != device]
         return sum(tensor.nbytes for tensor in held), sum(tensor.nbytes for tensor in parked)
 
     def park_optimizer(self) -> None:

@@ -288,7 +288,7 @@ def test_everything_is_as_before_afterwards(tmp_path: Path) -> None:
     assert all(torch.equal(*pair) for pair in zip(states, trainer.model.state_dict().values(), strict=True))
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     now = capture_random_state()
-    assert (now.python, torch.equal(now.torch, random.torch)) == (random.python, True)
+    assert (now.python, now.torch) == (random.python, random.torch)
     assert (trainer._cursor, trainer.history, trainer.memory_events) == (cursor, history, [])
     assert [vars(trainer._tracker)[name] for name in names] == remembered
     assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in trainer.model.modules()] == hooks
