@@ -1,0 +1,194 @@
+"""What the user's own code raises in a storm comes out as it is, leaves nothing behind, and can be gone on from."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.storms import NEVER, WEIGHT_TOLERANCE, Scene, Storm, Watched
+from memsafe_rl import SimulatedMemory
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.memory.randomness import capture_random_state, plain_random_state
+
+UPSETS = ("a reward that raises", "a reward that runs out of memory", "a callback that raises", "Ctrl+C")
+
+_SMALL_BYTES = 16 * 1024
+"""Bytes that may stay after an error: a rollout and random states. A graph of the tiny model has many times as many."""
+
+
+class UsersError(Exception):
+    """An error of the user's own."""
+
+
+class CtrlC(TorchDispatchMode):
+    """Presses Ctrl+C when a given operator is about to run.
+
+    Args:
+        operator: which one, from 1; 0 for none.
+    """
+
+    def __init__(self, operator: int) -> None:
+        super().__init__()
+        self.operators = 0
+        self._operator = operator
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Counts, presses, and runs the operator."""
+        self.operators += 1
+        if self.operators == self._operator:
+            signal.raise_signal(signal.SIGINT)
+        return function(*args, **(kwargs or {}))
+
+
+@dataclass
+class _Plot:
+    """What is going to go wrong.
+
+    Args:
+        expected: the error that has to come out; None for `KeyboardInterrupt`.
+        around: entered around the run.
+        random: state of the random generators when the user's function raised.
+    """
+
+    expected: BaseException | None = None
+    around: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    random: dict[str, Any] | None = None
+
+
+def upset(scene: Scene, kind: str, seed: int, output_dir: Path) -> list[str]:
+    """Breaks a stormy run off once, looks at what is left, and goes on from the checkpoint.
+
+    Args:
+        scene: the configuration.
+        kind: one of `UPSETS`.
+        seed: of the place, and of the storm.
+        output_dir: where the trainer writes; emptied.
+
+    Returns:
+        What may not be.
+    """
+    with SimulatedMemory(exact=True) as device, _heard_interrupts():
+        # Ctrl+C saves by itself; after any other error a run goes on from what was saved before.
+        every = NEVER if kind == "Ctrl+C" else 1
+        watched = Watched(scene, device, output_dir, max_steps=4, save_strategy="steps", save_steps=every)
+        found = _upset(watched, Storm(device, watched.trainer._tracker, seed), kind, output_dir)
+        del watched
+    gc.collect()
+    return [f"{scene.name}, {kind}, seed {seed}: {what}" for what in found]
+
+
+def _upset(watched: Watched, storm: Storm, kind: str, output_dir: Path) -> list[str]:
+    trainer, device = watched.trainer, watched.device
+    watched.put_back()
+    allocations = device.allocations
+    with CtrlC(0) as counted:
+        trainer.train()
+    shutil.rmtree(output_dir)
+    calm, per_step = watched.weights(), (device.allocations - allocations) // trainer.state.max_steps
+    manner, live_bytes, rollouts = _manner(watched), max(watched.ends.live_bytes), len(watched.reward.calls)
+
+    watched.put_back()
+    most = {"Ctrl+C": counted.operators, "a callback that raises": trainer.state.max_steps}.get(kind, rollouts)
+    plot = _plot(watched, kind, storm.random.randint(1, most))
+    with storm.over(storm.random.randint(1, 2 * per_step), 1, near=1, far=3 * per_step), plot.around:
+        wrong = _run_into(trainer.train, plot)
+    calls = len(watched.reward.calls)
+    watched.reward.upset = watched.ends.upset = None
+    wrong += _left_behind(watched, manner, live_bytes)
+    if plot.random is not None and plot.random != plain_random_state(capture_random_state()):
+        wrong.append("random numbers do not go on from where the reward function left them")
+
+    saved = any(output_dir.glob("checkpoint-*"))
+    if not saved:
+        watched.put_back()
+    trainer.train(resume_from_checkpoint=saved)
+    apart = float((watched.weights() - calm).norm() / (calm - watched.start).norm())
+    if apart > (0.0 if watched.scene.is_bitwise else WEIGHT_TOLERANCE):
+        wrong.append(f"going on (from a checkpoint: {saved}) ends {apart:.1e} of the distance away")
+    if "reward" in kind and plot.expected is not None and calls != plot.expected.args[1]:
+        wrong.append(f"the reward function that raised in call {plot.expected.args[1]} was called {calls} times")
+    return wrong
+
+
+def _plot(watched: Watched, kind: str, at: int) -> _Plot:
+    """Prepares what goes wrong, at an operator, a step or a rollout, counted from 1."""
+    if kind == "Ctrl+C":
+        return _Plot(around=CtrlC(at))
+    error: BaseException = UsersError("the user's own", at)
+    if kind == "a reward that runs out of memory":
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.", at)
+    plot = _Plot(error)
+
+    def raise_at(count: int) -> None:
+        if count == at:
+            if "reward" in kind:
+                with host_memory():
+                    plot.random = plain_random_state(capture_random_state())
+            raise error
+
+    if kind == "a callback that raises":
+        watched.ends.upset = raise_at
+    else:
+        watched.reward.upset = raise_at
+    return plot
+
+
+def _run_into(train: Callable[[], Any], plot: _Plot) -> list[str]:
+    """Trains until the error comes out; nothing of it is left when this returns."""
+    try:
+        train()
+    except KeyboardInterrupt:
+        return [] if plot.expected is None else ["an interrupt that nobody sent"]
+    except BaseException as error:
+        if error is not plot.expected:
+            return [f"{type(error).__name__} came out instead: {error}"]
+        plot.expected = type(error)(*error.args)  # without the traceback, which holds frames
+        error.__traceback__ = None
+        return []
+    return ["the error was swallowed"]
+
+
+def _left_behind(watched: Watched, manner: dict[str, Any], live_bytes: int) -> list[str]:
+    """Compares the state after an error with the one after an untroubled run."""
+    more = watched.device.live_bytes - live_bytes
+    wrong = [f"{more} bytes more are held: {watched.device.live_by_component()}"] if more > _SMALL_BYTES else []
+    now = _manner(watched)
+    return wrong + [f"{name}: {now[name]}, was {manner[name]}" for name in manner if now[name] != manner[name]]
+
+
+def _manner(watched: Watched) -> dict[str, Any]:
+    """What a step changes for a while and must leave as it was."""
+    model = watched.trainer.model
+    modules, weights = list(model.modules()), list(model.parameters())
+    adapters = [module for module in modules if isinstance(module, BaseTunerLayer)]
+    return {
+        "gradients": sum(weight.grad is not None for weight in weights),
+        "training modules": sum(module.training for module in modules),
+        "trained weights": [weight.requires_grad for weight in weights],
+        "wrapped forwards": sum("forward" in vars(module) for module in modules),
+        "adapters": [(module.disable_adapters, list(module.active_adapters)) for module in adapters],
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules],
+        "gradient mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
+        "phase": str(watched.trainer._tracker.phase_now),
+        "interrupt handler": signal.getsignal(signal.SIGINT),
+    }
+
+
+@contextmanager
+def _heard_interrupts() -> Iterator[None]:
+    """Has Ctrl+C raise `KeyboardInterrupt`, also in a process that was started without a terminal."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

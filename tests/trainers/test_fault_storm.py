@@ -1,0 +1,114 @@
+"""Runs that keep running out of memory, and runs that the user's own code breaks off.
+
+What must make one of these fail if it is done to the library: clearing up inside of `except`, gradients that are not
+dropped, random states that are not put back, a step repeated without being undone, an autograd queue that is not
+flushed. At length: `python -m benchmarks.fault_storm`.
+"""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.storms import GRADIENT_TOLERANCE, SCENES, Scene, storm_over, sweep
+from benchmarks.upsets import UPSETS, upset
+from memsafe_rl.memory.simulated import SimulatedMemory
+from tests.trainers.helpers import make_trainer, weights
+
+FAULTS = 100
+NAMED = {scene.name: scene for scene in SCENES}
+EVERYTHING_ELSE = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "num_generations_eval": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "save_total_limit": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "reward",
+}
+"""Evaluates, saves, and loads the best weights at the end."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logger = logging.getLogger("memsafe_rl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+def test_a_storm_changes_nothing(scene: Scene, tmp_path: Path) -> None:
+    share = FAULTS // len(SCENES)
+    found = storm_over(scene, share, seed=SCENES.index(scene), output_dir=tmp_path)
+    assert found.violations == []
+    assert found.faults >= share
+    assert found.compared_steps > 0
+    assert found.gradient <= GRADIENT_TOLERANCE
+    assert found.bitwise_steps == found.compared_steps if scene.is_bitwise else found.rungs > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "most"),
+    [
+        ("LoRA, dropout, KL to the base", {}, 8),
+        ("AdamW that allocates as it steps", {}, 8),
+        ("full, everything on the host, leaner plans", {}, 16),
+        ("full", EVERYTHING_ELSE, 6),
+    ],
+)
+def test_no_allocation_of_a_run_is_unguarded(name: str, settings: dict[str, Any], most: int, tmp_path: Path) -> None:
+    found = sweep(NAMED[name], most, output_dir=tmp_path, **settings)
+    assert found.violations == []
+    assert found.runs > 3 * most
+
+
+@pytest.mark.parametrize("kind", UPSETS)
+@pytest.mark.parametrize("name", ["full, recomputed, dropout", "LoRA, dropout, KL to the base"])
+def test_an_error_of_the_users_own_comes_out_and_leaves_nothing_behind(name: str, kind: str, tmp_path: Path) -> None:
+    assert upset(NAMED[name], kind, seed=0, output_dir=tmp_path / "run") == []
+
+
+def test_an_interrupt_between_a_rollout_and_its_first_update_is_gone_on_from(tmp_path: Path) -> None:
+    """The rollout is in the checkpoint, and what is logged of it."""
+    settings: dict[str, Any] = {"max_steps": 3, "save_strategy": "steps", "save_steps": 100}
+    whole = make_trainer(tmp_path / "a", **settings)
+    whole.train()
+    first = make_trainer(tmp_path / "b", **settings)
+
+    def interrupt(module: Any, args: Any) -> None:
+        if torch.is_grad_enabled() and first.state.global_step == 1:
+            raise KeyboardInterrupt
+
+    hook = first.model.model.layers[0].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    hook.remove()
+    second = make_trainer(tmp_path / "b", **settings)
+    second.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(second), weights(whole))
+    for name in ("reward", "num_tokens", "completions/mean_length", "loss"):
+        assert [step[name] for step in second.history] == [step[name] for step in whole.history]
+
+
+def test_an_interrupted_backward_leaves_no_graph(tmp_path: Path) -> None:
+    """What was queued for the rest of the backward is freed, not only at the next one."""
+    with SimulatedMemory(exact=True) as device:
+        trainer = make_trainer(tmp_path, max_steps=1)
+        weight = next(iter(trainer.model.model.layers[0].parameters()))
+
+        def interrupt(grad: torch.Tensor) -> None:
+            raise KeyboardInterrupt
+
+        trainer.train()
+        held = device.live_bytes
+        hook = weight.register_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        hook.remove()
+        assert device.live_bytes - held < 16 * 1024
