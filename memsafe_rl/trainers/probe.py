@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -27,6 +27,7 @@ from memsafe_rl.memory.randomness import capture_random_state, set_random_state
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.rollout.generation import Wave, eval_mode, next_wave, sample_wave
 from memsafe_rl.rollout.scoring import score_all
+from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.data import Prompts
 from memsafe_rl.trainers.experience import Experience
 from memsafe_rl.trainers.lossy import next_concession
@@ -34,12 +35,7 @@ from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.types import ModelGeometry, Phase, Ragged, RolloutPlan, SamplingSettings, SequenceKey, Trajectory
 from memsafe_rl.units import format_bytes
 
-if TYPE_CHECKING:
-    from memsafe_rl.trainers.base import OnPolicyTrainer
-
 logger = logging.getLogger(__name__)
-
-Value = TypeVar("Value")
 
 _TOKENIZE_BATCH = 512
 _STREAM_SAMPLE = 512
@@ -294,10 +290,12 @@ def _told(error: MemoryBudgetError, longest: Longest) -> MemoryBudgetError:
 
 def _sentence(longest: Longest, peaks: Mapping[str, int], budget_bytes: int) -> str:
     told = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in peaks.items())
+    peak = max(peaks.values())
+    verdict = "fits" if peak <= budget_bytes else "runs, but holds more than the budget"
     return (
-        f"the worst case fits: prompt {len(longest.prompt)} ({longest.source}) + completion "
-        f"{longest.completion_tokens} tokens, peak {format_bytes(max(peaks.values()))} of a budget of "
-        f"{format_bytes(budget_bytes)} ({told})"
+        f"the worst case {verdict}: prompt {len(longest.prompt)} ({longest.source}) + completion "
+        f"{longest.completion_tokens} tokens, peak {format_bytes(peak)} of a budget of {format_bytes(budget_bytes)} "
+        f"({told})"
     )
 
 

@@ -272,6 +272,16 @@ def test_the_answer_is_one_event_and_one_line(tmp_path: Path, caplog: pytest.Log
     assert event["seconds"] > 0
 
 
+def test_a_peak_above_a_budget_that_nobody_enforces_is_told() -> None:
+    longest = probe_module.Longest((5, 6, 7), 4, "here")
+    told = probe_module._sentence(longest, {"rollout": 3 * 2**20, "update": 2**20}, 2 * 2**20)
+    assert told == (
+        "the worst case runs, but holds more than the budget: prompt 3 (here) + completion 4 tokens, peak 3.00 MiB of "
+        "a budget of 2.00 MiB (rollout 3.00 MiB, update 1.00 MiB)"
+    )
+    assert probe_module._sentence(longest, {"rollout": 2**20}, 2**20).startswith("the worst case fits: prompt 3")
+
+
 def test_a_rollout_function_is_not_probed(tmp_path: Path) -> None:
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         raise AssertionError("called")
