@@ -43,6 +43,8 @@ from memsafe_rl.units import format_bytes
 
 SHARES = (1.0, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02)
 PROMPTS = [f"{a} and {b}" + "?" * (a + b) for a in range(4) for b in range(4)]
+BELOW_THE_FLOOR = 0.85
+"""Of the leanest plan's peak: nothing can fit."""
 NATURAL = FixedPolicy(
     RolloutPlan(rows_in_flight=10**6, prefill_tokens=10**9, score_tokens=10**9),
     UpdatePlan(micro_batch_tokens=10**9, logprob_tile=10**6, trajectory_device="device"),
@@ -188,8 +190,12 @@ def sweep(*, lora: bool, steps: int) -> dict[str, Any]:
     above = natural.peak_bytes - natural.state_bytes
     travelled = (natural.weights - natural.start).norm()
     rows = []
-    for share in track(SHARES, description="LoRA" if lora else "all weights", console=Console(stderr=True)):
-        outcome = train(AdaptivePolicy(), natural.state_bytes + int(share * above), lora=lora, steps=steps)
+    capacities = {f"{share:.0%}": natural.state_bytes + int(share * above) for share in SHARES}
+    capacities["below the floor"] = int(BELOW_THE_FLOOR * leanest.peak_bytes)
+    for share, capacity in track(
+        capacities.items(), description="LoRA" if lora else "all weights", console=Console(stderr=True)
+    ):
+        outcome = train(AdaptivePolicy(), capacity, lora=lora, steps=steps)
         same = outcome.finished and outcome.tokens == natural.tokens
         moved = float((outcome.weights - natural.weights).norm() / travelled) if outcome.finished else None
         kept = {k: v for k, v in vars(outcome).items() if k not in ("weights", "start", "tokens", "state_bytes")}
@@ -218,7 +224,7 @@ def show(title: str, result: dict[str, Any], console: Console) -> None:
     for row in result["rows"]:
         off = "-" if row["weights_off"] is None else f"{row['weights_off']:.1e}"
         table.add_row(
-            f"{row['share']:.0%}",
+            row["share"],
             format_bytes(row["capacity_bytes"]),
             format_bytes(row["peak_bytes"]),
             "yes" if row["finished"] else f"no, at step {row['error_step'] + 1}",
@@ -231,7 +237,7 @@ def show(title: str, result: dict[str, Any], console: Console) -> None:
     console.print(table)
     for row in result["rows"]:
         if row["error"]:
-            console.print(f"{row['share']:.0%}: {row['error']}", soft_wrap=True, highlight=False)
+            console.print(f"{row['share']}: {row['error']}", soft_wrap=True, highlight=False)
             break
 
 
