@@ -1,9 +1,9 @@
 """The same training on ever smaller devices: `python -m examples.small_device`, on any CPU, in about a minute.
 
 A simulated device counts every byte PyTorch asks for and refuses what does not fit, as a card would. The first run has
-no limit and takes what is fast. The others are given weights, gradients, optimizer state and a share of what the first
-held above them: failed allocations are repeated, plans get leaner, and the same tokens are sampled and the same weights
-learnt.
+no limit and takes what is fast. The second runs on a device that refuses an allocation in every update: the update is
+done again. The others are given weights, gradients, optimizer state and a share of what the first held above them:
+plans get leaner, and the same tokens are sampled and the same weights learnt.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from memsafe_rl import GRPOConfig, GRPOTrainer, MemoryBudgetError, SimulatedMemo
 
 SHARES = (0.5, 0.2, 0.02)
 """Of what the first run held above its state."""
+REFUSED = 1000
+"""The allocation, counted from the rewards on, that an unreliable device refuses: in the middle of an update."""
 TOO_SMALL = 0.8
 """Of the state alone."""
 
@@ -50,12 +52,13 @@ class Run:
     plan: str
 
 
-def train(capacity_bytes: int | None, steps: int) -> Run:
+def train(capacity_bytes: int | None, steps: int, *, refusing: bool = False) -> Run:
     """Trains on a simulated device.
 
     Args:
         capacity_bytes: int, bytes of the device; None for no limit.
         steps: optimizer steps.
+        refusing: whether the device refuses one allocation in every update, for no reason.
 
     Returns:
         What came of it.
@@ -69,6 +72,8 @@ def train(capacity_bytes: int | None, steps: int) -> Run:
 
     def even_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
         completions.extend(completion_ids)
+        if refusing:
+            device.fail_after(REFUSED)
         return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
     with SimulatedMemory(capacity_bytes) as device:
@@ -132,11 +137,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps of each run")
     steps = parser.parse_args().steps
-    console, table = Console(), Table(title="One training, five devices")
+    console, table = Console(), Table(title="One training, six devices")
     for name in ("device", "peak", "failed allocations", "plan of the last update", "tokens", "weights differ by"):
         table.add_column(name)
     whole = train(None, steps)
     table.add_row("no limit", mib(whole.peak_bytes), str(whole.failures), whole.plan, "", "")
+    add_row(table, "unreliable", train(None, steps, refusing=True), whole)
     above = whole.peak_bytes - whole.state_bytes
     capacities = [whole.state_bytes + int(share * above) for share in SHARES] + [int(TOO_SMALL * whole.state_bytes)]
     for capacity in track(capacities, description="Smaller devices", console=Console(stderr=True)):
@@ -146,10 +152,22 @@ def main() -> None:
             table.add_row(mib(capacity), "", "", "none fits", "", "")
             console.print(f"{mib(capacity)}: {error}\n", soft_wrap=True, highlight=False)
             continue
-        same = "same" if run.completions == whole.completions else "differ"
-        apart = float((run.weights - whole.weights).norm() / whole.weights.norm())
-        table.add_row(mib(capacity), mib(run.peak_bytes), str(run.failures), run.plan, same, f"{apart:.0e}")
+        add_row(table, mib(capacity), run, whole)
     console.print(table)
+
+
+def add_row(table: Table, device: str, run: Run, whole: Run) -> None:
+    """Adds what one run did, beside the run with all the memory it wants.
+
+    Args:
+        table: to add to.
+        device: name of the device.
+        run: the run.
+        whole: the other.
+    """
+    same = "same" if run.completions == whole.completions else "differ"
+    apart = float((run.weights - whole.weights).norm() / whole.weights.norm())
+    table.add_row(device, mib(run.peak_bytes), str(run.failures), run.plan, same, f"{apart:.0e}")
 
 
 def mib(size_bytes: int) -> str:

@@ -40,7 +40,9 @@ class MemoryBudget:
             return cls()
         if isinstance(text, str) and text.strip().endswith("%"):
             return cls(share=_parse_share(text))
-        limit_bytes = parse_bytes(text) if isinstance(text, str) else int(text)
+        if not isinstance(text, (str, int)) or isinstance(text, bool) or text == "":
+            raise ConfigError(f"memory_budget is {text!r}; write 'auto', bytes, a size such as '16GiB', or '80%'.")
+        limit_bytes = parse_bytes(text) if isinstance(text, str) else text
         if limit_bytes <= 0:
             raise ConfigError(f"memory_budget is {text!r}; it must be more than 0 bytes, such as '16GiB'.")
         return cls(limit_bytes=limit_bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from memsafe_rl.errors import ConfigError
@@ -79,6 +81,11 @@ def _check_switch(plan: RolloutPlan | UpdatePlan, name: str) -> None:
 
 
 def _check_predictions(plan: RolloutPlan | UpdatePlan) -> None:
+    if not isinstance(plan.predicted_bytes, Mapping):
+        raise ConfigError(
+            f"{type(plan).__name__}.predicted_bytes is {plan.predicted_bytes!r}; it must be a mapping of phase to "
+            "bytes. Leave it out."
+        )
     for name, size in plan.predicted_bytes.items():
-        if isinstance(size, bool) or not isinstance(size, (int, float)) or size != size:
+        if isinstance(size, bool) or not isinstance(size, (int, float)) or not math.isfinite(size):
             raise ConfigError(f"{type(plan).__name__}.predicted_bytes[{name!r}] is {size!r}; it must be bytes.")

@@ -6,18 +6,24 @@ simulated device enforces a budget by itself; elsewhere the plans keep it.
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
 import psutil
 import torch
 
-from memsafe_rl.memory.simulated import SimulatedMemory, active_simulation
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.simulated import SimulatedMemory, active_simulation, open_simulations
 from memsafe_rl.types import Component
 
-_RESET_HIGH_WATER_MARK = "5"
+_RESET_HIGH_WATER_MARK = b"5"
 """The value that makes Linux forget a process's highest resident size (see proc(5), clear_refs)."""
+_FILE_BYTES = 4096
+"""More than any of the kernel's files about a process is long."""
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+"""Unit of the kernel's sizes."""
 
 
 class MemoryMeter(Protocol):
@@ -118,25 +124,28 @@ class HostMeter:
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._clear_refs = Path("/proc/self/clear_refs")
-        self._status = Path("/proc/self/status")
+        self._sizes = _kept_open(self, "/proc/self/statm", os.O_RDONLY)
+        self._status = _kept_open(self, "/proc/self/status", os.O_RDONLY)
+        self._clear_refs = _kept_open(self, "/proc/self/clear_refs", os.O_WRONLY)
 
     def live_bytes(self) -> int:
         """Resident bytes now."""
-        return int(self._process.memory_info().rss)
+        if self._sizes is None:
+            return int(self._process.memory_info().rss)
+        return int(os.pread(self._sizes, _FILE_BYTES, 0).split()[1]) * _PAGE_BYTES
 
     def peak_bytes(self) -> int:
         """Highest resident bytes since `reset_peak` on Linux, resident bytes now elsewhere."""
-        if self._status.exists():
-            for line in self._status.read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
+        if self._status is not None:
+            _, found, rest = os.pread(self._status, _FILE_BYTES, 0).partition(b"VmHWM:")
+            if found:
+                return int(rest.split(maxsplit=1)[0]) * 1024
         return self.live_bytes()
 
     def reset_peak(self) -> None:
         """Restarts the highest resident size where the system allows it."""
-        if self._clear_refs.exists():
-            self._clear_refs.write_text(_RESET_HIGH_WATER_MARK)
+        if self._clear_refs is not None:
+            os.pwrite(self._clear_refs, _RESET_HIGH_WATER_MARK, 0)
 
     def total_bytes(self) -> int:
         """Bytes of physical memory."""
@@ -174,6 +183,11 @@ class SimulatedMeter:
         self._simulation = simulation
         self._own_capacity_bytes = simulation.capacity_bytes
         self._enforced = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the simulated device is in force."""
+        return self._simulation in open_simulations()
 
     def live_bytes(self) -> int:
         """Bytes held now."""
@@ -223,6 +237,28 @@ class SimulatedMeter:
             self._enforced = False
 
 
+def check_meter(meter: MemoryMeter) -> None:
+    """Refuses to count on one device what happens on another.
+
+    Args:
+        meter: the meter of a trainer, chosen when it was built.
+
+    Raises:
+        ConfigError: the trainer was built outside of the simulated device it is used in, or the other way round.
+    """
+    if isinstance(meter, SimulatedMeter):
+        if not meter.is_open:
+            raise ConfigError(
+                "the trainer was built inside a SimulatedMemory that has been left. Train inside the same with block, "
+                "or build another trainer."
+            )
+    elif active_simulation() is not None:
+        raise ConfigError(
+            "the trainer was built outside of the SimulatedMemory it is used in, so that its weights are not on that "
+            "device. Build model and trainer inside the with block."
+        )
+
+
 def meter_for(device: torch.device) -> MemoryMeter:
     """Chooses the meter of a device.
 
@@ -236,3 +272,17 @@ def meter_for(device: torch.device) -> MemoryMeter:
     if simulation is not None:
         return SimulatedMeter(simulation)
     return CudaMeter(device) if device.type == "cuda" else HostMeter()
+
+
+def _kept_open(owner: object, path: str, flags: int) -> int | None:
+    """Opens one of the kernel's files for as long as its owner lives, for opening costs more than reading.
+
+    Returns:
+        The descriptor; None where there is no such file, or it may not be opened.
+    """
+    try:
+        descriptor = os.open(path, flags)
+    except OSError:
+        return None
+    weakref.finalize(owner, os.close, descriptor)
+    return descriptor

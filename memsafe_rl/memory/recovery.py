@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -37,7 +37,7 @@ SAME_PLAN_TRIES = 2
 """Tries a plan gets: a fresh one, and one after everything that can be freed was freed."""
 UNPLANNED_TRIES = 6
 """Tries of work that nothing can make smaller."""
-_MOST_PLANS = 200
+_MOST_PLANS = 60
 """Plans for one piece of work beyond which a policy is going in circles."""
 
 
@@ -235,12 +235,12 @@ class Recovery:
             leaner = self._policy.after_oom(plan, failure)  # type: ignore[type-var]
         if leaner is None:
             raise self._verdict(attempts, failed)
-        if leaner == plan:
+        self.tracker.adopt(leaner, UpdatePlan if isinstance(plan, UpdatePlan) else RolloutPlan)
+        if any(not changes(cast(RolloutPlan | UpdatePlan, failed), leaner) for failed in attempts.failed_plans):
             raise ConfigError(
-                f"{type(self._policy).__name__}.after_oom answered the plan that had just failed twice. Return a "
-                "leaner plan, or None to give up."
+                f"{type(self._policy).__name__}.after_oom answered a plan that had failed already. Return a leaner "
+                "plan, or None to give up."
             )
-        self.tracker.adopt(leaner)
         self.tracker.record("rung", phase=self.tracker.phase_now, changes=changes(plan, leaner))
         logger.warning("out of memory twice in phase %s: going on with %s", self.tracker.phase_now, leaner)
         attempts.plan = cast(Plan, leaner)
@@ -261,8 +261,9 @@ class Recovery:
     def _verdict(self, attempts: Attempts[Any], failed: _Failed) -> MemoryBudgetError:
         failure = self._failure(attempts, failed)
         held = {str(component): size for component, size in self.tracker.held_bytes().items()}
+        plans = [plan for plan in attempts.failed_plans if plan is not None]
         return MemoryBudgetError(
-            explain(failure, held, [asdict(plan) for plan in attempts.failed_plans if plan is not None]),
+            explain(failure, held, plans, limit_bytes=self.tracker.limit_bytes, policy=type(self._policy).__name__),
             failure=failure,
             held_bytes=held,
         )

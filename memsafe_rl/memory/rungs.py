@@ -219,6 +219,8 @@ def rungs_named(names: Sequence[str], phase: Phase) -> tuple[Rung, ...]:
     Raises:
         ConfigError: a name is unknown, or that of a lossy rung.
     """
+    if isinstance(names, str):
+        raise ConfigError(f"rungs is the text {names!r}; give a tuple of names, such as ({names!r},).")
     for name in names:
         if name in LOSSY:
             raise ConfigError(f"Rung {name!r} changes the task, which no plan can; list it in allow_lossy instead.")

@@ -278,6 +278,11 @@ class SimulatedMemory:
         return time.perf_counter() - self._entered_at
 
 
+def open_simulations() -> tuple[SimulatedMemory, ...]:
+    """Gives the simulated devices in force, outermost first."""
+    return tuple(_active)
+
+
 def active_simulation() -> SimulatedMemory | None:
     """Gives the innermost simulated device in force, None outside of any."""
     return _active[-1] if _active else None

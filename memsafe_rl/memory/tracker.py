@@ -59,6 +59,7 @@ class MemoryTracker:
         self._planned_at: dict[type, int] = {}
         self._corrections: dict[str, float] = {}
         self._failures: tuple[MemoryFailure, ...] = ()
+        self._enforced = False
         self._holders = holders
         self._optimizer_bytes = optimizer_bytes
         self._bands = BandWatch()
@@ -81,6 +82,21 @@ class MemoryTracker:
             optimizer_bytes=optimizer_bytes,
             parked_bytes=parked_bytes,
         )
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes at which an allocation is refused: the device's own, unless it is held to the budget."""
+        return self.budget_bytes if self._enforced else self.meter.total_bytes()
+
+    def enforce(self) -> None:
+        """Holds the device to the budget, where it can be held, until `release`."""
+        self.meter.enforce(self.budget_bytes)
+        self._enforced = True
+
+    def release(self) -> None:
+        """Takes the limit back."""
+        self.meter.release()
+        self._enforced = False
 
     @property
     def rollout_plan(self) -> RolloutPlan:
@@ -116,23 +132,27 @@ class MemoryTracker:
             if plan is not None and plan is self._plan_of(phase):
                 self._correct(phase, plan, peak - held)
 
-    def adopt(self, plan: RolloutPlan | UpdatePlan) -> None:
+    def adopt(self, plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
         """Checks a plan, remembers it and records its event.
 
         Args:
             plan: what the policy answered.
+            kind: the kind of plan it was asked for.
 
         Raises:
-            ConfigError: the plan cannot be carried out.
+            ConfigError: it is no such plan, or cannot be carried out.
         """
-        if isinstance(plan, RolloutPlan):
+        if kind is RolloutPlan:
             check_rollout_plan(plan)
         else:
             check_update_plan(plan)
         self._plans[type(plan)] = plan
         self._planned_at[type(plan)] = self.meter.live_bytes()
-        kind = "rollout" if isinstance(plan, RolloutPlan) else "update"
-        self.record("plan", kind=kind, **{**asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)})
+        self.record(
+            "plan",
+            kind="rollout" if kind is RolloutPlan else "update",
+            **{**asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)},
+        )
 
     def record(self, event: str, **details: Any) -> None:
         """Adds an event.
@@ -184,6 +204,8 @@ class MemoryTracker:
             known: gives the tensors that may live on; asked only when something grows.
             steps_per_rollout: optimizer steps that learn from one rollout.
         """
+        if not self.meter.is_exact:
+            return  # what known owners hold does not leak, and a resident size tells nothing of the rest
         held = self.held_bytes()
         for event in self._leaks.observe(self.step + 1, held, known, steps_per_rollout=steps_per_rollout):
             self.events.append(event)

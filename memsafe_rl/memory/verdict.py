@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from memsafe_rl.memory.rungs import LOSSLESS, rungs_named
 from memsafe_rl.types import Component, MemoryFailure, Phase, RolloutPlan, UpdatePlan
 from memsafe_rl.units import format_bytes
 
@@ -15,7 +16,7 @@ _DOING = {
     Phase.REWARD: "Scoring completions with a reward model",
     Phase.SCORE: "Scoring log-probs",
     Phase.UPDATE: "The gradient",
-    Phase.OPTIMIZER: "Moving the weights",
+    Phase.OPTIMIZER: "The optimizer's state or step",
     Phase.EVALUATE: "Evaluation",
     Phase.CHECKPOINT: "Writing a checkpoint",
 }
@@ -31,6 +32,16 @@ _REMEDIES = {
     Component.LOGITS: "lower max_completion_length",
     Component.TRAJECTORY: "set trajectory_device='host'",
 }
+
+_BY_PHASE = {
+    Phase.LOAD: Component.WEIGHTS,
+    Phase.ROLLOUT: Component.KV_CACHE,
+    Phase.SCORE: Component.ACTIVATIONS,
+    Phase.UPDATE: Component.ACTIVATIONS,
+    Phase.OPTIMIZER: Component.OPTIMIZER,
+    Phase.EVALUATE: Component.KV_CACHE,
+}
+"""What a phase needs most of, apart from what is held already."""
 
 
 def changes(old: RolloutPlan | UpdatePlan, new: RolloutPlan | UpdatePlan) -> dict[str, tuple[Any, Any]]:
@@ -51,13 +62,22 @@ def changes(old: RolloutPlan | UpdatePlan, new: RolloutPlan | UpdatePlan) -> dic
     }
 
 
-def explain(failure: MemoryFailure, held_bytes: Mapping[str, int], plans: Sequence[Mapping[str, Any]]) -> str:
+def explain(
+    failure: MemoryFailure,
+    held_bytes: Mapping[str, int],
+    plans: Sequence[RolloutPlan | UpdatePlan],
+    *,
+    limit_bytes: int,
+    policy: str,
+) -> str:
     """Writes the message of a `MemoryBudgetError`.
 
     Args:
         failure: the last failure.
         held_bytes: bytes by component once the failed work was cleared away.
-        plans: the plans that failed, in order, as plain values.
+        plans: the plans that failed, in order.
+        limit_bytes: int, bytes at which the device refused.
+        policy: the memory policy's name.
 
     Returns:
         A few sentences.
@@ -66,32 +86,37 @@ def explain(failure: MemoryFailure, held_bytes: Mapping[str, int], plans: Sequen
     holders = sorted(((size, name) for name, size in held_bytes.items() if size > 0), reverse=True)
     held = ", ".join(f"{name} {format_bytes(size)}" for size, name in holders) or "nothing this library knows of"
     largest = f" The largest holder is {holders[0][1]}." if holders else ""
-    remedy = _remedy(failure, [name for _, name in holders])
     return (
         f"{_DOING[failure.phase]} does not fit in memory (step {failure.step + 1}): {asked} could not be allocated "
-        f"within a budget of {format_bytes(failure.budget_bytes)}, of which {format_bytes(max(0, failure.live_bytes))} "
-        f"are held outside this work ({held}).{largest} {_tried(plans)} {remedy} "
-        f"The allocator said: {failure.message}"
+        f"within {format_bytes(limit_bytes)}, of which {format_bytes(max(0, failure.live_bytes))} are held outside "
+        f"this work ({held}).{largest} {_tried(plans, failure, policy)} "
+        f"{_remedy(failure, [name for _, name in holders])} The allocator said: {failure.message}"
     )
 
 
-def _tried(plans: Sequence[Mapping[str, Any]]) -> str:
+def _tried(plans: Sequence[RolloutPlan | UpdatePlan], failure: MemoryFailure, policy: str) -> str:
     if not plans:
         return "The same work was tried several times; there is nothing in it to cut."
-    first, last = plans[0], plans[-1]
-    steps = [
-        f"{name} {first[name]} to {last[name]}"
-        for name in first
-        if name != "predicted_bytes" and first[name] != last[name]
-    ]
-    went = f", from the first to the leanest {', '.join(steps)}" if steps else ""
+    moved = ", ".join(f"{name} {old} to {new}" for name, (old, new) in changes(plans[0], plans[-1]).items())
+    went = f", from the first to the last {moved}" if moved else ""
+    unused = _unused(plans[-1], failure)
+    if unused:
+        went += (
+            f". {policy} gave no further plan, though {', '.join(unused)} could still change; leave memory_policy out "
+            "to have that done"
+        )
     return f"{len(plans)} plan(s) were tried{went}."
 
 
+def _unused(plan: RolloutPlan | UpdatePlan, failure: MemoryFailure) -> list[str]:
+    """Names the ways in which the last plan could still have been leaner."""
+    rungs = rungs_named(LOSSLESS, failure.phase)
+    return [rung.name for rung in rungs if rung.step is not None and rung.step(plan, failure.work) is not None]
+
+
 def _remedy(failure: MemoryFailure, holders: Sequence[str]) -> str:
+    advice = [_REMEDIES[_BY_PHASE[failure.phase]]] if failure.phase in _BY_PHASE else []
     known = [Component(name) for name in holders if name in set(Component)]
-    advice = [_REMEDIES[name] for name in known if name in _REMEDIES][:1]
-    if failure.phase in (Phase.ROLLOUT, Phase.SCORE, Phase.UPDATE, Phase.EVALUATE):
-        advice.append(_REMEDIES[Component.ACTIVATIONS])
+    advice += [_REMEDIES[name] for name in known if name in _REMEDIES][:1]
     advice.append("raise memory_budget or use a larger device")
     return f"To change: {'; or '.join(dict.fromkeys(advice))}."

@@ -26,6 +26,7 @@ from memsafe_rl.checkpoint import (
 )
 from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.attribution import held_by, optimizer_tensors, watch_gradients
+from memsafe_rl.memory.monitor import check_meter
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.randomness import RandomState, capture_random_state, plain_random_state, restore_random_state
 from memsafe_rl.memory.recovery import Recovery, flush_autograd
@@ -206,7 +207,7 @@ class OnPolicyTrainer(TrainerSurface):
             self._leave(error)
             raise
         finally:
-            self._tracker.meter.release()
+            self._tracker.release()
             self._notify("close")
         return self._end(started, first)
 
@@ -334,7 +335,8 @@ class OnPolicyTrainer(TrainerSurface):
 
     def _plan_update(self, trajectory: Trajectory, mine: Sequence[int]) -> None:
         """Asks the memory policy how to cut this rank's rows."""
-        self._tracker.adopt(self.memory_policy.before_update(self._work(trajectory, mine), self._tracker.state()))
+        plan = self.memory_policy.before_update(self._work(trajectory, mine), self._tracker.state())
+        self._tracker.adopt(plan, UpdatePlan)
 
     def _work(self, trajectory: Trajectory, mine: Sequence[int]) -> UpdateWork:
         return UpdateWork(
@@ -611,9 +613,10 @@ class OnPolicyTrainer(TrainerSurface):
     def _begin(self, resume: bool | str | None) -> None:
         """Makes optimizer and schedule, and goes to where the run stands."""
         self.args.validate()
+        check_meter(self._tracker.meter)
         max_steps = self._max_steps()
         if self.args.memory_budget != "auto":
-            self._tracker.meter.enforce(self._tracker.budget_bytes)
+            self._tracker.enforce()
         self._make_optimizer(max_steps)
         self._go_to_start()
         if resume:
@@ -641,7 +644,8 @@ class OnPolicyTrainer(TrainerSurface):
             self.model, optimizer, scheduler, max_grad_norm=self.args.max_grad_norm, scaler=scaler
         )
         self._committer.drop_gradients()
-        self._recovery.repeat(self._committer.make_state)
+        with self._tracker.phase(Phase.OPTIMIZER):
+            self._recovery.repeat(self._committer.make_state)
         self._callbacks.optimizer, self._callbacks.lr_scheduler = optimizer, scheduler
 
     def _go_to_start(self) -> None:

@@ -348,9 +348,8 @@ class _TrainerConfig(TrainerFields, ABC):
         try:
             MemoryBudget.parse(self.memory_budget)
         except ConfigError as error:
-            raise ConfigError(
-                f"memory_budget is {self.memory_budget!r}: {error} 'auto' leaves the choice to the library."
-            ) from None
+            told = str(error) if "memory_budget" in str(error) else f"memory_budget is {self.memory_budget!r}: {error}"
+            raise ConfigError(f"{told} 'auto' leaves the choice to the library.") from None
         for remedy in self.allow_lossy:
             check_choice("allow_lossy", remedy, tuple(LOSSY_REMEDIES))
         for key, value in (self.gradient_checkpointing_kwargs or {}).items():

@@ -247,7 +247,7 @@ class ExperienceMaker:
     def _plan(self, prompts: Prompts) -> None:
         """Asks the memory policy how to cut the rollout."""
         work = self._work(prompts, self._config.num_generations)
-        self._tracker.adopt(self._policy.before_rollout(work, self._tracker.state()))
+        self._tracker.adopt(self._policy.before_rollout(work, self._tracker.state()), RolloutPlan)
 
     def _work(self, prompts: Prompts, group_size: int) -> RolloutWork:
         return RolloutWork(

@@ -229,6 +229,8 @@ def chosen_policy(given: MemoryPolicy | str | None, config: GRPOConfig) -> Memor
     """
     if isinstance(given, MemoryPolicy):
         return given
+    if isinstance(given, type):
+        raise ConfigError(f"memory_policy is the class {given.__name__}. Pass an instance: {given.__name__}().")
     checkpointing, place = config.gradient_checkpointing, config.trajectory_device or UpdatePlan.trajectory_device
     if given in (None, "adaptive"):
         return AdaptivePolicy(checkpointing=checkpointing, trajectory_device=place)

@@ -122,7 +122,7 @@ def test_a_policy_of_ones_own_needs_two_methods() -> None:
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused_by_name(plan: RolloutPlan | UpdatePlan, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        MemoryTracker("cpu", HostMeter(), 1).adopt(plan)
+        MemoryTracker("cpu", HostMeter(), 1).adopt(plan, type(plan))
 
 
 def test_large_caches_are_decoded_in_fewer_rows_on_a_cpu() -> None:

@@ -20,6 +20,7 @@ from memsafe_rl.memory.recovery import SAME_PLAN_TRIES, UNPLANNED_TRIES, Recover
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.types import Component, MemoryFailure, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+from memsafe_rl.units import format_bytes
 from tests.memory.test_policies import GEOMETRY
 
 WORK = UpdateWork(row_tokens=(9, 7), action_tokens=(4, 4), geometry=GEOMETRY)
@@ -169,11 +170,12 @@ def test_a_policy_that_gives_up_ends_in_an_error_that_says_everything(device: De
         device.attempts()(Failing(99))
     error, text = caught.value, str(caught.value)
     assert "The gradient does not fit in memory (step 5)" in text
-    assert "2.00 GiB could not be allocated within a budget of 953.67 MiB" in text
+    limit = format_bytes(device.tracker.meter.total_bytes())
+    assert f"2.00 GiB could not be allocated within {limit}, of which" in text
     assert "optimizer 6.00 MiB, weights 3.00 MiB" in text
     assert "The largest holder is optimizer." in text
-    assert "4 plan(s) were tried, from the first to the leanest micro_batch_tokens 8 to 1." in text
-    assert "To change: train an adapter" in text
+    assert "4 plan(s) were tried, from the first to the last micro_batch_tokens 8 to 1" in text
+    assert "train an adapter" in text
     assert "lower max_completion_length" in text
     assert "raise memory_budget" in text
     assert text.endswith("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -193,19 +195,26 @@ def test_a_policy_that_answers_the_plan_that_failed_is_refused(device: Device) -
             return replace(plan)
 
     recovery = Recovery(device.tracker, Stubborn())
-    with pytest.raises(ConfigError, match=r"Stubborn.after_oom answered the plan that had just failed twice"):
+    with pytest.raises(ConfigError, match=r"Stubborn.after_oom answered a plan that had failed already"):
         recovery.attempts(PLAN, WORK)(Failing(99))
 
 
-def test_a_policy_that_goes_in_circles_ends(device: Device) -> None:
+def test_a_policy_that_goes_in_circles_is_refused_and_one_that_never_ends_is_ended(device: Device) -> None:
     class Circling(FixedPolicy):
         def after_oom(self, plan: Any, failure: Any) -> Any:
             return replace(plan, micro_batch_tokens=3 - plan.micro_batch_tokens)
 
-    recovery, unit = Recovery(device.tracker, Circling()), Failing(10**9)
-    with pytest.raises(MemoryBudgetError, match=r"200 plan\(s\) were tried"):
-        recovery.attempts(replace(PLAN, micro_batch_tokens=1), WORK)(unit)
-    assert len(unit.plans) == 200 * SAME_PLAN_TRIES
+    class Growing(FixedPolicy):
+        def after_oom(self, plan: Any, failure: Any) -> Any:
+            return replace(plan, micro_batch_tokens=plan.micro_batch_tokens + 1)
+
+    with pytest.raises(ConfigError, match=r"Circling.after_oom answered a plan that had failed already"):
+        Recovery(device.tracker, Circling()).attempts(replace(PLAN, micro_batch_tokens=1), WORK)(Failing(10**9))
+    recovery, unit = Recovery(device.tracker, Growing()), Failing(10**9)
+    told = r"60 plan\(s\) were tried.*Growing gave no further plan"
+    with device.tracker.phase(Phase.UPDATE), pytest.raises(MemoryBudgetError, match=told):
+        recovery.attempts(PLAN, WORK)(unit)
+    assert len(unit.plans) == 60 * SAME_PLAN_TRIES
 
 
 def test_a_plan_that_cannot_be_carried_out_is_refused(device: Device) -> None:

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 
-from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.memory.policies import LadderPolicy
+from memsafe_rl.errors import ConfigError, DataError, MemoryBudgetError, MemsafeError
+from memsafe_rl.memory.policies import FixedPolicy, LadderPolicy, MemoryPolicy
 from memsafe_rl.memory.presets import PRESETS
+from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.types import RolloutPlan, UpdatePlan
+from memsafe_rl.units import format_bytes
 from tests.tiny import tiny_model
 from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, weights
 from tests.trainers.test_training import StopAt
@@ -279,3 +283,89 @@ def test_a_memory_policy_may_be_named(tmp_path: Path) -> None:
     assert make_trainer(tmp_path, policy="ladder").memory_policy == LadderPolicy()
     with pytest.raises(ConfigError, match=r"8-14GB.*Did you mean '8-12GB'"):
         make_trainer(tmp_path, policy="8-14GB")
+    with pytest.raises(ConfigError, match=r"is the class LadderPolicy. Pass an instance: LadderPolicy\(\)"):
+        make_trainer(tmp_path, policy=LadderPolicy)
+
+
+@dataclass(frozen=True)
+class Answers(MemoryPolicy):
+    """Answers whatever it is given."""
+
+    rollout: Any = field(default_factory=RolloutPlan)
+    update: Any = field(default_factory=UpdatePlan)
+    later: Any = None
+
+    def before_rollout(self, work: Any, memory: Any) -> Any:
+        return self.rollout
+
+    def before_update(self, work: Any, memory: Any) -> Any:
+        return self.update
+
+    def after_oom(self, plan: Any, failure: Any) -> Any:
+        return self.later and self.later(plan)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        (Answers(rollout=UpdatePlan()), "RolloutPlan"),
+        (Answers(rollout=None), "RolloutPlan"),
+        (Answers(update=RolloutPlan()), "UpdatePlan"),
+        (Answers(rollout=RolloutPlan(predicted_bytes=None)), "predicted_bytes is None"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_policy_must_answer_the_kind_of_plan_it_is_asked_for(tmp_path: Path, policy: Answers, kind: str) -> None:
+    with pytest.raises(ConfigError, match=kind):
+        make_trainer(tmp_path, policy=policy).train()
+
+
+def fails_always(trainer: GRPOTrainer, device: SimulatedMemory) -> None:
+    """Refuses every update whatever its plan: the device is as full as it may be when the gradient begins."""
+    begin = trainer._plan_update
+
+    def full(*arguments: Any) -> None:
+        begin(*arguments)
+        device.set_capacity(device.live_bytes + 16_384)
+
+    trainer._plan_update = full  # type: ignore[method-assign]
+
+
+def test_a_policy_that_goes_in_circles_is_stopped_and_one_that_gives_up_early_is_told_what_is_left(
+    tmp_path: Path,
+) -> None:
+    pair = [UpdatePlan(micro_batch_tokens=64), UpdatePlan(micro_batch_tokens=65)]
+    messages = []
+    for policy in (Answers(update=pair[0], later=lambda plan: pair[plan == pair[0]]), FixedPolicy()):
+        with SimulatedMemory() as device:
+            trainer = make_trainer(tmp_path, policy=policy)
+            fails_always(trainer, device)
+            with pytest.raises(MemsafeError) as caught:
+                trainer.train()
+            device.set_capacity(None)
+        messages.append(str(caught.value))
+    assert "after_oom answered a plan that had failed already" in messages[0]
+    assert "FixedPolicy gave no further plan, though checkpointing, offload_activations, logprob_tile" in messages[1]
+    assert "leave memory_policy out" in messages[1]
+
+
+def test_a_trainer_is_used_on_the_device_it_was_built_on(tmp_path: Path) -> None:
+    outside = make_trainer(tmp_path)
+    with SimulatedMemory():
+        with pytest.raises(ConfigError, match="built outside of the SimulatedMemory it is used in"):
+            outside.train()
+        inside = make_trainer(tmp_path)
+        with SimulatedMemory():
+            inside.train()
+    with pytest.raises(ConfigError, match="built inside a SimulatedMemory that has been left"):
+        inside.train()
+
+
+def test_what_does_not_fit_is_named_with_the_limit_that_refused_it(tmp_path: Path) -> None:
+    model = tiny_model()
+    weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    with SimulatedMemory() as device:
+        trainer = make_trainer(tmp_path, model=tiny_model(), memory_budget=int(1.5 * weights_bytes))
+        with pytest.raises(MemoryBudgetError, match=r"The optimizer's state or step.*optim='adamw_bnb_8bit'") as caught:
+            trainer.train()
+    assert format_bytes(int(1.5 * weights_bytes)) in str(caught.value)
+    assert device.capacity_bytes is None
