@@ -10,9 +10,9 @@ faults; half of them fall anywhere, half into a phase that was drawn first. Comp
 stored for later steps, the gradient before clipping, the weights, the bytes held, and what the reward function was
 given. Where plans may become leaner, several faults fall on a step.
 
-At the end the user's own code breaks runs off in the middle of a storm: a reward function that raises, one that runs
-out of memory itself, a callback that raises, Ctrl+C at any operator. The error has to come out, nothing may be left
-behind, and the run has to go on from its checkpoint as if nothing had happened.
+At the end runs are broken off in the middle of a storm: by a reward function that raises, by one that runs out of
+memory itself, by a callback that raises, by Ctrl+C at any operator, and by memory that never suffices. The error has to
+come out, nothing may be left behind, and the run has to go on from its checkpoint as if nothing had happened.
 
 Writes `benchmarks/results/fault_storm.json`; exits with 1 if anything was not as it must be.
 """
@@ -28,7 +28,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +168,7 @@ def main() -> None:
         "machine": describe_machine(),
         "seed": arguments.seed,
         "summary": summary,
-        "scenes": {name: asdict(part) for name, part in found.items()},
+        "scenes": {name: {**vars(part), "by_phase": dict(part.by_phase)} for name, part in found.items()},
         "users_errors": upset_found,
     }
     arguments.results.write_text(json.dumps(record, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""What the user's own code raises in a storm comes out as it is, leaves nothing behind, and can be gone on from."""
+"""What ends a run in the middle of a storm comes out as it is, leaves nothing behind, and can be gone on from."""
 
 from __future__ import annotations
 
@@ -16,14 +16,25 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.storms import NEVER, WEIGHT_TOLERANCE, Scene, Storm, Watched
-from memsafe_rl import SimulatedMemory
+from memsafe_rl import MemoryBudgetError, SimulatedMemory
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.memory.randomness import capture_random_state, plain_random_state
 
-UPSETS = ("a reward that raises", "a reward that runs out of memory", "a callback that raises", "Ctrl+C")
+UPSETS = (
+    "a reward that raises",
+    "a reward that runs out of memory",
+    "a callback that raises",
+    "Ctrl+C",
+    "memory that never suffices",
+)
+SELF_SAVING = ("Ctrl+C", "memory that never suffices")
+"""After these a run saves where it stands, as it was before the step; after any other, what was saved before serves."""
 
 _SMALL_BYTES = 16 * 1024
 """Bytes that may stay after an error: a rollout and random states. A graph of the tiny model has many times as many."""
+
+_LEFT_BYTES = 2000
+"""Bytes that are left to a run whose memory never suffices: no step of the tiny model can do with them."""
 
 
 class UsersError(Exception):
@@ -55,14 +66,16 @@ class _Plot:
     """What is going to go wrong.
 
     Args:
-        expected: the error that has to come out; None for `KeyboardInterrupt`.
+        expected: the error that has to come out, or its class.
         around: entered around the run.
-        random: state of the random generators when the user's function raised.
+        random: state of the random generators when a reward function raised.
+        calls: the call of the reward function that ends the run; None where something else does.
     """
 
-    expected: BaseException | None = None
+    expected: BaseException | type[BaseException]
     around: AbstractContextManager[Any] = field(default_factory=nullcontext)
     random: dict[str, Any] | None = None
+    calls: int | None = None
 
 
 def upset(scene: Scene, kind: str, seed: int, output_dir: Path) -> list[str]:
@@ -78,8 +91,7 @@ def upset(scene: Scene, kind: str, seed: int, output_dir: Path) -> list[str]:
         What may not be.
     """
     with SimulatedMemory(exact=True) as device, _heard_interrupts():
-        # Ctrl+C saves by itself; after any other error a run goes on from what was saved before.
-        every = NEVER if kind == "Ctrl+C" else 1
+        every = NEVER if kind in SELF_SAVING else 1
         watched = Watched(scene, device, output_dir, max_steps=4, save_strategy="steps", save_steps=every)
         found = _upset(watched, Storm(device, watched.trainer._tracker, seed), kind, output_dir)
         del watched
@@ -104,6 +116,7 @@ def _upset(watched: Watched, storm: Storm, kind: str, output_dir: Path) -> list[
         wrong = _run_into(trainer.train, plot)
     calls = len(watched.reward.calls)
     watched.reward.upset = watched.ends.upset = None
+    device.set_capacity(None)
     wrong += _left_behind(watched, manner, live_bytes)
     if plot.random is not None and plot.random != plain_random_state(capture_random_state()):
         wrong.append("random numbers do not go on from where the reward function left them")
@@ -115,31 +128,36 @@ def _upset(watched: Watched, storm: Storm, kind: str, output_dir: Path) -> list[
     apart = float((watched.weights() - calm).norm() / (calm - watched.start).norm())
     if apart > (0.0 if watched.scene.is_bitwise else WEIGHT_TOLERANCE):
         wrong.append(f"going on (from a checkpoint: {saved}) ends {apart:.1e} of the distance away")
-    if "reward" in kind and plot.expected is not None and calls != plot.expected.args[1]:
-        wrong.append(f"the reward function that raised in call {plot.expected.args[1]} was called {calls} times")
+    if plot.calls is not None and calls != plot.calls:
+        wrong.append(f"the reward function was called {calls} times, though call {plot.calls} ended the run")
     return wrong
 
 
 def _plot(watched: Watched, kind: str, at: int) -> _Plot:
     """Prepares what goes wrong, at an operator, a step or a rollout, counted from 1."""
     if kind == "Ctrl+C":
-        return _Plot(around=CtrlC(at))
-    error: BaseException = UsersError("the user's own", at)
+        return _Plot(KeyboardInterrupt, around=CtrlC(at))
+    error: BaseException = UsersError("the user's own")
     if kind == "a reward that runs out of memory":
-        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.", at)
-    plot = _Plot(error)
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+    plot = _Plot(MemoryBudgetError if kind == "memory that never suffices" else error)
 
-    def raise_at(count: int) -> None:
-        if count == at:
-            if "reward" in kind:
-                with host_memory():
-                    plot.random = plain_random_state(capture_random_state())
+    def end_callback(step: int) -> None:
+        if step == at:
             raise error
 
+    def end_reward(call: int) -> None:
+        if call == at and plot.expected is error:
+            with host_memory():
+                plot.random = plain_random_state(capture_random_state())
+            raise error
+        if call == at:
+            watched.device.set_capacity(watched.device.live_bytes + _LEFT_BYTES)
+
     if kind == "a callback that raises":
-        watched.ends.upset = raise_at
+        watched.ends.upset = end_callback
     else:
-        watched.reward.upset = raise_at
+        watched.reward.upset, plot.calls = end_reward, at
     return plot
 
 
@@ -147,13 +165,10 @@ def _run_into(train: Callable[[], Any], plot: _Plot) -> list[str]:
     """Trains until the error comes out; nothing of it is left when this returns."""
     try:
         train()
-    except KeyboardInterrupt:
-        return [] if plot.expected is None else ["an interrupt that nobody sent"]
     except BaseException as error:
-        if error is not plot.expected:
+        if error is not plot.expected and type(error) is not plot.expected:
             return [f"{type(error).__name__} came out instead: {error}"]
-        plot.expected = type(error)(*error.args)  # without the traceback, which holds frames
-        error.__traceback__ = None
+        error.__traceback__ = None  # which holds frames
         return []
     return ["the error was swallowed"]
 

@@ -70,7 +70,7 @@ def test_no_allocation_of_a_run_is_unguarded(name: str, settings: dict[str, Any]
 
 @pytest.mark.parametrize("kind", UPSETS)
 @pytest.mark.parametrize("name", ["full, recomputed, dropout", "LoRA, dropout, KL to the base"])
-def test_an_error_of_the_users_own_comes_out_and_leaves_nothing_behind(name: str, kind: str, tmp_path: Path) -> None:
+def test_what_ends_a_run_comes_out_and_leaves_nothing_behind(name: str, kind: str, tmp_path: Path) -> None:
     assert upset(NAMED[name], kind, seed=0, output_dir=tmp_path / "run") == []
 
 
