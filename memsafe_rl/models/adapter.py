@@ -75,6 +75,17 @@ class ModelAdapter(Protocol):
             Logits of the next token (B, V).
         """
 
+    def stretch(self, state: DecodeState, slots: int) -> bool:
+        """Widens a cache in place as if so many tokens had been read, without reading them; to measure, not to decode.
+
+        Args:
+            state: a cache of rows that have been read.
+            slots: slots of every row afterwards.
+
+        Returns:
+            Whether it could; False where this kind of cache only grows by reading.
+        """
+
     def distribution(
         self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None
     ) -> TokenDistribution:

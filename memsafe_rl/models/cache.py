@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -123,6 +124,22 @@ class CausalDecodeState:
             trimmable=self.trimmable,
         )
 
+    def stretch(self, slots: int) -> bool:
+        """Widens the cache in place to so many slots, with keys and values that mean nothing.
+
+        Args:
+            slots: slots of every row afterwards; fewer than there are change nothing.
+
+        Returns:
+            Whether it could: False, with nothing changed, if a layer is neither plain nor windowed attention.
+        """
+        if not self.trimmable:
+            return False
+        for layer in self.cache.layers:
+            _stretch(layer, slots)
+        self.width = max(self.width, slots)
+        return True
+
 
 def is_trimmable(cache: Any) -> bool:
     """Tells whether slots can be cut off the front of a cache.
@@ -149,6 +166,18 @@ def _select(layer: Any, rows: Tensor, trim: int) -> None:
         first = layer.keys.shape[-2] - held
         layer.keys, layer.values = layer.keys[:, :, first:], layer.values[:, :, first:]
     layer.reorder_cache(rows)
+
+
+def _stretch(layer: Any, slots: int) -> None:
+    held = slots
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = max(layer.cumulative_length, slots)
+        held = min(slots, layer.sliding_window - 1)
+    missing = held - layer.keys.shape[-2]
+    if missing > 0:
+        layer.keys, layer.values = (
+            torch.cat([part, part[:, :, :1].expand(-1, -1, missing, -1)], dim=2) for part in (layer.keys, layer.values)
+        )
 
 
 def _selected_pads(pads: tuple[int, ...] | None, rows: Tensor) -> tuple[int, ...] | None:

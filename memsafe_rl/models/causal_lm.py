@@ -181,6 +181,19 @@ class CausalLMAdapter:
         """
         return self._next_logits(cast(CausalDecodeState, state), tokens_B.to(self.device)[:, None])
 
+    @torch.no_grad()
+    def stretch(self, state: DecodeState, slots: int) -> bool:
+        """Widens a cache in place as if so many tokens had been read, without reading them; to measure, not to decode.
+
+        Args:
+            state: a cache of rows that have been read.
+            slots: slots of every row afterwards.
+
+        Returns:
+            Whether it could; False where a layer is neither plain nor windowed attention.
+        """
+        return cast(CausalDecodeState, state).stretch(slots)
+
     @contextmanager
     def reference(self) -> Iterator[ModelAdapter]:
         """Gives the reference: the frozen copy, else the PEFT adapter named "ref", else the base with adapters off.

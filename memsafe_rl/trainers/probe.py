@@ -25,6 +25,7 @@ from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.randomness import capture_random_state, set_random_state
 from memsafe_rl.memory.tracker import MemoryTracker
+from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.rollout.generation import Wave, eval_mode, next_wave, sample_wave
 from memsafe_rl.rollout.scoring import score_all
 from memsafe_rl.trainers.base import OnPolicyTrainer
@@ -32,7 +33,7 @@ from memsafe_rl.trainers.data import Prompts
 from memsafe_rl.trainers.experience import Experience
 from memsafe_rl.trainers.lossy import next_concession
 from memsafe_rl.trainers.ranks import Ranks
-from memsafe_rl.types import ModelGeometry, Phase, Ragged, RolloutPlan, SamplingSettings, SequenceKey, Trajectory
+from memsafe_rl.types import Phase, Ragged, RolloutPlan, SequenceKey, Trajectory
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,7 @@ def probe_worst_case(trainer: OnPolicyTrainer) -> dict[str, int]:
     flight as long as it can become), without decoding up to it; a scoring pass where the run needs one; the update by
     two micro-batches of the longest rows; the commit up to the point where weights would move. Reward functions are
     not called, so a reward model's own passes are not tried; nor is the first step of an optimizer that makes its
-    state then (those of bitsandbytes). Where few rows are in flight, rows without padding stand for padded ones, which
-    repeat one layer's keys and values for grouped heads.
+    state then (those of bitsandbytes).
 
     Weights, optimizer, random generators, data position and plans are untouched if everything fits, and the run
     learns bit for bit what it would have learnt. If a plan failed, its failure is remembered, so that the policy
@@ -191,48 +191,57 @@ def _probe(trial: OnPolicyTrainer, longest: Longest) -> None:
 
 
 def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
-    """Tries a wave of the longest prompts at its first and at its last moment, under the plan of the longest rows."""
+    """Tries a wave of the longest prompts, at its first moment and at its last, under the plan of the longest rows."""
     maker, config, group = trial._maker, trial.args, trial.args.num_generations
-    prompts = Prompts((), (), (longest.ids(len(longest.prompt)),) * config.prompts_per_rollout)
+    # Prompts of unequal length are padded, as those of a real wave are.
+    ids = [longest.ids(max(1, len(longest.prompt) - place % 2)) for place in range(config.prompts_per_rollout)]
+    prompts = Prompts((), (), tuple(ids))
     maker._plan(prompts)
     attempt = maker._attempt(maker._work(prompts, group))
     waiting = [divmod(row, group) for row in range(_share(trial, config.rollout_rows))]
-    lengths = [len(ids) for ids in prompts.ids]
+    lengths, sampling = [len(row) for row in ids], maker._sampling
+    two_tokens = replace(sampling, max_new_tokens=min(2, sampling.max_new_tokens), eos_token_ids=())
 
-    def rows_of(plan: RolloutPlan) -> list[tuple[int, int]]:
-        return next_wave(waiting, lengths, longest.completion_tokens, trial.adapter.geometry, plan)
-
-    def read(plan: RolloutPlan) -> None:
-        rows = rows_of(plan)
-        sample_wave(trial.adapter, _wave(prompts.ids, [prompt for prompt, _ in rows]), _two_tokens(maker._sampling))
-
-    def end(plan: RolloutPlan) -> None:
-        count = len(rows_of(plan))
-        ids = longest.ids(max(1, longest.row_tokens - 2))
-        padded = len(ids) > 1 and _reads_two_within(trial.adapter.geometry, len(ids), count)
-        wave = _wave((ids, ids[1:]), [row % 2 for row in range(count)]) if padded else _wave((ids,), [0] * count)
-        sample_wave(trial.adapter, wave, _two_tokens(maker._sampling))
+    def from_first_to_last(plan: RolloutPlan) -> None:
+        rows = next_wave(waiting, lengths, longest.completion_tokens, trial.adapter.geometry, plan)
+        ending = _AtTheEnd(trial.adapter, longest.row_tokens - 2)
+        sample_wave(cast(ModelAdapter, ending), _wave(ids, rows), two_tokens)
+        if not ending.stretched and longest.completion_tokens > 2:  # a cache that only grows by reading
+            alike = [(0, sample) for sample in range(len(rows))]
+            sample_wave(trial.adapter, _wave([longest.ids(longest.row_tokens - 2)], alike), two_tokens)
 
     with trial._tracker.phase(Phase.ROLLOUT):
-        attempt(read)
-        attempt(end)
+        attempt(from_first_to_last)
 
 
-def _reads_two_within(geometry: ModelGeometry, tokens: int, rows: int) -> bool:
-    """Whether reading two rows of unequal length, as no rollout does, stays under what the last moment itself holds."""
-    working = geometry.compute_bytes * 3 * (geometry.hidden_size + geometry.intermediate_size) * 2 * tokens
-    mask = geometry.compute_bytes * 2 * tokens**2
-    return working + mask + 2 * geometry.kv_bytes(tokens) <= rows * geometry.kv_bytes(tokens)
+class _AtTheEnd:
+    """An adapter as a wave sees it whose first decoding step is its last: the cache is widened before it.
+
+    Args:
+        adapter: the network.
+        slots: slots of the cache before the last step.
+    """
+
+    def __init__(self, adapter: ModelAdapter, slots: int) -> None:
+        self.model, self.device = adapter.model, adapter.device
+        self.prefill, self.select = adapter.prefill, adapter.select
+        self.stretched = False
+        self._adapter, self._slots = adapter, slots
+
+    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
+        """Appends one token to every row of the widened cache."""
+        self.stretched = self._adapter.stretch(state, self._slots)
+        return self._adapter.decode_step(state, tokens_B)
 
 
-def _two_tokens(sampling: SamplingSettings) -> SamplingSettings:
-    """The run's sampling, stopped after the first token on a cache that was spread over the rows."""
-    return replace(sampling, max_new_tokens=min(2, sampling.max_new_tokens), eos_token_ids=())
-
-
-def _wave(prompts: Sequence[Tensor], prompt_of_row: Sequence[int]) -> Wave:
-    keys = tuple(SequenceKey(0, 0, 0, row) for row in range(len(prompt_of_row)))
-    return Wave(tuple(prompts[: max(prompt_of_row) + 1]), tuple(prompt_of_row), keys)
+def _wave(prompts: Sequence[Tensor], rows: Sequence[tuple[int, int]]) -> Wave:
+    """Makes a wave of (prompt, sample) pairs."""
+    wanted = list(dict.fromkeys(prompt for prompt, _ in rows))
+    return Wave(
+        tuple(prompts[prompt] for prompt in wanted),
+        tuple(wanted.index(prompt) for prompt, _ in rows),
+        tuple(SequenceKey(0, 0, prompt, sample) for prompt, sample in rows),
+    )
 
 
 def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory, tile: int) -> None:

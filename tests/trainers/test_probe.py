@@ -18,6 +18,7 @@ from peft import LoraConfig
 from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy
 from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.models.causal_lm import CausalLMAdapter
 from memsafe_rl.trainers import probe as probe_module
 from memsafe_rl.trainers.probe import find_longest, probe_worst_case
 from memsafe_rl.types import RolloutPlan, UpdatePlan
@@ -90,7 +91,7 @@ def test_a_rollout_that_cannot_fit_is_found_without_decoding(tmp_path: Path, mon
             trainer.adapter, "decode_step", lambda state, tokens: steps.append(state.rows) or original(state, tokens)
         )
         peaks = probe_worst_case(trainer)
-        assert steps == [8, 8]  # one step at the first moment, one at the last, of eight rows
+        assert steps == [8]
         # The update's peak is higher, so the rollout alone is refused by refusing all its caches.
         device.set_capacity(peaks["rollout"] - 2**12)
         with pytest.raises(MemoryBudgetError, match="The rollout does not fit"):
@@ -132,6 +133,39 @@ def test_mixed_lengths_are_padded_as_in_the_run(tmp_path: Path) -> None:
         trainer.train()
     (probed,) = [event["peak_bytes"] for event in trainer.memory_events if event["event"] == "probe"]
     assert probed["rollout"] == pytest.approx(trainer.history[0]["memory/rollout_peak_bytes"], rel=0.02)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("width", [5, 40])
+def test_a_stretched_cache_is_as_large_as_a_read_one(arch: str, width: int) -> None:
+    """Gemma-3's windows hold five slots of six, the present token's being the sixth."""
+    adapter = CausalLMAdapter(tiny_model(arch), pad_token_id=0)
+    _, short = adapter.prefill([torch.arange(2, 6), torch.arange(2, 5)])
+    assert adapter.stretch(short, width)
+    _, read = adapter.prefill([torch.arange(2, 2 + width), torch.arange(2, 1 + width)])
+    for state in (short, read):
+        assert state.width == width
+        assert adapter.decode_step(state, torch.tensor([2, 3])).isfinite().all()
+        assert state.width == width + 1
+    shapes = [[layer.keys.shape for layer in state.cache.layers] for state in (short, read)]
+    assert shapes[0] == shapes[1]
+    assert [layer.get_seq_length() for layer in short.cache.layers] == [width + 1] * 2
+
+
+def test_a_cache_that_only_grows_by_reading_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CausalLMAdapter, "stretch", lambda *_: False)
+    with SimulatedMemory():
+        trainer = late_run(
+            tmp_path,
+            train_dataset=Dataset.from_dict({"prompt": ["1" * 20] * 8}),
+            max_completion_length=100,
+            generation_kwargs={"eos_token_id": VOCABULARY + 1},
+            probe_worst_case=True,
+            max_steps=1,
+        )
+        trainer.train()
+    (probed,) = [event["peak_bytes"] for event in trainer.memory_events if event["event"] == "probe"]
+    assert probed["rollout"] == pytest.approx(trainer.history[0]["memory/rollout_peak_bytes"], rel=0.05)
 
 
 # Plans that shrink
