@@ -381,8 +381,8 @@ class _Proof:
             asked = getattr(error.failure, "requested_bytes", None)
             phase = getattr(error.failure, "phase", "it")
             wanted = "an allocation" if asked is None else f"an allocation of {format_bytes(asked)}"
-            budget_bytes = self._trainer._tracker.budget_bytes
-            return f"{wanted} was refused in phase {phase}, within a budget of {format_bytes(budget_bytes)}", None
+            limit = format_bytes(self._trainer._tracker.limit_bytes)
+            return f"{wanted} was refused in phase {phase}, within {limit}", None
 
     def _failing_arm(self, chosen: Arm, counted: _Faults) -> Arm:
         """The chosen plan, with one failure half way through the rollout and one in the last micro-batch's backward."""
