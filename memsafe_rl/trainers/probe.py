@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.errors import MemoryBudgetError
+from memsafe_rl.errors import DataError, MemoryBudgetError
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.randomness import capture_random_state, set_random_state
 from memsafe_rl.memory.tracker import MemoryTracker
@@ -99,7 +99,8 @@ def probe_worst_case(trainer: OnPolicyTrainer) -> dict[str, int]:
         error = _try(trainer, longest)
         if not isinstance(error, MemoryBudgetError):
             return error
-        allowed = trainer.args.allow_lossy if trainer._ranks.world_size == 1 else ()
+        listed = trainer.args.allow_lossy if trainer._ranks.world_size == 1 else ()
+        allowed = [name for name in listed if name != "optim" or trainer._given_optimizers[0] is None]
         concession = None if error.failure is None else next_concession(trainer.args, allowed, error.failure)
         if concession is None:
             raise error
@@ -145,21 +146,33 @@ def find_longest(trainer: OnPolicyTrainer) -> Longest:
 
     Returns:
         The row.
+
+    Raises:
+        DataError: every prompt looked at is longer than the run takes.
     """
     reader, dataset = trainer._maker._read_prompts, cast(Any, trainer).train_dataset
     completion_tokens = trainer.args.max_completion_length
     if isinstance(dataset, Dataset):
         starts = range(0, len(dataset), _TOKENIZE_BATCH)
-        batches: list[Any] = [dataset[start : start + _TOKENIZE_BATCH]["prompt"] for start in starts]
+        batches: Iterable[Any] = (dataset[start : start + _TOKENIZE_BATCH]["prompt"] for start in starts)
         source = "the longest of train_dataset"
     else:
         batches = [[example["prompt"] for example in trainer._source.take(0, _STREAM_SAMPLE)]]
         source = f"the longest of the stream's first {_STREAM_SAMPLE}"
-    rows = [tuple(ids) for batch in batches for ids in reader.ids(batch)]
-    if reader.limit is not None:
-        truncated = trainer.args.overlong_prompts == "truncate"
-        rows = [row[-reader.limit :] for row in rows if truncated or len(row) <= reader.limit]
-    longest = Longest(max(rows, key=len), completion_tokens, source)
+    limit, truncated = reader.limit, trainer.args.overlong_prompts == "truncate"
+    rows = (
+        ids if limit is None else ids[-limit:]
+        for batch in batches
+        for ids in reader.ids(batch)
+        if truncated or limit is None or len(ids) <= limit
+    )
+    found: list[int] = max(rows, key=len, default=[])
+    if not found:
+        raise DataError(
+            f"none of the prompts looked at has at most {limit} tokens, so that there is no worst case to try. Raise "
+            "max_prompt_length, set overlong_prompts='truncate', or set probe_worst_case=False."
+        )
+    longest = Longest(tuple(found), completion_tokens, source)
     given = trainer.args.max_prompt_length
     if isinstance(dataset, Dataset) or given is None:
         return longest

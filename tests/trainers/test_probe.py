@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from datasets import Dataset
 from peft import LoraConfig
 
-from memsafe_rl.errors import MemoryBudgetError
+from memsafe_rl.errors import DataError, MemoryBudgetError
 from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.models.causal_lm import CausalLMAdapter
@@ -342,6 +342,13 @@ def test_the_longest_prompt(tmp_path: Path, settings: dict[str, Any], tokens: in
     longest = find_longest(trainer)
     assert (len(longest.prompt), longest.source) == (tokens, source)
     assert longest.row_tokens == tokens + 6
+
+
+def test_a_stream_without_a_usable_prompt_is_refused(tmp_path: Path) -> None:
+    stream = Dataset.from_dict({"prompt": ["1" * 30] * 4}).to_iterable_dataset()
+    trainer = make_trainer(tmp_path, train_dataset=stream, max_prompt_length=20)
+    with pytest.raises(DataError, match="at most 20 tokens"):
+        find_longest(trainer)
 
 
 def test_ids_of_any_length() -> None:
