@@ -283,6 +283,7 @@ class OnPolicyTrainer(TrainerSurface):
             self._experience = experience
             metrics = self._account(measured, gradient.micro_batches)
             self._advance(metrics)
+            self._note(metrics)
             self._random_before_step = None
         return metrics
 
@@ -502,14 +503,17 @@ class OnPolicyTrainer(TrainerSurface):
         measured = metrics[f"approx_kl/{rule.estimator}_{rule.unit}"]
         return {"measured": measured, "target": rule.target} if measured > rule.target else {}
 
+    def _note(self, metrics: Mapping[str, float]) -> None:
+        """Writes a step down that is done."""
+        self.history.append({"step": float(self.state.global_step), "epoch": self._epoch(), **metrics})
+        for name, value in metrics.items():
+            self._pending[name].append(value)
+
     def _finish_step(self, metrics: dict[str, float]) -> None:
         """Logs, evaluates, saves and stops as callbacks say."""
         epoch = self._epoch()
         crossed = int(epoch) > int(self.state.epoch)
         self.state.epoch = epoch
-        self.history.append({"step": float(self.state.global_step), "epoch": epoch, **metrics})
-        for name, value in metrics.items():
-            self._pending[name].append(value)
         self._notify("on_progress", self.state.global_step, metrics)
         self.control = self._callbacks.on_step_end(self.args, self.state, self.control)
         if self._used_up():

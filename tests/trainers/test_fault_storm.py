@@ -6,6 +6,7 @@ flushed. At length: `python -m benchmarks.fault_storm`.
 """
 
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from benchmarks.storms import GRADIENT_TOLERANCE, SCENES, Scene, storm_over, sweep
 from benchmarks.upsets import UPSETS, upset
 from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.trainers.optimizer import Committer
 from tests.trainers.helpers import make_trainer, weights
 
 FAULTS = 100
@@ -94,6 +96,35 @@ def test_an_interrupt_between_a_rollout_and_its_first_update_is_gone_on_from(tmp
     assert torch.equal(weights(second), weights(whole))
     for name in ("reward", "num_tokens", "completions/mean_length", "loss"):
         assert [step[name] for step in second.history] == [step[name] for step in whole.history]
+
+
+def test_an_interrupt_while_weights_move_waits_until_the_step_is_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Committer.commit
+    commits: list[int] = []
+
+    def interrupted(self: Committer) -> None:
+        commits.append(1)
+        if len(commits) == 2:
+            signal.raise_signal(signal.SIGINT)
+        commit(self)
+
+    settings: dict[str, Any] = {"max_steps": 3, "save_strategy": "steps", "save_steps": 100}
+    whole = make_trainer(tmp_path / "a", **settings)
+    whole.train()
+    monkeypatch.setattr(Committer, "commit", interrupted)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            make_trainer(tmp_path / "b", **settings).train()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert (tmp_path / "b" / "checkpoint-2").is_dir()
+    second = make_trainer(tmp_path / "b", **settings)
+    second.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(second), weights(whole))
+    assert [step["step"] for step in second.history] == [1.0, 2.0, 3.0]
 
 
 def test_an_interrupted_backward_leaves_no_graph(tmp_path: Path) -> None:
