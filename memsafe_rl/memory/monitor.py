@@ -244,7 +244,8 @@ def check_meter(meter: MemoryMeter) -> None:
         meter: the meter of a trainer, chosen when it was built.
 
     Raises:
-        ConfigError: the trainer was built outside of the simulated device it is used in, or the other way round.
+        ConfigError: the trainer was built outside of a simulated device of limited capacity that it is used in, or it
+            is used outside of the one it was built in.
     """
     if isinstance(meter, SimulatedMeter):
         if not meter.is_open:
@@ -252,7 +253,7 @@ def check_meter(meter: MemoryMeter) -> None:
                 "the trainer was built inside a SimulatedMemory that has been left. Train inside the same with block, "
                 "or build another trainer."
             )
-    elif active_simulation() is not None:
+    elif (simulation := active_simulation()) is not None and simulation.capacity_bytes is not None:
         raise ConfigError(
             "the trainer was built outside of the SimulatedMemory it is used in, so that its weights are not on that "
             "device. Build model and trainer inside the with block."

@@ -26,6 +26,10 @@ _SUMMED = (Component.ACTIVATIONS, Component.GRADIENTS, Component.GRADIENTS)
 _LEAST_LOGPROB = -1e4
 """Nats; its exponential is 0 in float64, so that a token that cannot be drawn adds 0 instead of 0 x inf."""
 
+_LEAST_ROWS = 8
+"""Rows under which a CPU's matrix product adds the vocabulary's entries one after another: at 49,152 of them rounding
+was measured to reach 4e-5 of the gradient, against 1e-6 with rows of zeros beside."""
+
 
 def token_logprobs(
     distribution: TokenDistribution, *, temperature: float, tile: int, with_entropy: bool
@@ -292,6 +296,9 @@ class _HeadGradients:
         dtype = self._recipe.product_dtype
         if total.device.type == "cuda" and dtype.itemsize == 2:
             torch.addmm(total, left.to(dtype), right.to(dtype), out_dtype=total.dtype, out=total)
+        elif total.device.type == "cpu" and len(left) < _LEAST_ROWS:
+            padded = torch.cat([left, left.new_zeros(_LEAST_ROWS - len(left), left.shape[1])])
+            total += (padded @ right.to(total.dtype))[: len(left)]
         else:
             total.addmm_(left, right.to(total.dtype))
 

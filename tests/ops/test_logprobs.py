@@ -268,3 +268,18 @@ def test_pad_rows_without_rows():
     assert pad_rows(torch.zeros(0), ()).shape == (0, 0)
     assert pad_rows(torch.zeros(0), (0, 0)).shape == (2, 0)
     assert row_mask(()).shape == (0, 0)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_few_rows_do_not_round_more_than_many(rows):
+    torch.manual_seed(0)
+    vocab, width = 50_000, 64
+    # All entries of one sign, as a gradient's sum over a large vocabulary can be: rounding adds up in one direction.
+    hidden, weight = torch.randn(rows, width).abs() * 0.02, torch.rand(vocab, width)
+    tokens = torch.randint(vocab, (rows,))
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [hidden.to(dtype).requires_grad_(), weight.to(dtype)]
+        (logprobs, _) = scores(leaves[0], tokens, LinearHead(leaves[1]), tile=64, with_entropy=False)
+        found.append(torch.autograd.grad(logprobs.sum(), leaves[0])[0].double())
+    assert (found[0] - found[1]).norm() < 1e-6 * found[1].norm()

@@ -350,7 +350,7 @@ def test_a_policy_that_goes_in_circles_is_stopped_and_one_that_gives_up_early_is
 
 def test_a_trainer_is_used_on_the_device_it_was_built_on(tmp_path: Path) -> None:
     outside = make_trainer(tmp_path)
-    with SimulatedMemory():
+    with SimulatedMemory(2**30):
         with pytest.raises(ConfigError, match="built outside of the SimulatedMemory it is used in"):
             outside.train()
         inside = make_trainer(tmp_path)
