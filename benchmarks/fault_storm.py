@@ -147,7 +147,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("memsafe_rl").setLevel(logging.ERROR)
-    started, console = time.perf_counter(), Console()
+    started, console = time.perf_counter(), Console(width=120)
     bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -156,7 +156,7 @@ def main() -> None:
         found = storms(SCENES, arguments.faults, arguments.seed, Path(folder), progress)
         upset_found = upsets(SCENES, arguments.upsets, arguments.seed, Path(folder), progress)
     seconds = time.perf_counter() - started
-    summary = {"seconds": seconds, **totals(found)}
+    summary = {"seconds": seconds, "cpu_seconds": time.process_time(), **totals(found)}
     console.print(show(found))
     console.print(summary)
     console.print(f"user's errors: {upset_found['of_each_kind']} of each kind")
