@@ -27,7 +27,7 @@ class RolloutEngine(Protocol):
     is_external: bool
 
     def synchronise(self, version: int) -> None:
-        """Takes over the model's weights if they have moved since the last call; nothing for an engine that shares them.
+        """Takes over the model's weights if they have moved since the last call; nothing where they are shared.
 
         Args:
             version: optimizer steps done; another number than last time means other weights.
