@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,6 +16,9 @@ from memsafe_rl.units import format_bytes
 
 PATIENCE = 3
 """Steps, or rollouts, in a row a component must grow in before it is called a leak."""
+
+Kind = tuple[tuple[int, ...], str, str | None]
+"""Shape and type of a tensor, and the operation that made it if it holds an autograd graph."""
 
 WARM_UP_STEPS = 2
 """Steps that may grow: optimizer state, caches and buffers are made when first needed."""
@@ -103,6 +107,7 @@ class LeakWatch:
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._streaks: dict[Component, Streak] = {}
+        self._censuses: dict[Component, Counter[Kind]] = {}
         self._observations = 0
 
     def observe(
@@ -119,8 +124,8 @@ class LeakWatch:
             step: optimizer steps done.
             live_by_component: bytes held now by what they are for, as the allocator counts them; not the resident
                 size of the process, which is noise.
-            known: gives the tensors that may live on: weights, gradients, optimizer state. Asked only when an alarm
-                fires.
+            known: gives the tensors that may live on: weights, gradients, optimizer state. Asked only when something
+                is one growth from an alarm, and when an alarm fires.
             steps_per_rollout: what leaks in a rollout grows once in so many steps.
 
         Returns:
@@ -128,23 +133,41 @@ class LeakWatch:
         """
         self._observations += 1
         settled = self._observations > WARM_UP_STEPS
-        leaking = []
-        for component in set(live_by_component) | set(self._streaks):
+        events = []
+        for component in sorted(set(live_by_component) | set(self._streaks)):
             if component in _VARYING:
                 continue
             live_bytes = live_by_component.get(component, 0)
             before = self._streaks.get(component, Streak(0))
             streak = before.after(step, live_bytes, steps_per_rollout) if settled else Streak(live_bytes)
             self._streaks[component] = streak
+            if streak.growths == PATIENCE - 1 and not streak.flat:
+                self._censuses[component] = count_strays(known(), self._device)
             if streak.growths == PATIENCE and not streak.flat:
-                leaking.append((component, streak))
-        if not leaking:
-            return []
-        strays = find_strays(known(), self._device)
-        return [_leak_event(step, component, streak, strays) for component, streak in sorted(leaking)]
+                strays = find_strays(known(), self._device, before=self._censuses.pop(component))
+                events.append(_leak_event(step, component, streak, strays))
+        return events
 
 
-def find_strays(known: Iterable[Tensor], device: torch.device | None = None, limit: int = 5) -> list[Stray]:
+def count_strays(known: Iterable[Tensor], device: torch.device | None = None) -> Counter[Kind]:
+    """Counts the tensors of each kind that nobody known owns; allocates no tensor.
+
+    Args:
+        known: tensors that are not counted, with all their views.
+        device: type of device that counted tensors lie on; None for any.
+
+    Returns:
+        How many there are of each kind.
+    """
+    return Counter({kind: len(sizes) for kind, sizes in _unowned(known, device).items()})
+
+
+def find_strays(
+    known: Iterable[Tensor],
+    device: torch.device | None = None,
+    limit: int = 5,
+    before: Mapping[Kind, int] | None = None,
+) -> list[Stray]:
     """Searches all of Python's objects for tensors that belong to nobody known; allocates no tensor.
 
     Tensors that exist only inside an autograd graph are invisible to Python; the tensor that holds the graph is not,
@@ -155,12 +178,24 @@ def find_strays(known: Iterable[Tensor], device: torch.device | None = None, lim
         known: tensors that are no suspects, with all their views.
         device: type of device that suspects lie on; None for any.
         limit: most kinds given.
+        before: tensors of each kind at an earlier time; only kinds of which there are more now are suspects.
 
     Returns:
         Kinds of tensors, the most suspicious first.
     """
+    earlier: Mapping[Kind, int] = before or {}
+    strays = [
+        Stray(*kind[:2], len(sizes), sum(sizes), kind[2])
+        for kind, sizes in _unowned(known, device).items()
+        if len(sizes) > earlier.get(kind, 0) and (kind[2] or any(sizes))
+    ]
+    return sorted(strays, key=lambda stray: (stray.graph is None, stray.count < PATIENCE, -stray.nbytes))[:limit]
+
+
+def _unowned(known: Iterable[Tensor], device: torch.device | None) -> dict[Kind, list[int]]:
+    """Gives the bytes of each tensor among Python's objects that is not known, by kind."""
     owned = {tensor.untyped_storage().data_ptr() for tensor in known if type(tensor) in (Tensor, nn.Parameter)}
-    kinds: dict[tuple[tuple[int, ...], str, str | None], list[int]] = {}
+    kinds: dict[Kind, list[int]] = {}
     for thing in gc.get_objects():
         # `isinstance` would ask lazy modules and dead proxies for their class; subclasses may have no storage.
         if type(thing) is not Tensor or thing.layout != torch.strided:
@@ -169,12 +204,7 @@ def find_strays(known: Iterable[Tensor], device: torch.device | None = None, lim
             continue
         graph = None if thing.grad_fn is None else thing.grad_fn.name()
         kinds.setdefault((tuple(thing.shape), str(thing.dtype).removeprefix("torch."), graph), []).append(thing.nbytes)
-    strays = [
-        Stray(shape, dtype, len(sizes), sum(sizes), graph)
-        for (shape, dtype, graph), sizes in kinds.items()
-        if sum(sizes) or graph
-    ]
-    return sorted(strays, key=lambda stray: (stray.graph is None, stray.count < PATIENCE, -stray.nbytes))[:limit]
+    return kinds
 
 
 def _leak_event(step: int, component: Component, streak: Streak, strays: list[Stray]) -> dict[str, Any]:

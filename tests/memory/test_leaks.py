@@ -96,6 +96,22 @@ def test_an_undetached_metric_is_found_by_its_graph() -> None:
     assert "5 of shape () float32, 20 B, each with its graph (MeanBackward0)" in event["sentence"]
 
 
+def test_what_was_alive_before_the_growth_is_no_suspect() -> None:
+    gc.collect()
+    model = nn.Linear(6, 2)
+    older = [model(torch.ones(1, 6)).pow(power).mean(0).sum(0) for power in range(9)]  # as another test leaves them
+    large = [torch.zeros(1, 1 + place, 80) for place in range(9)]
+    kept, events = [], []
+    watch = LeakWatch()
+    for step in range(1, 6):
+        kept.append(torch.zeros(3, 1, 1))
+        events += watch.observe(step, {OTHER: 12 * step}, model.parameters)
+    (event,) = events
+    assert [(stray["shape"], stray["count"]) for stray in event["tensors"]] == [((3, 1, 1), 5)]
+    assert "autograd" not in event["sentence"]
+    assert len(older) == len(large) == 9
+
+
 def test_strays_are_what_nobody_owns_the_repeated_before_the_large() -> None:
     gc.collect()
     state = torch.zeros(77, 100)
