@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import in_phase
@@ -63,7 +64,7 @@ class MemoryTracker:
         self._holders = holders
         self._optimizer_bytes = optimizer_bytes
         self._bands = BandWatch()
-        self._leaks = LeakWatch()
+        self._leaks = LeakWatch(torch.device(device))
 
     def state(self) -> MemoryState:
         """Gives a policy's view of the device and of this run's past."""
