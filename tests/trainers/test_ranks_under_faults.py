@@ -33,7 +33,7 @@ FAULTS = 25
 """Runs in which rank 1 fails, of each case."""
 SECOND_FAULTS = 3
 """Every so many runs, the repeated work fails too, so that the plan of rank 1 alone changes."""
-PATIENCE_SECONDS = 600
+PATIENCE_SECONDS = 240
 """Far above what all takes on a busy machine, far below gloo's 30 minutes."""
 WORKING = (Phase.ROLLOUT, Phase.REWARD, Phase.SCORE, Phase.UPDATE, Phase.OPTIMIZER)
 
