@@ -14,7 +14,7 @@ A policy of one's own is a subclass with two methods::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from memsafe_rl.memory.planning import Room, fastest_that_fits, first_that_fits, next_plan, with_prediction
@@ -208,11 +208,9 @@ class LadderPolicy(MemoryPolicy):
         Returns:
             The plan; when nothing fits, the bottom of the ladder.
         """
-        last = None if self.climbs else memory.last_rollout_plan
-        plan = self.rollout if last is None else leaner(self.rollout, last)
-        for phase in (Phase.ROLLOUT, Phase.SCORE, Phase.REWARD):
-            plan = first_that_fits(plan, rungs_named(self.rungs, phase), Room(phase, work, memory))
-        return with_prediction(plan, work, memory)
+        return self._descended(
+            self.rollout, memory.last_rollout_plan, (Phase.ROLLOUT, Phase.SCORE, Phase.REWARD), work, memory
+        )
 
     def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
         """Goes down from the top, or from the last plan, to the first plan that fits.
@@ -224,10 +222,7 @@ class LadderPolicy(MemoryPolicy):
         Returns:
             The plan; when nothing fits, the bottom of the ladder.
         """
-        last = None if self.climbs else memory.last_update_plan
-        plan = self.update if last is None else leaner(self.update, last)
-        plan = first_that_fits(plan, rungs_named(self.rungs, Phase.UPDATE), Room(Phase.UPDATE, work, memory))
-        return with_prediction(plan, work, memory)
+        return self._descended(self.update, memory.last_update_plan, (Phase.UPDATE,), work, memory)
 
     def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
         """Goes down as many rungs as the estimate asks for, at least one.
@@ -240,6 +235,20 @@ class LadderPolicy(MemoryPolicy):
             A leaner plan, or None at the bottom of the ladder.
         """
         return next_plan(plan, failure, rungs_named(self.rungs, failure.phase))
+
+    def _descended(
+        self,
+        top: Plan,
+        last: Plan | None,
+        phases: Sequence[Phase],
+        work: RolloutWork | UpdateWork,
+        memory: MemoryState,
+    ) -> Plan:
+        """Goes down from the top, or from the last plan, until each phase fits or its rungs are used up."""
+        plan = top if last is None or self.climbs else leaner(top, last)
+        for phase in phases:
+            plan = first_that_fits(plan, rungs_named(self.rungs, phase), Room(phase, work, memory))
+        return with_prediction(plan, work, memory)
 
 
 @dataclass(frozen=True)
