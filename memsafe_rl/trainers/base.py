@@ -127,6 +127,10 @@ class OnPolicyTrainer(TrainerSurface):
         """One record a plan, retry or alarm."""
         return self._tracker.events
 
+    def _trajectory_tensors(self) -> list[Tensor]:
+        """Gives the tensors of the stored rollout, if there is one."""
+        return [] if self._experience is None else self._experience.trajectory.tensors()
+
     def _holders(self) -> dict[Component, int]:
         """Counts the bytes on the device of what this run is known to hold."""
         if not hasattr(self, "_experience"):  # the model is still being loaded
@@ -135,7 +139,7 @@ class OnPolicyTrainer(TrainerSurface):
             self.adapter.device,
             weights=self._weights(),
             optimizer=self.optimizer,
-            trajectory=() if self._experience is None else self._experience.trajectory.tensors(),
+            trajectory=self._trajectory_tensors(),
         )
 
     def _optimizer_bytes(self) -> tuple[int, int]:
@@ -157,9 +161,7 @@ class OnPolicyTrainer(TrainerSurface):
 
     def _long_lived(self) -> list[Tensor]:
         """Gives the tensors that may outlive a step."""
-        experience = self._experience
-        trajectory = [] if experience is None else experience.trajectory.tensors()
-        return [*self._weights(), *optimizer_tensors(self._committed.optimizer), *trajectory]
+        return [*self._weights(), *optimizer_tensors(self._committed.optimizer), *self._trajectory_tensors()]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -216,13 +218,19 @@ class OnPolicyTrainer(TrainerSurface):
         try:
             self._train_step()
         except MemoryBudgetError as error:
-            listed = self.args.allow_lossy if self._ranks.world_size == 1 else ()
-            allowed = [name for name in listed if name != "optim" or self._given_optimizers[0] is None]
-            concession = next_concession(self.args, allowed, error.failure)
+            concession = self._concession_after(error)
             if concession is None:
                 raise
             return concession
         return None
+
+    def _concession_after(self, error: MemoryBudgetError) -> Concession | None:
+        """Gives the next change of the task that the user allows; several ranks would choose different ones."""
+        if error.failure is None:
+            return None
+        listed = self.args.allow_lossy if self._ranks.world_size == 1 else ()
+        allowed = [name for name in listed if name != "optim" or self._given_optimizers[0] is None]
+        return next_concession(self.args, allowed, error.failure)
 
     def _leave(self, error: BaseException) -> None:
         """Leaves the state as it was before the step, tells the other ranks, and saves what can be gone on from."""

@@ -31,7 +31,6 @@ from memsafe_rl.rollout.scoring import score_all
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.data import Prompts
 from memsafe_rl.trainers.experience import Experience
-from memsafe_rl.trainers.lossy import next_concession
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.types import Phase, Ragged, RolloutPlan, SequenceKey, Trajectory
 from memsafe_rl.units import format_bytes
@@ -99,9 +98,7 @@ def probe_worst_case(trainer: OnPolicyTrainer) -> dict[str, int]:
         error = _try(trainer, longest)
         if not isinstance(error, MemoryBudgetError):
             return error
-        listed = trainer.args.allow_lossy if trainer._ranks.world_size == 1 else ()
-        allowed = [name for name in listed if name != "optim" or trainer._given_optimizers[0] is None]
-        concession = None if error.failure is None else next_concession(trainer.args, allowed, error.failure)
+        concession = trainer._concession_after(error)
         if concession is None:
             raise error
         trainer._concede(concession)
