@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 from typing import Any, TypeVar
 
 from memsafe_rl.errors import ConfigError
@@ -178,23 +179,33 @@ ROLLOUT_RUNGS: tuple[Rung, ...] = (
 )
 """Lossless rungs of a rollout, of scoring and of reward models."""
 
+
+class Lossy(StrEnum):
+    """Names of the remedies that change the task, each that of the setting it lowers."""
+
+    MAX_COMPLETION_LENGTH = "max_completion_length"
+    NUM_ITERATIONS = "num_iterations"
+    NUM_GENERATIONS = "num_generations"
+    OPTIM = "optim"
+
+
 LOSSY_RUNGS: tuple[Rung, ...] = (
     Rung(
-        "max_completion_length",
+        Lossy.MAX_COMPLETION_LENGTH.value,
         "completions are cut earlier: saves cache and activations in proportion, and changes which answers can be "
         "given at all",
     ),
     Rung(
-        "num_iterations",
+        Lossy.NUM_ITERATIONS.value,
         "the rollout is learnt from fewer times: saves the old log-probs and their scoring pass, and learns less from "
         "each rollout",
     ),
     Rung(
-        "num_generations",
+        Lossy.NUM_GENERATIONS.value,
         "fewer samples a prompt: saves cache and trajectory, and makes advantages noisier; at two they are all ±0.707",
     ),
     Rung(
-        "optim",
+        Lossy.OPTIM.value,
         "the optimizer keeps its state in 8 bits: saves three quarters of it, and rounds every update",
     ),
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memsafe_rl.memory.rungs import Lossy
 from memsafe_rl.types import MemoryFailure, Phase
 
 SHORTEST_COMPLETION = 16
@@ -99,9 +100,9 @@ def _leaner_optimizer(config: Any, failure: MemoryFailure) -> Changes:
 
 
 LOSSY_REMEDIES: dict[str, Callable[[Any, MemoryFailure], Changes]] = {
-    "max_completion_length": _shorter_completions,
-    "num_generations": _smaller_groups,
-    "num_iterations": _fewer_passes,
-    "optim": _leaner_optimizer,
+    Lossy.MAX_COMPLETION_LENGTH.value: _shorter_completions,
+    Lossy.NUM_GENERATIONS.value: _smaller_groups,
+    Lossy.NUM_ITERATIONS.value: _fewer_passes,
+    Lossy.OPTIM.value: _leaner_optimizer,
 }
 """Every remedy that `allow_lossy` may name, and the settings it would change now."""
