@@ -50,7 +50,6 @@ from memsafe_rl.trainers.update import (
     accumulate_gradient,
     contributes,
     entropy_masks,
-    with_rows,
 )
 from memsafe_rl.types import Component, Denominators, Phase, Trajectory, UpdatePlan, UpdateWork
 
@@ -429,7 +428,7 @@ class OnPolicyTrainer(TrainerSurface):
             return experience
         has_old = tuple(known or row in found for row, known in enumerate(trajectory.has_old))
         with charge(Component.TRAJECTORY):
-            store = self._recovery.repeat(lambda: with_rows(trajectory, found))
+            store = self._recovery.repeat(lambda: trajectory.actions.beside(found, trajectory.old_logprobs))
         return replace(experience, trajectory=replace(trajectory, old_logprobs=store, has_old=has_old))
 
     def _entropy_coef(self) -> float:

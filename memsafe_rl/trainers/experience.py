@@ -475,7 +475,7 @@ class ExperienceMaker:
         )
         pairs = self._ranks.gather([(row, scores.logprobs) for row, scores in zip(mine, scored, strict=True)])
         with charge(Component.TRAJECTORY):
-            return self._recovery.repeat(lambda: _laid_out(trajectory, pairs))
+            return self._recovery.repeat(lambda: trajectory.actions.beside(dict(pairs)))
 
     def scoring(self, trajectory: Trajectory, rows: Sequence[int]) -> Attempt[RolloutPlan]:
         """Begins a scoring pass without gradient.
@@ -542,14 +542,6 @@ class ExperienceMaker:
         flat = torch.isclose(advantages.std_B, torch.zeros_like(advantages.std_B))
         metrics["frac_reward_zero_std"] = flat.float().mean().item()
         return metrics
-
-
-def _laid_out(trajectory: Trajectory, pairs: Sequence[tuple[int, Tensor]]) -> Ragged:
-    """Lays log-probs of some rows down in a store of all rows, 0 elsewhere."""
-    dtype = pairs[0][1].dtype if pairs else torch.float32
-    store = Ragged(torch.zeros(trajectory.actions.flat.shape[0], dtype=dtype), trajectory.actions.lengths)
-    store.put([row for row, _ in pairs], [values for _, values in pairs])
-    return store
 
 
 def _joined(mine: tuple[Samples, Samples], more: tuple[Samples, Samples]) -> tuple[Samples, Samples]:

@@ -178,27 +178,6 @@ def kept_activations(adapter: ModelAdapter, plan: UpdatePlan) -> Iterator[None]:
         yield
 
 
-def with_rows(trajectory: Trajectory, logprobs: Mapping[int, Tensor]) -> Ragged:
-    """Adds the old log-probs of some rows to a trajectory's; the trajectory itself stays as it is.
-
-    Args:
-        trajectory: the store.
-        logprobs: nats, on the host, by row.
-
-    Returns:
-        Old log-probs of every row, 0 where there are none yet.
-    """
-    known = trajectory.old_logprobs
-    if known is None:
-        dtype = next(iter(logprobs.values())).dtype
-        flat = torch.zeros(trajectory.actions.flat.shape[0], dtype=dtype)
-    else:
-        flat = known.flat.clone()
-    store = Ragged(flat, trajectory.actions.lengths)
-    store.put(logprobs, list(logprobs.values()))
-    return store
-
-
 def contributes(trajectory: Trajectory, row: int, *, every_row: bool) -> bool:
     """Says whether a row can move a weight.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -73,6 +73,25 @@ class Ragged:
     def nbytes(self) -> int:
         """Bytes of the store."""
         return self.flat.nbytes
+
+    def beside(self, rows: Mapping[int, Tensor], known: Ragged | None = None) -> Ragged:
+        """Lays one number per action of some rows down in a store of all rows; this one and ``known`` stay as they are.
+
+        Args:
+            rows: (length of the row,) by row, of one type; may be empty.
+            known: numbers of every row from before, in rows like these; None for 0.
+
+        Returns:
+            The given rows, and ``known`` or 0 in the others.
+        """
+        if known is None:
+            dtype = next((values.dtype for values in rows.values()), torch.float32)
+            flat = torch.zeros(self.flat.shape[0], dtype=dtype)
+        else:
+            flat = known.flat.clone()
+        store = Ragged(flat, self.lengths)
+        store.put(rows, list(rows.values()))
+        return store
 
 
 @dataclass(frozen=True)

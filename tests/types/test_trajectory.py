@@ -37,6 +37,16 @@ def test_put_overwrites_rows_in_place_and_take_copies() -> None:
     assert taken.rows()[0].item() != -9.0
 
 
+def test_numbers_beside_some_rows_keep_what_was_known_of_the_others() -> None:
+    actions = small_trajectory().actions
+    first = actions.beside({2: torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)})
+    both = actions.beside({1: torch.tensor([4.0], dtype=torch.float64)}, first)
+    assert [row.tolist() for row in both.rows()] == [[0, 0], [4], [1, 2, 3]]
+    assert [row.tolist() for row in first.rows()] == [[0, 0], [0], [1, 2, 3]]
+    assert both.flat.dtype is torch.float64
+    assert actions.beside({}).flat.tolist() == [0.0] * 6
+
+
 def test_states_of_a_denoising_chain_are_rows_too() -> None:
     states = Ragged.from_rows([torch.zeros(3, 2, 4), torch.ones(2, 2, 4)])
     assert states.pad([1, 0], 5).shape == (2, 3, 2, 4)
