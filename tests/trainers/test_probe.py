@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from datasets import Dataset
 from peft import LoraConfig
 
@@ -24,7 +22,7 @@ from memsafe_rl.trainers.probe import find_longest, probe_worst_case
 from memsafe_rl.types import RolloutPlan, UpdatePlan
 from tests.tiny import tiny_model
 from tests.trainers.helpers import PROMPTS, cut, make_trainer, weights
-from tests.trainers.test_ranks import free_port, set_up_rank
+from tests.trainers.test_ranks import run_ranks, set_up_rank
 
 LATE = [*PROMPTS[:15], "1+1=" + " " * 120]
 """Fifteen short prompts and, last, a long one."""
@@ -394,16 +392,12 @@ def probe_on_a_rank(rank: int, port: int, folder: str) -> None:
         except Exception as error:
             found["error"] = f"{type(error).__name__}: {error}"
         device.set_capacity(None)
-    torch.save(found, Path(folder) / f"rank{rank}.pt")
+    torch.save(found, Path(folder) / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 def test_ranks_are_checked_alone_and_end_together(tmp_path: Path) -> None:
-    context = mp.spawn(probe_on_a_rank, args=(free_port(), str(tmp_path)), nprocs=2, join=False)
-    deadline = time.monotonic() + 90
-    while not context.join(timeout=1):
-        assert time.monotonic() < deadline, "a rank waits for another one"
-    zero, one = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
+    zero, one = run_ranks(probe_on_a_rank, tmp_path, patience_seconds=90)
     for found in (zero, one):
         assert torch.equal(found["True"], found["False"])
         assert found["events"] == ["verify", "probe"]

@@ -47,13 +47,34 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def run_ranks(work: Callable[[int, int, str], None], folder: Path, patience_seconds: float) -> list[Any]:
+    """Runs the same work on two ranks; ranks that hang are killed.
+
+    Args:
+        work: is given rank, port and folder, and saves what it found in the folder as ``{rank}.pt``.
+        folder: where it works.
+        patience_seconds: what both have.
+
+    Returns:
+        What each rank saved.
+    """
+    context = mp.spawn(work, args=(free_port(), str(folder)), nprocs=2, join=False)
+    deadline = time.monotonic() + patience_seconds
+    while not context.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            pytest.fail(f"the ranks did not end within {patience_seconds} seconds: one waits for another")
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
 def train_rank(rank: int, port: int, folder: str) -> None:
     set_up_rank(rank, port)
     trainer = make_trainer(Path(folder) / "two", per_device_train_batch_size=6, num_generations=4, **rest())
     trainer.train()
     torch.save(
         {"weights": weights(trainer), "history": trainer.history, "events": len(trainer.memory_events)},
-        Path(folder) / f"rank{rank}.pt",
+        Path(folder) / f"{rank}.pt",
     )
     torch.distributed.destroy_process_group()
 
@@ -63,8 +84,7 @@ def rest() -> dict[str, Any]:
 
 
 def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
-    mp.spawn(train_rank, args=(free_port(), str(tmp_path)), nprocs=2)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
+    ranks = run_ranks(train_rank, tmp_path, PATIENCE_SECONDS)
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     one = make_trainer(tmp_path / "one", per_device_train_batch_size=12, num_generations=4, **rest())
@@ -218,16 +238,8 @@ def run_scenarios(rank: int, port: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    """What every scenario gave on each of two ranks; each has groups of its own. Ranks that hang are killed."""
-    folder = tmp_path_factory.mktemp("ranks")
-    context = mp.spawn(run_scenarios, args=(free_port(), str(folder)), nprocs=2, join=False)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            pytest.fail(f"the ranks did not end within {PATIENCE_SECONDS} seconds")
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+    """What every scenario gave on each of two ranks; each has groups of its own."""
+    return run_ranks(run_scenarios, tmp_path_factory.mktemp("ranks"), PATIENCE_SECONDS)
 
 
 def test_ranks_gather_in_order_and_sum_in_place(outcomes: list[Found]) -> None:

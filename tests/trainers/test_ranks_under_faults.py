@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
@@ -25,7 +24,7 @@ from memsafe_rl.types import Phase
 from tests.rewards.test_reward_models import classifier
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, relative, weights
-from tests.trainers.test_ranks import free_port, outcome_of, set_up_rank
+from tests.trainers.test_ranks import outcome_of, run_ranks, set_up_rank
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="only the C++ allocator fails inside an operator")
 
@@ -315,16 +314,8 @@ def run_all(rank: int, port: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found; ranks that hang are killed."""
-    folder = tmp_path_factory.mktemp("faults")
-    context = mp.spawn(run_all, args=(free_port(), str(folder)), nprocs=2, join=False)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            pytest.fail(f"the ranks did not end within {PATIENCE_SECONDS} seconds")
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+    """What each of two ranks found."""
+    return run_ranks(run_all, tmp_path_factory.mktemp("faults"), PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("case", CASES)
