@@ -24,7 +24,7 @@ from memsafe_rl.types.plans import (
     UpdatePlan,
     UpdateWork,
 )
-from memsafe_rl.types.rollouts import Completion, SamplingSettings, SequenceKey
+from memsafe_rl.types.rollouts import Completion, SamplingSettings, SequenceKey, TextStops
 from memsafe_rl.types.trajectory import Ragged, Trajectory
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "RolloutWork",
     "SamplingSettings",
     "SequenceKey",
+    "TextStops",
     "TokenDistribution",
     "TokenScores",
     "Trajectory",
