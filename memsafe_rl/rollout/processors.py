@@ -81,7 +81,7 @@ def processors_of(settings: SamplingSettings) -> tuple[Processor, ...]:
         The processors; empty if tokens are drawn from the model's own distribution at the run's temperature.
 
     Raises:
-        ConfigError: a setting lies outside its range, or asks for an eos where none is known.
+        ConfigError: a setting lies outside its range.
     """
     chosen = [*_history(settings), *_ends(settings), *_forced(settings), *_suppressed(settings)]
     chosen = _with_own(chosen, settings.logits_processor)
@@ -169,12 +169,7 @@ def _forced(settings: SamplingSettings) -> Iterable[Processor]:
             lambda scores_BV, _: scores_BV.nan_to_num_(0.0, torch.finfo().max, torch.finfo().min),
             theirs.InfNanRemoveLogitsProcessor,
         )
-    if settings.exponential_decay_length_penalty is not None:
-        if not settings.eos_token_ids:
-            raise ConfigError(
-                f"exponential_decay_length_penalty is {settings.exponential_decay_length_penalty}, which makes an eos "
-                "likelier, but there is no eos token. Set eos_token_id."
-            )
+    if settings.exponential_decay_length_penalty is not None and settings.eos_token_ids:
         start, factor = settings.exponential_decay_length_penalty
         ends = _Listed(settings.eos_token_ids)
         yield Processor(
