@@ -96,6 +96,16 @@ RANGES: dict[str, Range] = {
     "top_k": _NOT_NEGATIVE,
     "min_p": _SHARE,
     "repetition_penalty": _POSITIVE,
+    "top_h": Range(0, 1, open_low=True),
+    "typical_p": Range(0, 1, open_low=True),
+    "epsilon_cutoff": Range(0, 1, open_high=True),
+    "eta_cutoff": Range(0, 1, open_high=True),
+    "encoder_repetition_penalty": _POSITIVE,
+    "no_repeat_ngram_size": _NOT_NEGATIVE,
+    "encoder_no_repeat_ngram_size": _NOT_NEGATIVE,
+    "min_length": _NOT_NEGATIVE,
+    "min_new_tokens": _NOT_NEGATIVE,
+    "forced_bos_token_id": _NOT_NEGATIVE,
     "vllm_importance_sampling_clip_max": _POSITIVE,
     "vllm_importance_sampling_clip_min": _NOT_NEGATIVE,
     "epsilon": _POSITIVE,
@@ -180,9 +190,6 @@ those of other devices.
 
 UNITS_OF_KL = ("token", "sequence")
 ESTIMATORS_OF_KL = ("k3", "k1")
-
-GENERATION_KEYS = ("top_p", "top_k", "min_p", "repetition_penalty", "eos_token_id")
-"""Keys of ``generation_kwargs`` that are honoured."""
 
 
 def read(name: str, value: Any, hint: Any) -> Any:

@@ -25,10 +25,10 @@ from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.budget import MemoryBudget
+from memsafe_rl.rollout.drawing import text_stops
 from memsafe_rl.trainers.checks import (
     CHOICES,
     ESTIMATORS_OF_KL,
-    GENERATION_KEYS,
     OPTIMIZERS,
     UNITS_OF_KL,
     check_choice,
@@ -36,6 +36,7 @@ from memsafe_rl.trainers.checks import (
     read,
 )
 from memsafe_rl.trainers.fields import GRPOFields, TrainerFields, describe
+from memsafe_rl.trainers.generation_options import OPTIONS, generation_fields, stop_strings
 from memsafe_rl.trainers.lossy import LOSSY_REMEDIES
 from memsafe_rl.trainers.refusals import ALIASES, REFUSED, RefusedFields, admit, unknown
 from memsafe_rl.types import LossSettings, SamplingSettings
@@ -294,12 +295,10 @@ class _TrainerConfig(TrainerFields, ABC):
 
     def _check_sampling(self) -> None:
         for key, value in self._generation().items():
-            if key not in GENERATION_KEYS and key in _hints(type(self)):
+            if key not in OPTIONS and key in _hints(type(self)):
                 raise ConfigError(f"generation_kwargs has {key}={value!r}, which the loss reads too. Set {key} itself.")
-            if key not in GENERATION_KEYS:
-                raise unknown(key, GENERATION_KEYS, "key of generation_kwargs")
-            if key != "eos_token_id" and value is not None:
-                check_range(key, read(key, value, float))
+        self._drawing_fields()
+        stop_strings(self._generation())
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ConfigError(
@@ -430,28 +429,47 @@ class _TrainerConfig(TrainerFields, ABC):
     def _generation(self) -> dict[str, Any]:
         return self.generation_kwargs or {}
 
-    def sampling_settings(self, eos_token_ids: Iterable[int], *, greedy: bool = False) -> SamplingSettings:
+    def _drawing_fields(self, declared: Any = None) -> dict[str, Any]:
+        own = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        own["repetition_penalty"] = self.repetition_penalty
+        return generation_fields({**own, **self._generation()}, declared)
+
+    def sampling_settings(
+        self, eos_token_ids: Iterable[int], *, greedy: bool = False, tokenizer: Any = None, declared: Any = None
+    ) -> SamplingSettings:
         """Gives the settings by which completions are drawn.
 
         Args:
             eos_token_ids: ids that end a completion; ``generation_kwargs["eos_token_id"]`` goes before them.
             greedy: take the likeliest token always, for evaluations.
+            tokenizer: transformers tokenizer, for stop strings; None where there are none.
+            declared: the model's own generation config, from which comes what neither a field nor `generation_kwargs`
+                sets; None for none.
 
         Returns:
             The settings.
+
+        Raises:
+            ConfigError: a setting needs an eos token or the tokenizer, and there is none.
         """
-        over = self._generation()
-        eos = over.get("eos_token_id", tuple(eos_token_ids))
-        min_p = over.get("min_p", self.min_p)
-        return SamplingSettings(
+        asked = self._generation().get("eos_token_id")
+        eos = tuple(eos_token_ids) if asked is None else asked
+        fields = self._drawing_fields(declared)
+        strings = stop_strings(self._generation(), declared)
+        settings = SamplingSettings(
             max_new_tokens=self.max_completion_length,
             eos_token_ids=(int(eos),) if isinstance(eos, (int, str)) else tuple(int(token) for token in eos),
             temperature=0.0 if greedy else self.temperature,
-            top_p=float(over.get("top_p", self.top_p)),
-            top_k=int(over.get("top_k", self.top_k)),
-            min_p=None if min_p is None else float(min_p),
-            repetition_penalty=float(over.get("repetition_penalty", self.repetition_penalty)),
+            stops=text_stops(strings, tokenizer) if strings else None,
+            **fields,
         )
+        decay = settings.exponential_decay_length_penalty
+        if decay is not None and not settings.eos_token_ids:
+            raise ConfigError(
+                f"exponential_decay_length_penalty is {decay}, which makes an eos likelier, but neither tokenizer nor "
+                "model declares one. Set generation_kwargs['eos_token_id']."
+            )
+        return settings
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Counts the steps over which the learning rate rises.
@@ -575,6 +593,8 @@ def _launched(name: str, alone: int) -> int:
 def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, dict) and any(isinstance(key, tuple) for key in value):
+        return [[_plain(key), _plain(item)] for key, item in value.items()]
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

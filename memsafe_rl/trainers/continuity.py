@@ -77,8 +77,16 @@ def run_facts(config: GRPOConfig, examples: Sequence[Mapping[str, Any]], prompts
         "prompts of an epoch": prompts,
         "first prompts of train_dataset": hashlib.sha256(text.encode()).hexdigest()[:16],
     }
-    plain: dict[str, Any] = json.loads(json.dumps(facts, default=str))
+    plain: dict[str, Any] = json.loads(json.dumps(facts, default=_named))
     return plain
+
+
+def _named(value: Any) -> str:
+    """Writes a value that JSON has no form for; what is called by name, as its address differs from run to run."""
+    if not callable(value):
+        return str(value)
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -222,7 +222,8 @@ class TrainerFields:
     repetition_penalty: float = option(1.0, "Divides the logits of tokens already seen; 1: no penalty.")
     generation_kwargs: Settings = option(
         None,
-        "Sampling settings that go before the fields above: top_p, top_k, min_p, repetition_penalty, eos_token_id.",
+        "Sampling settings that go before the fields above, under the names of transformers' GenerationConfig: top_p, "
+        "eos_token_id, stop_strings, bad_words_ids, min_new_tokens, logits_processor and so on; see docs/trl.md.",
     )
     vllm_importance_sampling_correction: bool = option(
         True, "Correct for another sampler's log-probs, as returned by rollout_func, by importance weights."

@@ -18,12 +18,13 @@ from memsafe_rl.memory.monitor import meter_for
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.recovery import Recovery
 from memsafe_rl.memory.tracker import MemoryTracker
-from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.models.causal_lm import CausalLMAdapter, causal_lm_of, check_head
 from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.experience import ExperienceMaker
+from memsafe_rl.trainers.generation_options import say_what_is_left_out
 from memsafe_rl.trainers.given import RolloutFunction
 from memsafe_rl.trainers.prepare import (
     check_together,
@@ -40,7 +41,7 @@ from memsafe_rl.trainers.probe import probe_worst_case
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.verify import require_proof
 from memsafe_rl.trainers.weights import read_weights, write_weights
-from memsafe_rl.types import Phase
+from memsafe_rl.types import Phase, SamplingSettings
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class GRPOTrainer(OnPolicyTrainer):
             policy=self.memory_policy,
             recovery=recovery,
             ranks=ranks,
-            sampling=self.args.sampling_settings(eos_token_ids(self.processing_class, self.model)),
+            sampling=self._sampling_settings(),
             autocast=self._autocast,
             rollout_func=rollout_func,
             owner=self,
@@ -142,6 +143,13 @@ class GRPOTrainer(OnPolicyTrainer):
         )
         if ranks.is_main and not self.args.disable_tqdm:
             banner(self._facts(recovery.tracker))
+
+    def _sampling_settings(self) -> SamplingSettings:
+        """Gives how tokens are drawn; what the configuration leaves open, the model's generation config says."""
+        declared = getattr(causal_lm_of(self.model), "generation_config", None)
+        say_what_is_left_out(declared)
+        ends = eos_token_ids(self.processing_class, self.model)
+        return self.args.sampling_settings(ends, tokenizer=self.processing_class, declared=declared)
 
     def _prepare_rewards(self, reward_funcs: Any, reward_processing_classes: Any) -> RewardRunner:
         return RewardRunner(

@@ -210,7 +210,7 @@ def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
     attempt = maker._attempt(maker._work(prompts, group))
     waiting = [divmod(row, group) for row in range(_share(trial, config.rollout_rows))]
     lengths, sampling = [len(row) for row in ids], maker._sampling
-    two_tokens = replace(sampling, max_new_tokens=min(2, sampling.max_new_tokens), eos_token_ids=())
+    two_tokens = replace(sampling, max_new_tokens=min(2, sampling.max_new_tokens), eos_token_ids=(), stops=None)
 
     def from_first_to_last(plan: RolloutPlan) -> None:
         rows = next_wave(waiting, lengths, longest.completion_tokens, trial.adapter.geometry, plan)

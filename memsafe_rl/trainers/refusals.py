@@ -286,13 +286,19 @@ def unknown(name: str, names: Iterable[str], what: str = "setting") -> ConfigErr
     return ConfigError(f"There is no {what} {name!r}. {hint}")
 
 
-def admit(given: Mapping[str, Any], known: Collection[str], refused: Mapping[str, Refusal] = REFUSED) -> dict[str, Any]:
+def admit(
+    given: Mapping[str, Any],
+    known: Collection[str],
+    refused: Mapping[str, Refusal] = REFUSED,
+    what: str = "setting",
+) -> dict[str, Any]:
     """Keeps the settings that are honoured, drops those that are off, and refuses the others by name.
 
     Args:
         given: settings by name, as a user wrote them.
         known: names that are honoured.
         refused: names that are refused, with the reason.
+        what: the kind of thing named.
 
     Returns:
         Settings by honoured name.
@@ -314,7 +320,7 @@ def admit(given: Mapping[str, Any], known: Collection[str], refused: Mapping[str
         elif target in refused:
             _refuse(target, value, refused[target])
         else:
-            raise unknown(name, [*known, *refused, *ALIASES])
+            raise unknown(name, [*known, *refused, *ALIASES], what)
     return kept
 
 

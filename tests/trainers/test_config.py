@@ -33,6 +33,7 @@ from memsafe_rl.trainers import config as config_module
 from memsafe_rl.trainers.checks import CHOICES, OPTIMIZERS, RANGES
 from memsafe_rl.trainers.config import GRPOConfig, KLStop
 from memsafe_rl.trainers.fields import GROUPS, GRPOFields, help_text
+from memsafe_rl.trainers.generation_options import OPTIONS
 from memsafe_rl.trainers.refusals import ALIASES, REFUSED
 from memsafe_rl.types import LossSettings, SamplingSettings
 
@@ -249,7 +250,8 @@ def test_values_are_read(name: str, given: Any, expected: Any) -> None:
         ({"kl_stop": {"unit": "token"}}, ("kl_stop", "without a target")),
         ({"kl_stop": {"target": 1, "unit": "row"}}, ("unit of kl_stop is 'row'", "token, sequence")),
         ({"kl_stop": {"target": 1, "estimator": "k2"}}, ("estimator of kl_stop is 'k2'", "k3, k1")),
-        ({"generation_kwargs": {"num_beams": 4}}, ("key of generation_kwargs 'num_beams'", "top_p")),
+        ({"generation_kwargs": {"num_beams": 4}}, ("num_beams is 4, which is refused", "temperature")),
+        ({"generation_kwargs": {"typical": 0.5}}, ("key of generation_kwargs 'typical'", "Did you mean 'typical_p'")),
         ({"generation_kwargs": {"temperature": 2}}, ("generation_kwargs has temperature=2", "Set temperature itself")),
         ({"generation_kwargs": {"top_p": 3}}, ("top_p is 3",)),
         ({"report_to": "tensorbord"}, ("report_to is 'tensorbord'", "Did you mean 'tensorboard'")),
@@ -283,7 +285,7 @@ def test_wrong_values_are_refused_in_one_line(settings: dict[str, Any], parts: t
 
 
 def test_every_table_names_fields() -> None:
-    assert set(RANGES) <= set(OURS)
+    assert set(RANGES) <= {*OURS, *OPTIONS}
     assert set(CHOICES) <= set(OURS)
     assert not set(REFUSED) & set(OURS)
     assert set(ALIASES.values()) <= set(OURS)
