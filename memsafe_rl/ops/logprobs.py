@@ -38,8 +38,10 @@ def token_logprobs(
 
     With ``z = logits / temperature`` and ``p = softmax(z)``: ``log p_t = z_t - logsumexp(z)`` and
     ``H = logsumexp(z) - sum_v p_v z_v``. Backward recomputes a tile's logits from its hidden states and uses
-    ``d log p_t / dz_v = [v = t] - p_v`` and ``dH / dz_v = -p_v (log p_v + H)``. Equals the naive form
-    ``(logits / temperature).log_softmax(-1)`` with a gather, and ``-(p * log p).sum(-1)``.
+    ``d log p_t / dz_v = [v = t] - p_v`` and ``dH / dz_v = -p_v (log p_v + H)``. Where the head is frozen, forward keeps
+    ``d log p_t / dh``, (M, D), while it has the tile's logits, and backward only scales it, unless entropies have a
+    gradient too. Equals the naive form ``(logits / temperature).log_softmax(-1)`` with a gather, and
+    ``-(p * log p).sum(-1)``.
 
     Logits of a `LinearHead` are ``cap * tanh(scale * (h W^T + b) / cap)``. The matrix product runs in the head's
     ``compute_dtype``; if that is None, in autocast's type where autocast is on, else in the wider of hidden states and
@@ -67,7 +69,16 @@ def token_logprobs(
     head, hidden_MD, tokens_M = distribution.head, distribution.hidden_MD, distribution.tokens_M
     if not isinstance(head, LinearHead):
         return _function_scores(head, hidden_MD, tokens_M, temperature, tile, with_entropy)
-    recipe = _Recipe(_product_dtype(hidden_MD, head), head.scale, head.soft_cap, temperature, tile, with_entropy)
+    trained = any(value is not None and value.requires_grad for value in (head.weight_VD, head.bias_V))
+    recipe = _Recipe(
+        _product_dtype(hidden_MD, head),
+        head.scale,
+        head.soft_cap,
+        temperature,
+        tile,
+        with_entropy,
+        keeps_slopes=torch.is_grad_enabled() and hidden_MD.requires_grad and not trained,
+    )
     logprobs_M, entropies_M = _LinearScores.apply(  # type: ignore[no-untyped-call]
         hidden_MD, head.weight_VD, head.bias_V, tokens_M, recipe
     )
@@ -84,6 +95,8 @@ class _Recipe:
     temperature: float
     tile: int
     with_entropy: bool
+    keeps_slopes: bool = False
+    """Whether forward keeps the gradient of log-probs with respect to hidden states."""
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -102,6 +115,13 @@ class _Recipe:
             return None
         return (scores_NV * (self.temperature / self.soft_cap)).square_().neg_().add_(1)
 
+    def unsquash_(self, gradient_NV: Tensor, cap_NV: Tensor | None) -> Tensor:
+        """Turns a gradient with respect to scores into one with respect to the linear map's output, in place."""
+        if cap_NV is not None:
+            gradient_NV.mul_(cap_NV)
+        factor = self.scale / self.temperature
+        return gradient_NV if factor == 1 else gradient_NV.mul_(factor)
+
 
 class _LinearScores(torch.autograd.Function):
     """Scores under a linear head; saves hidden states and a few numbers a token."""
@@ -112,6 +132,8 @@ class _LinearScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         logprobs_M, log_sums_M, entropies_M = _empty_scores(tokens_M, recipe.wide_dtype, recipe.with_entropy)
+        kept = (recipe.keeps_slopes, False, False)
+        slopes = _HeadGradients(kept, hidden_MD, weight_VD, bias_V, recipe)
         with torch.autocast(hidden_MD.device.type, enabled=False), charge(Component.LOGITS):
             buffer_NV = _tile_buffer(hidden_MD, weight_VD, recipe)
             for rows in _cuts(len(tokens_M), recipe.tile):
@@ -119,10 +141,12 @@ class _LinearScores(torch.autograd.Function):
                 _write_scores(scores_NV, hidden_MD[rows], weight_VD, bias_V, recipe)
                 for part in _cuts(rows.stop - rows.start, _part(recipe.tile)):
                     where = slice(rows.start + part.start, rows.start + part.stop)
-                    summary = _summarise_(scores_NV[part], tokens_M[where], recipe.with_entropy)
+                    summary = _score_part_(scores_NV[part], tokens_M[where], recipe)
                     _store(where, summary, (logprobs_M, log_sums_M, entropies_M))
+                if recipe.keeps_slopes:
+                    slopes.add(rows, scores_NV)
         ctx.recipe = recipe
-        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, tokens_M, log_sums_M, entropies_M)
+        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, tokens_M, log_sums_M, entropies_M, slopes.of_hidden)
         return logprobs_M, entropies_M
 
     @staticmethod
@@ -130,8 +154,10 @@ class _LinearScores(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_M: Tensor | None, grad_entropies_M: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden_MD, weight_VD, bias_V, tokens_M, log_sums_M, entropies_M = ctx.saved_tensors
+        hidden_MD, weight_VD, bias_V, tokens_M, log_sums_M, entropies_M, slopes_MD = ctx.saved_tensors
         recipe: _Recipe = ctx.recipe
+        if slopes_MD is not None and grad_entropies_M is None and grad_logprobs_M is not None:
+            return (slopes_MD * grad_logprobs_M[:, None]).to(hidden_MD.dtype), None, None, None, None
         grads = _HeadGradients(ctx.needs_input_grad, hidden_MD, weight_VD, bias_V, recipe)
         with torch.autocast(hidden_MD.device.type, enabled=False), charge(Component.LOGITS):
             buffer_NV = _tile_buffer(hidden_MD, weight_VD, recipe)
@@ -140,12 +166,9 @@ class _LinearScores(torch.autograd.Function):
                 _write_scores(scores_NV, hidden_MD[rows], weight_VD, bias_V, recipe)
                 for part in _cuts(rows.stop - rows.start, _part(recipe.tile)):
                     where = slice(rows.start + part.start, rows.start + part.stop)
-                    slope_NV = recipe.slope(scores_NV[part])
+                    cap_NV = recipe.slope(scores_NV[part])
                     saved = _at(where, tokens_M, log_sums_M, entropies_M, grad_logprobs_M, grad_entropies_M)
-                    gradient_NV = _score_gradient_(scores_NV[part], *saved)
-                    if slope_NV is not None:
-                        gradient_NV.mul_(slope_NV)
-                    scores_NV[part] = gradient_NV.mul_(recipe.scale / recipe.temperature)
+                    scores_NV[part] = recipe.unsquash_(_score_gradient_(scores_NV[part], *saved), cap_NV)
                 grads.add(rows, scores_NV)
         return *grads.result(), None, None
 
@@ -162,7 +185,7 @@ class _LogitsScores(torch.autograd.Function):
         logprobs_N, log_sums_N, entropies_N = _empty_scores(tokens_N, wide, with_entropy)
         with charge(Component.LOGITS):
             for part in _cuts(len(tokens_N), _part(len(tokens_N))):
-                summary = _summarise_(logits_NV[part].to(wide) / temperature, tokens_N[part], with_entropy)
+                summary, _ = _summarise_(logits_NV[part].to(wide) / temperature, tokens_N[part], with_entropy)
                 _store(part, summary, (logprobs_N, log_sums_N, entropies_N))
         ctx.temperature = temperature
         ctx.save_for_backward(logits_NV, tokens_N, log_sums_N, entropies_N)
@@ -203,8 +226,19 @@ def _function_scores(
     return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
 
 
-def _summarise_(scores_NV: Tensor, tokens_N: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gives log-probs, logsumexps and entropies; destroys the scores."""
+def _score_part_(scores_NV: Tensor, tokens_N: Tensor, recipe: _Recipe) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gives what `_summarise_` does, and puts the gradient of log-probs in place of the scores where it is kept."""
+    cap_NV = recipe.slope(scores_NV) if recipe.keeps_slopes else None
+    summary, chances = _summarise_(scores_NV, tokens_N, recipe.with_entropy)
+    if recipe.keeps_slopes:
+        scores_NV.copy_(recipe.unsquash_(_logprob_gradient_(*chances, tokens_N), cap_NV))
+    return summary
+
+
+def _summarise_(
+    scores_NV: Tensor, tokens_N: Tensor, with_entropy: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
+    """Gives log-probs, logsumexps and entropies, and weights of the vocabulary with their sums; destroys the scores."""
     peaks_N1 = scores_NV.amax(1, keepdim=True)
     shifted_NV = scores_NV.sub_(peaks_N1)
     taken_N = shifted_NV.gather(1, tokens_N[:, None])[:, 0]
@@ -212,8 +246,14 @@ def _summarise_(scores_NV: Tensor, tokens_N: Tensor, with_entropy: bool) -> tupl
     sums_N = weights_NV.sum(1)
     logs_N = sums_N.log()
     # nansum, because a token that cannot be drawn gives 0 x -inf; a real NaN still shows through the logarithm.
-    entropies_N = logs_N - weights_NV.mul_(shifted_NV).nansum(1) / sums_N if with_entropy else None
-    return taken_N - logs_N, peaks_N1[:, 0] + logs_N, entropies_N
+    entropies_N = logs_N - shifted_NV.mul_(weights_NV).nansum(1) / sums_N if with_entropy else None
+    return (taken_N - logs_N, peaks_N1[:, 0] + logs_N, entropies_N), (weights_NV, sums_N)
+
+
+def _logprob_gradient_(weights_NV: Tensor, sums_N: Tensor, tokens_N: Tensor) -> Tensor:
+    """Gives ``[v = t] - p`` from weights and their sums; destroys the weights."""
+    gradient_NV, at_N1 = weights_NV.mul_(-1 / sums_N[:, None]), tokens_N[:, None]
+    return gradient_NV.scatter_(1, at_N1, gradient_NV.gather(1, at_N1) + 1)
 
 
 def _score_gradient_(
@@ -278,6 +318,11 @@ class _HeadGradients:
             _zeros(value, recipe.wide_dtype, component) if wanted and value is not None else None
             for wanted, value, component in zip(needed[:3], self._inputs, _SUMMED, strict=True)
         )
+
+    @property
+    def of_hidden(self) -> Tensor | None:
+        """The sum for the hidden states, as wide as it was added up."""
+        return self._sums[0]
 
     def add(self, rows: slice, gradient_NV: Tensor) -> None:
         """Adds one tile's share, given the gradient with respect to the linear map's output."""

@@ -232,6 +232,36 @@ def test_logits_never_exceed_a_tile(as_function):
     assert watch.largest == tile * vocab * 4
 
 
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "mm" in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(("temperature", "scale", "cap"), [(1.0, 1.0, None), (0.7, 1.3, None), (0.7, 1.3, 2.0)])
+def test_a_frozen_head_is_read_twice_and_in_forward_only(temperature, scale, cap, with_entropy):
+    torch.manual_seed(0)
+    hidden, weight, bias, tokens = parts()
+    weight, bias = weight.detach(), bias.detach()
+    head = LinearHead(weight, bias, scale, cap)
+    upstream = torch.randn(TOKENS, dtype=torch.float64)
+    with Products() as forward:
+        logprobs, _ = scores(hidden, tokens, head, temperature, TOKENS, with_entropy)
+    with Products() as backward:
+        (gradient,) = torch.autograd.grad(logprobs, hidden, upstream)
+    assert (forward.count, backward.count) == (2, 0)
+    expected, _ = naive(hidden, weight, bias, tokens, temperature, scale, cap)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, hidden, upstream)[0], **EXACT)
+    with torch.no_grad(), Products() as unlearnt:
+        scores(hidden, tokens, head, temperature, TOKENS, with_entropy)
+    assert unlearnt.count == 1
+
+
 TILE_BYTES, HEAD_BYTES = 16 * 20_000 * 4, 20_000 * 32 * 4
 
 
