@@ -53,3 +53,23 @@ def small_qwen3(vocab_size: int, *, hidden: int = 64, layers: int = 2, seed: int
             bos_token_id=None,
         )
     )
+
+
+def filled_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Makes a tokenizer with one token a byte that knows a text for every id of a larger vocabulary.
+
+    Args:
+        vocab_size: tokens, 258 or more.
+
+    Returns:
+        The tokenizer; a text is still cut into bytes.
+    """
+    alphabet = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words = [f"Ġw{number}" for number in range(vocab_size - len(alphabet))]
+    vocabulary = {token: index for index, token in enumerate([*alphabet, *words])}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
