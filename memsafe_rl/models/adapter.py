@@ -29,10 +29,12 @@ class ModelAdapter(Protocol):
     Attributes:
         model: the network that is trained, as the user knows it (a `PeftModel` when there is one).
         time_separable: whether columns of a trajectory can be scored one by one (diffusion: True, tokens: False).
+        packs_prompts: whether `distribution` can take one copy of a prompt for all its completions.
     """
 
     model: nn.Module
     time_separable: bool
+    packs_prompts: bool
 
     @property
     def device(self) -> torch.device:
@@ -87,7 +89,7 @@ class ModelAdapter(Protocol):
         """
 
     def distribution(
-        self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None
+        self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None, *, packed: bool = False
     ) -> TokenDistribution:
         """Runs the network over stored rows, up to its output head.
 
@@ -95,6 +97,7 @@ class ModelAdapter(Protocol):
             trajectory: the store.
             rows: indices of the rows wanted.
             columns: columns wanted; only for a `time_separable` adapter.
+            packed: whether rows lie end to end behind one copy of each prompt; only where ``packs_prompts``.
 
         Returns:
             The distribution at every action of these rows; carries a graph if gradients are enabled.

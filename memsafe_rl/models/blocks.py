@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.packed_attention import attention_again
 
 
 def find_blocks(trunk: nn.Module) -> tuple[nn.Module, ...]:
@@ -72,7 +73,14 @@ def _checkpointed(block: nn.Module) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # Reading the random state allocates; only dropout, which eval mode switches off, needs it.
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=block.training, **kwargs)
+        return checkpoint(
+            forward,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=block.training,
+            context_fn=attention_again(),
+            **kwargs,
+        )
 
     return run
 

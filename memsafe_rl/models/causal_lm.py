@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -26,6 +26,8 @@ from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.cache import CausalDecodeState, growing_cache, is_trimmable, transit_cache
 from memsafe_rl.models.geometry import autocast_bytes, read_geometry
 from memsafe_rl.models.heads import LogitMap, given_logits, head_of, logit_maps, naive_logits
+from memsafe_rl.models.packed_attention import attending, attention_configs
+from memsafe_rl.models.packing import pack_rows
 from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, Ragged, TokenDistribution, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class CausalLMAdapter:
         self._lm = causal_lm_of(model)
         self._accepted = frozenset(inspect.signature(self._lm.forward).parameters)
         self.path = ScoringPath(_first_route(self._lm), logit_maps(self._lm.config)[0])
+        self.packs_prompts = False
         self.slot_bytes: int | None = None
         self._geometries: dict[tuple[int | None, int | None], ModelGeometry] = {}
         self.reference_adapter: CausalLMAdapter | None = None
@@ -103,30 +106,39 @@ class CausalLMAdapter:
         return self._geometries[key]
 
     def distribution(
-        self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None
+        self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None, *, packed: bool = False
     ) -> TokenDistribution:
         """Runs the network over stored rows, up to its output head.
 
-        Rows are padded on the right, where no completion token can see the padding. No tensor value is read.
+        Rows are padded on the right, where no completion token can see the padding, or packed, without any padding
+        and with one copy of a prompt for all its completions. No tensor value is read.
 
         Args:
             trajectory: the store.
             rows: indices of the rows wanted.
             columns: must be None; tokens of a row cannot be scored apart.
+            packed: whether to pack the rows, which changes nothing beyond rounding.
 
         Returns:
             The distribution at every completion token of these rows; carries a graph if gradients are enabled.
 
         Raises:
-            ConfigError: columns are given.
+            ConfigError: columns are given, or rows are to be packed by a network that cannot.
             DataError: a row has an empty prompt, so that nothing predicts its first token.
         """
         if columns is not None:
             raise ConfigError(f"columns={columns}: a causal LM scores whole rows; leave columns out.")
+        if packed and not self.packs_prompts:
+            raise ConfigError(
+                f"packed=True, but {type(self._lm).__name__} gives packed rows other log-probs, or check_head has not "
+                "been run. Leave packed out."
+            )
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
         for row, prompt in zip(rows, prompts, strict=True):
             if prompt < 1:
                 raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the bos token.")
+        if packed:
+            return self._packed_distribution(trajectory, rows)
         ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
         tokens_M = trajectory.actions.take(rows).flat.to(self.device)
         if self.path.route is Route.WHOLE:
@@ -248,6 +260,17 @@ class CausalLMAdapter:
             output = trunk(input_ids=ids_BL, attention_mask=mask_BL.long(), use_cache=False)
         return cast(Tensor, output[0])
 
+    def _packed_distribution(self, trajectory: Trajectory, rows: Sequence[int]) -> TokenDistribution:
+        """Runs the trunk over rows laid out behind one copy of each prompt."""
+        packed = pack_rows(trajectory, rows, self.geometry.windows, self.device)
+        tokens_M = trajectory.actions.take(rows).flat.to(self.device)
+        with attending(attention_configs(self._lm), packed.layout):
+            output = self._lm.base_model(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
+        hidden_ND = output[0][0]
+        places_M = packed.places.to(hidden_ND.device)
+        lengths = trajectory.action_lengths(rows)
+        return TokenDistribution(hidden_ND.index_select(0, places_M), tokens_M, lengths, self._head())
+
     def _next_logits(self, state: CausalDecodeState, ids_BL: Tensor) -> Tensor:
         """Reads L more tokens of every row into the cache and gives logits after the last one."""
         width = state.width + ids_BL.shape[1]
@@ -291,11 +314,13 @@ def check_head(adapter: CausalLMAdapter) -> None:
             wanted_MV = _row_logits(adapter.model, ids_BL, prompts, lengths)
             _settle_path(adapter, trajectory, wanted_MV)
             _check_sampling(adapter, trajectory, wanted_MV)
+            _settle_packing(adapter)
     finally:
         for module, training in modes:
             module.training = training
     if adapter.reference_adapter is not None:
         adapter.reference_adapter.path = adapter.path
+        adapter.reference_adapter.packs_prompts = adapter.packs_prompts
 
 
 def causal_lm_of(model: nn.Module) -> Any:
@@ -433,6 +458,28 @@ def _settle_path(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Te
         )
 
 
+def _settle_packing(adapter: CausalLMAdapter) -> None:
+    """Keeps the packed route if it gives the logits of rows alone, and says so if it does not."""
+    trajectory = _shared_probe(adapter)
+    rows = range(len(trajectory))
+    prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
+    ids_BL = trajectory.token_rows(rows, adapter.pad_token_id, adapter.device)
+    wanted_MV = _row_logits(adapter.model, ids_BL, prompts, lengths)
+    reason = _packing_disagreement(adapter, trajectory, wanted_MV)
+    adapter.packs_prompts = reason is None
+    if reason is not None:
+        logger.info("%s learns from every row with its own copy of the prompt: %s.", type(adapter._lm).__name__, reason)
+
+
+def _packing_disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
+    """Says why rows cannot share a prompt, or None; out-of-memory errors pass through."""
+    if adapter.path.route is not Route.LEAN:
+        return f"{adapter.path.route.value} has no packed form"
+    if "position_ids" not in inspect.signature(adapter._lm.base_model.forward).parameters:
+        return "positions cannot be given"
+    return _difference(lambda: adapter._packed_distribution(trajectory, range(len(trajectory))), adapter, wanted_MV)
+
+
 def _check_sampling(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
     """Reads both prompts together and takes one step; transformers pads on the left, which not every model masks."""
     tokens = [row[0] for row in trajectory.actions.rows()]
@@ -465,8 +512,13 @@ def _disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: T
     """Says how an adapter's path fails, or None; out-of-memory errors pass through."""
     if adapter.path.route is Route.WHOLE:
         return None
+    return _difference(lambda: adapter.distribution(trajectory, range(len(trajectory))), adapter, wanted_MV)
+
+
+def _difference(route: Callable[[], TokenDistribution], adapter: CausalLMAdapter, wanted_MV: Tensor) -> str | None:
+    """Says how a route's logits differ from those wanted, or None."""
     try:
-        logits_MV = naive_logits(adapter.distribution(trajectory, range(len(trajectory))))
+        logits_MV = naive_logits(route())
     except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
     if logits_MV.shape != wanted_MV.shape:
@@ -508,6 +560,24 @@ def _probe(adapter: CausalLMAdapter) -> Trajectory:
         advantages=torch.zeros(2),
         group_of_row=(0, 1),
         finished=(True, True),
+    )
+
+
+def _shared_probe(adapter: CausalLMAdapter) -> Trajectory:
+    """Makes five rows of two prompts, those of a prompt apart from each other and unlike in length."""
+    vocabulary = adapter._lm.get_input_embeddings().weight.shape[0]
+    lengths = (4, 3, 7, 1, 5)
+    ids = torch.tensor([(31 + 59 * place) % vocabulary for place in range(9 + sum(lengths))])
+    actions = Ragged(ids[9:], lengths)
+    return Trajectory(
+        conditions=Ragged(ids[:9], (3, 6)),
+        condition_of_row=(0, 1, 0, 1, 0),
+        actions=actions,
+        loss_mask=Ragged(torch.ones(sum(lengths)), lengths),
+        sampling_logprobs=None,
+        advantages=torch.zeros(5),
+        group_of_row=(0, 1, 0, 1, 0),
+        finished=(True,) * 5,
     )
 
 

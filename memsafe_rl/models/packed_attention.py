@@ -1,0 +1,350 @@
+"""Attention over packed rows: every segment causal in itself, and a completion's segment sees its whole prompt too.
+
+The two parts of a completion's softmax are joined by their log-sum-exp (Dao et al. 2022, "FlashAttention", section
+3.1), so that no key of a prompt is ever copied for a completion.
+
+Axes: ``N`` tokens of a packed row, ``S`` segments, ``W`` their width, ``U`` keys, ``H`` query heads, ``K`` key/value
+heads, ``D`` width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import noop_context_fn
+from transformers.modeling_utils import AttentionInterface
+
+from memsafe_rl.models.packing import Layout, Run, Shared
+
+ATTENTION = "memsafe_rl_packed"
+"""Name under which transformers knows this attention."""
+
+_UNKNOWN = ("softcap", "s_aux", "position_bias")
+"""What some models want of their attention and this one does not do: soft-capped scores, sinks, learned biases."""
+_SCORES = 2**26
+"""Most scores that exist together where no kernel keeps them to itself."""
+
+
+@contextmanager
+def attending(configs: Iterable[Any], layout: Layout) -> Iterator[None]:
+    """Has networks attend over packed rows of one layout.
+
+    Args:
+        configs: transformers configs of all their modules.
+        layout: who sees whom.
+
+    Yields:
+        Nothing.
+    """
+    known = tuple(configs)
+    # Not through the public setter, which writes to the configs of parts of the model too, and would not give back.
+    earlier = [config._attn_implementation_internal for config in known]
+    token = _SCOPE.set((known, layout))
+    try:
+        for config in known:
+            config._attn_implementation_internal = ATTENTION
+        yield
+    finally:
+        _SCOPE.reset(token)
+        for config, name in zip(known, earlier, strict=True):
+            config._attn_implementation_internal = name
+
+
+def attention_again() -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
+    """Gives what torch's checkpointing needs to attend in a recomputation as in the forward pass now running.
+
+    Returns:
+        A ``context_fn``; outside of `attending` torch's own, which does nothing.
+    """
+    scope = _SCOPE.get()
+    return noop_context_fn if scope is None else lambda: (nullcontext(), attending(*scope))
+
+
+def attention_configs(model: nn.Module) -> tuple[Any, ...]:
+    """Finds every config from which a module of a network reads its kind of attention.
+
+    Args:
+        model: the network.
+
+    Returns:
+        transformers configs, each once.
+    """
+    configs = (getattr(module, "config", None) for module in model.modules())
+    found = {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}
+    return tuple(found.values())
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attends over packed rows, in the form in which transformers calls any attention.
+
+    Equals attention row by row, each row with its own copy of the prompt.
+
+    Args:
+        module: the attention module of a block.
+        query: (1, H, N, D).
+        key: (1, K, N, D).
+        value: (1, K, N, D).
+        attention_mask: must be None.
+        scaling: factor of the scores; None for one over the root of D.
+        dropout: must be 0.
+        options: what else a model tells its attention.
+
+    Returns:
+        (1, N, H, D), and None for the weights.
+
+    Raises:
+        NotImplementedError: the module wants something of its attention that this one does not do.
+    """
+    scope = _SCOPE.get()
+    if scope is None:
+        raise AssertionError("set only inside attending")
+    layout = scope[1]
+    unknown = [name for name in _UNKNOWN if options.get(name) is not None]
+    unknown += ["a mask of the model's own"] if attention_mask is not None else []
+    unknown += ["dropout"] if dropout else []
+    unknown += ["tokens that come later"] if not getattr(module, "is_causal", True) else []
+    if unknown:
+        raise NotImplementedError(f"attention takes {', '.join(unknown)}")
+    window = _window(module, layout, options.get("sliding_window"))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    parts = [part[0].transpose(0, 1) for part in _of_one_type(query, key, value)]
+    packed: Tensor = _Attention.apply(*parts, layout, window, scale)  # type: ignore[no-untyped-call]
+    return packed[None], None
+
+
+class _Part(NamedTuple):
+    """One part of a softmax: queries (S, H, W, D) over keys (S, K, U, D) and values (S, K, U, D).
+
+    Without a mask, a causal part's queries see the keys up to their own place.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    causal: bool
+    mask: Tensor | None
+    scale: float
+
+
+class _Joined(NamedTuple):
+    """What a part's backward takes of the whole softmax: gradient and output (S, H, W, D), log-sum-exp (S, H, W)."""
+
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class _Attention(torch.autograd.Function):
+    """Segments, and prompts as their completions see them, joined; it saves little but what the network holds anyway.
+
+    A part's backward takes the joined output and log-sum-exp in place of its own: the weights it makes of them are
+    those of the joined softmax, so that each part gives its own keys' gradient and its share of the queries'.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: int | None, scale: float
+    ) -> Tensor:
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        lse = torch.empty(query.shape[:2], dtype=_wide(query), device=query.device)
+        for run in layout.runs:
+            out_part, lse_part = _attend(_own_part(layout, run, (query, key, value), window, scale))
+            run.put(out, out_part)
+            run.put(lse, lse_part)
+        for shared in layout.shared:
+            out_part, lse_part = _attend(_prompt_part(layout, shared, (query, key, value), window, scale))
+            tails = shared.tail_span
+            _join(out[tails], lse[tails], out_part[0].transpose(0, 1), lse_part[0].transpose(0, 1))
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.layout, ctx.window, ctx.scale = layout, window, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        layout, inputs = ctx.layout, (query, key, value)
+        grads = [part.new_empty(part.shape) for part in inputs]
+        for run in layout.runs:
+            joined = _Joined(run.take(grad), run.take(out), run.take(lse))
+            part = _own_part(layout, run, inputs, ctx.window, ctx.scale)
+            for whole, share in zip(grads, _attend_backward(part, joined), strict=True):
+                run.put(whole, share)
+        for shared in layout.shared:
+            tails, prompt = shared.tail_span, shared.prompt_span
+            joined = _Joined(*(whole[tails].transpose(0, 1)[None] for whole in (grad, out, lse)))
+            part = _prompt_part(layout, shared, inputs, ctx.window, ctx.scale)
+            shares = _attend_backward(part, joined)
+            for whole, span, share in zip(grads, (tails, prompt, prompt), shares, strict=True):
+                whole[span] += share[0].transpose(0, 1)
+        return *grads, None, None, None
+
+
+def _own_part(layout: Layout, run: Run, inputs: tuple[Tensor, ...], window: int | None, scale: float) -> _Part:
+    """Gives the part of segments that see themselves."""
+    query, key, value = (run.take(whole) for whole in inputs)
+    mask = layout.own_mask(run.width, window, query)
+    return _Part(query, key, value, mask is None, mask, scale)
+
+
+def _prompt_part(layout: Layout, shared: Shared, inputs: tuple[Tensor, ...], window: int | None, scale: float) -> _Part:
+    """Gives the part of a prompt that all its completions see: their tokens as one segment of queries."""
+    spans = (shared.tail_span, shared.prompt_span, shared.prompt_span)
+    query, key, value = (whole[span].transpose(0, 1)[None] for whole, span in zip(inputs, spans, strict=True))
+    return _Part(query, key, value, False, layout.prompt_mask(shared, window, query), scale)
+
+
+def _join(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Joins in place two parts of a softmax, (N, H, D) and (N, H), over two sets of keys.
+
+    ``L = log(e^a + e^b)``, ``o = e^(a - L) o_a + e^(b - L) o_b``.
+    """
+    joined = torch.logaddexp(lse, more_lse)
+    out.copy_(out * (lse - joined).exp()[..., None] + more_out * (more_lse - joined).exp()[..., None])
+    lse.copy_(joined)
+
+
+def _attend(part: _Part) -> tuple[Tensor, Tensor]:
+    """Gives output (S, H, W, D) and log-sum-exp (S, H, W) of one part."""
+    wide = _with_equal_heads(part)
+    out, lse = (_flash if part.query.device.type == "cpu" else _by_matmul)(wide)
+    return out.reshape(*part.query.shape[:3], -1), lse.reshape(part.query.shape[:3])
+
+
+def _attend_backward(part: _Part, joined: _Joined) -> tuple[Tensor, Tensor, Tensor]:
+    """Gives the gradients of a part's queries, keys and values."""
+    wide = _with_equal_heads(part)
+    seen = _Joined(*(whole.reshape(*wide.query.shape[:3], *whole.shape[3:]) for whole in joined))
+    kernel = _flash_backward if part.query.device.type == "cpu" else _by_matmul_backward
+    dq, dk, dv = kernel(wide, seen)
+    if part.query.shape[1] != part.key.shape[1]:
+        dk, dv = (share.reshape(*part.key.shape[:2], -1, *share.shape[2:]).sum(2) for share in (dk, dv))
+    return dq.reshape(part.query.shape), dk, dv
+
+
+def _with_equal_heads(part: _Part) -> _Part:
+    """Gives every query head keys of its own: of a single segment without a copy, by taking key heads as segments."""
+    kv_heads = part.key.shape[1]
+    repeats = part.query.shape[1] // kv_heads
+    if repeats == 1:
+        return part
+    if part.query.shape[0] > 1:
+        key, value = (whole.repeat_interleave(repeats, 1) for whole in (part.key, part.value))
+        return part._replace(key=key, value=value)
+    key, value = (whole[0][:, None].expand(-1, repeats, -1, -1) for whole in (part.key, part.value))
+    query = part.query.reshape(kv_heads, repeats, *part.query.shape[2:])
+    return part._replace(query=query, key=key, value=value)
+
+
+def _flash(part: _Part) -> tuple[Tensor, Tensor]:
+    """One part by the CPU's flash kernel."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(part.query, part.key, part.value, 0.0, part.causal, attn_mask=part.mask, scale=part.scale)
+    return out, lse
+
+
+def _flash_backward(part: _Part, joined: _Joined) -> tuple[Tensor, Tensor, Tensor]:
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, dk, dv = kernel(
+        joined.grad,
+        part.query,
+        part.key,
+        part.value,
+        joined.out,
+        joined.lse.contiguous(),
+        0.0,
+        part.causal,
+        attn_mask=part.mask,
+        scale=part.scale,
+    )
+    return dq, dk, dv
+
+
+def _by_matmul(part: _Part) -> tuple[Tensor, Tensor]:
+    """One part by products of matrices, which every device has; a slice of its scores exists at a time."""
+    outs, sums = [], []
+    for rows in _query_slices(part):
+        scores = _scores(part, rows)
+        sums.append(scores.logsumexp(-1))
+        outs.append((scores - sums[-1][..., None]).exp().to(part.value.dtype) @ part.value)
+    return torch.cat(outs, 2), torch.cat(sums, 2)
+
+
+def _by_matmul_backward(part: _Part, joined: _Joined) -> tuple[Tensor, Tensor, Tensor]:
+    """``P = e^(S - L)``, ``dV = P^T dO``, ``dS = P (dO V^T - rowsum(dO O))``, ``dQ = dS K``, ``dK = dS^T Q``."""
+    query, key, value = part.query, part.key, part.value
+    dqs = []
+    dk, dv = (torch.zeros(whole.shape, dtype=joined.lse.dtype, device=whole.device) for whole in (key, value))
+    for rows in _query_slices(part):
+        grad = joined.grad[:, :, rows]
+        weights = (_scores(part, rows) - joined.lse[:, :, rows, None]).exp()
+        dv += weights.to(grad.dtype).transpose(-1, -2) @ grad
+        means = (grad * joined.out[:, :, rows]).sum(-1, dtype=weights.dtype)
+        d_scores = weights * (grad @ value.transpose(-1, -2) - means[..., None]) * part.scale
+        d_scores = d_scores.to(query.dtype)
+        dqs.append(d_scores @ key)
+        dk += d_scores.transpose(-1, -2) @ query[:, :, rows]
+    return torch.cat(dqs, 2), dk.to(key.dtype), dv.to(value.dtype)
+
+
+def _scores(part: _Part, rows: slice) -> Tensor:
+    """Gives scores (S, H, rows, U), no narrower than float32, minus infinity where a query does not see a key."""
+    scores = (part.query[:, :, rows] @ part.key.transpose(-1, -2)).to(_wide(part.query)) * part.scale
+    if part.mask is not None:
+        return scores + part.mask[:, :, rows]
+    if not part.causal:
+        return scores
+    places = torch.arange(part.key.shape[2], device=scores.device)
+    return scores.masked_fill(places[None] > places[rows, None], -torch.inf)
+
+
+def _query_slices(part: _Part) -> Iterator[slice]:
+    """Cuts the queries so that a slice's scores have at most `_SCORES` elements."""
+    segments, heads, width, _ = part.query.shape
+    step = max(1, _SCORES // max(1, segments * heads * part.key.shape[2]))
+    for start in range(0, width, step):
+        yield slice(start, min(start + step, width))
+
+
+def _of_one_type(*parts: Tensor) -> tuple[Tensor, ...]:
+    """Gives parts of one type: that of autocast where it is on, as torch's own attention does."""
+    device = parts[0].device.type
+    autocast = torch.is_autocast_enabled(device) and parts[0].dtype is not torch.float64
+    kind = torch.get_autocast_dtype(device) if autocast else parts[-1].dtype
+    return tuple(part.to(kind) for part in parts)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+
+
+def _window(module: nn.Module, layout: Layout, told: int | None) -> int | None:
+    """Gives a layer's window by the config, which must agree with what the layer tells its attention."""
+    index = getattr(module, "layer_idx", None)
+    if index is None:
+        raise NotImplementedError("attention does not know its layer")
+    window = layout.windows[int(index)]
+    if told is not None and told != window:
+        raise NotImplementedError(f"layer {index} has a window of {told} tokens where its config says {window}")
+    return window
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
+
+_SCOPE: ContextVar[tuple[tuple[Any, ...], Layout] | None] = ContextVar("packed attention", default=None)
