@@ -477,7 +477,12 @@ def _packing_disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, want
         return f"{adapter.path.route.value} has no packed form"
     if "position_ids" not in inspect.signature(adapter._lm.base_model.forward).parameters:
         return "positions cannot be given"
-    return _difference(lambda: adapter._packed_distribution(trajectory, range(len(trajectory))), adapter, wanted_MV)
+    try:
+        return _difference(lambda: adapter._packed_distribution(trajectory, range(len(trajectory))), adapter, wanted_MV)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # how a kernel or a shape complains
+        return f"{type(error).__name__}: {error}"
 
 
 def _check_sampling(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:

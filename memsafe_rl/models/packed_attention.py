@@ -25,8 +25,6 @@ from memsafe_rl.models.packing import Layout, Run, Shared
 ATTENTION = "memsafe_rl_packed"
 """Name under which transformers knows this attention."""
 
-_UNKNOWN = ("softcap", "s_aux", "position_bias")
-"""What some models want of their attention and this one does not do: soft-capped scores, sinks, learned biases."""
 _SCORES = 2**26
 """Most scores that exist together where no kernel keeps them to itself."""
 
@@ -115,17 +113,24 @@ def packed_attention(
     if scope is None:
         raise AssertionError("set only inside attending")
     layout = scope[1]
-    unknown = [name for name in _UNKNOWN if options.get(name) is not None]
-    unknown += ["a mask of the model's own"] if attention_mask is not None else []
+    unknown = ["a mask of the model's own"] if attention_mask is not None else []
+    unknown += ["biases by position"] if options.get("position_bias") is not None else []
     unknown += ["dropout"] if dropout else []
     unknown += ["tokens that come later"] if not getattr(module, "is_causal", True) else []
     if unknown:
         raise NotImplementedError(f"attention takes {', '.join(unknown)}")
     window = _window(module, layout, options.get("sliding_window"))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = _Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"))
     parts = [part[0].transpose(0, 1) for part in _of_one_type(query, key, value)]
-    packed: Tensor = _Attention.apply(*parts, layout, window, scale)  # type: ignore[no-untyped-call]
+    packed: Tensor = _Attention.apply(*parts, options.get("s_aux"), layout, window, scoring)  # type: ignore[no-untyped-call]
     return packed[None], None
+
+
+class _Scoring(NamedTuple):
+    """How scores are made of queries and keys: a factor, and what they are soft-capped at, None for nothing."""
+
+    scale: float
+    softcap: float | None
 
 
 class _Part(NamedTuple):
@@ -139,7 +144,7 @@ class _Part(NamedTuple):
     value: Tensor
     causal: bool
     mask: Tensor | None
-    scale: float
+    scoring: _Scoring
 
 
 class _Joined(NamedTuple):
@@ -159,55 +164,70 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: int | None, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        layout: Layout,
+        window: int | None,
+        scoring: _Scoring,
     ) -> Tensor:
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         lse = torch.empty(query.shape[:2], dtype=_wide(query), device=query.device)
         for run in layout.runs:
-            out_part, lse_part = _attend(_own_part(layout, run, (query, key, value), window, scale))
+            out_part, lse_part = _attend(_own_part(layout, run, (query, key, value), window, scoring))
             run.put(out, out_part)
             run.put(lse, lse_part)
         for shared in layout.shared:
-            out_part, lse_part = _attend(_prompt_part(layout, shared, (query, key, value), window, scale))
+            out_part, lse_part = _attend(_prompt_part(layout, shared, (query, key, value), window, scoring))
             tails = shared.tail_span
             _join(out[tails], lse[tails], out_part[0].transpose(0, 1), lse_part[0].transpose(0, 1))
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.layout, ctx.window, ctx.scale = layout, window, scale
+        if sinks is not None:
+            _join(out, lse, torch.zeros_like(out), sinks.to(lse.dtype).expand_as(lse))
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.layout, ctx.window, ctx.scoring = layout, window, scoring
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         layout, inputs = ctx.layout, (query, key, value)
         grads = [part.new_empty(part.shape) for part in inputs]
         for run in layout.runs:
             joined = _Joined(run.take(grad), run.take(out), run.take(lse))
-            part = _own_part(layout, run, inputs, ctx.window, ctx.scale)
+            part = _own_part(layout, run, inputs, ctx.window, ctx.scoring)
             for whole, share in zip(grads, _attend_backward(part, joined), strict=True):
                 run.put(whole, share)
         for shared in layout.shared:
             tails, prompt = shared.tail_span, shared.prompt_span
             joined = _Joined(*(whole[tails].transpose(0, 1)[None] for whole in (grad, out, lse)))
-            part = _prompt_part(layout, shared, inputs, ctx.window, ctx.scale)
+            part = _prompt_part(layout, shared, inputs, ctx.window, ctx.scoring)
             shares = _attend_backward(part, joined)
             for whole, span, share in zip(grads, (tails, prompt, prompt), shares, strict=True):
                 whole[span] += share[0].transpose(0, 1)
-        return *grads, None, None, None
+        of_sinks = None
+        if sinks is not None:
+            weights = (sinks.to(lse.dtype) - lse).exp()
+            of_sinks = -(weights * (grad * out).sum(-1, dtype=lse.dtype)).sum(0).to(sinks.dtype)
+        return *grads, of_sinks, None, None, None
 
 
-def _own_part(layout: Layout, run: Run, inputs: tuple[Tensor, ...], window: int | None, scale: float) -> _Part:
+def _own_part(layout: Layout, run: Run, inputs: tuple[Tensor, ...], window: int | None, scoring: _Scoring) -> _Part:
     """Gives the part of segments that see themselves."""
     query, key, value = (run.take(whole) for whole in inputs)
     mask = layout.own_mask(run.width, window, query)
-    return _Part(query, key, value, mask is None, mask, scale)
+    return _Part(query, key, value, mask is None, mask, scoring)
 
 
-def _prompt_part(layout: Layout, shared: Shared, inputs: tuple[Tensor, ...], window: int | None, scale: float) -> _Part:
+def _prompt_part(
+    layout: Layout, shared: Shared, inputs: tuple[Tensor, ...], window: int | None, scoring: _Scoring
+) -> _Part:
     """Gives the part of a prompt that all its completions see: their tokens as one segment of queries."""
     spans = (shared.tail_span, shared.prompt_span, shared.prompt_span)
     query, key, value = (whole[span].transpose(0, 1)[None] for whole, span in zip(inputs, spans, strict=True))
-    return _Part(query, key, value, False, layout.prompt_mask(shared, window, query), scale)
+    return _Part(query, key, value, False, layout.prompt_mask(shared, window, query), scoring)
 
 
 def _join(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
@@ -223,7 +243,7 @@ def _join(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
 def _attend(part: _Part) -> tuple[Tensor, Tensor]:
     """Gives output (S, H, W, D) and log-sum-exp (S, H, W) of one part."""
     wide = _with_equal_heads(part)
-    out, lse = (_flash if part.query.device.type == "cpu" else _by_matmul)(wide)
+    out, lse = (_flash if _has_kernel(part) else _by_matmul)(wide)
     return out.reshape(*part.query.shape[:3], -1), lse.reshape(part.query.shape[:3])
 
 
@@ -231,11 +251,16 @@ def _attend_backward(part: _Part, joined: _Joined) -> tuple[Tensor, Tensor, Tens
     """Gives the gradients of a part's queries, keys and values."""
     wide = _with_equal_heads(part)
     seen = _Joined(*(whole.reshape(*wide.query.shape[:3], *whole.shape[3:]) for whole in joined))
-    kernel = _flash_backward if part.query.device.type == "cpu" else _by_matmul_backward
-    dq, dk, dv = kernel(wide, seen)
+    dq, dk, dv = (_flash_backward if _has_kernel(part) else _by_matmul_backward)(wide, seen)
     if part.query.shape[1] != part.key.shape[1]:
         dk, dv = (share.reshape(*part.key.shape[:2], -1, *share.shape[2:]).sum(2) for share in (dk, dv))
     return dq.reshape(part.query.shape), dk, dv
+
+
+def _has_kernel(part: _Part) -> bool:
+    """Whether there is a kernel for a part that keeps scores to itself and gives their log-sum-exp."""
+    alike = part.query.shape[-1] == part.value.shape[-1]
+    return part.query.device.type == "cpu" and alike and part.scoring.softcap is None
 
 
 def _with_equal_heads(part: _Part) -> _Part:
@@ -255,7 +280,8 @@ def _with_equal_heads(part: _Part) -> _Part:
 def _flash(part: _Part) -> tuple[Tensor, Tensor]:
     """One part by the CPU's flash kernel."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = kernel(part.query, part.key, part.value, 0.0, part.causal, attn_mask=part.mask, scale=part.scale)
+    inputs, scale = (part.query, part.key, part.value), part.scoring.scale
+    out, lse = kernel(*inputs, 0.0, part.causal, attn_mask=part.mask, scale=scale)
     return out, lse
 
 
@@ -271,7 +297,7 @@ def _flash_backward(part: _Part, joined: _Joined) -> tuple[Tensor, Tensor, Tenso
         0.0,
         part.causal,
         attn_mask=part.mask,
-        scale=part.scale,
+        scale=part.scoring.scale,
     )
     return dq, dk, dv
 
@@ -280,7 +306,7 @@ def _by_matmul(part: _Part) -> tuple[Tensor, Tensor]:
     """One part by products of matrices, which every device has; a slice of its scores exists at a time."""
     outs, sums = [], []
     for rows in _query_slices(part):
-        scores = _scores(part, rows)
+        scores, _ = _scores(part, rows)
         sums.append(scores.logsumexp(-1))
         outs.append((scores - sums[-1][..., None]).exp().to(part.value.dtype) @ part.value)
     return torch.cat(outs, 2), torch.cat(sums, 2)
@@ -293,25 +319,34 @@ def _by_matmul_backward(part: _Part, joined: _Joined) -> tuple[Tensor, Tensor, T
     dk, dv = (torch.zeros(whole.shape, dtype=joined.lse.dtype, device=whole.device) for whole in (key, value))
     for rows in _query_slices(part):
         grad = joined.grad[:, :, rows]
-        weights = (_scores(part, rows) - joined.lse[:, :, rows, None]).exp()
+        scores, slopes = _scores(part, rows)
+        weights = (scores - joined.lse[:, :, rows, None]).exp()
         dv += weights.to(grad.dtype).transpose(-1, -2) @ grad
         means = (grad * joined.out[:, :, rows]).sum(-1, dtype=weights.dtype)
-        d_scores = weights * (grad @ value.transpose(-1, -2) - means[..., None]) * part.scale
+        d_scores = weights * (grad @ value.transpose(-1, -2) - means[..., None]) * slopes
         d_scores = d_scores.to(query.dtype)
         dqs.append(d_scores @ key)
         dk += d_scores.transpose(-1, -2) @ query[:, :, rows]
     return torch.cat(dqs, 2), dk.to(key.dtype), dv.to(value.dtype)
 
 
-def _scores(part: _Part, rows: slice) -> Tensor:
-    """Gives scores (S, H, rows, U), no narrower than float32, minus infinity where a query does not see a key."""
-    scores = (part.query[:, :, rows] @ part.key.transpose(-1, -2)).to(_wide(part.query)) * part.scale
+def _scores(part: _Part, rows: slice) -> tuple[Tensor, Tensor | float]:
+    """Gives scores (S, H, rows, U), no narrower than float32, and their derivative by the product of query and key.
+
+    A query that does not see a key has minus infinity, or what the mask says.
+    """
+    scale, cap = part.scoring
+    slopes: Tensor | float = scale
+    scores = (part.query[:, :, rows] @ part.key.transpose(-1, -2)).to(_wide(part.query)) * scale
+    if cap is not None:
+        bent = torch.tanh(scores / cap)
+        scores, slopes = cap * bent, scale * (1 - bent.square())
     if part.mask is not None:
-        return scores + part.mask[:, :, rows]
+        return scores + part.mask[:, :, rows], slopes
     if not part.causal:
-        return scores
+        return scores, slopes
     places = torch.arange(part.key.shape[2], device=scores.device)
-    return scores.masked_fill(places[None] > places[rows, None], -torch.inf)
+    return scores.masked_fill(places[None] > places[rows, None], -torch.inf), slopes
 
 
 def _query_slices(part: _Part) -> Iterator[slice]:

@@ -9,14 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.types import Ragged, Trajectory
 from tests.models.helpers import PAD, SMALL, logprobs_of
-from tests.tiny import tiny_model
+from tests.tiny import ARCHS, tiny_model
 
-FAMILIES = ("qwen3", "llama", "gpt2", "gemma3", "qwen2", "qwen3_moe")
+FAMILIES = ("qwen3", "llama", "gpt2", "gemma2", "gemma3", "qwen2", "qwen3_moe", "gpt_oss", "deepseek")
 RAGGED = ((4, 9, 2, 1), (3, 1), (6,), (2, 2, 2))
 PROMPTS = (7, 5, 9, 3)
 
@@ -25,22 +32,34 @@ class InDouble(TorchFunctionMode):
     """Keeps a float64 network in float64: norms of transformers go to float32 and back, which rounds to 1e-7."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        arguments = tuple(torch.float64 if argument is torch.float32 else argument for argument in args)
         if func is torch.Tensor.float:
             return args[0].to(torch.float64)
-        return func(*arguments, **(kwargs or {}))
+        arguments = [torch.float64 if argument is torch.float32 else argument for argument in args]
+        named = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return func(*arguments, **named)
 
 
-def moe_model(dtype: torch.dtype) -> Any:
-    torch.manual_seed(0)
-    sizes = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
-    config = Qwen3MoeConfig(**SMALL, **sizes)
-    config._experts_implementation = "eager"  # the default has no float64
-    return Qwen3MoeForCausalLM(config).to(dtype).eval()
+def config_of(family: str) -> tuple[Any, Any]:
+    """Networks that `tiny_model` does not have: mixtures of experts, attention sinks, latent attention."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    if family == "qwen3_moe":
+        return Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL, **experts, moe_intermediate_size=16, head_dim=8)
+    if family == "gpt_oss":
+        local = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 6}
+        return GptOssForCausalLM, GptOssConfig(**SMALL, **local)
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+    sizes = {**SMALL, "num_key_value_heads": 4, "first_k_dense_replace": 2, **latent}
+    return DeepseekV3ForCausalLM, DeepseekV3Config(**sizes)
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    return moe_model(dtype) if family == "qwen3_moe" else tiny_model(family, dtype=dtype, **settings)
+    if family in ARCHS:
+        return tiny_model(family, dtype=dtype, **settings)
+    kind, config = config_of(family)
+    config._experts_implementation = "eager"  # the default has no float64
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kind(config).to(dtype).eval()
 
 
 def adapter_of(model: Any) -> CausalLMAdapter:
