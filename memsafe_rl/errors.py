@@ -21,6 +21,10 @@ class DataError(MemsafeError, ValueError):
     """A dataset, a prompt, a completion or a reward does not have the form it must have."""
 
 
+class RewardTimeoutError(MemsafeError, TimeoutError):
+    """A reward function took longer than the run allows."""
+
+
 class MemoryBudgetError(MemsafeError, MemoryError):
     """The work does not fit in the memory budget, even with the leanest plan allowed.
 

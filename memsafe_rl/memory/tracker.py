@@ -112,11 +112,12 @@ class MemoryTracker:
         return plan if isinstance(plan, UpdatePlan) else UpdatePlan()
 
     @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
+    def phase(self, phase: Phase, *, compared: bool = True) -> Iterator[None]:
         """Measures the peak bytes and the seconds of what runs inside, and adds them to the phase's.
 
         Args:
             phase: what runs inside.
+            compared: whether it is what the plan predicted the phase's peak for, so that the two are compared.
         """
         self.meter.reset_peak()
         before, self.phase_now = self.phase_now, phase
@@ -130,7 +131,7 @@ class MemoryTracker:
             self._peak_bytes = max(self._peak_bytes, peak)
             self.phase_peaks[phase] = max(self.phase_peaks.get(phase, 0), peak)
             self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + time.perf_counter() - start
-            if plan is not None and plan is self._plan_of(phase):
+            if compared and plan is not None and plan is self._plan_of(phase):
                 self._correct(phase, plan, peak - held)
 
     def adopt(self, plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 import weakref
 from collections.abc import Awaitable, Sequence
 from typing import Any
+
+Running = concurrent.futures.Future[list[Any]]
+"""Awaitables that run together in another thread."""
+
+_FIRST_STEP_SECONDS = 1.0
+"""Longest wait for awaitables to have begun: requests are under way before the caller keeps the processor busy."""
+_FAREWELL_SECONDS = 1.0
+"""What is cancelled as its loop stops has so long to clear up."""
 
 
 class BackgroundLoop:
@@ -20,26 +29,48 @@ class BackgroundLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: weakref.finalize[..., BackgroundLoop] | None = None
 
-    def gather(self, awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-        """Runs awaitables together and waits for all.
+    def start(self, awaitables: Sequence[Awaitable[Any]]) -> Running:
+        """Runs awaitables together; each has gone as far as its first wait when this returns, or for a second.
 
         Args:
             awaitables: what to run.
 
         Returns:
-            Their results, in order.
-
-        Raises:
-            BaseException: the first that one of them raised; the others are cancelled first.
+            Their results to come, in order, or what one of them raised first; the others are cancelled then.
         """
-        future = asyncio.run_coroutine_threadsafe(_together(awaitables), self._started())
+        begun = threading.Event()
+        running = asyncio.run_coroutine_threadsafe(_together(awaitables, begun), self._started())
+        begun.wait(_FIRST_STEP_SECONDS)
+        return running
+
+    def ended(self, running: Running, seconds: float | None) -> bool:
+        """Waits for what was started; an exception that interrupts the wait cancels it.
+
+        Args:
+            running: what was started.
+            seconds: longest wait; None for as long as it takes.
+
+        Returns:
+            Whether it has ended.
+        """
         try:
-            return future.result()
-        finally:
-            future.cancel()
+            return bool(concurrent.futures.wait([running], seconds).done)
+        except BaseException:
+            self.stop(running)
+            raise
+
+    def stop(self, running: Running) -> None:
+        """Cancels what was started, if it has not ended, without waiting for it."""
+        running.cancel()
+
+    def abandon(self) -> None:
+        """Leaves a loop alone that no longer answers; its thread ends with the process, the next start has another."""
+        if self._stop is not None:
+            self._stop.detach()
+        self._loop = self._stop = None
 
     def close(self) -> None:
-        """Stops the loop and its thread; the next `gather` starts another."""
+        """Stops the loop and its thread; the next `start` starts another."""
         if self._stop is not None:
             self._stop()
         self._loop = self._stop = None
@@ -53,9 +84,11 @@ class BackgroundLoop:
         return self._loop
 
 
-async def _together(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+async def _together(awaitables: Sequence[Awaitable[Any]], begun: threading.Event) -> list[Any]:
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
+        await asyncio.sleep(0)
+        begun.set()
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
@@ -67,6 +100,11 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=_FAREWELL_SECONDS))
     finally:
         loop.close()
 

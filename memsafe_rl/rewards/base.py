@@ -9,9 +9,8 @@ import inspect
 import logging
 import math
 import numbers
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +19,17 @@ from torch import Tensor, nn
 
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.rewards.background import BackgroundLoop
+from memsafe_rl.rewards.calls import (
+    Awaited,
+    Begun,
+    Calls,
+    Patience,
+    RewardFunction,
+    function_name,
+    is_async,
+    required_names,
+)
 from memsafe_rl.rewards.scoring import RewardModel, load_reward_model
-
-RewardFunction = Callable[..., Any]
-"""Called with ``prompts``, ``completions``, ``completion_ids``, the dataset's columns and more, all by keyword; gives
-one number or None for each completion, or a coroutine of them."""
 
 RewardSource = RewardFunction | nn.Module | str
 """A function, a reward model, or the name of one."""
@@ -34,6 +39,7 @@ Attempt = Callable[[Callable[[int], Tensor]], Tensor]
 
 logger = logging.getLogger(__name__)
 
+_ENDLESS = Patience()
 _ROWS = 32
 """Completions that a reward model scores in one forward pass where nobody says how many."""
 _GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -49,7 +55,8 @@ class RewardScores:
         names: F names, distinct.
         seconds: wall time of each function, in seconds, by name.
         extras: B values by column, logged by the functions for the table of completions.
-        metrics: numbers by name, logged by the functions, in the order of the calls.
+        metrics: numbers by name, logged by the functions, in their order.
+        timeouts: by name, how often a function took longer than it may; functions that never did are left out.
     """
 
     rewards_BF: Tensor
@@ -57,6 +64,32 @@ class RewardScores:
     seconds: Mapping[str, float] = field(default_factory=dict)
     extras: Mapping[str, list[Any]] = field(default_factory=dict)
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
+    timeouts: Mapping[str, int] = field(default_factory=dict)
+
+
+class PendingScores:
+    """Rewards of a rollout whose async functions may still be under way.
+
+    Args:
+        finish: waits for them and puts everything together.
+        cancel: has them stop.
+    """
+
+    def __init__(self, finish: Callable[[], RewardScores], cancel: Callable[[], None]) -> None:
+        self._finish = finish
+        self.cancel = cancel
+
+    def result(self) -> RewardScores:
+        """Waits for the functions that are under way.
+
+        Returns:
+            The rewards and what the functions logged.
+
+        Raises:
+            DataError: a function's rewards are not one for each row, not numbers, or infinite.
+            RewardTimeoutError: a function took longer than it may.
+        """
+        return self._finish()
 
 
 def _once(unit: Callable[[int], Tensor]) -> Tensor:
@@ -74,6 +107,7 @@ class RewardRunner:
         trust_remote_code: whether code that comes with a reward model may run.
         chat_template_kwargs: passed to the chat templates of reward models.
         device: where reward models go; None leaves them where they are.
+        patience: how long async functions are waited for.
 
     Raises:
         ConfigError: there is no function, counts differ, a weight is not finite, a package is missing, or an object is
@@ -90,6 +124,7 @@ class RewardRunner:
         trust_remote_code: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
+        patience: Patience = _ENDLESS,
     ) -> None:
         sources: list[Any] = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         tokenizers = _one_each("reward_processing_classes", reward_processing_classes, len(sources), default=None)
@@ -110,8 +145,9 @@ class RewardRunner:
                     trust_remote_code=trust_remote_code,
                 )
             self._sources.append(source)
-        self.names = _distinct([s.name if isinstance(s, RewardModel) else _name(s) for s in self._sources])
+        self.names = _distinct([s.name if isinstance(s, RewardModel) else function_name(s) for s in self._sources])
         self._loop = BackgroundLoop()
+        self._patience = patience
         self._warned = False
         if device is not None:
             self.to(device)
@@ -147,7 +183,7 @@ class RewardRunner:
                 "Rename the column."
             )
         for name, source in zip(self.names, self._sources, strict=True):
-            missing = [] if isinstance(source, RewardModel) else sorted(_required(source) - {*columns, *_GIVEN})
+            missing = [] if isinstance(source, RewardModel) else sorted(required_names(source) - {*columns, *_GIVEN})
             if missing:
                 nearest = difflib.get_close_matches(missing[0], [*columns, *_GIVEN], n=1)
                 hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
@@ -167,11 +203,30 @@ class RewardRunner:
         trainer_state: Any = None,
         attempt: Attempt = _once,
     ) -> RewardScores:
-        """Calls every reward function once on all rows.
+        """Calls every reward function once on all rows and waits for the rewards.
+
+        The arguments, the result and the errors are those of `begin` and of `PendingScores.result`.
+        """
+        return self.begin(
+            prompts, completions, completion_ids, columns, trainer_state=trainer_state, attempt=attempt
+        ).result()
+
+    def begin(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Any] | None = None,
+        *,
+        trainer_state: Any = None,
+        attempt: Attempt = _once,
+    ) -> PendingScores:
+        """Calls every reward function once on all rows; the async ones may still be under way afterwards.
 
         Reward models come first, then the functions in their order, then the async ones together. Only what this
         library does itself may be repeated when memory runs out: a reward model's pass, and writing down what the
-        functions returned. What a function raises comes out as it is.
+        functions returned. What a function raises comes out as it is. An async function that takes longer than it may
+        is called again as often as the run's settings say.
 
         Args:
             prompts: B texts, or B lists of messages, a prompt repeated for each of its samples.
@@ -183,7 +238,7 @@ class RewardRunner:
                 suffices.
 
         Returns:
-            The rewards and what the functions logged.
+            The rewards to come; `result` must be called, or `cancel`.
 
         Raises:
             DataError: a column is missing or of the wrong length, or a function's rewards are: not one for each row,
@@ -193,45 +248,51 @@ class RewardRunner:
         _check_rows(len(prompts), {"completions": completions, "completion_ids": completion_ids, **columns})
         self.check_columns(columns)
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        call = _Call({**columns, **given, "trainer_state": trainer_state})
+        calls = Calls({**columns, **given, "trainer_state": trainer_state}, len(prompts), self._patience)
         if len(prompts) == 0:
-            return RewardScores(torch.zeros(0, len(self._sources)), self.names)
+            return PendingScores(lambda: RewardScores(torch.zeros(0, len(self._sources)), self.names), lambda: None)
         columns_F: dict[int, list[float]] = {}
+        functions: dict[int, RewardFunction] = {}
         for index, source in enumerate(self._sources):
-            if isinstance(source, RewardModel):
-                with call.timed(self.names[index]):
-                    columns_F[index] = attempt(functools.partial(source.score, prompts, completions)).tolist()
-        for index, output in self._outputs(call).items():
-            columns_F[index] = _numbers(self.names[index], output, len(prompts))
-        rewards = [columns_F[index] for index in range(len(self._sources))]
-        self._warn_of_unscored(rewards, prompts)
-        rewards_BF = attempt(lambda _: torch.tensor(rewards).T.contiguous())
-        return RewardScores(rewards_BF, self.names, call.seconds, call.joined_extras(len(prompts)), call.metrics)
+            if not isinstance(source, RewardModel):
+                functions[index] = source
+                continue
+            with calls.timed(self.names[index]):
+                columns_F[index] = attempt(functools.partial(source.score, prompts, completions)).tolist()
+        awaited = self._call(functions, calls, columns_F)
+
+        def finish() -> RewardScores:
+            outputs = zip(awaited.names, awaited.result(), strict=True)
+            later = {self.names.index(name): _numbers(name, output, len(prompts)) for name, output in outputs}
+            rewards = [(columns_F | later)[index] for index in range(len(self._sources))]
+            self._warn_of_unscored(rewards, prompts)
+            rewards_BF = attempt(lambda _: torch.tensor(rewards).T.contiguous())
+            return RewardScores(
+                rewards_BF, self.names, calls.seconds, calls.joined_extras(), calls.joined_metrics(), calls.timeouts
+            )
+
+        return PendingScores(finish, awaited.cancel)
 
     def close(self) -> None:
         """Stops the thread in which async functions run."""
         self._loop.close()
 
-    def _outputs(self, call: _Call) -> dict[int, Any]:
-        """Calls the functions, those that are not async first, and waits for the async ones together."""
-        functions = [
-            (index, source) for index, source in enumerate(self._sources) if not isinstance(source, RewardModel)
-        ]
-        outputs: dict[int, Any] = {}
-        waiting: dict[int, Coroutine[Any, Any, Any]] = {}
+    def _call(self, functions: Mapping[int, RewardFunction], calls: Calls, found: dict[int, list[float]]) -> Awaited:
+        """Calls the functions, those that are not async first, and has the async ones run."""
+        begun: dict[str, Begun] = {}
         try:
-            for index, function in sorted(functions, key=lambda item: _is_async(item[1])):
-                with call.timed(self.names[index]):
-                    output = function(**call.keywords(self.names[index], function))
-                (waiting if inspect.iscoroutine(output) else outputs)[index] = output
+            for index, function in sorted(functions.items(), key=lambda item: is_async(item[1])):
+                name = self.names[index]
+                output = calls.first(name, function)
+                if inspect.iscoroutine(output):
+                    begun[name] = Begun(function, output)
+                else:
+                    found[index] = _numbers(name, output, calls.rows)
         except BaseException:
-            for coroutine in waiting.values():
-                coroutine.close()
+            for waiting in begun.values():
+                waiting.coroutine.close()
             raise
-        if waiting:
-            timed = [call.awaited(self.names[index], coroutine) for index, coroutine in waiting.items()]
-            outputs.update(zip(waiting, self._loop.gather(timed), strict=True))
-        return outputs
+        return calls.await_together(begun, self._loop)
 
     def _warn_of_unscored(self, rewards: Sequence[Sequence[float]], prompts: Sequence[Any]) -> None:
         unscored = [row for row, values in enumerate(zip(*rewards, strict=True)) if all(map(math.isnan, values))]
@@ -247,62 +308,6 @@ class RewardRunner:
             first,
             prompts[first],
         )
-
-
-class _Call:
-    """One call of all functions: what they are given, and what they log."""
-
-    def __init__(self, given: dict[str, Any]) -> None:
-        self.given = given
-        self.seconds: dict[str, float] = {}
-        self.metrics: dict[str, list[float]] = {}
-        self._extras: dict[str, dict[str, list[Any]]] = {}
-
-    def keywords(self, name: str, function: RewardFunction) -> dict[str, Any]:
-        """Gives a function its keywords: all of them if it takes any, else those it names.
-
-        Lists are copied, so that a function that sorts or pops does not disturb the next one.
-        """
-        extras = self._extras.setdefault(name, {})
-        available = {key: list(value) if isinstance(value, list) else value for key, value in self.given.items()}
-        available["log_extra"] = lambda column, values: extras.setdefault(column, []).extend(values)
-        available["log_metric"] = lambda metric, value: self.metrics.setdefault(metric, []).append(float(value))
-        accepted = _accepted(function)
-        return available if accepted is None else {key: available[key] for key in available if key in accepted}
-
-    def timed(self, name: str) -> _Stopwatch:
-        """Measures the wall time of a block for a function."""
-        return _Stopwatch(self.seconds, name)
-
-    async def awaited(self, name: str, output: Awaitable[Any]) -> Any:
-        """Waits for an async function, and measures the wait."""
-        with self.timed(name):
-            return await output
-
-    def joined_extras(self, rows: int) -> dict[str, list[Any]]:
-        """Joins the columns of all functions; a name used for different values gets its function's name in front."""
-        joined: dict[str, list[Any]] = {}
-        for name, extras in self._extras.items():
-            for column, values in extras.items():
-                if len(values) != rows:
-                    raise DataError(
-                        f"Reward function {name!r} logged {len(values)} values in column {column!r} for {rows} "
-                        "completions. Log exactly one value for each completion."
-                    )
-                taken = column in joined and joined[column] != values
-                joined[f"{name}/{column}" if taken else column] = values
-        return joined
-
-
-class _Stopwatch:
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self._seconds, self._name, self._start = seconds, name, 0.0
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + time.perf_counter() - self._start
 
 
 def _numbers(name: str, output: Any, rows: int) -> list[float]:
@@ -354,8 +359,8 @@ def _check_sources(sources: Sequence[Any], weights: Sequence[Any]) -> None:
         for package, pip_name in getattr(source, "required_packages", {}).items():
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(
-                    f"Reward function {_name(source)!r} needs the package {pip_name}, which is not installed. Run "
-                    f"`pip install {pip_name}`."
+                    f"Reward function {function_name(source)!r} needs the package {pip_name}, which is not installed. "
+                    f"Run `pip install {pip_name}`."
                 )
 
 
@@ -387,40 +392,3 @@ def _distinct(names: Sequence[str]) -> tuple[str, ...]:
             candidate = f"{name}_{seen[name] + 1}"
         chosen.append(candidate)
     return tuple(chosen)
-
-
-def _unwrapped(function: Any) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
-def _name(function: Any) -> str:
-    function = _unwrapped(function)
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _is_async(function: Any) -> bool:
-    function = _unwrapped(function)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _parameters(function: RewardFunction) -> list[inspect.Parameter] | None:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except ValueError:  # compiled functions may not say what they take
-        return None
-
-
-def _accepted(function: RewardFunction) -> set[str] | None:
-    """Names a function takes by keyword; None if it takes any."""
-    parameters = _parameters(function)
-    if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {parameter.name for parameter in parameters}
-
-
-def _required(function: RewardFunction) -> set[str]:
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = _parameters(function) or []
-    return {p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty}

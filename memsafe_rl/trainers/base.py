@@ -445,6 +445,8 @@ class OnPolicyTrainer(TrainerSurface):
             self._pending[name].append(sum(values) / len(values))
         for name, seconds in scores.seconds.items():
             self._pending[f"time/reward/{name}_seconds"].append(seconds)
+        for name, timeouts in scores.timeouts.items():
+            self._pending[f"rewards/{name}/timeouts"].append(timeouts)
 
     def report_sampling(self, ended: int, total: int) -> None:
         """Tells progress bars how many of a rollout's completions have ended."""

@@ -125,6 +125,8 @@ RANGES: dict[str, Range] = {
     "vespo_k_neg": _NOT_NEGATIVE,
     "vespo_lambda_neg": _NOT_NEGATIVE,
     "dynamic_sampling_max_rounds": _AT_LEAST_ONE,
+    "reward_timeout_seconds": _POSITIVE,
+    "reward_retries": _NOT_NEGATIVE,
 }
 """The numbers that make sense; a setting that is None is not looked at."""
 
@@ -134,6 +136,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "reward_timeout_result": ("error", "none"),
     "overlong_prompts": ("error", "filter", "truncate"),
     "trajectory_device": ("device", "host"),
     "eval_strategy": ("no", "steps", "epoch"),

@@ -20,7 +20,7 @@ from memsafe_rl.memory.recovery import Attempt, Recovery
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.advantages import group_advantages, zero_spread_groups
 from memsafe_rl.ops.importance import importance_weights
-from memsafe_rl.rewards.base import RewardRunner, RewardScores
+from memsafe_rl.rewards.base import PendingScores, RewardRunner
 from memsafe_rl.rollout.generation import generate
 from memsafe_rl.rollout.scoring import row_lengths, score_all
 from memsafe_rl.trainers.config import GRPOConfig
@@ -50,6 +50,9 @@ EVALUATION_ROLLOUT = -1
 """Rollout index of evaluations: they draw the same numbers every time, so that their differences are the model's."""
 
 
+_NO_REWARDS = torch.empty(0, 0)
+
+
 @dataclass(frozen=True)
 class Samples:
     """Prompts and their completions, group by group, over all ranks.
@@ -61,8 +64,8 @@ class Samples:
         completions: P × group_size of them, prompt by prompt.
         masks: per completion, 1 where the model itself chose the token; None when it chose all.
         texts: what the reward functions see of each completion.
-        rewards_BF: (B, F) float32, NaN where a function gave None.
-        extras: per completion, what the reward functions logged through `log_extra`.
+        rewards_BF: (B, F) float32, NaN where a function gave None; (0, 0) until the rewards are known.
+        extras: per completion, what the reward functions logged through `log_extra`; () until the rewards are known.
         external: whether another sampler than the trained model drew them.
     """
 
@@ -106,6 +109,21 @@ class Samples:
             rewards_BF=torch.cat([self.rewards_BF, other.rewards_BF]),
             extras=self.extras + other.extras,
         )
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Rewards of one rank's rows, to be waited for.
+
+    Args:
+        pending: the reward functions' calls.
+        rows: completions of this rank.
+        phase: to which the wait belongs.
+    """
+
+    pending: PendingScores
+    rows: int
+    phase: Phase
 
 
 @dataclass(frozen=True)
@@ -211,11 +229,18 @@ class ExperienceMaker:
         """
         prompts = self._read(source, position, self._config.prompts_per_rollout)
         self._plan(prompts)
-        samples = self._draw(prompts, rollout, self._config.num_generations)
-        samples, consumed = self._refill(samples, source, rollout, position)
+        samples, answers = self._draw(prompts, rollout, self._config.num_generations)
+        consumed = len(prompts.ids)
+        # Which groups are replaced depends on the rewards.
+        overlapping = self._config.overlap_async_rewards and not self._config.dynamic_sampling
+        if not overlapping:
+            samples, consumed = self._refill(self._rewarded(samples, answers), source, rollout, position)
+        trajectory = self._scored_unrewarded(samples, answers)
+        if overlapping:
+            samples = self._rewarded(samples, answers)
         advantages = self._repeat(lambda: self._advantages(samples))
-        trajectory = self._repeat(lambda: self._store(samples, advantages))
-        trajectory = self._score(trajectory, later_rows, external=samples.external)
+        trajectory = self._repeat(lambda: self._judged(trajectory, advantages))
+        trajectory = self._score_later(trajectory, later_rows, external=samples.external)
         metrics, table = self._repeat(
             lambda: (self._metrics(samples, advantages), _table(samples, advantages, self._rewards.names))
         )
@@ -234,7 +259,7 @@ class ExperienceMaker:
             What is logged of them.
         """
         prompts = self._repeat(lambda: self._read_prompts(examples), Phase.EVALUATE)
-        samples = self._draw(prompts, EVALUATION_ROLLOUT, group_size, phase=Phase.EVALUATE)
+        samples = self._rewarded(*self._draw(prompts, EVALUATION_ROLLOUT, group_size, phase=Phase.EVALUATE))
         return self._repeat(lambda: self._metrics(samples, self._advantages(samples)), Phase.EVALUATE)
 
     def _read(self, source: PromptSource, position: int, count: int) -> Prompts:
@@ -266,8 +291,8 @@ class ExperienceMaker:
         *,
         first_prompt: int = 0,
         phase: Phase = Phase.ROLLOUT,
-    ) -> Samples:
-        """Draws and rewards this rank's rows, and joins all ranks'."""
+    ) -> tuple[Samples, Answers]:
+        """Draws this rank's rows, has them rewarded, and joins all ranks' rows; rewards may still be under way."""
         mine = self._ranks.share(len(prompts.ids) * group_size)
         work = self._work(prompts, group_size)
         with self._tracker.phase(phase):
@@ -277,20 +302,35 @@ class ExperienceMaker:
             else:
                 given = self._call_rollout_func(prompts, group_size, mine)
         texts = self._texts(prompts, [completion.ids for completion in given.completions])
-        with self._tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
-            scores = self._reward(prompts, group_size, mine, given, texts, work)
-        rewards = self._ranks.gather(scores.rewards_BF.tolist())
-        return Samples(
-            prompts=prompts,
-            group_size=group_size,
-            conditions=tuple(self._ranks.gather(given.conditions)),
-            completions=tuple(self._ranks.gather(given.completions)),
-            masks=None if given.masks is None else tuple(self._ranks.gather(given.masks)),
-            texts=tuple(self._ranks.gather(texts)),
-            rewards_BF=self._repeat(lambda: torch.tensor(rewards, dtype=torch.float32), phase),
-            extras=tuple(self._ranks.gather(_by_row(scores.extras, len(mine)))),
-            external=given.external,
-        )
+        answering = Phase.REWARD if phase is Phase.ROLLOUT else phase
+        with self._tracker.phase(answering):
+            pending = self._reward(prompts, group_size, mine, given, texts, work)
+        try:
+            samples = Samples(
+                prompts=prompts,
+                group_size=group_size,
+                conditions=tuple(self._ranks.gather(given.conditions)),
+                completions=tuple(self._ranks.gather(given.completions)),
+                masks=None if given.masks is None else tuple(self._ranks.gather(given.masks)),
+                texts=tuple(self._ranks.gather(texts)),
+                rewards_BF=_NO_REWARDS,
+                extras=(),
+                external=given.external,
+            )
+        except BaseException:
+            pending.cancel()
+            raise
+        return samples, Answers(pending, len(mine), answering)
+
+    def _rewarded(self, samples: Samples, answers: Answers) -> Samples:
+        """Waits for the rewards of this rank's rows, and joins all ranks'."""
+        with self._tracker.phase(answers.phase, compared=False):
+            scores = answers.pending.result()
+            self._owner.record(scores)
+            rewards = self._ranks.gather(scores.rewards_BF.tolist())
+            rewards_BF = self._recovery.repeat(lambda: torch.tensor(rewards, dtype=torch.float32))
+        extras = tuple(self._ranks.gather(_by_row(scores.extras, answers.rows)))
+        return replace(samples, rewards_BF=rewards_BF, extras=extras)
 
     def _generate(
         self, prompts: Prompts, rollout: int, group_size: int, work: RolloutWork, first_prompt: int, mine: range
@@ -354,15 +394,15 @@ class ExperienceMaker:
         given: GivenRollout,
         texts: Sequence[Any],
         work: RolloutWork,
-    ) -> RewardScores:
-        """Calls every reward function once on this rank's rows, in prompt order."""
+    ) -> PendingScores:
+        """Calls every reward function once on this rank's rows, in prompt order; async ones may go on afterwards."""
         examples = [prompts.examples[row // group_size] for row in mine]
         names = {name for example in examples for name in example} - {"prompt", "completion", "completion_ids"}
         columns = {name: [example.get(name) for example in examples] for name in sorted(names)}
         for name, values in given.extra.items():
             columns[name] = list(values) if isinstance(values, (list, tuple)) else [values] * len(mine)
         attempt = self._attempt_in(work, nullcontext)
-        scores = self._rewards.score(
+        return self._rewards.begin(
             [copy.deepcopy(prompts.prompts[row // group_size]) for row in mine],
             list(texts),
             [completion.ids.tolist() for completion in given.completions],
@@ -370,8 +410,6 @@ class ExperienceMaker:
             trainer_state=self._owner.state,
             attempt=lambda unit: attempt(lambda plan: unit(plan.reward_rows)),
         )
-        self._owner.record(scores)
-        return scores
 
     def _refill(self, samples: Samples, source: PromptSource, rollout: int, position: int) -> tuple[Samples, int]:
         """Replaces groups whose rewards are all equal by fresh prompts, up to the limit (DAPO's dynamic sampling)."""
@@ -383,7 +421,7 @@ class ExperienceMaker:
             if len(useful.prompts.ids) >= wanted:
                 break
             prompts = self._read(source, position + consumed, wanted)
-            fresh = self._draw(prompts, rollout, samples.group_size, first_prompt=consumed)
+            fresh = self._rewarded(*self._draw(prompts, rollout, samples.group_size, first_prompt=consumed))
             consumed += wanted
             more, flat = self._parted(fresh)
             useful, spare = self._repeat(partial(_joined, (useful, spare), (more, flat)))
@@ -408,23 +446,24 @@ class ExperienceMaker:
             self._config.multi_objective_aggregation,
         )
 
-    def _store(self, samples: Samples, advantages: AdvantageResult) -> Trajectory:
-        """Lays the samples down as a trajectory; a row that counts for nothing gets an empty mask."""
-        claim(Component.TRAJECTORY, [advantages.advantages_B])
-        with charge(Component.TRAJECTORY):
-            return self._laid_down(samples, advantages)
+    def _scored_unrewarded(self, samples: Samples, answers: Answers) -> Trajectory:
+        """Lays the samples down and scores what all of them need, while reward functions may still be under way."""
+        try:
+            with charge(Component.TRAJECTORY):
+                trajectory = self._repeat(lambda: self._laid_down(samples))
+            return self._score_everyone(trajectory, external=samples.external)
+        except BaseException:
+            answers.pending.cancel()
+            raise
 
-    def _laid_down(self, samples: Samples, advantages: AdvantageResult) -> Trajectory:
+    def _laid_down(self, samples: Samples) -> Trajectory:
+        """Lays the samples down as a trajectory, without what rewards say of them."""
         masks = []
         for row, completion in enumerate(samples.completions):
-            mask = torch.ones_like(completion.ids, dtype=torch.uint8)
-            if samples.masks is not None:
-                mask = samples.masks[row].clone()
+            mask = torch.ones_like(completion.ids, dtype=torch.uint8) if samples.masks is None else samples.masks[row]
             cut = self._config.mask_truncated_completions and not completion.finished
-            masks.append(torch.zeros_like(mask) if cut or bool(advantages.unscored_B[row]) else mask)
+            masks.append(torch.zeros_like(mask) if cut else mask)
         rows = len(samples.completions)
-        groups = tuple(row // samples.group_size for row in range(rows))
-        unscored = advantages.unscored_B.tolist()
         places: dict[tuple[int, ...], int] = {}
         condition_of_row = tuple(places.setdefault(tuple(ids.tolist()), len(places)) for ids in samples.conditions)
         return Trajectory(
@@ -433,31 +472,57 @@ class ExperienceMaker:
             actions=Ragged.from_rows([completion.ids for completion in samples.completions]),
             loss_mask=Ragged.from_rows(masks),
             sampling_logprobs=Ragged.from_rows([completion.logprobs for completion in samples.completions]),
-            advantages=advantages.advantages_B,
-            group_of_row=tuple(-1 if unscored[row] else groups[row] for row in range(rows)),
+            advantages=torch.zeros(rows),
+            group_of_row=tuple(row // samples.group_size for row in range(rows)),
             finished=tuple(completion.finished for completion in samples.completions),
             has_old=(False,) * rows,
         )
 
-    def _score(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
-        """Adds reference log-probs, and old ones where the first update will come too late to give them."""
-        corrected = external and self._config.vllm_importance_sampling_correction
+    def _judged(self, trajectory: Trajectory, advantages: AdvantageResult) -> Trajectory:
+        """Adds what rewards say; a row that no function scored counts for nothing and gets an empty mask."""
+        claim(Component.TRAJECTORY, [advantages.advantages_B])
+        unscored = advantages.unscored_B.tolist()
+        if not any(unscored):
+            return replace(trajectory, advantages=advantages.advantages_B)
+        with charge(Component.TRAJECTORY):
+            loss_mask = Ragged(trajectory.loss_mask.flat.clone(), trajectory.loss_mask.lengths)
+        for row, mask in enumerate(loss_mask.rows()):
+            if unscored[row]:
+                mask.zero_()
+        groups = tuple(-1 if unscored[row] else group for row, group in enumerate(trajectory.group_of_row))
+        return replace(trajectory, advantages=advantages.advantages_B, loss_mask=loss_mask, group_of_row=groups)
+
+    def _score_everyone(self, trajectory: Trajectory, *, external: bool) -> Trajectory:
+        """Adds what no reward changes: reference log-probs, and old ones that correct another sampler."""
+        corrected, referred = self._corrected(external), self._config.beta != 0
+        if not (corrected or referred):
+            return trajectory
         everyone = list(range(len(trajectory)))
-        later = self._recovery.repeat(lambda: [row for row in later_rows if self._learns(trajectory, row)])
-        needing_old = everyone if corrected else later
         with self._tracker.phase(Phase.SCORE):
-            if self._config.beta != 0:
+            if referred:
                 with self._adapter.reference() as reference:
                     trajectory = replace(trajectory, ref_logprobs=self._scored(reference, trajectory, everyone))
-            if needing_old:
-                old = self._scored(self._adapter, trajectory, needing_old)
-                has_old = tuple(row in set(needing_old) for row in everyone)
-                trajectory = replace(trajectory, old_logprobs=old, has_old=has_old)
-            if not corrected:
+            if corrected:
+                old = self._scored(self._adapter, trajectory, everyone)
+                trajectory = replace(trajectory, old_logprobs=old, has_old=(True,) * len(trajectory))
+        return trajectory
+
+    def _score_later(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
+        """Adds old log-probs where the first update will come too late to give them, and weights they correct by."""
+        with self._tracker.phase(Phase.SCORE):
+            if self._corrected(external):
+                with charge(Component.TRAJECTORY):
+                    weights = self._recovery.repeat(lambda: self._corrections(trajectory))
+                return replace(trajectory, importance_weights=weights)
+            later = self._recovery.repeat(lambda: [row for row in later_rows if self._learns(trajectory, row)])
+            if not later:
                 return trajectory
-            with charge(Component.TRAJECTORY):
-                weights = self._recovery.repeat(lambda: self._corrections(trajectory))
-            return replace(trajectory, importance_weights=weights)
+            old = self._scored(self._adapter, trajectory, later)
+            has_old = tuple(row in set(later) for row in range(len(trajectory)))
+            return replace(trajectory, old_logprobs=old, has_old=has_old)
+
+    def _corrected(self, external: bool) -> bool:
+        return external and self._config.vllm_importance_sampling_correction
 
     def _learns(self, trajectory: Trajectory, row: int) -> bool:
         return contributes(trajectory, row, every_row=self._config.every_row_learns)

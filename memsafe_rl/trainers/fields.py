@@ -241,6 +241,17 @@ class TrainerFields:
 
     # Rewards, clipping and reference
     reward_weights: list[float] | None = option(None, "Weight of each reward function; None: 1 each.")
+    reward_timeout_seconds: float | None = option(
+        None, "Longest call of an async reward function, in seconds, after which it is cancelled; None: no limit."
+    )
+    reward_retries: int = option(0, "Further calls of an async reward function that took longer than that.")
+    reward_timeout_result: str = option(
+        "error",
+        "What follows when it took longer every time: 'error' ends the run, 'none' goes on without its rewards.",
+    )
+    overlap_async_rewards: bool = option(
+        True, "Score the reference while async reward functions are waited for; False: only once they have answered."
+    )
     mask_truncated_completions: bool = option(False, "Leave completions that were cut off out of the loss.")
     epsilon: float = option(0.2, "Clip range of the ratio below 1 (and above, unless epsilon_high is set).")
     epsilon_high: float | None = option(None, "Clip range of the ratio above 1; None: epsilon.")
@@ -336,6 +347,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Rewards": (
         "reward_weights",
+        "reward_timeout_seconds",
+        "reward_retries",
+        "reward_timeout_result",
+        "overlap_async_rewards",
         "scale_rewards",
         "multi_objective_aggregation",
     ),

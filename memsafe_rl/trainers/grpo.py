@@ -21,6 +21,7 @@ from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.causal_lm import CausalLMAdapter, causal_lm_of, check_head
 from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
 from memsafe_rl.rewards.base import RewardRunner
+from memsafe_rl.rewards.calls import Patience
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.experience import ExperienceMaker
@@ -159,6 +160,9 @@ class GRPOTrainer(OnPolicyTrainer):
             model_init_kwargs=self.args.model_init_kwargs,
             trust_remote_code=self.args.trust_remote_code,
             chat_template_kwargs=self.args.chat_template_kwargs,
+            patience=Patience(
+                self.args.reward_timeout_seconds, self.args.reward_retries, self.args.reward_timeout_result == "none"
+            ),
         )
 
     def _load(self, recovery: Recovery, model: Any, quantization_config: Any, peft_config: Any) -> LoadedModel:

@@ -463,7 +463,8 @@ class _Proof:
             raise AssertionError("laid down with the completions")
         rows = range(self._rows)
         later = rows if trial.args.updates_per_epoch > 1 else ()
-        trajectory = trial._maker._score(self._trajectory, later, external=False)
+        trajectory = trial._maker._score_everyone(self._trajectory, external=False)
+        trajectory = trial._maker._score_later(trajectory, later, external=False)
         return Experience(trajectory, consumed=0, external=False), rows
 
     def _compare(self) -> tuple[float | None, str]:

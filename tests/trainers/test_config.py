@@ -47,8 +47,12 @@ NEW = {
     "kl_stop",
     "max_prompt_length",
     "memory_budget",
+    "overlap_async_rewards",
     "overlong_prompts",
     "probe_worst_case",
+    "reward_retries",
+    "reward_timeout_result",
+    "reward_timeout_seconds",
     "trajectory_device",
     "verify_plan",
 }

@@ -1,0 +1,271 @@
+"""One call of a rollout's reward functions: what they are given, what they log, and how long they are waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memsafe_rl.errors import DataError, RewardTimeoutError
+from memsafe_rl.rewards.background import BackgroundLoop
+
+RewardFunction = Callable[..., Any]
+"""Called with ``prompts``, ``completions``, ``completion_ids``, the dataset's columns and more, all by keyword; gives
+one number or None for each completion, or a coroutine of them."""
+
+GRACE_SECONDS = 5.0
+"""Time beyond all timeouts after which a function must be holding up its event loop, where nothing can stop it."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long async reward functions are waited for.
+
+    Args:
+        timeout_seconds: longest call, in seconds; None for as long as it takes.
+        retries: further calls of a function that took longer.
+        gives_none: whether a function that took longer every time leaves its rows without its reward (True) or ends
+            the run (False).
+    """
+
+    timeout_seconds: float | None = None
+    retries: int = 0
+    gives_none: bool = False
+
+    @property
+    def deadline_seconds(self) -> float | None:
+        """Seconds after which every function must have ended, whatever it does; None for never."""
+        return None if self.timeout_seconds is None else self.timeout_seconds * (1 + self.retries) + GRACE_SECONDS
+
+
+@dataclass(frozen=True)
+class Begun:
+    """An async function and its first call.
+
+    Args:
+        function: makes further calls.
+        coroutine: the first call, not yet run.
+    """
+
+    function: RewardFunction
+    coroutine: Coroutine[Any, Any, Any]
+
+
+class Awaited:
+    """Async functions under way.
+
+    Args:
+        names: of the functions.
+        result: waits for all, and gives what they returned in the order of the names.
+        cancel: has them stop.
+    """
+
+    def __init__(
+        self, names: Sequence[str], result: Callable[[], list[Any]] = list, cancel: Callable[[], None] = lambda: None
+    ) -> None:
+        self.names = names
+        self.result = result
+        self.cancel = cancel
+
+
+class Calls:
+    """What all functions are given for one rollout, and what they log.
+
+    Args:
+        given: values by keyword.
+        rows: completions.
+        patience: how long async functions are waited for.
+
+    Attributes:
+        seconds: wall time of each function, in seconds, all its calls together, by name.
+        timeouts: calls that took longer than they may, by name.
+    """
+
+    def __init__(self, given: Mapping[str, Any], rows: int, patience: Patience) -> None:
+        self.rows = rows
+        self.seconds: dict[str, float] = {}
+        self.timeouts: Counter[str] = Counter()
+        self._given = given
+        self._patience = patience
+        self._extras: dict[str, dict[str, list[Any]]] = {}
+        self._metrics: dict[str, list[tuple[str, float]]] = {}
+
+    def timed(self, name: str) -> _Stopwatch:
+        """Measures the wall time of a block for a function."""
+        return _Stopwatch(self.seconds, name)
+
+    def first(self, name: str, function: RewardFunction) -> Any:
+        """Calls a function; gives what it returns, a coroutine if it is async."""
+        with self.timed(name):
+            output = self._output(name, function)
+        limit = self._patience.timeout_seconds
+        if limit is not None and self.seconds[name] > limit and not inspect.iscoroutine(output):
+            logger.warning(
+                "Reward function %r took %.1f seconds, longer than reward_timeout_seconds %g. It is not async, so that "
+                "nothing could stop it: make it `async def`, and call what blocks by `await asyncio.to_thread(...)`.",
+                name,
+                self.seconds[name],
+                limit,
+            )
+        return output
+
+    def await_together(self, begun: Mapping[str, Begun], loop: BackgroundLoop) -> Awaited:
+        """Has async functions run together, beside whatever the caller goes on with.
+
+        Args:
+            begun: their first calls, by name.
+            loop: where they run.
+
+        Returns:
+            The functions under way.
+        """
+        if not begun:
+            return Awaited(())
+        started, answered = time.monotonic(), set[str]()
+        running = loop.start([self._answer(name, call, answered) for name, call in begun.items()])
+
+        def result() -> list[Any]:
+            limit = self._patience.deadline_seconds
+            left = None if limit is None else max(0.0, started + limit - time.monotonic())
+            if not loop.ended(running, left):
+                loop.abandon()
+                raise self._blocked([name for name in begun if name not in answered])
+            return list(running.result())
+
+        return Awaited(tuple(begun), result, lambda: loop.stop(running))
+
+    async def _answer(self, name: str, begun: Begun, answered: set[str]) -> Any:
+        """Waits for an async function, and calls it again while it takes too long and may be."""
+        patience, coroutine = self._patience, begun.coroutine
+        with self.timed(name):
+            for left in reversed(range(patience.retries + 1)):
+                try:
+                    async with asyncio.timeout(patience.timeout_seconds) as timer:
+                        output = await coroutine
+                    answered.add(name)
+                    return output
+                except TimeoutError:
+                    if not timer.expired():
+                        raise
+                self.timeouts[name] += 1
+                self._tell_of_timeout(name, left)
+                coroutine = self._output(name, begun.function) if left else coroutine
+        answered.add(name)
+        if patience.gives_none:
+            return [None] * self.rows
+        raise RewardTimeoutError(
+            f"Reward function {name!r} did not answer for {self.rows} completions within {patience.timeout_seconds:g} "
+            f"seconds (reward_timeout_seconds), called {patience.retries + 1} time(s). Raise reward_timeout_seconds or "
+            "reward_retries, or set reward_timeout_result='none' to go on without its rewards."
+        )
+
+    def _tell_of_timeout(self, name: str, left: int) -> None:
+        then = "It is called again." if left else "It is not called again."
+        if not left and self._patience.gives_none:
+            then = f"Its rewards of {self.rows} completions are None."
+        logger.warning(
+            "Reward function %r did not answer within %g seconds. %s", name, self._patience.timeout_seconds, then
+        )
+
+    def _blocked(self, names: Sequence[str]) -> RewardTimeoutError:
+        return RewardTimeoutError(
+            f"Reward function(s) {', '.join(map(repr, names))} did not answer within "
+            f"{self._patience.deadline_seconds:g} seconds and could not be stopped: something in an async function "
+            "blocks its event loop. Call what blocks by `await asyncio.to_thread(...)`."
+        )
+
+    def _output(self, name: str, function: RewardFunction) -> Any:
+        """Calls a function with its keywords: all of them if it takes any, else those it names.
+
+        Lists are copied, so that a function that sorts or pops does not disturb the next one. What an earlier call of
+        it logged is forgotten.
+        """
+        extras: dict[str, list[Any]] = {}
+        metrics: list[tuple[str, float]] = []
+        self._extras[name], self._metrics[name] = extras, metrics
+        available = {key: list(value) if isinstance(value, list) else value for key, value in self._given.items()}
+        available["log_extra"] = lambda column, values: extras.setdefault(column, []).extend(values)
+        available["log_metric"] = lambda metric, value: metrics.append((metric, float(value)))
+        accepted = _accepted(function)
+        return function(**{key: available[key] for key in available if accepted is None or key in accepted})
+
+    def joined_metrics(self) -> dict[str, list[float]]:
+        """Joins the numbers that all functions logged, by name."""
+        joined: dict[str, list[float]] = {}
+        for logged in self._metrics.values():
+            for metric, value in logged:
+                joined.setdefault(metric, []).append(value)
+        return joined
+
+    def joined_extras(self) -> dict[str, list[Any]]:
+        """Joins the columns of all functions; a name used for different values gets its function's name in front."""
+        joined: dict[str, list[Any]] = {}
+        for name, extras in self._extras.items():
+            for column, values in extras.items():
+                if len(values) != self.rows:
+                    raise DataError(
+                        f"Reward function {name!r} logged {len(values)} values in column {column!r} for {self.rows} "
+                        "completions. Log exactly one value for each completion."
+                    )
+                taken = column in joined and joined[column] != values
+                joined[f"{name}/{column}" if taken else column] = values
+        return joined
+
+
+class _Stopwatch:
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self._seconds, self._name, self._start = seconds, name, 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + time.perf_counter() - self._start
+
+
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def function_name(function: Any) -> str:
+    """Gives a function's own name, or that of its class."""
+    function = _unwrapped(function)
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def is_async(function: Any) -> bool:
+    """Whether a function says that it returns a coroutine."""
+    function = _unwrapped(function)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _parameters(function: RewardFunction) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:  # compiled functions may not say what they take
+        return None
+
+
+def _accepted(function: RewardFunction) -> set[str] | None:
+    """Names a function takes by keyword; None if it takes any."""
+    parameters = _parameters(function)
+    if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {parameter.name for parameter in parameters}
+
+
+def required_names(function: RewardFunction) -> set[str]:
+    """Names of the keywords that a function cannot do without."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = _parameters(function) or []
+    return {p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty}

@@ -1,0 +1,164 @@
+"""Async reward functions that take too long: cancelled, called again, named, or left out; and waited for at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from memsafe_rl.errors import MemsafeError, RewardTimeoutError
+from memsafe_rl.rewards import RewardRunner, RewardScores, calls
+from memsafe_rl.rewards.calls import Patience
+
+PROMPTS, COMPLETIONS, IDS = ["a", "b"], ["1", "22"], [[1], [2, 2]]
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def judge_slow_until(call: int, log: list[str] | None = None) -> Callable[..., Any]:
+    """An async judge that only answers its given call, counted from 1."""
+    made: list[int] = []
+
+    async def judge(log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
+        made.append(1)
+        log_extra("call", [len(made)] * 2)
+        log_metric("calls", len(made))
+        try:
+            await asyncio.sleep(0 if len(made) == call else 60)
+        except asyncio.CancelledError:
+            if log is not None:
+                log.append("cancelled")
+            raise
+        return [0.5, 0.25]
+
+    return judge
+
+
+def score(functions: Any, patience: Patience) -> RewardScores:
+    runner = RewardRunner(functions, patience=patience)
+    try:
+        return runner.score(PROMPTS, COMPLETIONS, IDS)
+    finally:
+        runner.close()
+
+
+def test_a_judge_that_is_too_slow_is_cancelled_and_called_again(caplog: pytest.LogCaptureFixture) -> None:
+    log: list[str] = []
+    scores = score([length, judge_slow_until(3, log)], Patience(0.05, retries=2))
+    assert scores.rewards_BF.tolist() == [[1.0, 0.5], [2.0, 0.25]]
+    assert scores.timeouts == {"judge": 2}
+    assert log == ["cancelled", "cancelled"]
+    assert 0.1 <= scores.seconds["judge"] < 5
+    # What the cancelled calls logged is gone.
+    assert scores.extras == {"call": [3, 3]}
+    assert scores.metrics == {"calls": [3.0]}
+    again = "Reward function 'judge' did not answer within 0.05 seconds. It is called again."
+    assert [record.message for record in caplog.records] == [again, again]
+
+
+def test_a_judge_that_never_answers_ends_the_run_by_name_seconds_and_remedy() -> None:
+    with pytest.raises(RewardTimeoutError) as caught:
+        score([judge_slow_until(9), length], Patience(0.05, retries=1))
+    assert str(caught.value) == (
+        "Reward function 'judge' did not answer for 2 completions within 0.05 seconds (reward_timeout_seconds), called "
+        "2 time(s). Raise reward_timeout_seconds or reward_retries, or set reward_timeout_result='none' to go on "
+        "without its rewards."
+    )
+    assert isinstance(caught.value, MemsafeError)
+    assert isinstance(caught.value, TimeoutError)
+
+
+def test_its_rewards_are_none_if_the_user_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    scores = score([judge_slow_until(9), length], Patience(0.05, gives_none=True))
+    torch.testing.assert_close(scores.rewards_BF, torch.tensor([[torch.nan, 1.0], [torch.nan, 2.0]]), equal_nan=True)
+    assert scores.timeouts == {"judge": 1}
+    assert "Its rewards of 2 completions are None." in caplog.text
+
+
+def test_a_timeout_of_the_functions_own_comes_out_untouched() -> None:
+    made: list[int] = []
+
+    async def judge(**_: Any) -> list[float]:
+        made.append(1)
+        raise TimeoutError("mine")
+
+    with pytest.raises(TimeoutError, match=r"^mine$"):
+        score(judge, Patience(5.0, retries=3))
+    assert made == [1]
+
+
+def test_a_judge_that_blocks_its_loop_ends_the_run_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "GRACE_SECONDS", 0.2)
+    free, blocked = threading.Event(), [True]
+
+    async def judge(**_: Any) -> list[float]:
+        if blocked[0]:
+            free.wait(20)
+        return [0.0, 1.0]
+
+    runner = RewardRunner(judge, patience=Patience(0.1))
+    began = time.monotonic()
+    with pytest.raises(RewardTimeoutError, match=r"'judge' did not answer within 0.3 seconds .* blocks its event loop"):
+        runner.score(PROMPTS, COMPLETIONS, IDS)
+    assert time.monotonic() - began < 10
+    blocked[0] = False
+    assert runner.score(PROMPTS, COMPLETIONS, IDS).rewards_BF.tolist() == [[0.0], [1.0]]
+    free.set()
+    runner.close()
+
+
+def test_a_slow_function_that_is_not_async_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    def judge(**_: Any) -> list[float]:
+        time.sleep(0.05)
+        return [1.0, 1.0]
+
+    scores = score(judge, Patience(0.01))
+    assert scores.rewards_BF.tolist() == [[1.0], [1.0]]
+    assert scores.timeouts == {}
+    assert "'judge' took" in caplog.text
+    assert "It is not async" in caplog.text
+
+
+def test_without_a_limit_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert score([judge_slow_until(1), length], Patience()).timeouts == {}
+    assert not caplog.records
+
+
+def test_what_is_begun_runs_on_until_it_is_waited_for() -> None:
+    order: list[str] = []
+    asked, answered = threading.Event(), threading.Event()
+
+    async def judge(**_: Any) -> list[float]:
+        order.append("asked")
+        asked.set()
+        await asyncio.to_thread(answered.wait, 10)
+        order.append("answered")
+        return [1.0, 0.0]
+
+    runner = RewardRunner([judge, length])
+    pending = runner.begin(PROMPTS, COMPLETIONS, IDS)
+    assert asked.wait(10)
+    order.append("meanwhile")
+    answered.set()
+    assert pending.result().rewards_BF.tolist() == [[1.0, 1.0], [0.0, 2.0]]
+    assert order == ["asked", "meanwhile", "answered"]
+    runner.close()
+
+
+def test_what_is_begun_can_be_cancelled() -> None:
+    log: list[str] = []
+    runner = RewardRunner(judge_slow_until(9, log))
+    pending = runner.begin(PROMPTS, COMPLETIONS, IDS)
+    time.sleep(0.05)
+    pending.cancel()
+    runner.close()
+    assert log == ["cancelled"]

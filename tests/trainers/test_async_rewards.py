@@ -1,0 +1,148 @@
+"""Async reward functions are waited for while the reference scores; nothing that is learnt changes by it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memsafe_rl.errors import MemoryBudgetError, RewardTimeoutError
+from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.types import Phase
+from tests.trainers.helpers import count_digits, make_trainer, weights
+
+
+class Judge:
+    """Pays for digits, and notes whether the reference had scored by the time it answered."""
+
+    __name__ = "judge"
+
+    def __init__(self, patience_seconds: float) -> None:
+        self.scored = threading.Event()
+        self.after_scoring: list[bool] = []
+        self.cancelled = 0
+        self._patience_seconds = patience_seconds
+
+    async def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        try:
+            self.after_scoring.append(await asyncio.to_thread(self.scored.wait, self._patience_seconds))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        self.scored.clear()
+        return count_digits(completions)
+
+
+def listen(trainer: GRPOTrainer, judge: Judge) -> None:
+    """Has the judge hear of every scoring pass."""
+    scored = trainer._maker._scored
+
+    def noted(*arguments: Any) -> Any:
+        found = scored(*arguments)
+        judge.scored.set()
+        return found
+
+    trainer._maker._scored = noted  # type: ignore[method-assign]
+
+
+def train_with(tmp_path: Path, judge: Judge, **settings: Any) -> GRPOTrainer:
+    given = {"beta": 0.1, "num_iterations": 2, "steps_per_generation": 2, "max_steps": 4}
+    trainer = make_trainer(tmp_path, reward_funcs=[judge, count_digits], **{**given, **settings})
+    listen(trainer, judge)
+    trainer.train()
+    return trainer
+
+
+def test_the_reference_scores_while_a_judge_is_waited_for(tmp_path: Path) -> None:
+    waiting = Judge(patience_seconds=20)
+    overlapped = train_with(tmp_path / "a", waiting)
+    assert waiting.after_scoring == [True]
+    alone = Judge(patience_seconds=0.05)
+    one_by_one = train_with(tmp_path / "b", alone, overlap_async_rewards=False)
+    assert alone.after_scoring == [False]
+    assert torch.equal(weights(overlapped), weights(one_by_one))
+    assert [record["reward"] for record in overlapped.history if "reward" in record] == [
+        record["reward"] for record in one_by_one.history if "reward" in record
+    ]
+
+
+def test_dynamic_sampling_waits_for_the_rewards_first(tmp_path: Path) -> None:
+    judge = Judge(patience_seconds=0.05)
+    train_with(tmp_path, judge, dynamic_sampling=True, max_steps=1)
+    assert not any(judge.after_scoring)
+
+
+def test_a_judge_is_cancelled_when_scoring_ends_the_run(tmp_path: Path) -> None:
+    judge = Judge(patience_seconds=20)
+    trainer = make_trainer(tmp_path, reward_funcs=[judge], beta=0.1, max_steps=1)
+
+    def squeezed(*_: Any, **__: Any) -> Any:
+        raise MemoryBudgetError("no room")
+
+    trainer._maker._scored = squeezed  # type: ignore[method-assign]
+    with pytest.raises(MemoryBudgetError, match="no room"):
+        trainer.train()
+    trainer.rewards.close()
+    judge.scored.set()
+    assert (judge.cancelled, judge.after_scoring) == (1, [])
+
+
+def test_a_failure_in_the_overlapped_scoring_asks_no_judge_twice(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    async def judge(completions: list[str], **_: Any) -> list[float]:
+        asked.append(len(completions))
+        await asyncio.sleep(0.01)
+        return count_digits(completions)
+
+    def trained(folder: Path, faults: int) -> torch.Tensor:
+        with SimulatedMemory() as device:
+            trainer = make_trainer(folder, reward_funcs=[judge], beta=0.1, max_steps=2)
+            phase = trainer._tracker.phase
+
+            def failing(name: Phase, **options: Any) -> Any:
+                if name is Phase.SCORE and faults:
+                    device.fail_after(3)
+                return phase(name, **options)
+
+            trainer._tracker.phase = failing  # type: ignore[method-assign]
+            trainer.train()
+            failed = [event for event in trainer.memory_events if event["event"] == "failure"]
+            assert bool(failed) == bool(faults)
+            return weights(trainer)
+
+    calm = trained(tmp_path / "calm", 0)
+    assert torch.equal(trained(tmp_path / "failing", 1), calm)
+    assert asked == [8, 8, 8, 8]
+
+
+def test_seconds_and_timeouts_of_a_judge_are_logged(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    async def judge(completions: list[str], **_: Any) -> list[float]:
+        calls.append(1)
+        await asyncio.sleep(60 if len(calls) == 1 else 0)
+        return count_digits(completions)
+
+    settings = {"reward_timeout_seconds": 0.05, "reward_retries": 1, "max_steps": 1}
+    trainer = make_trainer(tmp_path, reward_funcs=[judge], **settings)
+    trainer.train()
+    (log,) = (log for log in trainer.state.log_history if "loss" in log)
+    assert log["rewards/judge/timeouts"] == 1
+    assert 0.05 <= log["time/reward/judge_seconds"] < 10
+    calls.clear()
+    with pytest.raises(RewardTimeoutError, match="reward_timeout_seconds"):
+        make_trainer(tmp_path, reward_funcs=[judge], **{**settings, "reward_retries": 0}).train()
+    calls.clear()
+    none = make_trainer(
+        tmp_path,
+        reward_funcs=[judge, count_digits],
+        **{**settings, "reward_retries": 0, "reward_timeout_result": "none"},
+    )
+    none.train()
+    assert none.state.log_history[0]["rewards/judge/mean"] is None
