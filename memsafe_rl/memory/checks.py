@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.types import RolloutPlan, UpdatePlan
+from memsafe_rl.types import RolloutPlan, UpdatePlan, UpdateWork
 
 _PLACES = ("device", "host")
 
@@ -57,8 +57,24 @@ def check_update_plan(plan: UpdatePlan) -> None:
         raise ConfigError(
             f"UpdatePlan.trajectory_device is {plan.trajectory_device!r}; write one of {', '.join(map(repr, _PLACES))}."
         )
-    if plan.pack_prompts:
-        raise ConfigError("UpdatePlan.pack_prompts is True, which is not supported yet. Leave it out.")
+
+
+def check_packing(plan: UpdatePlan, work: UpdateWork) -> None:
+    """Refuses a plan that packs what cannot be packed.
+
+    Args:
+        plan: what a memory policy answered.
+        work: the rows of the step.
+
+    Raises:
+        ConfigError: the plan packs prompts, and the rows cannot share theirs.
+    """
+    if plan.pack_prompts and work.row_tokens and not work.prompts:
+        raise ConfigError(
+            f"UpdatePlan.pack_prompts is True, but these {len(work.row_tokens)} rows cannot share their prompts: the "
+            "network gives packed rows other log-probs (the log says why), or learns under dropout "
+            "(disable_dropout=False). Leave pack_prompts out, or set it only where work.prompts is not empty."
+        )
 
 
 def _check_kind(plan: Any, kind: type) -> None:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
-from typing import NamedTuple
 
+from memsafe_rl.memory.slices import measure_slices, packing_saves
 from memsafe_rl.types import Component, ModelGeometry, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 Parts = Mapping[Component, int]
@@ -40,43 +39,6 @@ _NOISE_BYTES = 8 * 8
 """Bytes of noise and its temporaries, per row and per square root of the vocabulary."""
 _STORED_BYTES = 8 + 8 + 1 + 3 * 4
 """Bytes of one stored token: its id, a share of its prompt's, its mask, and three log-probs."""
-
-
-class Slices(NamedTuple):
-    """What cutting rows by tokens gives.
-
-    Args:
-        tokens: tokens of the largest slice, padding included.
-        actions: most completion tokens of a slice.
-        number: how many slices there are.
-    """
-
-    tokens: int
-    actions: int
-    number: int
-
-
-@lru_cache(maxsize=64)
-def cut(row_tokens: tuple[int, ...], action_tokens: tuple[int, ...], budget_tokens: int) -> Slices:
-    """Measures the slices of like length into which rows are cut, the longest first.
-
-    Args:
-        row_tokens: length of each row, in tokens.
-        action_tokens: length of each row's completion, in tokens.
-        budget_tokens: tokens of a slice, padding included; a longer row goes alone.
-
-    Returns:
-        The largest slice and the number of slices; one empty slice when there are no rows.
-    """
-    order = sorted(zip(row_tokens, action_tokens, strict=True), key=lambda pair: -pair[0])
-    tokens = actions = count = start = 0
-    while start < len(order):
-        longest = max(1, order[start][0])
-        rows = order[start : start + max(1, budget_tokens // longest)]
-        tokens = max(tokens, longest * len(rows))
-        actions = max(actions, sum(pair[1] for pair in rows))
-        count, start = count + 1, start + len(rows)
-    return Slices(max(1, tokens), max(1, actions), max(1, count))
 
 
 def block_activation_bytes(geometry: ModelGeometry) -> int:
@@ -111,7 +73,7 @@ def update_parts(work: UpdateWork, plan: UpdatePlan) -> Parts:
         Bytes by component, at the moment of the highest sum.
     """
     geometry = work.geometry
-    tokens, actions, count = cut(work.row_tokens, work.action_tokens, plan.micro_batch_tokens)
+    tokens, actions, count, _ = measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts)
     block, width = block_activation_bytes(geometry), geometry.hidden_size * geometry.compute_bytes
     inner = geometry.intermediate_size * geometry.compute_bytes
     kept = geometry.layers * (width if plan.checkpointing else block) * tokens
@@ -200,8 +162,8 @@ def score_parts(work: RolloutWork | UpdateWork, plan: RolloutPlan, tile: int = D
         Bytes by component, at the moment of the highest sum.
     """
     geometry = work.geometry
-    rows, actions = _rows_to_score(work)
-    slices = cut(rows, actions, plan.score_tokens)
+    rows = _rows_to_score(work)
+    slices = measure_slices(rows, plan.score_tokens, packed=packing_saves(rows))
     tokens = slices.tokens
     logits = _tile_bytes(geometry, min(tile, plan.score_tokens, slices.actions))
     hidden = (tokens + slices.actions) * geometry.hidden_size * geometry.compute_bytes
@@ -213,11 +175,11 @@ def score_parts(work: RolloutWork | UpdateWork, plan: RolloutPlan, tile: int = D
     )
 
 
-def _rows_to_score(work: RolloutWork | UpdateWork) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _rows_to_score(work: RolloutWork | UpdateWork) -> UpdateWork:
     if isinstance(work, UpdateWork):
-        return work.row_tokens, work.action_tokens
+        return work
     rows = tuple(prompt + work.max_new_tokens for prompt in work.prompt_tokens for _ in range(work.group_size))
-    return rows, (work.max_new_tokens,) * len(rows)
+    return UpdateWork(rows, (work.max_new_tokens,) * len(rows), work.geometry)
 
 
 def _attention_width(geometry: ModelGeometry) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from memsafe_rl.memory.planning import Room, fastest_that_fits, first_that_fits, next_plan, with_prediction
 from memsafe_rl.memory.rungs import LOSSLESS, Plan, Rung, leaner, rungs_named
+from memsafe_rl.memory.slices import packed_tokens, packing_saves
 from memsafe_rl.memory.speed import (
     full_speed_rows,
     full_speed_tile,
@@ -106,10 +107,13 @@ class AdaptivePolicy(MemoryPolicy):
     Args:
         checkpointing: True or False to insist, None to let the budget decide.
         trajectory_device: "device" or "host": where the trajectory waits between micro-batches.
+        pack_prompts: whether completions share one copy of their prompt, where they can; None for yes where it spares
+            a tenth of the tokens, which then costs neither bytes nor time.
     """
 
     checkpointing: bool | None = None
     trajectory_device: str = "host"
+    pack_prompts: bool | None = None
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
         """Decodes and scores as many rows together as are fast, or as fit.
@@ -143,11 +147,13 @@ class AdaptivePolicy(MemoryPolicy):
         Returns:
             The plan; when nothing fits, the smallest one: a single row, checkpointed.
         """
-        longest = max(work.row_tokens, default=1)
+        longest, packs = max(work.row_tokens, default=1), _packs(self.pack_prompts, work)
+        tokens = packed_tokens(work, range(len(work.prompts))) if packs else sum(work.row_tokens)
         fast = UpdatePlan(
-            micro_batch_tokens=max(longest, min(full_speed_tokens(memory.device, work.geometry), sum(work.row_tokens))),
+            micro_batch_tokens=max(longest, min(full_speed_tokens(memory.device, work.geometry), tokens)),
             logprob_tile=full_speed_tile(work),
             checkpointing=bool(self.checkpointing),
+            pack_prompts=packs,
             trajectory_device=self.trajectory_device,
         )
         rungs, room = self._rungs(Phase.UPDATE, memory), Room(Phase.UPDATE, work, memory)
@@ -188,12 +194,15 @@ class LadderPolicy(MemoryPolicy):
         update: the update plan at the top.
         climbs: False never goes up again. True starts at the top each time, but stays below what failed until 8 steps
             went without trouble, and twice as many after each further failure.
+        pack_prompts: whether completions share one copy of their prompt, where they can; None for yes where the plan
+            at the top says so, or where it spares a tenth of the tokens, which then costs neither bytes nor time.
     """
 
     rungs: tuple[str, ...] = LOSSLESS
     rollout: RolloutPlan = field(default_factory=RolloutPlan)
     update: UpdatePlan = field(default_factory=UpdatePlan)
     climbs: bool = False
+    pack_prompts: bool | None = None
 
     def __post_init__(self) -> None:
         rungs_named(self.rungs, Phase.UPDATE)
@@ -222,7 +231,9 @@ class LadderPolicy(MemoryPolicy):
         Returns:
             The plan; when nothing fits, the bottom of the ladder.
         """
-        return self._descended(self.update, memory.last_update_plan, (Phase.UPDATE,), work, memory)
+        wanted = (self.update.pack_prompts or None) if self.pack_prompts is None else self.pack_prompts
+        top = replace(self.update, pack_prompts=_packs(wanted, work))
+        return self._descended(top, memory.last_update_plan, (Phase.UPDATE,), work, memory)
 
     def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
         """Goes down as many rungs as the estimate asks for, at least one.
@@ -278,3 +289,8 @@ class WithinBudget(MemoryPolicy):
 
     def _bounded(self, memory: MemoryState) -> MemoryState:
         return replace(memory, budget_bytes=min(memory.budget_bytes, self.budget_bytes))
+
+
+def _packs(wanted: bool | None, work: UpdateWork) -> bool:
+    """Whether a plan packs prompts: where it can, as the user wants it, or where it is worth while."""
+    return bool(work.prompts) and (packing_saves(work) if wanted is None else wanted)

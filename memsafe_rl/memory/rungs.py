@@ -12,7 +12,8 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.estimator import cut, wave_rows
+from memsafe_rl.memory.estimator import wave_rows
+from memsafe_rl.memory.slices import measure_slices, packed_tokens
 from memsafe_rl.types import Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 Plan = TypeVar("Plan", RolloutPlan, UpdatePlan)
@@ -58,15 +59,18 @@ def _offload(plan: UpdatePlan, work: Work) -> UpdatePlan | None:  # noqa: ARG001
 def _smaller_tile(plan: UpdatePlan, work: Work) -> UpdatePlan | None:
     most = plan.logprob_tile
     if isinstance(work, UpdateWork):
-        most = cut(work.row_tokens, work.action_tokens, plan.micro_batch_tokens).actions
+        most = measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts).actions
     tile = min(plan.logprob_tile, most) // 2
     return replace(plan, logprob_tile=tile) if tile >= 1 else None
 
 
 def _smaller_micro_batch(plan: UpdatePlan, work: Work) -> UpdatePlan | None:
-    rows = work.row_tokens if isinstance(work, UpdateWork) else ()
-    least = max(rows, default=1)
-    tokens = min(plan.micro_batch_tokens, least * len(rows)) if rows else plan.micro_batch_tokens
+    least, tokens = 1, plan.micro_batch_tokens
+    if isinstance(work, UpdateWork) and work.row_tokens:
+        least = max(work.row_tokens)
+        tokens = min(tokens, least * len(work.row_tokens))
+        if plan.pack_prompts and work.prompts:
+            tokens = min(tokens, max(least, packed_tokens(work, range(len(work.prompts)))))
     return replace(plan, micro_batch_tokens=max(least, tokens // 2)) if tokens > least else None
 
 

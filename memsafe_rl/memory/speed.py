@@ -7,6 +7,7 @@ order, not to tell seconds.
 from __future__ import annotations
 
 from memsafe_rl.memory.estimator import wave_rows
+from memsafe_rl.memory.slices import measure_slices
 from memsafe_rl.types import ModelGeometry, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 BAND = 1.1
@@ -103,6 +104,8 @@ def update_time(work: UpdateWork, plan: UpdatePlan, fastest: UpdatePlan) -> floa
         Relative time, 1 or more.
     """
     time = _slowness(fastest.micro_batch_tokens, plan.micro_batch_tokens, _FIXED_SHARE)
+    if plan.pack_prompts or fastest.pack_prompts:
+        time *= max(1.0, _run_tokens(work, plan) / _run_tokens(work, fastest))
     time *= _slowness(fastest.logprob_tile, plan.logprob_tile, _TILE_SHARE)
     if plan.checkpointing and not fastest.checkpointing:
         time *= _CHECKPOINTED
@@ -159,6 +162,11 @@ def reward_time(plan: RolloutPlan, fastest: RolloutPlan) -> float:
     """
     time = _slowness(fastest.reward_rows, plan.reward_rows, _FIXED_SHARE)
     return time * (_LEAST_COST if plan.park_optimizer else 1.0)
+
+
+def _run_tokens(work: UpdateWork, plan: UpdatePlan) -> int:
+    """Tokens of all micro-batches: a prompt that several of them need counts several times."""
+    return measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts).total
 
 
 def _slowness(full: int, size: int, fixed: float) -> float:

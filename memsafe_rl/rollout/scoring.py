@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.memory.recovery import Attempt
+from memsafe_rl.memory.slices import cut_work, packing_saves
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.logprobs import token_logprobs
 from memsafe_rl.ops.masking import pad_rows
 from memsafe_rl.rollout.generation import eval_mode
-from memsafe_rl.types import RolloutPlan, TokenScores, Trajectory
+from memsafe_rl.types import RolloutPlan, TokenDistribution, TokenScores, Trajectory, UpdateWork
 
 
 class RowScores(NamedTuple):
@@ -39,6 +40,7 @@ def score_rows(
     temperature: float,
     tile: int,
     with_entropy: bool = False,
+    packed: bool = False,
 ) -> TokenScores:
     """Scores the actions of some rows in one forward; carries a graph if gradients are enabled.
 
@@ -51,11 +53,12 @@ def score_rows(
         temperature: divides the logits, as in the rollout.
         tile: completion tokens whose logits exist at the same time.
         with_entropy: whether entropies are wanted.
+        packed: whether rows lie behind one copy of each of their prompts; only where the network can.
 
     Returns:
         Log-probs and entropies, padded with 0 to the longest of these rows.
     """
-    distribution = adapter.distribution(trajectory, rows)
+    distribution = _distribution(adapter, trajectory, rows, packed)
     logprobs_M, entropies_M = token_logprobs(
         distribution, temperature=temperature, tile=tile, with_entropy=with_entropy
     )
@@ -76,7 +79,8 @@ def score_all(
 ) -> list[RowScores]:
     """Scores the actions of any number of rows without gradient, in eval mode, a slice at a time.
 
-    A slice is what is repeated when memory runs out; earlier slices are kept, on the host.
+    A slice is what is repeated when memory runs out; earlier slices are kept, on the host. Rows are packed behind one
+    copy of each of their prompts where the network can and they share enough of them.
 
     Args:
         adapter: the network.
@@ -84,7 +88,7 @@ def score_all(
         rows: indices of the rows wanted.
         temperature: divides the logits, as in the rollout.
         attempt: runs a slice under the plan in force: its ``score_tokens`` (prompt and completion, padding included)
-            are the tokens of one forward; a longer row goes alone.
+            are the tokens of one forward, packed ones where rows are packed; a longer row goes alone.
         tile: completion tokens whose logits exist at the same time; never more than ``score_tokens``, so that a plan
             can go on shrinking when a row is alone.
         with_entropy: whether entropies are wanted.
@@ -92,16 +96,15 @@ def score_all(
     Returns:
         Scores of each row's own actions, on the host, in the order of ``rows``.
     """
-    lengths = row_lengths(trajectory, rows)
+    packed = packing_saves(update_work(adapter, trajectory, rows))
     scores: dict[int, RowScores] = {}
     waiting = list(range(len(rows)))
 
     def score_next(plan: RolloutPlan) -> dict[int, RowScores]:
-        chosen = cut_by_tokens([lengths[place] for place in waiting], plan.score_tokens)[0]
-        places = [waiting[index] for index in chosen]
-        found = _score_slice(
-            adapter, trajectory, [rows[p] for p in places], temperature, min(tile, plan.score_tokens), with_entropy
-        )
+        work = update_work(adapter, trajectory, [rows[place] for place in waiting])
+        places = [waiting[index] for index in cut_work(work, plan.score_tokens, packed=packed)[0]]
+        chosen, least = [rows[place] for place in places], min(tile, plan.score_tokens)
+        found = _score_slice(adapter, trajectory, chosen, temperature, least, with_entropy, packed)
         return dict(zip(places, found, strict=True))
 
     with torch.no_grad(), eval_mode(adapter.model):
@@ -117,23 +120,33 @@ def row_lengths(trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
     return [prompt + completion for prompt, completion in pairs]
 
 
-def cut_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Cuts rows into slices of like length, the longest rows first, as many rows to a slice as the budget holds.
+def update_work(
+    adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True
+) -> UpdateWork:
+    """Gives the shape of rows, as a memory policy may know it.
 
     Args:
-        lengths: tokens of each row.
-        budget: tokens of a slice, padding included: rows times the longest of them; a longer row goes alone.
+        adapter: the network.
+        trajectory: the store.
+        rows: indices of the rows.
+        packable: whether rows may share their prompts, where the network can.
 
     Returns:
-        Slices of indices into ``lengths``; every index once; the same for the same arguments.
+        Their lengths, and who shares a prompt with whom.
     """
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    slices = []
-    while order:
-        count = max(1, budget // max(1, lengths[order[0]]))
-        slices.append(order[:count])
-        order = order[count:]
-    return slices
+    shares = packable and adapter.packs_prompts
+    return UpdateWork(
+        row_tokens=tuple(row_lengths(trajectory, rows)),
+        action_tokens=trajectory.action_lengths(rows),
+        geometry=adapter.geometry,
+        prompts=tuple(trajectory.condition_of_row[row] for row in rows) if shares else (),
+    )
+
+
+def _distribution(
+    adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], packed: bool
+) -> TokenDistribution:
+    return adapter.distribution(trajectory, rows, packed=True) if packed else adapter.distribution(trajectory, rows)
 
 
 def _score_slice(
@@ -143,9 +156,10 @@ def _score_slice(
     temperature: float,
     tile: int,
     with_entropy: bool,
+    packed: bool,
 ) -> list[RowScores]:
     """Scores one slice; a function of its own, so that its hidden states are gone before the next slice's forward."""
-    distribution = adapter.distribution(trajectory, rows)
+    distribution = _distribution(adapter, trajectory, rows, packed)
     logprobs_M, entropies_M = token_logprobs(
         distribution, temperature=temperature, tile=tile, with_entropy=with_entropy
     )

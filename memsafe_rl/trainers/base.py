@@ -26,6 +26,7 @@ from memsafe_rl.checkpoint import (
 )
 from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.attribution import held_by, optimizer_tensors, watch_gradients
+from memsafe_rl.memory.checks import check_packing
 from memsafe_rl.memory.monitor import check_meter
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.randomness import RandomState, capture_random_state, plain_random_state, restore_random_state
@@ -33,7 +34,7 @@ from memsafe_rl.memory.recovery import Recovery, flush_autograd
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.losses import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
 from memsafe_rl.rewards.base import RewardScores
-from memsafe_rl.rollout.scoring import row_lengths
+from memsafe_rl.rollout.scoring import row_lengths, update_work
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.continuity import check_same_run, run_facts
 from memsafe_rl.trainers.data import PromptSource
@@ -107,6 +108,7 @@ class OnPolicyTrainer(TrainerSurface):
         self._recovery = recovery
         self._tracker = recovery.tracker
         self._ranks = ranks
+        self._packable = self.args.disable_dropout  # under dropout, completions behind one prompt would share its mask
         self._given_optimizers = optimizers
         self._committer: Committer | None = None
         self._cursor = Cursor()
@@ -343,15 +345,13 @@ class OnPolicyTrainer(TrainerSurface):
 
     def _plan_update(self, trajectory: Trajectory, mine: Sequence[int]) -> None:
         """Asks the memory policy how to cut this rank's rows."""
-        plan = self.memory_policy.before_update(self._work(trajectory, mine), self._tracker.state())
+        work = self._work(trajectory, mine)
+        plan = self.memory_policy.before_update(work, self._tracker.state())
+        check_packing(plan, work)
         self._tracker.adopt(plan, UpdatePlan)
 
     def _work(self, trajectory: Trajectory, mine: Sequence[int]) -> UpdateWork:
-        return UpdateWork(
-            row_tokens=tuple(row_lengths(trajectory, mine)),
-            action_tokens=trajectory.action_lengths(mine),
-            geometry=self.adapter.geometry,
-        )
+        return update_work(self.adapter, trajectory, mine, packable=self._packable)
 
     def _gradient(
         self, experience: Experience, mine: Sequence[int], terms: StepTerms
@@ -463,6 +463,7 @@ class OnPolicyTrainer(TrainerSurface):
         metrics["plan/micro_batch_tokens"] = float(plan.micro_batch_tokens)
         metrics["plan/micro_batches"] = float(micro_batches)
         metrics["plan/checkpointing"] = float(plan.checkpointing)
+        metrics["plan/pack_prompts"] = float(plan.pack_prompts)
         metrics["plan/rows_in_flight"] = float(self._tracker.rollout_plan.rows_in_flight)
         if self.args.use_adaptive_entropy or self.args.entropy_coef:
             self._entropy = self._next_entropy(metrics.get("active_entropy", metrics["entropy"]))

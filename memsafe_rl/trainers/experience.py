@@ -22,7 +22,7 @@ from memsafe_rl.ops.advantages import group_advantages, zero_spread_groups
 from memsafe_rl.ops.importance import importance_weights
 from memsafe_rl.rewards.base import PendingScores, RewardRunner
 from memsafe_rl.rollout.generation import generate
-from memsafe_rl.rollout.scoring import row_lengths, score_all
+from memsafe_rl.rollout.scoring import score_all, update_work
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.data import Prompts, PromptSource, PromptTokenizer
 from memsafe_rl.trainers.given import GivenRollout, RolloutFunction, read_rollout
@@ -552,9 +552,7 @@ class ExperienceMaker:
         Returns:
             Runs slices of it.
         """
-        lengths = tuple(row_lengths(trajectory, rows))
-        work = UpdateWork(lengths, trajectory.action_lengths(rows), self._adapter.geometry)
-        return self._attempt(work)
+        return self._attempt(update_work(self._adapter, trajectory, rows))
 
     def _corrections(self, trajectory: Trajectory) -> Ragged:
         if trajectory.old_logprobs is None or trajectory.sampling_logprobs is None:

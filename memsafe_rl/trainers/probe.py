@@ -24,10 +24,11 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import DataError, MemoryBudgetError
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.randomness import capture_random_state, set_random_state
+from memsafe_rl.memory.slices import cut_work, packing_saves
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.rollout.generation import Wave, eval_mode, next_wave, sample_wave
-from memsafe_rl.rollout.scoring import score_all
+from memsafe_rl.rollout.scoring import score_all, update_work
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.data import Prompts
 from memsafe_rl.trainers.experience import Experience
@@ -189,8 +190,9 @@ def _probe(trial: OnPolicyTrainer, longest: Longest) -> None:
     if config.beta != 0 or config.updates_per_epoch > 1:
         # Scoring takes the tile of the update before it: in the first rollout that of no plan, later the plan's.
         _probe_scoring(trial, trajectory, max(first_tile, trial._tracker.update_plan.logprob_tile))
-    per_micro_batch = max(1, trial._tracker.update_plan.micro_batch_tokens // longest.row_tokens)
-    tried = rows[: _PROBED_MICRO_BATCHES * per_micro_batch]
+    plan = trial._tracker.update_plan
+    cuts = cut_work(trial._work(trajectory, rows), plan.micro_batch_tokens, packed=plan.pack_prompts)
+    tried = [row for slice_rows in cuts[:_PROBED_MICRO_BATCHES] for row in slice_rows]
     terms = trial._fix_terms(experience, tried)
     with trial._tracker.phase(Phase.UPDATE):
         trial._gradient(experience, tried, terms)
@@ -257,8 +259,8 @@ def _wave(prompts: Sequence[Tensor], rows: Sequence[tuple[int, int]]) -> Wave:
 def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory, tile: int) -> None:
     """Scores one slice of the longest rows, by the reference where there is one, and by the model itself."""
     plan, tracker = trial._tracker.rollout_plan, trial._tracker
-    row_tokens = trajectory.conditions.lengths[0] + trajectory.actions.lengths[0]
-    rows = range(min(len(trajectory), max(1, plan.score_tokens // row_tokens)))
+    work = update_work(trial.adapter, trajectory, range(len(trajectory)))
+    rows = cut_work(work, plan.score_tokens, packed=packing_saves(work))[0]
     with tracker.phase(Phase.SCORE), trial.adapter.reference() if trial.args.beta != 0 else _itself(trial) as adapter:
         score_all(
             adapter,

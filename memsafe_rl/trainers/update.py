@@ -11,9 +11,10 @@ from torch import Tensor
 
 from memsafe_rl.memory.host import offloaded
 from memsafe_rl.memory.recovery import Attempt
+from memsafe_rl.memory.slices import cut_work, packed_tokens
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.losses import entropy_threshold, high_entropy_mask, policy_loss
-from memsafe_rl.rollout.scoring import cut_by_tokens, row_lengths, score_all, score_rows
+from memsafe_rl.rollout.scoring import score_all, score_rows, update_work
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.types import (
     Denominators,
@@ -99,10 +100,10 @@ def accumulate_gradient(
     Returns:
         The step's loss and sums over these rows.
     """
-    lengths = row_lengths(trajectory, rows)
+    work = update_work(adapter, trajectory, rows, packable=plan.pack_prompts and not adapter.model.training)
     zero = torch.zeros((), device=adapter.device)
     step = StepGradient(loss=zero, run_tokens=zero)
-    for places in cut_by_tokens(lengths, plan.micro_batch_tokens):
+    for places in cut_work(work, plan.micro_batch_tokens, packed=plan.pack_prompts):
         micro = [rows[place] for place in places]
         with autocast(), kept_activations(adapter, plan):
             scores = score_rows(
@@ -112,6 +113,7 @@ def accumulate_gradient(
                 temperature=terms.temperature,
                 tile=plan.logprob_tile,
                 with_entropy=terms.with_entropy,
+                packed=bool(work.prompts),
             )
         inputs = loss_inputs(trajectory, micro, terms, scores.logprobs_BT, scores.entropies_BT)
         result = policy_loss(inputs, terms.settings, terms.denominators)
@@ -120,7 +122,8 @@ def accumulate_gradient(
         for place, row in enumerate(micro):
             step.logprobs[row] = scores.logprobs_BT[place, : trajectory.actions.lengths[row]].detach()
         step.micro_batches += 1
-        step.tokens += len(micro) * max(lengths[place] for place in places)
+        padded = len(micro) * max(work.row_tokens[place] for place in places)
+        step.tokens += packed_tokens(work, places) if work.prompts else padded
     return step
 
 

@@ -24,8 +24,9 @@ from memsafe_rl.memory.estimator import rollout_parts, update_parts
 from memsafe_rl.memory.host import to_host
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.simulated import active_simulation
+from memsafe_rl.memory.slices import measure_slices
 from memsafe_rl.models.blocks import find_blocks
-from memsafe_rl.rollout.scoring import row_lengths
+from memsafe_rl.rollout.scoring import row_lengths, update_work
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.data import Prompts
 from memsafe_rl.trainers.experience import Experience
@@ -521,8 +522,9 @@ class _Proof:
     def _halved_plans(self, chosen: Arm) -> tuple[RolloutPlan, UpdatePlan]:
         """Half the chosen plan; where a micro-batch is a single row already, half its tile of logits."""
         trajectory, rollout, update = self._laid_down(), chosen.rollout_plan, chosen.update_plan
-        lengths = row_lengths(trajectory, range(self._rows))
-        tokens = max(max(lengths), min(update.micro_batch_tokens, max(lengths) * self._rows) // 2)
+        work = update_work(self._trainer.adapter, trajectory, range(self._rows), packable=update.pack_prompts)
+        largest = measure_slices(work, update.micro_batch_tokens, packed=update.pack_prompts).tokens
+        tokens = max(max(work.row_tokens), largest // 2)
         tile = update.logprob_tile if chosen.micro_batches < self._rows else max(1, update.logprob_tile // 2)
         rows = max(1, min(rollout.rows_in_flight, self._rows) // 2)
         return (
@@ -536,9 +538,8 @@ class _Proof:
         if trainer._tracker.meter.is_exact:
             return None
         trajectory = self._laid_down()
-        rows, geometry = range(self._rows), trainer.adapter.geometry
         sampling = trainer._maker._work(self._prompts, self._group)
-        learning = UpdateWork(tuple(row_lengths(trajectory, rows)), trajectory.action_lengths(rows), geometry)
+        learning = update_work(trainer.adapter, trajectory, range(self._rows))
         needed = max(sum(rollout_parts(sampling, rollout).values()), sum(update_parts(learning, update).values()))
         room = trainer._tracker.budget_bytes - trainer._tracker.meter.live_bytes()
         if needed <= room:

@@ -116,11 +116,14 @@ class UpdateWork:
         row_tokens: length of each row (prompt plus completion), in tokens.
         action_tokens: length of each row's completion, in tokens.
         geometry: sizes of the network that learns.
+        prompts: index of each row's prompt, the same for rows that share one; empty where rows cannot be packed behind
+            one copy of it.
     """
 
     row_tokens: tuple[int, ...]
     action_tokens: tuple[int, ...]
     geometry: ModelGeometry
+    prompts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,8 @@ class UpdatePlan:
         logprob_tile: completion tokens whose logits exist at the same time.
         checkpointing: recompute each block's activations in the backward pass.
         offload_activations: keep saved activations in host memory.
-        pack_prompts: one copy of a prompt for all its completions.
+        pack_prompts: one copy of a prompt for all its completions; ``micro_batch_tokens`` then counts it once, and
+            nothing is padded.
         trajectory_device: "device" or "host": where the trajectory waits between micro-batches.
         park_optimizer: keep the optimizer state in host memory outside the commit.
         predicted_bytes: under "update" the predicted peak in bytes, with what is held already; under

@@ -8,12 +8,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from memsafe_rl.memory.estimator import cut, rollout_parts, score_parts, update_parts, wave_rows
+from memsafe_rl.memory.estimator import rollout_parts, score_parts, update_parts, wave_rows
 from memsafe_rl.memory.recovery import under
 from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.slices import cut_by_tokens, measure_slices
 from memsafe_rl.models.causal_lm import CausalLMAdapter
 from memsafe_rl.rollout.generation import cut_waves, generate
-from memsafe_rl.rollout.scoring import cut_by_tokens, score_all
+from memsafe_rl.rollout.scoring import score_all
 from memsafe_rl.trainers.update import StepTerms, accumulate_gradient
 from memsafe_rl.types import (
     Component,
@@ -140,11 +141,12 @@ def test_slices_are_those_that_rows_are_cut_into() -> None:
     lengths, actions = (100, 30, 70, 40, 30, 20, 90), (50, 5, 20, 10, 30, 1, 45)
     for budget in (1, 60, 100, 150, 230, 1000):
         slices = cut_by_tokens(lengths, budget)
-        measured = cut(lengths, actions, budget)
+        measured = measure_slices(UpdateWork(lengths, actions, GEOMETRY), budget, packed=False)
         assert measured.number == len(slices)
         assert measured.tokens == max(len(part) * max(lengths[row] for row in part) for part in slices)
         assert measured.actions == max(sum(actions[row] for row in part) for part in slices)
-    assert cut((), (), 10) == (1, 1, 1)
+        assert measured.total == sum(len(part) * max(lengths[row] for row in part) for part in slices)
+    assert measure_slices(UpdateWork((), (), GEOMETRY), 10, packed=True) == (1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("plan", [RolloutPlan(rows) for rows in (1, 2, 5, 8, 24, 100)])

@@ -3,6 +3,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.checks import check_packing
 from memsafe_rl.memory.monitor import HostMeter
 from memsafe_rl.memory.planning import extra_bytes
 from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy, MemoryPolicy
@@ -117,12 +118,20 @@ def test_a_policy_of_ones_own_needs_two_methods() -> None:
         (UpdatePlan(checkpointing="no"), "UpdatePlan.checkpointing is 'no'; write True or False"),  # type: ignore[arg-type]
         (UpdatePlan(predicted_bytes={"update": float("nan")}), "predicted_bytes\\['update'\\] is nan"),  # type: ignore[dict-item]
         (None, "The memory policy answered None where it must give a"),
-        (UpdatePlan(pack_prompts=True), "pack_prompts is True, which is not supported yet"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused_by_name(plan: RolloutPlan | UpdatePlan, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MemoryTracker("cpu", HostMeter(), 1).adopt(plan, type(plan))
+
+
+def test_packing_what_cannot_be_packed_is_refused() -> None:
+    alone = UpdateWork((9, 9), (4, 4), GEOMETRY)
+    with pytest.raises(ConfigError, match="these 2 rows cannot share their prompts"):
+        check_packing(UpdatePlan(pack_prompts=True), alone)
+    check_packing(UpdatePlan(), alone)
+    check_packing(UpdatePlan(pack_prompts=True), replace(alone, prompts=(0, 1)))
+    check_packing(UpdatePlan(pack_prompts=True), UpdateWork((), (), GEOMETRY))
 
 
 def test_large_caches_are_decoded_in_fewer_rows_on_a_cpu() -> None:

@@ -40,6 +40,7 @@ class FakeAdapter:
     """Keeps weak references to all it hands out; `fail_at` names the forward that raises."""
 
     time_separable = False
+    packs_prompts = False
 
     def __init__(
         self, vocab: int = 23, width: int = 16, max_positions: int | None = None, gain: float = 1.0, seed: int = 0
@@ -100,8 +101,9 @@ class FakeAdapter:
         return logits_BV
 
     def distribution(
-        self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None
+        self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None, *, packed: bool = False
     ) -> TokenDistribution:
+        assert not packed
         self.forwards.append(list(rows))
         self.left_over.append(self.alive())
         self.modes.add(self.model.training)
