@@ -269,6 +269,12 @@ class _TrainerConfig(TrainerFields, ABC):
             steps = getattr(self, name)
             if steps is not None and steps > 1 and not float(steps).is_integer():
                 raise ConfigError(f"{name} is {steps}; above 1 it must be a whole number of optimizer steps.")
+        for k in self.eval_pass_at or ():
+            if not 1 <= k <= self.eval_generations:
+                raise ConfigError(
+                    f"eval_pass_at has {k}, but an evaluation draws {self.eval_generations} completion(s) a prompt. "
+                    f"Set num_generations_eval={max(1, k)}, or lower k."
+                )
         if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
             self._fill("metric_for_best_model", "reward")
         if self.metric_for_best_model is not None and self.greater_is_better is None:
@@ -396,6 +402,14 @@ class _TrainerConfig(TrainerFields, ABC):
     def eval_generations(self) -> int:
         """Completions per prompt in evaluations."""
         return self.num_generations_eval or self.num_generations
+
+    @property
+    def eval_tries(self) -> list[int]:
+        """The k of pass@k and best@k in evaluations; none where a single completion says it all."""
+        if self.eval_pass_at is not None:
+            return list(self.eval_pass_at)
+        group = self.eval_generations
+        return [] if group == 1 else sorted({*(2**power for power in range(group.bit_length())), group})
 
     @property
     def every_row_learns(self) -> bool:

@@ -19,6 +19,7 @@ from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.recovery import Attempt, Recovery
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.advantages import group_advantages, zero_spread_groups
+from memsafe_rl.ops.evaluation import sample_metrics
 from memsafe_rl.ops.importance import importance_weights
 from memsafe_rl.rewards.base import PendingScores, RewardRunner
 from memsafe_rl.rollout.generation import generate
@@ -260,7 +261,21 @@ class ExperienceMaker:
         """
         prompts = self._repeat(lambda: self._read_prompts(examples), Phase.EVALUATE)
         samples = self._rewarded(*self._draw(prompts, EVALUATION_ROLLOUT, group_size, phase=Phase.EVALUATE))
-        return self._repeat(lambda: self._metrics(samples, self._advantages(samples)), Phase.EVALUATE)
+
+        def metrics() -> dict[str, float]:
+            advantages = self._advantages(samples)
+            return {**self._metrics(samples, advantages), **self._sample_metrics(samples, advantages.rewards_B)}
+
+        return self._repeat(metrics, Phase.EVALUATE)
+
+    def _sample_metrics(self, samples: Samples, rewards_B: Tensor) -> dict[str, float]:
+        """Computes pass@k and its like for evaluations of several completions a prompt."""
+        tries, decisive = self._config.eval_tries, self._config.eval_pass_reward
+        if not tries:
+            return {}
+        if decisive is not None:
+            rewards_B = samples.rewards_BF[:, self._rewards.names.index(decisive)]
+        return sample_metrics(rewards_B.view(-1, samples.group_size), tries, self._config.eval_pass_threshold)
 
     def _read(self, source: PromptSource, position: int, count: int) -> Prompts:
         return self._repeat(lambda: self._read_prompts(source.take(position, count)))

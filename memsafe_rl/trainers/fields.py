@@ -207,6 +207,14 @@ class TrainerFields:
     # Rollout
     num_generations: int = option(8, "Completions sampled per prompt: the group size G.")
     num_generations_eval: int | None = option(None, "Completions per prompt in evaluations; None: num_generations.")
+    eval_pass_at: list[int] | None = option(
+        None,
+        "Evaluations log pass@k and best@k for these k; None: 1, 2, 4, ... and num_generations_eval, where above 1.",
+    )
+    eval_pass_threshold: float = option(1.0, "Reward from which a completion of an evaluation passes.")
+    eval_pass_reward: str | None = option(
+        None, "Name of the reward function that decides what passes; None: the weighted sum of all."
+    )
     steps_per_generation: int | None = option(
         None, "Batches (completions per rank and accumulation step) in one rollout; None: gradient_accumulation_steps."
     )
@@ -426,6 +434,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "eval_on_start",
         "per_device_eval_batch_size",
         "num_generations_eval",
+        "eval_pass_at",
+        "eval_pass_threshold",
+        "eval_pass_reward",
     ),
     "Checkpoints": (
         "save_strategy",

@@ -78,11 +78,15 @@ def _smaller_groups(config: Any, failure: MemoryFailure) -> Changes:
     group, rows = config.num_generations, config.per_device_train_batch_size
     if failure.phase not in _PASSES or group % 2 or group // 2 < SMALLEST_GROUP or rows % 2:
         return {}
-    return {
+    changes: Changes = {
         "num_generations": (group, group // 2),
         "per_device_train_batch_size": (rows, rows // 2),
         "generation_batch_size": (config.generation_batch_size, config.generation_batch_size // 2),
     }
+    tries = config.eval_pass_at or []
+    if config.num_generations_eval is None and any(k > group // 2 for k in tries):
+        changes["eval_pass_at"] = (tries, [k for k in tries if k <= group // 2])
+    return changes
 
 
 def _fewer_passes(config: Any, failure: MemoryFailure) -> Changes:

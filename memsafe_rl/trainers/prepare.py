@@ -167,9 +167,14 @@ def evaluation_prompts(config: GRPOConfig, dataset: Any, reader: PromptTokenizer
         None, a dataset, or a dict of datasets.
 
     Raises:
-        ConfigError: evaluation is asked for without a dataset.
+        ConfigError: evaluation is asked for without a dataset, or by a reward function that there is not.
         DataError: a dataset cannot be used.
     """
+    if config.eval_pass_reward not in (None, *rewards.names):
+        raise ConfigError(
+            f"eval_pass_reward is {config.eval_pass_reward!r}, and there is no such reward function. Use one of "
+            f"{', '.join(rewards.names)}, or None for the weighted sum of all."
+        )
     if dataset is None:
         if config.eval_strategy != "no" or config.load_best_model_at_end:
             raise ConfigError(

@@ -140,3 +140,15 @@ def test_a_lean_optimizer_takes_the_place_of_one_that_does_not_fit(
     assert type(trainer.optimizer).__module__.startswith("bitsandbytes")
     rates = [record["learning_rate"] for record in trainer.history]
     assert rates == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.25e-2])
+
+
+def test_a_smaller_group_takes_pass_at_k_down_with_it(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "eval_pass_at": [1, 4, 8]}
+    config = GRPOConfig(**settings, num_generations=8)
+    smaller = next_concession(config, ["num_generations"], failure())
+    assert smaller is not None
+    assert smaller.changes["eval_pass_at"] == ([1, 4, 8], [1, 4])
+    own = GRPOConfig(**settings, num_generations=8, num_generations_eval=8)
+    kept = next_concession(own, ["num_generations"], failure())
+    assert kept is not None
+    assert "eval_pass_at" not in kept.changes
