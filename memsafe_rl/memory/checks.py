@@ -10,6 +10,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.types import RolloutPlan, UpdatePlan, UpdateWork
 
 _PLACES = ("device", "host")
+_ENGINES = ("native", "vllm", "continuous")
 
 
 def check_rollout_plan(plan: RolloutPlan) -> None:
@@ -29,8 +30,8 @@ def check_rollout_plan(plan: RolloutPlan) -> None:
         _check_count(plan, "kv_bytes")
     _check_switch(plan, "park_optimizer")
     _check_predictions(plan)
-    if plan.engine != "native":
-        raise ConfigError(f"RolloutPlan.engine is {plan.engine!r}; only 'native' exists yet. Leave engine out.")
+    if plan.engine not in _ENGINES:
+        raise ConfigError(f"RolloutPlan.engine is {plan.engine!r}; write one of {', '.join(map(repr, _ENGINES))}.")
     if plan.cache_dtype is not None:
         raise ConfigError(
             f"RolloutPlan.cache_dtype is {plan.cache_dtype!r}; the cache has the model's own type. Leave it out."

@@ -26,6 +26,16 @@ class RolloutEngine(Protocol):
     name: str
     is_external: bool
 
+    def check(self, settings: SamplingSettings) -> None:
+        """Refuses sampling settings that the engine cannot honour, by name.
+
+        Args:
+            settings: how tokens are to be drawn.
+
+        Raises:
+            ConfigError: one of them cannot be honoured.
+        """
+
     def synchronise(self, version: int) -> None:
         """Takes over the model's weights if they have moved since the last call; nothing where they are shared.
 
@@ -55,7 +65,7 @@ class RolloutEngine(Protocol):
         """
 
     def release(self) -> None:
-        """Gives back every byte of the device that the next `generate` can take again."""
+        """Gives back every byte of the device that the next `generate` can take again without being built anew."""
 
     def close(self) -> None:
-        """Ends the engine; it is not used afterwards."""
+        """Ends the engine and forgets which weights it has; a later `generate` would start it anew."""

@@ -210,6 +210,7 @@ class OnPolicyTrainer(TrainerSurface):
             self._leave(error)
             raise
         finally:
+            self._maker.close()
             self._tracker.release()
             self._notify("close")
         return self._end(started, first)

@@ -106,6 +106,8 @@ RANGES: dict[str, Range] = {
     "min_length": _NOT_NEGATIVE,
     "min_new_tokens": _NOT_NEGATIVE,
     "forced_bos_token_id": _NOT_NEGATIVE,
+    "vllm_gpu_memory_utilization": Range(0, 1, open_low=True),
+    "vllm_max_model_length": _AT_LEAST_ONE,
     "vllm_importance_sampling_clip_max": _POSITIVE,
     "vllm_importance_sampling_clip_min": _NOT_NEGATIVE,
     "epsilon": _POSITIVE,

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.rollout.drawing import text_stops
+from memsafe_rl.rollout.engines.settings import check_options, refuse_missing_vllm
 from memsafe_rl.trainers.checks import (
     CHOICES,
     ESTIMATORS_OF_KL,
@@ -174,6 +175,7 @@ class _TrainerConfig(TrainerFields, ABC):
         self._fill_evaluation()
         self._fill_rest()
         self._check_sampling()
+        self._check_engine()
         self._check_reference()
         self._check_saving()
         self._check_memory()
@@ -315,6 +317,35 @@ class _TrainerConfig(TrainerFields, ABC):
             raise ConfigError(
                 f"vllm_importance_sampling_mode is {self.vllm_importance_sampling_mode!r}, but it has no bound. "
                 "Set vllm_importance_sampling_clip_max=3.0."
+            )
+
+    def _check_engine(self) -> None:
+        chosen = [name for name in ("use_vllm", "use_transformers_continuous_batching") if getattr(self, name)]
+        if not chosen:
+            return
+        if len(chosen) > 1:
+            raise ConfigError(f"{' and '.join(chosen)} are both True. Set one of them, for there is one engine.")
+        for name in ("verify_plan", "probe_worst_case"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name} is True with {chosen[0]}; it looks at the library's own engine. Leave one of the two out."
+                )
+        if self.use_vllm:
+            self._check_vllm()
+        check_options(self.transformers_continuous_batching_config or {})
+
+    def _check_vllm(self) -> None:
+        refuse_missing_vllm()
+        if self.world_size > 1:
+            raise ConfigError(
+                f"use_vllm is True in a run of {self.world_size} ranks; vLLM would take over their process group. "
+                "Run one process, or leave use_vllm out."
+            )
+        longest = self.vllm_max_model_length
+        if longest is not None and longest <= self.max_completion_length:
+            raise ConfigError(
+                f"vllm_max_model_length is {longest}, which leaves no prompt beside max_completion_length "
+                f"{self.max_completion_length}. Raise it to the longest prompt plus {self.max_completion_length}."
             )
 
     def _check_reference(self) -> None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import charge, claim
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.checks import check_rollout_plan
 from memsafe_rl.memory.host import to_device, to_host
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.recovery import Attempt, Recovery
@@ -22,7 +24,7 @@ from memsafe_rl.ops.advantages import group_advantages, zero_spread_groups
 from memsafe_rl.ops.evaluation import sample_metrics
 from memsafe_rl.ops.importance import importance_weights
 from memsafe_rl.rewards.base import PendingScores, RewardRunner
-from memsafe_rl.rollout.generation import generate
+from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.scoring import score_all, update_work
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.data import Prompts, PromptSource, PromptTokenizer
@@ -166,6 +168,7 @@ class ExperienceMaker:
     Args:
         config: the run's configuration.
         adapter: the model.
+        engine: draws completions.
         tokenizer: decodes completions.
         read_prompts: tokenizes prompts.
         rewards: the reward functions.
@@ -183,6 +186,7 @@ class ExperienceMaker:
         *,
         config: GRPOConfig,
         adapter: ModelAdapter,
+        engine: RolloutEngine,
         tokenizer: Any,
         read_prompts: PromptTokenizer,
         rewards: RewardRunner,
@@ -196,6 +200,7 @@ class ExperienceMaker:
     ) -> None:
         self._config = config
         self._adapter = adapter
+        self._engine = engine
         self._tokenizer = tokenizer
         self._read_prompts = read_prompts
         self._rewards = rewards
@@ -207,6 +212,7 @@ class ExperienceMaker:
         self._autocast = autocast
         self._rollout_func = rollout_func
         self._owner = owner
+        engine.check(sampling)
 
     def limit(self, max_new_tokens: int) -> None:
         """Sets the longest completion of the rollouts to come.
@@ -215,6 +221,10 @@ class ExperienceMaker:
             max_new_tokens: longest completion, in tokens.
         """
         self._sampling = replace(self._sampling, max_new_tokens=max_new_tokens)
+
+    def close(self) -> None:
+        """Ends the engine; the next rollout starts it anew."""
+        self._engine.close()
 
     def make(self, source: PromptSource, *, rollout: int, position: int, later_rows: Sequence[int]) -> Experience:
         """Draws, rewards and scores one rollout.
@@ -287,7 +297,8 @@ class ExperienceMaker:
     def _plan(self, prompts: Prompts) -> None:
         """Asks the memory policy how to cut the rollout."""
         work = self._work(prompts, self._config.num_generations)
-        self._tracker.adopt(self._policy.before_rollout(work, self._tracker.state()), RolloutPlan)
+        plan = self._policy.before_rollout(work, self._tracker.state())
+        self._tracker.adopt(_served_by(self._engine.name, plan), RolloutPlan)
 
     def _work(self, prompts: Prompts, group_size: int) -> RolloutWork:
         return RolloutWork(
@@ -313,7 +324,8 @@ class ExperienceMaker:
         with self._tracker.phase(phase):
             if self._rollout_func is None:
                 drawn = self._generate(prompts, rollout, group_size, work, first_prompt, mine)
-                given = GivenRollout([prompts.ids[row // group_size] for row in mine], drawn)
+                external = self._engine.is_external
+                given = GivenRollout([prompts.ids[row // group_size] for row in mine], drawn, external=external)
             else:
                 given = self._call_rollout_func(prompts, group_size, mine)
         texts = self._texts(prompts, [completion.ids for completion in given.completions])
@@ -350,20 +362,22 @@ class ExperienceMaker:
     def _generate(
         self, prompts: Prompts, rollout: int, group_size: int, work: RolloutWork, first_prompt: int, mine: range
     ) -> list[Completion]:
-        """Runs the library's own engine over this rank's rows."""
+        """Has the engine draw this rank's rows with the weights as they are now."""
         keys: dict[int, list[SequenceKey]] = {}
         for row in mine:
             prompt, sample = divmod(row, group_size)
             key = SequenceKey(self._config.seed, rollout, first_prompt + prompt, sample)
             keys.setdefault(prompt, []).append(key)
-        return generate(
-            self._adapter,
+        self._recovery.repeat(lambda: self._engine.synchronise(self._owner.state.global_step))
+        drawn = self._engine.generate(
             [prompts.ids[prompt] for prompt in keys],
             list(keys.values()),
             self._sampling,
             self._attempt(work),
             progress=self._owner.report_sampling,
         )
+        self._engine.release()
+        return drawn
 
     def _attempt(self, work: RolloutWork | UpdateWork) -> Attempt[RolloutPlan]:
         return self._attempt_in(work, self._autocast)
@@ -620,6 +634,19 @@ class ExperienceMaker:
         flat = torch.isclose(advantages.std_B, torch.zeros_like(advantages.std_B))
         metrics["frac_reward_zero_std"] = flat.float().mean().item()
         return metrics
+
+
+def _served_by(engine: str, plan: Any) -> Any:
+    """Writes the run's engine into a plan; refuses a plan that asks for another one."""
+    if not isinstance(plan, RolloutPlan) or plan.engine == engine:
+        return plan
+    if plan.engine != RolloutPlan.engine:
+        check_rollout_plan(plan)
+        raise ConfigError(
+            f"The memory policy asks for the engine {plan.engine!r}, but the run's is {engine!r}. Leave "
+            "RolloutPlan.engine out, or choose that engine in the configuration."
+        )
+    return replace(plan, engine=engine)
 
 
 def _joined(mine: tuple[Samples, Samples], more: tuple[Samples, Samples]) -> tuple[Samples, Samples]:

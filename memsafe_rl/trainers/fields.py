@@ -233,8 +233,28 @@ class TrainerFields:
         "Sampling settings that go before the fields above, under the names of transformers' GenerationConfig: top_p, "
         "eos_token_id, stop_strings, bad_words_ids, min_new_tokens, logits_processor and so on; see docs/trl.md.",
     )
+    use_vllm: bool = option(
+        False, "Draw completions with vLLM, in this process, with a copy of the weights; needs the package vllm."
+    )
+    vllm_gpu_memory_utilization: float = option(
+        0.3, "Share of the device that vLLM's weights and cache may fill; the plan and memory_budget hold as well."
+    )
+    vllm_enable_sleep_mode: bool = option(
+        False, "Take vLLM's weights and cache off the device between rollouts; CUDA only."
+    )
+    vllm_max_model_length: int | None = option(
+        None, "Longest prompt and completion together under vLLM, in tokens; None: what model and cache hold."
+    )
+    use_transformers_continuous_batching: bool = option(
+        False, "Draw completions with transformers' continuous batching."
+    )
+    transformers_continuous_batching_config: Settings = option(
+        None, "Further arguments of transformers' ContinuousBatchingConfig; its sizes follow the plan."
+    )
     vllm_importance_sampling_correction: bool = option(
-        True, "Correct for another sampler's log-probs, as returned by rollout_func, by importance weights."
+        True,
+        "Correct for another sampler's log-probs (vLLM's, continuous batching's, or those that rollout_func returns) "
+        "by importance weights.",
     )
     vllm_importance_sampling_mode: str = option(
         "sequence_mask",
@@ -352,6 +372,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "vllm_importance_sampling_mode",
         "vllm_importance_sampling_clip_max",
         "vllm_importance_sampling_clip_min",
+    ),
+    "Rollout engine": (
+        "use_vllm",
+        "vllm_gpu_memory_utilization",
+        "vllm_enable_sleep_mode",
+        "vllm_max_model_length",
+        "use_transformers_continuous_batching",
+        "transformers_continuous_batching_config",
     ),
     "Rewards": (
         "reward_weights",

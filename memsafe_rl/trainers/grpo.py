@@ -35,6 +35,7 @@ from memsafe_rl.trainers.prepare import (
     own_config,
     prompt_reader,
     refuse_unsupported,
+    rollout_engine,
     text_dataset,
     training_prompts,
 )
@@ -120,6 +121,7 @@ class GRPOTrainer(OnPolicyTrainer):
         maker = ExperienceMaker(
             config=self.args,
             adapter=self.adapter,
+            engine=rollout_engine(self.args, self.adapter, recovery.tracker),
             tokenizer=self.processing_class,
             read_prompts=reader,
             rewards=self.rewards,

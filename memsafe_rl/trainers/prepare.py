@@ -11,8 +11,14 @@ from datasets import Dataset, IterableDataset
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.policies import AdaptivePolicy, LadderPolicy, MemoryPolicy
 from memsafe_rl.memory.presets import PRESETS, preset
+from memsafe_rl.memory.tracker import MemoryTracker
+from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.loading import ModelFacts, read_config
 from memsafe_rl.rewards.base import RewardRunner
+from memsafe_rl.rollout.engine import RolloutEngine
+from memsafe_rl.rollout.engines.continuous import ContinuousEngine
+from memsafe_rl.rollout.engines.native import NativeEngine
+from memsafe_rl.rollout.engines.vllm import VLLMEngine, VLLMSettings
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.data import (
     IndexedPrompts,
@@ -205,16 +211,19 @@ def check_together(
         rollout_func: may add columns, and brings log-probs that correct importance.
 
     Raises:
-        ConfigError: VESPO would count a row's importance weight once for every token.
+        ConfigError: two samplers are asked for, or VESPO would count a row's importance weight once for every token.
         DataError: a reward function needs a column that is not there.
     """
     if rollout_func is None and isinstance(dataset, Dataset):
         rewards.check_columns(dataset.column_names)
     mode = config.vllm_importance_sampling_mode
-    corrected = rollout_func is not None and config.vllm_importance_sampling_correction
+    foreign = config.use_vllm or config.use_transformers_continuous_batching
+    if foreign and rollout_func is not None:
+        raise ConfigError("A rollout_func draws the completions itself. Leave use_vllm and continuous batching out.")
+    corrected = (foreign or rollout_func is not None) and config.vllm_importance_sampling_correction
     if config.loss_type == "vespo" and corrected and mode.startswith("sequence"):
         raise ConfigError(
-            f"vllm_importance_sampling_mode is {mode!r} with loss_type 'vespo' and a rollout_func. Set it to "
+            f"vllm_importance_sampling_mode is {mode!r} with loss_type 'vespo' and another sampler. Set it to "
             "'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False."
         )
 
@@ -250,6 +259,44 @@ def chosen_policy(given: MemoryPolicy | str | None, config: GRPOConfig) -> Memor
                 "two out, or set memory_policy to 'adaptive' or 'ladder'."
             )
     return preset(str(given))
+
+
+def rollout_engine(config: GRPOConfig, adapter: ModelAdapter, tracker: MemoryTracker) -> RolloutEngine:
+    """Gives the engine that draws completions.
+
+    Args:
+        config: says which.
+        adapter: the network that is trained.
+        tracker: knows what the run may still hold.
+
+    Returns:
+        The engine, not started yet.
+
+    Raises:
+        ConfigError: it cannot serve this network on this device.
+    """
+
+    def room() -> int:
+        return tracker.budget_bytes - tracker.meter.live_bytes()
+
+    if config.use_vllm:
+        settings = VLLMSettings(
+            dtype=_forward_dtype(config, adapter),
+            memory_share=config.vllm_gpu_memory_utilization,
+            sleeps=config.vllm_enable_sleep_mode,
+            max_model_length=config.vllm_max_model_length,
+        )
+        return VLLMEngine(adapter, settings, total_bytes=tracker.meter.total_bytes(), room=room)
+    if config.use_transformers_continuous_batching:
+        return ContinuousEngine(adapter, config.transformers_continuous_batching_config or {}, room=room)
+    return NativeEngine(adapter)
+
+
+def _forward_dtype(config: GRPOConfig, adapter: ModelAdapter) -> str:
+    """Names the type in which forward passes compute."""
+    if config.bf16 or config.fp16:
+        return "bfloat16" if config.bf16 else "float16"
+    return str(next(adapter.model.parameters()).dtype).removeprefix("torch.")
 
 
 def refuse_unsupported(**arguments: Any) -> None:

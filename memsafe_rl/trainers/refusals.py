@@ -56,29 +56,34 @@ REFUSED: dict[str, Refusal] = {
         "Leave it out; for a float32 matrix product as well, leave bf16 and fp16 off.",
         cast_lm_head_to_fp32=False,
     ),
+    "vllm_mode": Refusal(
+        "vLLM runs in the training process, where weights reach it by reference; a server would need a transport for "
+        "them that this library does not have",
+        "Leave it out, or draw the completions from your server in rollout_func.",
+        ("colocate",),
+    ),
     **_table(
-        "rollouts run in this library's own engine, which shares one memory budget with the update",
-        "Leave it out, or draw the completions with vLLM yourself in rollout_func.",
-        use_vllm=False,
-        vllm_mode="colocate",
-        vllm_model_impl="vllm",
-        vllm_enable_sleep_mode=False,
-        vllm_structured_outputs_regex=None,
+        "vLLM runs in the training process, so that there is no server to reach",
+        "Leave it out, or draw the completions from your server in rollout_func.",
         vllm_server_base_url=None,
         vllm_server_host="0.0.0.0",
         vllm_server_port=8000,
         vllm_server_timeout=240.0,
         vllm_group_port=51216,
-        vllm_gpu_memory_utilization=0.3,
-        vllm_max_model_length=None,
-        vllm_tensor_parallel_size=1,
     ),
-    **_table(
-        "continuous batching has its own memory pool and does not raise when it runs out of it",
-        "Leave it out: rollouts run in waves that fit memory_budget and drop finished rows.",
-        use_transformers_continuous_batching=False,
-        transformers_continuous_batching_config=None,
-        use_transformers_paged=False,
+    "vllm_tensor_parallel_size": Refusal(
+        "vLLM runs in one process, which has one device", "Leave it out; every weight must fit on one device.", (1,)
+    ),
+    "vllm_model_impl": Refusal(
+        "only vLLM's own form of a network has been compared with the trained one", "Leave it out.", ("vllm",)
+    ),
+    "vllm_structured_outputs_regex": Refusal(
+        "tokens that a pattern rules out would have other log-probs in training than in sampling",
+        "Leave it out, or draw the completions yourself in rollout_func.",
+        (None,),
+    ),
+    "use_transformers_paged": Refusal(
+        "it is an earlier name", "Set use_transformers_continuous_batching.", (False,)
     ),
     **_table(
         "weights are replicated on every rank; sharding them is not supported yet",

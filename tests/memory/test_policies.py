@@ -107,7 +107,7 @@ def test_a_policy_of_ones_own_needs_two_methods() -> None:
     ("plan", "message"),
     [
         (RolloutPlan(rows_in_flight=0), "RolloutPlan.rows_in_flight is 0"),
-        (RolloutPlan(engine="vllm"), "only 'native' exists yet"),
+        (RolloutPlan(engine="vlm"), "RolloutPlan.engine is 'vlm'; write one of 'native', 'vllm', 'continuous'."),
         (RolloutPlan(cache_dtype="int8"), "cache_dtype is 'int8'"),
         (UpdatePlan(micro_batch_tokens=0), "UpdatePlan.micro_batch_tokens is 0"),
         (UpdatePlan(trajectory_device="moon"), "trajectory_device is 'moon'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import inspect
 import json
 import logging
@@ -118,10 +119,44 @@ def test_a_refusal_ends_in_a_remedy(name: str) -> None:
     assert "\n" not in message
 
 
-def test_use_vllm_is_refused_with_the_nearest_way() -> None:
-    with pytest.raises(ConfigError, match=r"use_vllm is True.*memory budget.*rollout_func") as caught:
+def test_use_vllm_is_refused_with_the_command_where_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else find(name, *rest))
+    with pytest.raises(ConfigError, match=r"use_vllm is True.*not installed.*`pip install vllm`") as caught:
         GRPOConfig(use_vllm=True)
     assert isinstance(caught.value, ValueError)
+
+
+def test_a_rollout_engine_is_chosen_with_what_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "vllm" or find(name, *rest))
+    config = GRPOConfig(use_vllm=True, vllm_mode="colocate", vllm_max_model_length=1024)
+    assert config.use_vllm is True
+    for name, value, message in (
+        ("use_transformers_continuous_batching", True, r"are both True"),
+        ("verify_plan", True, r"verify_plan is True with use_vllm"),
+        ("probe_worst_case", True, r"probe_worst_case is True with use_vllm"),
+        ("vllm_max_model_length", 512, r"leaves no prompt beside max_completion_length 512"),
+        ("vllm_gpu_memory_utilization", 1.5, r"vllm_gpu_memory_utilization is 1\.5"),
+        ("vllm_mode", "server", r"vllm_mode is 'server', which is refused.*rollout_func"),
+        ("vllm_tensor_parallel_size", 2, r"vllm_tensor_parallel_size is 2, which is refused"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            GRPOConfig(**{"use_vllm": True, name: value})
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="in a run of 2 ranks"):
+        GRPOConfig(use_vllm=True)
+
+
+def test_arguments_of_continuous_batching_are_checked_at_once() -> None:
+    batching = {"page_size": 64}
+    config = GRPOConfig(
+        use_transformers_continuous_batching=True, transformers_continuous_batching_config='{"page_size": 64}'
+    )
+    assert config.transformers_continuous_batching_config == batching
+    with pytest.raises(ConfigError, match="sizes follow the memory plan"):
+        GRPOConfig(use_transformers_continuous_batching=True, transformers_continuous_batching_config={"num_blocks": 9})
 
 
 def test_compiling_is_refused_without_sending_to_another_refusal() -> None:
@@ -149,10 +184,10 @@ def test_attributes_are_guarded_like_arguments() -> None:
     config = GRPOConfig()
     with pytest.raises(ConfigError, match="Did you mean 'learning_rate'"):
         config.learnin_rate = 1.0
-    with pytest.raises(ConfigError, match="use_vllm is True"):
-        config.use_vllm = True
-    config.use_vllm = False
-    assert config.use_vllm is False
+    with pytest.raises(ConfigError, match="vllm_mode is 'server'"):
+        config.vllm_mode = "server"
+    config.vllm_mode = "colocate"
+    assert config.vllm_mode == "colocate"
     assert config.deepspeed is None
     assert config.hub_strategy == "every_save"
     with pytest.raises(AttributeError, match="nonsense"):
@@ -590,19 +625,22 @@ def test_hf_argument_parser(tmp_path: Path) -> None:
 
 def test_flags_of_trl_that_are_off_are_parsed_and_others_refused_with_the_reason() -> None:
     parser = HfArgumentParser(GRPOConfig)
-    line = "--use_vllm False --push_to_hub false --dataloader-num-workers 0 --ddp_timeout 1800 --vllm_mode colocate"
+    line = (
+        "--use_vllm False --use_transformers_paged False --push_to_hub false --dataloader-num-workers 0 "
+        "--ddp_timeout 1800 --vllm_mode colocate"
+    )
     (config,) = parser.parse_args_into_dataclasses(shlex.split(line))
     assert config == GRPOConfig()
     assert config.use_vllm is False
-    assert "use_vllm" not in config.to_dict()
-    for flags in (["--use_vllm"], ["--use_vllm", "True"]):
-        with pytest.raises(ConfigError, match=r"use_vllm is 'True'.*memory budget"):
+    assert "vllm_mode" not in config.to_dict()
+    for flags in (["--push_to_hub"], ["--push_to_hub", "True"]):
+        with pytest.raises(ConfigError, match=r"push_to_hub is 'True', which is refused"):
             parser.parse_args_into_dataclasses(flags)
     with pytest.raises(ConfigError, match="vllm_server_port is '8001'"):
         parser.parse_args_into_dataclasses(["--vllm_server_port", "8001"])
     assert set(THEIRS) - set(ALIASES) <= {field.name for field in dataclasses.fields(GRPOConfig)}
-    assert "use_vllm" not in repr(config)
-    assert "use_vllm" not in (GRPOConfig.__doc__ or "")
+    assert "vllm_mode" not in repr(config)
+    assert "vllm_mode" not in (GRPOConfig.__doc__ or "")
     assert dataclasses.replace(config, seed=3).seed == 3
 
 
