@@ -137,7 +137,7 @@ class RolloutPlan:
         score_tokens: tokens (padding included) scored in one forward without gradient.
         reward_rows: completions a reward model scores in one forward.
         cache_dtype: element type of the cache, None for the model's own.
-        engine: name of the rollout engine.
+        engine: name of the rollout engine; "native" stands for whichever the run has.
         park_optimizer: keep the optimizer state in host memory from the rollout until an update wants it back.
         predicted_bytes: predicted peak of a phase ("rollout", "score"), in bytes, with what is held already; under
             "phase/component" the part of a component. Empty when nothing was predicted.
