@@ -82,9 +82,7 @@ REFUSED: dict[str, Refusal] = {
         "Leave it out, or draw the completions yourself in rollout_func.",
         (None,),
     ),
-    "use_transformers_paged": Refusal(
-        "it is an earlier name", "Set use_transformers_continuous_batching.", (False,)
-    ),
+    "use_transformers_paged": Refusal("it is an earlier name", "Set use_transformers_continuous_batching.", (False,)),
     **_table(
         "weights are replicated on every rank; sharding them is not supported yet",
         "Leave it out; use peft_config or quantization_config to make the model smaller.",
