@@ -31,7 +31,7 @@ class Drawer:
         settings: how tokens are drawn.
 
     Attributes:
-        needs_history: whether a call needs the tokens so far. If not, a call reads no tensor's values.
+        needs_history: whether a call needs the tokens so far. Either way no value of an accelerator's tensor is read.
         needs_prompt_lengths: whether a call needs the lengths of the prompts.
         stops_by_text: whether a completion can end by a stop string, so that `ends_by_text` must be asked.
         text_window: tokens at the end of a history that `ends_by_text` looks at; 0 if it looks at none.

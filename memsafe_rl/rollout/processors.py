@@ -22,6 +22,9 @@ from transformers.generation import logits_process as theirs
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.types import SamplingSettings
 
+_LIKELIEST = 1024
+"""Tokens among which a nucleus is looked for before all are sorted."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -205,7 +208,7 @@ def _narrowing(settings: SamplingSettings) -> list[Processor]:
     if settings.top_k:
         chosen.append(_theirs(theirs.TopKLogitsWarper, settings.top_k))
     if settings.top_p < 1.0:
-        chosen.append(_theirs(theirs.TopPLogitsWarper, settings.top_p))
+        chosen.append(_top_p(settings.top_p))
     if settings.min_p is not None:
         chosen.append(_theirs(theirs.MinPLogitsWarper, settings.min_p))
     if settings.typical_p < 1.0:
@@ -395,6 +398,30 @@ def _top_h(share: float) -> Processor:
         return torch.full_like(scores_BV, -math.inf).scatter_(1, tokens_BK, best_BK.masked_fill(~kept_BK, -math.inf))
 
     return Processor(apply, theirs.TopHLogitsWarper, in_place=False)
+
+
+def _top_p(mass: float) -> Processor:
+    """Keeps the likeliest tokens that hold a mass (Holtzman et al. 2019, eq. 2), as transformers does.
+
+    On a CPU a whole sort takes longer than the network's step: rows whose nucleus lies among their likeliest tokens,
+    nearly all, are cut there. Elsewhere asking which those are would cost a trip to the host.
+    """
+    sorting = _theirs(theirs.TopPLogitsWarper, mass)
+
+    def apply(scores_BV: Tensor, rows: Rows) -> Tensor:
+        if scores_BV.device.type != "cpu" or scores_BV.shape[1] <= _LIKELIEST:
+            return sorting.apply(scores_BV, rows)
+        best_BK, tokens_BK = scores_BV.topk(_LIKELIEST, dim=1)
+        probs_BK = (best_BK - scores_BV.logsumexp(1, keepdim=True)).double().exp()
+        kept_BK = probs_BK.cumsum(1) - probs_BK < mass
+        kept_BK[:, 0] = True
+        cut_BV = torch.full_like(scores_BV, -math.inf).scatter_(1, tokens_BK, best_BK.masked_fill(~kept_BK, -math.inf))
+        flat_N = kept_BK.all(1).logical_or_(probs_BK.isnan().any(1)).nonzero()[:, 0]
+        if len(flat_N):
+            cut_BV[flat_N] = sorting.apply(scores_BV[flat_N], rows)
+        return cut_BV
+
+    return Processor(apply, theirs.TopPLogitsWarper, in_place=False)
 
 
 def _eta(epsilon: float) -> Processor:
