@@ -28,11 +28,13 @@ class ModelAdapter(Protocol):
 
     Attributes:
         model: the network that is trained, as the user knows it (a `PeftModel` when there is one).
+        joins: whether a prompt is kept once for its group, and rows of several caches can be put together.
         time_separable: whether columns of a trajectory can be scored one by one (diffusion: True, tokens: False).
         packs_prompts: whether `distribution` can take one copy of a prompt for all its completions.
     """
 
     model: nn.Module
+    joins: bool
     time_separable: bool
     packs_prompts: bool
 
@@ -44,26 +46,27 @@ class ModelAdapter(Protocol):
     def geometry(self) -> ModelGeometry:
         """Sizes from which bytes are counted."""
 
-    def prefill(self, prompts: Sequence[Tensor]) -> tuple[Tensor, DecodeState]:
+    def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
         """Reads prompts and fills a cache.
 
         Args:
             prompts: P tensors (length,) int64, on any device, none empty; lengths may differ.
+            chunk_tokens: most tokens of one forward when there is one prompt; None for no limit. Kept to only where
+                the adapter ``joins``.
 
         Returns:
             Logits of the next token (P, V), without graph, and the cache of P rows.
         """
 
-    def select(self, state: DecodeState, rows: Tensor) -> DecodeState:
-        """Keeps, drops, repeats or reorders rows of a cache; the given state must not be used afterwards.
+    def select(self, state: DecodeState, rows: Sequence[int]) -> DecodeState:
+        """Keeps, drops, repeats or reorders rows of a cache.
 
         Args:
-            state: a cache.
-            rows: (R,) int64, indices of the rows wanted, with repeats; on the host or the device. Read once on the
-                host where rows differ in padding.
+            state: a cache; must not be used afterwards, unless the adapter ``joins`` and its rows have drawn nothing.
+            rows: indices of the rows wanted, with repeats.
 
         Returns:
-            A cache of R rows.
+            A cache of these rows.
         """
 
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
@@ -75,6 +78,47 @@ class ModelAdapter(Protocol):
 
         Returns:
             Logits of the next token (B, V).
+        """
+
+    def join(self, first: DecodeState, second: DecodeState) -> DecodeState:
+        """Puts the rows of one cache behind those of another; only where the adapter ``joins``.
+
+        Args:
+            first: a cache; must not be used afterwards, unless its rows have drawn nothing.
+            second: likewise.
+
+        Returns:
+            A cache of both.
+        """
+
+    def extend(self, state: DecodeState, tokens: Sequence[Tensor], chunk_tokens: int) -> Tensor:
+        """Appends tokens that were drawn before to the rows of a cache, in place; only where the adapter ``joins``.
+
+        Args:
+            state: a cache of B rows.
+            tokens: for each row (length,) int64, at least one.
+            chunk_tokens: most tokens of one forward, padding included; at least one of each row in any case.
+
+        Returns:
+            Logits of the next token (B, V).
+        """
+
+    def keep_whole(self, state: DecodeState, whole: bool) -> None:
+        """Says whether rows may still begin at the prompts of a cache, so that nothing of them may be given up.
+
+        Args:
+            state: a cache.
+            whole: whether they may.
+        """
+
+    def prompt_bytes(self, state: DecodeState) -> int:
+        """Counts the keys and values of prompts that are kept once for all their rows.
+
+        Args:
+            state: a cache.
+
+        Returns:
+            int, bytes; 0 where each row has its own.
         """
 
     def stretch(self, state: DecodeState, slots: int) -> bool:

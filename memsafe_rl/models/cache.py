@@ -5,7 +5,7 @@ Axes: ``B`` rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,14 +68,14 @@ class CausalDecodeState:
     Args:
         cache: transformers' cache.
         pads_B: (B,) int64 on the device, slots of padding before each row.
-        pads: the same on the host; None where it could not be read (fake tensors).
+        pads: the same on the host.
         width: slots of every row, padding included.
         trimmable: whether common padding may be cut off (every layer is plain or windowed attention).
     """
 
     cache: Any
     pads_B: Tensor
-    pads: tuple[int, ...] | None
+    pads: tuple[int, ...]
     width: int
     trimmable: bool
 
@@ -87,7 +87,7 @@ class CausalDecodeState:
     @property
     def padded(self) -> bool:
         """Whether any row may have padding."""
-        return self.pads is None or any(self.pads)
+        return any(self.pads)
 
     def nbytes(self) -> int:
         """Bytes of the cache, storage that a windowed layer still pins included."""
@@ -101,25 +101,25 @@ class CausalDecodeState:
         """Gives all that the layers hold: keys and values, or the states of recurrent layers."""
         return _tensors([vars(layer) for layer in self.cache.layers])
 
-    def select(self, rows: Tensor) -> CausalDecodeState:
+    def select(self, rows: Sequence[int]) -> CausalDecodeState:
         """Keeps, drops, repeats or reorders rows, layer by layer, and cuts off padding that all of them share.
 
         Args:
-            rows: (R,) int64, on any device.
+            rows: indices of the rows wanted.
 
         Returns:
             A state of R rows; this one must not be used afterwards.
         """
-        pads = _selected_pads(self.pads, rows)
-        trim = min(pads, default=0) if pads is not None and self.trimmable else 0
-        on_device = rows.to(self.pads_B.device)
+        pads = tuple(self.pads[row] for row in rows)
+        trim = min(pads, default=0) if self.trimmable else 0
+        on_device = torch.tensor(rows, device=self.pads_B.device)
         with charge(Component.KV_CACHE):
             for layer in self.cache.layers:
                 _select(layer, on_device, trim)
         return CausalDecodeState(
             cache=self.cache,
             pads_B=self.pads_B.index_select(0, on_device) - trim,
-            pads=None if pads is None else tuple(pad - trim for pad in pads),
+            pads=tuple(pad - trim for pad in pads),
             width=self.width - trim,
             trimmable=self.trimmable,
         )
@@ -178,14 +178,6 @@ def _stretch(layer: Any, slots: int) -> None:
         layer.keys, layer.values = (
             torch.cat([part, part[:, :, :1].expand(-1, -1, missing, -1)], dim=2) for part in (layer.keys, layer.values)
         )
-
-
-def _selected_pads(pads: tuple[int, ...] | None, rows: Tensor) -> tuple[int, ...] | None:
-    if pads is not None and not any(pads):
-        return (0,) * int(rows.shape[0])
-    if pads is None or isinstance(rows, FakeTensor):
-        return None
-    return tuple(pads[row] for row in rows.tolist())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -10,24 +10,28 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, cast
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.attention import Reading, grouped_attention
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.cache import CausalDecodeState, growing_cache, is_trimmable, transit_cache
 from memsafe_rl.models.geometry import autocast_bytes, read_geometry
+from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, block_of, layer_windows, longer_block
 from memsafe_rl.models.heads import LogitMap, given_logits, head_of, logit_maps, naive_logits
 from memsafe_rl.models.packed_attention import attending, attention_configs
 from memsafe_rl.models.packing import pack_rows
+from memsafe_rl.models.plain_decoding import generate_plainly
 from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, Ragged, TokenDistribution, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -51,10 +55,15 @@ class ScoringPath:
     Args:
         route: how rows go through the network.
         logit_map: what the model does to its head's output.
+        decodes: whether rows can be decoded together by this library; if not, transformers' `generate` decodes rows
+            of one length.
+        caches: whether `generate` may keep a cache.
     """
 
     route: Route
     logit_map: LogitMap
+    decodes: bool = True
+    caches: bool = True
 
 
 class CausalLMAdapter:
@@ -78,9 +87,10 @@ class CausalLMAdapter:
         self._lm = causal_lm_of(model)
         self._accepted = frozenset(inspect.signature(self._lm.forward).parameters)
         self.path = ScoringPath(_first_route(self._lm), logit_maps(self._lm.config)[0])
+        self.joins = _can_share_prompts(self._lm, self.path.route)
         self.packs_prompts = False
         self.slot_bytes: int | None = None
-        self._geometries: dict[tuple[int | None, int | None], ModelGeometry] = {}
+        self._geometries: dict[tuple[int | None, int | None, bool], ModelGeometry] = {}
         self.reference_adapter: CausalLMAdapter | None = None
         if reference_model is not None:
             self.reference_adapter = CausalLMAdapter(reference_model, pad_token_id=pad_token_id)
@@ -99,10 +109,11 @@ class CausalLMAdapter:
 
         Read once, for it walks every module: whoever freezes weights later makes a new adapter.
         """
-        key = self.slot_bytes, autocast_bytes(self.device)
+        key = self.slot_bytes, autocast_bytes(self.device), self.joins
         if key not in self._geometries:
             copies = () if self.reference_adapter is None else (self.reference_adapter.model,)
-            self._geometries[key] = read_geometry(self._lm, copies=copies, slot_bytes=self.slot_bytes)
+            geometry = read_geometry(self._lm, copies=copies, slot_bytes=self.slot_bytes)
+            self._geometries[key] = replace(geometry, shares_prompts=self.joins)
         return self._geometries[key]
 
     def distribution(
@@ -148,37 +159,94 @@ class CausalLMAdapter:
         return TokenDistribution(hidden_BLD.flatten(0, 1).index_select(0, places_M), tokens_M, lengths, self._head())
 
     @torch.no_grad()
-    def prefill(self, prompts: Sequence[Tensor]) -> tuple[Tensor, CausalDecodeState]:
-        """Reads prompts, padded on the left, and fills a cache.
+    def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
+        """Reads prompts and fills a cache.
 
         Args:
             prompts: P tensors (length,) int64, on any device, none empty.
+            chunk_tokens: most tokens of one forward when there is one prompt; None for no limit. Kept to only where
+                the adapter `joins`.
 
         Returns:
             Logits of the next token (P, V), and the cache of P rows.
         """
-        width = max(int(prompt.shape[0]) for prompt in prompts)
-        pads = tuple(width - int(prompt.shape[0]) for prompt in prompts)
-        ids_PL = torch.full((len(prompts), width), self.pad_token_id)
-        for row, (pad, prompt) in enumerate(zip(pads, prompts, strict=True)):
-            ids_PL[row, pad:] = prompt
-        cache = growing_cache(self._lm.config)
-        pads_P = torch.tensor(pads, device=self.device)
-        state = CausalDecodeState(cache, pads_P, pads, width=0, trimmable=is_trimmable(cache))
-        return self._next_logits(state, ids_PL.to(self.device)), state
+        if not self.path.decodes:
+            raise AssertionError("rows of this network are decoded by memsafe_rl.rollout.fallback")
+        if not self.joins:
+            return self._prefill_padded_left(prompts)
+        chunk = max(int(prompt.shape[0]) for prompt in prompts)
+        if len(prompts) == 1 and chunk_tokens is not None:
+            chunk = min(chunk, chunk_tokens)
+        ids_PL = pad_sequence([prompt[:chunk] for prompt in prompts], True, self.pad_token_id)
+        lengths = [min(int(prompt.shape[0]), chunk) for prompt in prompts]
+        cache = GroupedCache(reads_prompts=True)
+        output = self._lm.base_model(input_ids=ids_PL.to(self.device), past_key_values=cache, use_cache=True)
+        last_PD = _last_hidden(output[0], lengths)
+        del output
+        windows = layer_windows(self._lm.config) or ()
+        state = GroupedDecodeState(
+            windows=windows,
+            blocks=(block_of(cache.read, lengths, windows),) * len(prompts),
+            prompts=tuple(range(len(prompts))),
+            lengths=[0] * len(prompts),
+            device=self.device,
+        )
+        del cache
+        for start in range(chunk, max(int(prompt.shape[0]) for prompt in prompts), chunk):
+            last_PD = self._read_on(state, prompts[0][start : start + chunk])
+        return self._logits(last_PD), state
 
     @torch.no_grad()
-    def select(self, state: DecodeState, rows: Tensor) -> CausalDecodeState:
-        """Keeps, drops, repeats or reorders rows of a cache; padding that all rows wanted share is cut off.
+    def select(self, state: DecodeState, rows: Sequence[int]) -> DecodeState:
+        """Keeps, drops, repeats or reorders rows of a cache.
 
         Args:
-            state: a cache; must not be used afterwards.
-            rows: (R,) int64, indices of the rows wanted, with repeats; on the host or the device.
+            state: a cache; must not be used afterwards, unless the adapter `joins` and its rows have drawn nothing.
+            rows: indices of the rows wanted, with repeats.
 
         Returns:
-            A cache of R rows.
+            A cache of these rows.
         """
+        if isinstance(state, GroupedDecodeState):
+            selected = state.select(rows)
+            selected.give_up_idle_prompts()
+            return selected
         return cast(CausalDecodeState, state).select(rows)
+
+    @torch.no_grad()
+    def join(self, first: DecodeState, second: DecodeState) -> DecodeState:
+        """Puts the rows of one cache behind those of another; only where the adapter `joins`.
+
+        Args:
+            first: a cache; must not be used afterwards, unless its rows have drawn nothing.
+            second: likewise.
+
+        Returns:
+            A cache of both.
+        """
+        return cast(GroupedDecodeState, first).join(cast(GroupedDecodeState, second))
+
+    def keep_whole(self, state: DecodeState, whole: bool) -> None:
+        """Says whether rows may still begin at the prompts of a cache, so that nothing of them may be given up.
+
+        Args:
+            state: a cache.
+            whole: whether they may.
+        """
+        if isinstance(state, GroupedDecodeState):
+            for block in state.blocks:
+                block.kept_whole = whole
+
+    def prompt_bytes(self, state: DecodeState) -> int:
+        """Counts the keys and values of prompts that are kept once for all their rows.
+
+        Args:
+            state: a cache.
+
+        Returns:
+            int, bytes; 0 where each row has its own.
+        """
+        return state.prompt_bytes() if isinstance(state, GroupedDecodeState) else 0
 
     @torch.no_grad()
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
@@ -191,7 +259,40 @@ class CausalLMAdapter:
         Returns:
             Logits of the next token (B, V).
         """
-        return self._next_logits(cast(CausalDecodeState, state), tokens_B.to(self.device)[:, None])
+        ids_B1 = tokens_B.to(self.device)[:, None]
+        if not isinstance(state, GroupedDecodeState):
+            return self._next_logits(cast(CausalDecodeState, state), ids_B1)
+        state.reserve(1)
+        cache = GroupedCache(reads_prompts=False)
+        hidden_B1D = self._attend_grouped(ids_B1, Reading(state, cache), cache)
+        state.lengths = [length + 1 for length in state.lengths]
+        return self._logits(hidden_B1D[:, -1])
+
+    @torch.no_grad()
+    def extend(self, state: DecodeState, tokens: Sequence[Tensor], chunk_tokens: int) -> Tensor:
+        """Appends tokens that were drawn before to the rows of a cache, in place; only where the adapter `joins`.
+
+        Args:
+            state: a cache of B rows.
+            tokens: for each row (length,) int64, at least one.
+            chunk_tokens: most tokens of one forward, padding included; at least one of each row in any case.
+
+        Returns:
+            Logits of the next token (B, V).
+        """
+        rows = cast(GroupedDecodeState, state)
+        step = max(1, chunk_tokens // rows.rows)
+        last: list[Tensor] = [torch.empty(0)] * rows.rows
+        for start in range(0, max(len(row) for row in tokens), step):
+            pieces = [row[start : start + step] for row in tokens]
+            counts = [len(piece) for piece in pieces]
+            rows.reserve(max(counts))
+            cache = GroupedCache(reads_prompts=False)
+            ids_BN = pad_sequence(pieces, True, self.pad_token_id).to(self.device)
+            hidden_BND = self._attend_grouped(ids_BN, Reading(rows, cache, counts), cache)
+            rows.lengths = [length + count for length, count in zip(rows.lengths, counts, strict=True)]
+            last = [hidden_BND[row, count - 1] if count else last[row] for row, count in enumerate(counts)]
+        return self._logits(torch.stack(last))
 
     @torch.no_grad()
     def stretch(self, state: DecodeState, slots: int) -> bool:
@@ -204,6 +305,9 @@ class CausalLMAdapter:
         Returns:
             Whether it could; False where a layer is neither plain nor windowed attention.
         """
+        if isinstance(state, GroupedDecodeState):
+            state.stretch(slots)
+            return True
         return cast(CausalDecodeState, state).stretch(slots)
 
     @contextmanager
@@ -260,6 +364,41 @@ class CausalLMAdapter:
             output = trunk(input_ids=ids_BL, attention_mask=mask_BL.long(), use_cache=False)
         return cast(Tensor, output[0])
 
+    def _prefill_padded_left(self, prompts: Sequence[Tensor]) -> tuple[Tensor, CausalDecodeState]:
+        """Reads prompts into transformers' own cache."""
+        width = max(int(prompt.shape[0]) for prompt in prompts)
+        pads = tuple(width - int(prompt.shape[0]) for prompt in prompts)
+        ids_PL = pad_sequence(list(prompts), True, self.pad_token_id, "left")
+        cache = growing_cache(self._lm.config)
+        pads_P = torch.tensor(pads, device=self.device)
+        state = CausalDecodeState(cache, pads_P, pads, width=0, trimmable=is_trimmable(cache))
+        return self._next_logits(state, ids_PL.to(self.device)), state
+
+    def _read_on(self, state: GroupedDecodeState, ids_N: Tensor) -> Tensor:
+        """Reads the next tokens of a state's only prompt, and gives the last hidden state (1, D)."""
+        cache = GroupedCache(reads_prompts=True)
+        reading = Reading(state, cache, [len(ids_N)], keeps=False)
+        hidden_1ND = self._attend_grouped(ids_N.to(self.device)[None], reading, cache)
+        state.replace_prompt(longer_block(state.blocks[0], cache.read, state.windows))
+        return hidden_1ND[:, -1]
+
+    def _attend_grouped(self, ids_BN: Tensor, reading: Reading, cache: GroupedCache) -> Tensor:
+        """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
+        starts_B1 = torch.tensor(reading.state.positions, device=self.device)[:, None]
+        positions_BN = starts_B1 + torch.arange(ids_BN.shape[1], device=self.device)
+        with grouped_attention(self._lm, reading):
+            output = self._lm.base_model(
+                input_ids=ids_BN, position_ids=positions_BN, past_key_values=cache, use_cache=True
+            )
+        return cast(Tensor, output[0])
+
+    def _logits(self, hidden_BD: Tensor) -> Tensor:
+        """Gives logits (B, V) of hidden states, as scoring does."""
+        nothing_B = torch.empty(0, dtype=torch.int64)
+        logits_BV = naive_logits(TokenDistribution(hidden_BD, nothing_B, (), self._head()))
+        claim(Component.LOGITS, [logits_BV])
+        return logits_BV
+
     def _packed_distribution(self, trajectory: Trajectory, rows: Sequence[int]) -> TokenDistribution:
         """Runs the trunk over rows laid out behind one copy of each prompt."""
         packed = pack_rows(trajectory, rows, self.geometry.windows, self.device)
@@ -295,14 +434,15 @@ def check_head(adapter: CausalLMAdapter) -> None:
 
     Two short rows of unequal length go both ways. The first scoring path that agrees is kept: without a mask, with a
     mask, each with every reading of the config's logit scale; else the whole model row by row. Anything but the first
-    is said in one warning. A frozen reference copy takes the same path. Sampling has no other path: it must agree
-    (float64 excepted, where transformers' own padding may fail); the bytes of its cache go into the geometry.
+    is said in one warning. A frozen reference copy takes the same path. Where decoding differs (float64 excepted, where
+    transformers' own padding may fail), transformers' `generate` decodes instead, with a cache or without, which is
+    said likewise. The bytes of the cache go into the geometry.
 
     Args:
         adapter: the adapter; its ``path`` and ``slot_bytes`` may change.
 
     Raises:
-        ConfigError: prompts padded to one length, or a step on their cache, give other logits than the model alone.
+        ConfigError: neither this library's decoding nor transformers' `generate` gives the logits of the model alone.
     """
     modes = [(module, module.training) for module in adapter.model.modules()]
     adapter.model.eval()
@@ -486,23 +626,114 @@ def _packing_disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, want
 
 
 def _check_sampling(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
-    """Reads both prompts together and takes one step; transformers pads on the left, which not every model masks."""
-    tokens = [row[0] for row in trajectory.actions.rows()]
-    firsts = torch.tensor([0, trajectory.actions.lengths[0]], device=wanted_MV.device)
-    logits_PV, state = adapter.prefill(trajectory.conditions.rows())
-    step_PV = adapter.decode_step(state, torch.stack(tokens))
-    if all(window is None or window > state.width for window in adapter.geometry.windows):
-        adapter.slot_bytes = state.nbytes() // (state.rows * state.width)
-    if wanted_MV.dtype is torch.float64:
-        return  # transformers' eager attention makes NaN of padding there, as its softmax is float32
-    relative = _relative_difference(torch.cat([logits_PV, step_PV]), wanted_MV[torch.cat([firsts, firsts + 1])])
-    tolerance = max(1e-3, 2 * _tolerance(adapter, wanted_MV.device))
-    if not relative <= tolerance:
-        raise ConfigError(
-            f"{type(adapter._lm).__name__} gives prompts that are decoded together other logits than alone: they "
-            f"differ by {relative:.1e} of the largest ({tolerance:.0e} allowed). It probably does not mask padding on "
-            "the left (recurrent layers often do not); use a model that does."
+    """Reads both prompts together and goes on; where shared prompts give other logits, each row gets its own."""
+    adapter.joins = adapter.joins and adapter.path.route is Route.LEAN
+    if adapter.joins:
+        reason = _sampling_disagreement(adapter, trajectory, wanted_MV)
+        if reason is None:
+            return
+        adapter.joins = False
+        logger.warning(
+            "%s attends in a way of its own, so rollouts keep a prompt once per completion, in waves. %s",
+            type(adapter._lm).__name__,
+            reason,
         )
+    reason = _sampling_disagreement(adapter, trajectory, wanted_MV)
+    if reason is not None and wanted_MV.dtype is not torch.float64:
+        # In float64, transformers' eager attention makes NaN of padding, as its softmax is float32.
+        _settle_generate(adapter, trajectory, wanted_MV, reason)
+
+
+def _settle_generate(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor, reason: str) -> None:
+    """Leaves decoding to transformers' `generate`, with a cache or without, and says so; refuses a network without."""
+    others = []
+    for cached in (True, False):
+        other = _generate_disagreement(adapter, trajectory, wanted_MV, cached)
+        if other is None:
+            break
+        others.append(other)
+    else:
+        raise ConfigError(
+            f"{type(adapter._lm).__name__} gives prompts that are decoded together other logits than alone: {reason}. "
+            f"transformers' own generate does not give those logits either: {others[0]} with a cache, {others[1]} "
+            "without one. Use a model that can be sampled token by token."
+        )
+    adapter.path = replace(adapter.path, decodes=False, caches=cached)
+    logger.warning(
+        "%s cannot be decoded by this library's engine (%s). Rollouts run transformers' generate%s, in waves of rows "
+        "of one length: the same draws, but slower, and with every prompt read once per completion.",
+        type(adapter._lm).__name__,
+        reason,
+        "" if cached else " without a cache",
+    )
+
+
+def _generate_disagreement(
+    adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor, cached: bool
+) -> str | None:
+    """Leads `generate` along two stored rows, side by side, and says how its logits differ, or None."""
+    prompts, lengths = trajectory.condition_lengths(range(2)), trajectory.action_lengths(range(2))
+    ids_BL = trajectory.token_rows(range(2), adapter.pad_token_id, adapter.device)
+    read, got = min(prompts), []
+
+    def follow(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+        got.append(logits_BV.clone())
+        return ids_BL[:, read + len(got) - 1], torch.zeros(2, dtype=torch.bool)
+
+    steps = ids_BL.shape[1] - read
+    try:
+        generate_plainly(adapter._lm, ids_BL[:, :read], follow, max_new_tokens=steps, cached=cached)
+    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
+            raise
+        return f"{type(error).__name__}: {error}"
+    if len(got) != steps:
+        return f"{len(got)} tokens instead of {steps}"
+    got_BNV = torch.stack(got, 1)
+    pieces = [
+        row_NV[prompt - read : prompt - read + length]
+        for row_NV, prompt, length in zip(got_BNV, prompts, lengths, strict=True)
+    ]
+    relative = _relative_difference(torch.cat(pieces), wanted_MV)
+    tolerance = max(1e-3, 2 * _tolerance(adapter, wanted_MV.device))
+    return None if relative <= tolerance else f"they differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"
+
+
+def _sampling_disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
+    """Says how decoding fails to give the logits wanted, or None; notes the bytes of its cache."""
+    actions = list(trajectory.actions.rows())
+    firsts = torch.tensor([0, trajectory.actions.lengths[0]], device=wanted_MV.device)
+    try:
+        logits_PV, state = adapter.prefill(list(trajectory.conditions.rows()))
+        adapter.slot_bytes = _slot_bytes(adapter, state)
+        got = [logits_PV, adapter.decode_step(state, torch.stack([row[0] for row in actions]))]
+        places = [firsts, firsts + 1]
+        if adapter.joins:
+            got.append(adapter.extend(state, [actions[0][1:4], actions[1][1:3]], chunk_tokens=4))
+            places.append(firsts + torch.tensor([4, 3], device=firsts.device))
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
+            raise
+        return f"{type(error).__name__}: {error}"
+    relative = _relative_difference(torch.cat(got), wanted_MV[torch.cat(places)])
+    tolerance = max(1e-3, 2 * _tolerance(adapter, wanted_MV.device))
+    return None if relative <= tolerance else f"they differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"
+
+
+def _slot_bytes(adapter: CausalLMAdapter, state: DecodeState) -> int | None:
+    """Bytes of a token in the cache of all layers; None where a window may have hidden some."""
+    width = (
+        max(state.blocks[0].lengths) if isinstance(state, GroupedDecodeState) else cast(CausalDecodeState, state).width
+    )
+    if any(window is not None and window <= width for window in adapter.geometry.windows):
+        return adapter.slot_bytes
+    return state.nbytes() // (state.rows * width)
+
+
+def _can_share_prompts(lm: Any, route: Route) -> bool:
+    """Whether a model's structure allows `memsafe_rl.models.grouped`; the check at start tells whether it agrees."""
+    accepted = inspect.signature(lm.base_model.forward).parameters
+    return route is Route.LEAN and "position_ids" in accepted and layer_windows(lm.config) is not None
 
 
 def _candidate_paths(adapter: CausalLMAdapter) -> Iterator[ScoringPath]:
@@ -598,6 +829,11 @@ def _row_logits(model: Any, ids_BL: Tensor, prompts: Sequence[int], lengths: Seq
         claim(Component.LOGITS, [logits_1LV])
         pieces.append(logits_1LV[0, prompt - 1 : prompt + length - 1])
     return torch.cat(pieces)
+
+
+def _last_hidden(hidden_PLD: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Copies the hidden state (P, D) of each row's last token, so that the others can go."""
+    return torch.stack([hidden_PLD[row, length - 1] for row, length in enumerate(lengths)])
 
 
 def _predicting_places(prompts: Sequence[int], lengths: Sequence[int], *, width: int) -> Tensor:

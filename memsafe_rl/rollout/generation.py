@@ -1,52 +1,34 @@
-"""Samples completions in waves that fit a plan; the wave a sequence rides in never changes its tokens.
+"""Samples completions in a running batch that fits a plan; the company of a sequence never changes its tokens.
 
-Axes: ``P`` unique prompts of a wave, ``B`` rows of its cache, ``L`` tokens so far, ``V`` vocabulary.
+Sequences join the batch as room becomes free and leave it as they end. What they have drawn lies on the host: when
+memory runs out the batch is given up, and a leaner one reads it back and goes on.
+
+Axes: ``P`` unique prompts, ``B`` rows of the running batch, ``V`` vocabulary.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from memsafe_rl.errors import ConfigError, DataError, MemsafeError
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.recovery import Attempt
-from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.ops.sampling import greedy_tokens, sample_tokens, taken_logprobs
+from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.rollout.admission import Candidate, admit
+from memsafe_rl.rollout.drawing import Drawer, key_tensor, refuse_broken
+from memsafe_rl.rollout.engine import Progress
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 
-Progress = Callable[[int, int], None]
-"""Told the sequences that have ended and the sequences there are, whenever more have ended."""
-
+_SPAN_STEPS = 32
+"""Steps that are repeated together when memory runs out."""
 _COMPACT_SHARE = 8
-
-
-@dataclass(frozen=True)
-class Wave:
-    """Sequences that are decoded together.
-
-    Args:
-        prompts: P unique prompts (length,) int64.
-        prompt_of_row: for each of the B rows, the index of its prompt.
-        keys: names of the B rows' random streams.
-    """
-
-    prompts: tuple[Tensor, ...]
-    prompt_of_row: tuple[int, ...]
-    keys: tuple[SequenceKey, ...]
+"""An ended row costs its share of every step to come; dropping rows copies the cache once."""
 
 
 def generate(
@@ -56,24 +38,27 @@ def generate(
     settings: SamplingSettings,
     attempt: Attempt[RolloutPlan],
     progress: Progress | None = None,
+    *,
+    begun: Sequence[Sequence[Completion | None]] | None = None,
 ) -> list[Completion]:
-    """Samples completions for every prompt, without gradient, in eval mode, in waves that fit the plan.
+    """Samples completions for every prompt, without gradient, in eval mode, in a running batch that fits the plan.
 
-    A wave is what is repeated when memory runs out; completions of earlier waves are kept, on the host, and the rows
-    that are left are cut by the plan then in force.
+    A span of steps is what is repeated when memory runs out. Tokens drawn before it are on the host and are kept: the
+    batch is given up and read back, by as many rows as the plan then in force allows.
 
     A sequence depends on its prompt, its key and the settings; the plan and the other sequences change it only where
     a draw is marked in `Completion.ties`. That holds for networks that compute in float32. In bfloat16 another batch
-    shape moves logits by more than a tie's gap, so other waves may draw other, equally likely tokens; and the edge at
-    which top-k, top-p or min-p cuts can move by rounding in any type, which is not marked.
+    shape moves logits by more than a tie's gap, so another batch may draw other, equally likely tokens; and the edge
+    at which top-k, top-p or min-p cuts can move by rounding in any type, which is not marked.
 
     Args:
         adapter: the network.
         prompts: P tensors (length,) int64, on any device.
         keys: for each prompt, one key per sample wanted.
         settings: how tokens are drawn.
-        attempt: runs a wave under the plan in force: its ``rows_in_flight``, ``kv_bytes`` and ``prefill_tokens``.
+        attempt: runs a span under the plan in force: its ``rows_in_flight``, ``kv_bytes`` and ``prefill_tokens``.
         progress: told of sequences that ended; None for nobody.
+        begun: for each sample, an unfinished completion that is gone on with; None where there is none.
 
     Returns:
         Completions on the host, prompt by prompt, samples in the order of the keys.
@@ -84,130 +69,18 @@ def generate(
             differ in number.
         MemsafeError: the network gave a row no distribution to draw from.
     """
-    lengths = tuple(int(prompt.shape[0]) for prompt in prompts)
-    geometry = adapter.geometry
-    _check(lengths, keys, settings, geometry)
-    group_sizes = tuple(len(group) for group in keys)
-    ended: dict[tuple[int, int], Completion] = {}
-    waiting = _ordered_rows(lengths, group_sizes)
-
-    def sample_next(plan: RolloutPlan) -> dict[tuple[int, int], Completion]:
-        rows = next_wave(waiting, lengths, settings.max_new_tokens, geometry, plan)
-        wave = _gather_wave(rows, prompts, keys)
-        completions = sample_wave(adapter, wave, settings, _shifted(progress, len(ended), sum(group_sizes)))
-        return dict(zip(rows, completions, strict=True))
-
-    while waiting:
-        ended |= attempt(sample_next)
-        waiting = [row for row in waiting if row not in ended]
-    return [ended[prompt, sample] for prompt, size in enumerate(group_sizes) for sample in range(size)]
-
-
-def cut_waves(
-    prompt_tokens: Sequence[int],
-    group_sizes: Sequence[int],
-    max_new_tokens: int,
-    geometry: ModelGeometry,
-    plan: RolloutPlan,
-) -> list[list[tuple[int, int]]]:
-    """Cuts a rollout into waves: like lengths together, the longest first, samples of a prompt side by side.
-
-    A wave holds at most ``rows_in_flight`` sequences, ``kv_bytes`` of cache with every row as long as its longest can
-    become, and unique prompts of ``prefill_tokens`` with padding; at least one sequence in any case.
-
-    Args:
-        prompt_tokens: length of each prompt, in tokens.
-        group_sizes: samples wanted of each prompt.
-        max_new_tokens: longest completion, in tokens.
-        geometry: sizes of the network.
-        plan: the limits.
-
-    Returns:
-        Waves of (prompt, sample) pairs; every pair once.
-    """
-    waiting, waves = _ordered_rows(prompt_tokens, group_sizes), []
-    while waiting:
-        waves.append(next_wave(waiting, prompt_tokens, max_new_tokens, geometry, plan))
-        waiting = waiting[len(waves[-1]) :]
-    return waves
-
-
-def next_wave(
-    waiting: Sequence[tuple[int, int]],
-    prompt_tokens: Sequence[int],
-    max_new_tokens: int,
-    geometry: ModelGeometry,
-    plan: RolloutPlan,
-) -> list[tuple[int, int]]:
-    """Cuts the next wave from the head of the sequences that wait.
-
-    Args:
-        waiting: (prompt, sample) pairs, the longest prompts first; at least one.
-        prompt_tokens: length of each prompt, in tokens.
-        max_new_tokens: longest completion, in tokens.
-        geometry: sizes of the network.
-        plan: the limits.
-
-    Returns:
-        The first pairs of ``waiting``.
-    """
-    # Waves of even size take as many steps as full ones and a short last one, at a lower peak.
-    waves_needed = math.ceil(len(waiting) / max(1, plan.rows_in_flight))
-    most = math.ceil(len(waiting) / waves_needed)
-    longest = prompt_tokens[waiting[0][0]]
-    row_bytes = max(1, geometry.kv_bytes(longest + max_new_tokens))
-    fitting = most if plan.kv_bytes is None else min(most, plan.kv_bytes // row_bytes)
-    wave = waiting[: max(1, fitting)]
-    prefilled = list(dict.fromkeys(prompt for prompt, _ in wave))[: max(1, plan.prefill_tokens // longest)]
-    return [row for row in wave if row[0] in prefilled]
-
-
-def sample_wave(
-    adapter: ModelAdapter, wave: Wave, settings: SamplingSettings, progress: Progress | None = None
-) -> list[Completion]:
-    """Samples one wave to its end; the piece of a rollout that is repeated when memory runs out.
-
-    Each prompt is read once, and after the first token its cache is spread over the samples that go on; rows that
-    end later leave the cache. Nothing of it stays on the device, and the modules' modes are put back, whether this
-    returns or raises.
-
-    Args:
-        adapter: the network.
-        wave: what to sample.
-        settings: how tokens are drawn.
-        progress: told of sequences that ended; None for nobody.
-
-    Returns:
-        One completion per row of the wave, on the host.
-
-    Raises:
-        MemsafeError: the network gave a row no distribution to draw from.
-    """
-    with torch.no_grad(), eval_mode(adapter.model):
-        record = _Record(wave, settings, progress)
-        draw = _Drawer(settings)
-        keys_B4 = _key_tensor(wave.keys).to(adapter.device)
-        seen_BL = _prompt_rows(wave).to(adapter.device) if draw.reads_history else None
-        slots_B, places_B = torch.arange(len(wave.keys)), torch.tensor(wave.prompt_of_row)
-        spread = wave.prompt_of_row == tuple(range(len(wave.prompts)))
-        logits_PV, state = adapter.prefill(wave.prompts)
-        tokens_B, values_4B = draw(logits_PV[places_B.to(adapter.device)], keys_B4, 0, seen_BL)
-        del logits_PV  # its bytes are free before the next logits are made
-        for step in range(settings.max_new_tokens):
-            alive_B = record.write(slots_B, step, values_4B)
-            if step + 1 == settings.max_new_tokens or not alive_B.any():
-                break
-            if seen_BL is not None:
-                seen_BL = torch.cat([seen_BL, tokens_B[:, None]], 1)
-            if not spread or _pays(alive_B):
-                kept = alive_B.nonzero()[:, 0]
-                state = adapter.select(state, places_B[kept])  # from the host, where adapters know their rows
-                spread, places_B = True, torch.arange(len(kept))
-                slots_B, kept = slots_B[kept], kept.to(adapter.device)
-                tokens_B, keys_B4 = tokens_B[kept], keys_B4[kept]
-                seen_BL = None if seen_BL is None else seen_BL[kept]
-            tokens_B, values_4B = draw(adapter.decode_step(state, tokens_B), keys_B4, step + 1, seen_BL)
-        return record.completions()
+    _check([int(prompt.shape[0]) for prompt in prompts], keys, settings, adapter.geometry)
+    with host_memory():
+        sequences = _sequences(prompts, keys, begun)
+    batch = _RunningBatch(adapter, sequences, settings, progress)
+    try:
+        with torch.no_grad(), eval_mode(adapter.model):
+            while batch.goes_on:
+                attempt(batch.advance, batch.give_up)
+    finally:
+        batch.give_up()
+    with host_memory():
+        return [sequence.completion(batch.draw.keeps_model_logprobs) for sequence in sequences]
 
 
 @contextmanager
@@ -229,160 +102,296 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-class _Drawer:
-    """Turns logits into tokens as the settings say."""
+@dataclass
+class _Sequence:
+    """One completion as far as it has been drawn, on the host.
 
-    def __init__(self, settings: SamplingSettings) -> None:
-        self.greedy = settings.temperature == 0
-        self.temperature = 1.0 if self.greedy else float(settings.temperature)
-        self.filters = _filters(settings)
-        self.reads_history = settings.repetition_penalty != 1.0
+    Args:
+        prompt: index of the prompt.
+        prompt_ids: (length,) int64, on the host.
+        key: name of its random stream.
+        ids: tokens drawn.
+        logprobs: nats, of the distribution sampled from.
+        model_logprobs: nats, of the model's own.
+        ties: draws that rounding may change.
+        first: tokens that an earlier call had drawn.
+        idle: steps it has taken part in after its end.
+        ended: whether nothing more is drawn in this call.
+        finished: whether an eos or a stop string was drawn.
+    """
 
-    def __call__(self, logits_BV: Tensor, keys_B4: Tensor, step: int, seen_BL: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Draws a token a row.
+    prompt: int
+    prompt_ids: Tensor
+    key: SequenceKey
+    ids: array[int] = field(default_factory=lambda: array("q"))
+    logprobs: array[float] = field(default_factory=lambda: array("d"))
+    model_logprobs: array[float] = field(default_factory=lambda: array("d"))
+    ties: int = 0
+    first: int = 0
+    idle: int = 0
+    ended: bool = False
+    finished: bool = False
 
-        Returns:
-            Tokens (B,) on the device; and tokens, both log-probs and ties as (4, B) float64, for one trip to the host.
-        """
-        history_BL = keys_B4[:, :0] if seen_BL is None else seen_BL
-        scores_BV, temperature = logits_BV, self.temperature
-        if self.filters:
-            scores_BV, temperature = self.filters(history_BL, logits_BV.float()), 1.0
-        if self.greedy:
-            drawn = greedy_tokens(scores_BV)
-        else:
-            positions_B = keys_B4.new_full((len(keys_B4),), step)
-            drawn = sample_tokens(scores_BV, keys_B4, positions_B, temperature=temperature)
-        model_logprobs_B = drawn.logprobs_B
-        if self.filters:
-            model_logprobs_B = taken_logprobs(logits_BV, drawn.tokens_B, temperature=self.temperature)
-        columns = (drawn.tokens_B.double(), drawn.logprobs_B, model_logprobs_B, drawn.tied_B.double())
-        return drawn.tokens_B, torch.stack(columns)
+    def history(self, window: int = 0) -> Tensor:
+        """Gives prompt and completion, or the last tokens of them, (length,) int64 on the host."""
+        drawn = torch.tensor(self.ids[-window:], dtype=torch.int64)
+        if window and len(drawn) >= window:
+            return drawn
+        return torch.cat([self.prompt_ids[-(window - len(drawn)) :] if window else self.prompt_ids, drawn])
+
+    def completion(self, keeps_model_logprobs: bool) -> Completion:
+        """Gives what was drawn."""
+        logprobs = torch.tensor(self.logprobs, dtype=torch.float32)
+        own = torch.tensor(self.model_logprobs, dtype=torch.float32) if keeps_model_logprobs else logprobs
+        return Completion(torch.tensor(self.ids, dtype=torch.int64), logprobs, own, self.finished, self.ties)
 
 
-class _Record:
-    """What the rows of a wave have drawn so far, on the host."""
+@dataclass(frozen=True)
+class _Template:
+    """A prompt that has been read and that further samples wait for.
 
-    def __init__(self, wave: Wave, settings: SamplingSettings, progress: Progress | None) -> None:
-        shape = (len(wave.keys), settings.max_new_tokens)
-        self.keys, self.progress = wave.keys, progress
-        self.eos = torch.tensor(settings.eos_token_ids, dtype=torch.int64)
-        self.ids = torch.zeros(shape, dtype=torch.int64)
-        self.logprobs = torch.zeros(shape)
-        self.model_logprobs = torch.zeros(shape) if _filters(settings) else self.logprobs
-        self.ties = torch.zeros(shape[0], dtype=torch.int64)
-        self.lengths = torch.zeros(shape[0], dtype=torch.int64)
-        self.finished = torch.zeros(shape[0], dtype=torch.bool)
+    Args:
+        prompt: index of the prompt.
+        logits_1V: (1, V), of the first token.
+        state: a cache of one row that has drawn nothing.
+    """
 
-    def write(self, slots_B: Tensor, step: int, values_4B: Tensor) -> Tensor:
-        """Notes one token of every row that has not ended; the one place where a rollout reads tensor values.
+    prompt: int
+    logits_1V: Tensor
+    state: DecodeState
+
+
+class _RunningBatch:
+    """The sequences being decoded, and those that wait.
+
+    Args:
+        adapter: the network.
+        sequences: all of them, samples of a prompt side by side.
+        settings: how tokens are drawn.
+        progress: told of sequences that ended.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        sequences: Sequence[_Sequence],
+        settings: SamplingSettings,
+        progress: Progress | None,
+    ) -> None:
+        self.draw = Drawer(settings)
+        self._adapter, self._sequences, self._settings, self._progress = adapter, sequences, settings, progress
+        self._eos = frozenset(settings.eos_token_ids)
+        self._most = settings.max_new_tokens if settings.max_step_tokens is None else settings.max_step_tokens
+        self._order = sorted(range(len(sequences)), key=lambda place: -len(sequences[place].prompt_ids))
+        self._told = 0
+        self.give_up()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether any sequence has not ended."""
+        return any(not sequence.ended for sequence in self._sequences)
+
+    def give_up(self) -> None:
+        """Lets go of everything on the device; what was drawn stays."""
+        self._state: DecodeState | None = None
+        self._rows: list[_Sequence] = []
+        self._tokens_B: Tensor | None = None
+        self._keys_B4: Tensor | None = None
+        self._template: _Template | None = None
+
+    def advance(self, plan: RolloutPlan) -> None:
+        """Drops rows that have ended, takes in rows that wait, and decodes a span of steps.
 
         Args:
-            slots_B: (B,) int64, for each row of the cache, the row of the wave.
-            step: position in the completion.
-            values_4B: (4, B) float64 from `_Drawer`.
+            plan: how many may be in flight.
+        """
+        self._drop_ended()
+        while wave := self._next_to_join(plan):
+            self._take_in(wave, plan)
+        for _ in range(_SPAN_STEPS):
+            if self._is_due():
+                break
+            self._step()
+        self._tell()
+
+    def _waiting(self) -> list[_Sequence]:
+        """Sequences that are not in the batch: those begun first, then the longest prompts."""
+        inside = {id(row) for row in self._rows}
+        outside = [self._sequences[place] for place in self._order]
+        waiting = [one for one in outside if not one.ended and id(one) not in inside]
+        return sorted(waiting, key=lambda one: not one.ids)
+
+    def _next_to_join(self, plan: RolloutPlan) -> list[_Sequence]:
+        """Chooses what joins the batch in one forward over prompts."""
+        waiting = self._waiting()
+        if not waiting or (self._rows and not self._adapter.joins):
+            return []
+        alike = [one for one in waiting if bool(one.ids) == bool(waiting[0].ids)]
+        template = self._template
+        if template is not None and not alike[0].ids and alike[0].prompt == template.prompt:
+            alike = [one for one in alike if one.prompt == template.prompt]
+        candidates = [
+            Candidate(one.prompt, len(one.prompt_ids), len(one.ids), self._settings.max_new_tokens) for one in alike
+        ]
+        held = 0 if self._state is None else self._adapter.prompt_bytes(self._state)
+        count = admit(candidates, plan, self._adapter.geometry, rows=len(self._rows), prompt_bytes=held)
+        return alike[:count]
+
+    def _take_in(self, wave: Sequence[_Sequence], plan: RolloutPlan) -> None:
+        """Reads what sequences consist of so far, draws the next token of each, and joins them to the batch."""
+        prompts = list(dict.fromkeys(one.prompt for one in wave))
+        logits_BV, state, spread = self._read(wave, prompts, plan)
+        rows, keys_B4 = list(wave), key_tensor([one.key for one in wave]).to(self._adapter.device)
+        tokens_B = self._draw_and_note(logits_BV, rows, keys_B4)
+        del logits_BV  # its bytes are free before the cache is spread
+        going = [place for place, one in enumerate(rows) if not one.ended]
+        if not going:
+            return
+        index = torch.tensor(going, device=self._adapter.device)
+        if spread is not None or len(going) < len(rows):
+            places = going if spread is None else [spread[place] for place in going]
+            state = self._adapter.select(state, places)
+        rows, tokens_B, keys_B4 = [rows[place] for place in going], tokens_B[index], keys_B4[index]
+        if self._state is not None and self._tokens_B is not None and self._keys_B4 is not None:
+            held, self._state = self._state, None
+            state = self._adapter.join(held, state)
+            tokens_B, keys_B4 = torch.cat([self._tokens_B, tokens_B]), torch.cat([self._keys_B4, keys_B4])
+        self._state, self._tokens_B, self._keys_B4, self._rows = state, tokens_B, keys_B4, self._rows + rows
+
+    def _read(
+        self, wave: Sequence[_Sequence], prompts: Sequence[int], plan: RolloutPlan
+    ) -> tuple[Tensor, DecodeState, list[int] | None]:
+        """Reads prompts, and what was drawn after them.
 
         Returns:
-            (B,) bool, on the host: rows of the cache that go on.
+            Logits of each sequence's next token (B, V); a cache; and for each sequence its row in the cache, None if
+            there is one for each already.
         """
-        running_B = ~self.finished[slots_B]
-        rows, values = slots_B[running_B], values_4B.cpu()[:, running_B]
-        self._refuse_broken(rows, step, values[1:3])
-        self.ids[rows, step] = values[0].long()
-        self.model_logprobs[rows, step] = values[2].float()
-        self.logprobs[rows, step] = values[1].float()
-        self.ties[rows] += values[3].long()
-        self.lengths[rows] = step + 1
-        self.finished[rows] = torch.isin(self.ids[rows, step], self.eos)
-        if self.progress is not None and bool(self.finished[rows].any()):
-            self.progress(int(self.finished.sum()), len(self.keys))
-        return ~self.finished[slots_B]
+        adapter = self._adapter
+        if wave[0].ids and not adapter.joins:
+            logits_BV, state = adapter.prefill([one.history() for one in wave], plan.prefill_tokens)
+            return logits_BV, state, None
+        template = self._template
+        if template is not None and template.prompt == prompts[0] and not wave[0].ids:
+            logits_PV, state = template.logits_1V, template.state
+        else:
+            self._template = template = None
+            ids = {one.prompt: one.prompt_ids for one in wave}
+            logits_PV, state = adapter.prefill([ids[prompt] for prompt in prompts], plan.prefill_tokens)
+        places = [prompts.index(one.prompt) for one in wave]
+        if wave[0].ids:
+            state = adapter.select(state, places)
+            drawn = [torch.tensor(one.ids, dtype=torch.int64) for one in wave]
+            return adapter.extend(state, drawn, plan.prefill_tokens), state, None
+        self._keep_template(wave, prompts, logits_PV, state)
+        alone = not adapter.joins and places == list(range(len(prompts)))
+        return logits_PV[torch.tensor(places, device=logits_PV.device)], state, None if alone else places
 
-    def completions(self) -> list[Completion]:
-        """Gives each row its own tensors, so that no padding outlives the wave."""
-        if self.progress is not None and not bool(self.finished.all()):
-            self.progress(len(self.keys), len(self.keys))
-        same = self.model_logprobs is self.logprobs
-        completions = []
-        for row, length in enumerate(self.lengths.tolist()):
-            logprobs = self.logprobs[row, :length].clone()
-            model_logprobs = logprobs if same else self.model_logprobs[row, :length].clone()
-            ids, finished = self.ids[row, :length].clone(), bool(self.finished[row])
-            completions.append(Completion(ids, logprobs, model_logprobs, finished, int(self.ties[row])))
-        return completions
+    def _keep_template(
+        self, wave: Sequence[_Sequence], prompts: Sequence[int], logits_PV: Tensor, state: DecodeState
+    ) -> None:
+        """Keeps a prompt that further samples wait for; a wave that parts a group has no other prompt."""
+        fresh = sum(1 for one in self._sequences if one.prompt == prompts[0] and not one.ids and not one.ended)
+        parted = len(prompts) == 1 and fresh > len(wave) and self._adapter.joins
+        self._template = _Template(prompts[0], logits_PV, state) if parted else None
+        self._adapter.keep_whole(state, parted)
 
-    def _refuse_broken(self, rows: Tensor, step: int, logprobs_2B: Tensor) -> None:
-        broken = ~logprobs_2B.isfinite().all(0)
-        if not broken.any():
+    def _step(self) -> None:
+        """Decodes one token of every row."""
+        if self._state is None or self._tokens_B is None or self._keys_B4 is None:
+            raise AssertionError("a step follows the rows' first tokens")
+        logits_BV = self._adapter.decode_step(self._state, self._tokens_B)
+        self._tokens_B = self._draw_and_note(logits_BV, self._rows, self._keys_B4)
+
+    def _draw_and_note(self, logits_BV: Tensor, rows: Sequence[_Sequence], keys_B4: Tensor) -> Tensor:
+        """Draws a token of every row, and notes it for those that have not ended.
+
+        The one place where a rollout reads tensor values.
+        """
+        positions = [len(one.ids) for one in rows]
+        with host_memory():
+            positions_B = torch.tensor(positions)
+            histories = [one.history() for one in rows] if self.draw.needs_history else None
+        lengths = [len(one.prompt_ids) for one in rows] if self.draw.needs_prompt_lengths else None
+        tokens_B, values_4B = self.draw(logits_BV, keys_B4, positions_B.to(keys_B4.device), histories, lengths)
+        with host_memory():
+            values_4B = values_4B.cpu()
+            going = [place for place, one in enumerate(rows) if not one.ended]
+            keys = [rows[place].key for place in going]
+            refuse_broken(values_4B[:, torch.tensor(going)], keys, [positions[place] for place in going])
+            values = values_4B.tolist()
+        for one, token, logprob, own, tied in zip(rows, *values, strict=True):
+            if one.ended:
+                one.idle += 1
+            else:
+                self._note(one, int(token), logprob, own, bool(tied))
+        self._end_by_text(rows)
+        return tokens_B
+
+    def _note(self, one: _Sequence, token: int, logprob: float, own: float, tied: bool) -> None:
+        one.logprobs.append(logprob)
+        one.model_logprobs.append(own)
+        one.ids.append(token)
+        one.ties += tied
+        one.finished = token in self._eos
+        one.ended = one.finished or len(one.ids) >= min(self._settings.max_new_tokens, one.first + self._most)
+
+    def _end_by_text(self, rows: Sequence[_Sequence]) -> None:
+        if not self.draw.stops_by_text:
             return
-        key = self.keys[int(rows[broken][0])]
-        raise MemsafeError(
-            f"No token can be drawn at position {step} of prompt {key.prompt}, sample {key.sample} "
-            f"({int(broken.sum())} of {len(rows)} rows): the logits hold NaN or +inf, or every token is at -inf. "
-            "The weights have probably diverged: lower the learning rate or resume from an earlier checkpoint; if the "
-            "model runs in float16, use bfloat16 or float32."
-        )
+        with host_memory():
+            running = [one for one in rows if not one.finished]
+            ends = self.draw.ends_by_text([one.history(self.draw.text_window) for one in running])
+        for one, end in zip(running, ends, strict=True):
+            one.finished, one.ended = end, one.ended or end
+
+    def _is_due(self) -> bool:
+        """Whether rows should leave before the next step; none may idle past its longest length."""
+        ended = [one for one in self._rows if one.ended]
+        if len(ended) == len(self._rows) or (ended and len(ended) * _COMPACT_SHARE >= len(self._rows)):
+            return True
+        return any(len(one.ids) + one.idle >= self._settings.max_new_tokens for one in ended)
+
+    def _drop_ended(self) -> None:
+        """Takes rows that have ended out of the cache."""
+        going = [place for place, one in enumerate(self._rows) if not one.ended]
+        if len(going) == len(self._rows):
+            return
+        self._rows = [self._rows[place] for place in going]
+        if not going or self._state is None or self._tokens_B is None or self._keys_B4 is None:
+            self._state = self._tokens_B = self._keys_B4 = None
+            return
+        held, self._state = self._state, None
+        self._state = self._adapter.select(held, going)
+        index = torch.tensor(going, device=self._tokens_B.device)
+        self._tokens_B, self._keys_B4 = self._tokens_B[index], self._keys_B4[index]
+
+    def _tell(self) -> None:
+        ended = sum(one.ended for one in self._sequences)
+        if self._progress is not None and ended > self._told:
+            self._told = ended
+            self._progress(ended, len(self._sequences))
 
 
-def _filters(settings: SamplingSettings) -> Any:
-    """Builds transformers' processors in the order of its `generate`; empty if only the temperature counts.
-
-    Greedy decoding takes the penalty alone, as there: the others never change the most likely token.
-    """
-    chosen: list[Any] = []
-    if settings.repetition_penalty != 1.0:
-        chosen.append(RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty)))
-    if settings.temperature == 0:
-        return LogitsProcessorList(chosen)
-    narrowing: list[Any] = []
-    if settings.top_k:
-        narrowing.append(TopKLogitsWarper(settings.top_k))
-    if settings.top_p < 1.0:
-        narrowing.append(TopPLogitsWarper(settings.top_p))
-    if settings.min_p is not None:
-        narrowing.append(MinPLogitsWarper(settings.min_p))
-    if (chosen or narrowing) and settings.temperature != 1.0:
-        chosen.append(TemperatureLogitsWarper(float(settings.temperature)))
-    return LogitsProcessorList(chosen + narrowing)
-
-
-def _pays(alive_B: Tensor) -> bool:
-    """Dropping rows copies the cache once; an ended row costs its share of every step to come."""
-    return int((~alive_B).sum()) * _COMPACT_SHARE >= len(alive_B)
-
-
-def _key_tensor(keys: Sequence[SequenceKey]) -> Tensor:
-    """Stacks keys as (B, 4) int64; a wider number keeps its low 64 bits."""
-    half = 1 << 63
-    return torch.tensor([[(value + half) % (2 * half) - half for value in key] for key in keys])
-
-
-def _prompt_rows(wave: Wave) -> Tensor:
-    """Pads prompts on the left with their own first token, which a penalty on seen tokens does not notice."""
-    width = max(len(prompt) for prompt in wave.prompts)
-    padded = [torch.cat([prompt[:1].expand(width - len(prompt)), prompt]) for prompt in wave.prompts]
-    return torch.stack([padded[prompt] for prompt in wave.prompt_of_row])
-
-
-def _ordered_rows(prompt_tokens: Sequence[int], group_sizes: Sequence[int]) -> list[tuple[int, int]]:
-    order = sorted(range(len(prompt_tokens)), key=lambda prompt: -prompt_tokens[prompt])
-    return [(prompt, sample) for prompt in order for sample in range(group_sizes[prompt])]
-
-
-def _gather_wave(
-    rows: Sequence[tuple[int, int]], prompts: Sequence[Tensor], keys: Sequence[Sequence[SequenceKey]]
-) -> Wave:
-    unique = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompt for prompt, _ in rows))}
-    return Wave(
-        tuple(prompts[prompt] for prompt in unique),
-        tuple(unique[prompt] for prompt, _ in rows),
-        tuple(keys[prompt][sample] for prompt, sample in rows),
-    )
-
-
-def _shifted(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """Tells of a wave's rows as part of the whole rollout."""
-    return None if progress is None else lambda ended, _: progress(before + ended, total)
+def _sequences(
+    prompts: Sequence[Tensor],
+    keys: Sequence[Sequence[SequenceKey]],
+    begun: Sequence[Sequence[Completion | None]] | None,
+) -> list[_Sequence]:
+    """Lists all samples, prompt by prompt, with what was drawn of them before."""
+    sequences = []
+    for index, prompt in enumerate(prompts):
+        prompt_ids = prompt.cpu()
+        for sample, key in enumerate(keys[index]):
+            one = _Sequence(index, prompt_ids, key)
+            earlier = None if begun is None else begun[index][sample]
+            if earlier is not None:
+                one.ids.extend(earlier.ids.tolist())
+                one.logprobs.extend(earlier.logprobs.tolist())
+                one.model_logprobs.extend(earlier.model_logprobs.tolist())
+                one.ties, one.first = earlier.ties, len(one.ids)
+            sequences.append(one)
+    return sequences
 
 
 def _check(

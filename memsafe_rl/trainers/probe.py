@@ -24,10 +24,12 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import DataError, MemoryBudgetError
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.randomness import capture_random_state, set_random_state
+from memsafe_rl.memory.recovery import under
 from memsafe_rl.memory.slices import cut_work, packing_saves
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
-from memsafe_rl.rollout.generation import Wave, eval_mode, next_wave, sample_wave
+from memsafe_rl.rollout.admission import Candidate, admit
+from memsafe_rl.rollout.generation import eval_mode, generate
 from memsafe_rl.rollout.scoring import score_all, update_work
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.data import Prompts
@@ -210,24 +212,26 @@ def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
     prompts = Prompts((), (), tuple(ids))
     maker._plan(prompts)
     attempt = maker._attempt(maker._work(prompts, group))
-    waiting = [divmod(row, group) for row in range(_share(trial, config.rollout_rows))]
-    lengths, sampling = [len(row) for row in ids], maker._sampling
-    two_tokens = replace(sampling, max_new_tokens=min(2, sampling.max_new_tokens), eos_token_ids=(), stops=None)
+    rows = [divmod(row, group) for row in range(_share(trial, config.rollout_rows))]
+    geometry, sampling = trial.adapter.geometry, maker._sampling
+    two_tokens = replace(sampling, max_step_tokens=2, eos_token_ids=(), stops=None)
 
     def from_first_to_last(plan: RolloutPlan) -> None:
-        rows = next_wave(waiting, lengths, longest.completion_tokens, trial.adapter.geometry, plan)
+        waiting = [Candidate(prompt, len(ids[prompt]), 0, sampling.max_new_tokens) for prompt, _ in rows]
+        first = rows[: admit(waiting, plan, geometry, rows=0, prompt_bytes=0)]
         ending = _AtTheEnd(trial.adapter, longest.row_tokens - 2)
-        sample_wave(cast(ModelAdapter, ending), _wave(ids, rows), two_tokens)
+        generate(cast(ModelAdapter, ending), *_samples(ids, first), two_tokens, under(plan))
         if not ending.stretched and longest.completion_tokens > 2:  # a cache that only grows by reading
-            alike = [(0, sample) for sample in range(len(rows))]
-            sample_wave(trial.adapter, _wave([longest.ids(longest.row_tokens - 2)], alike), two_tokens)
+            alike = [(0, sample) for sample in range(len(first))]
+            last_two = replace(two_tokens, max_new_tokens=2)
+            generate(trial.adapter, *_samples([longest.ids(longest.row_tokens - 2)], alike), last_two, under(plan))
 
     with trial._tracker.phase(Phase.ROLLOUT):
         attempt(from_first_to_last)
 
 
 class _AtTheEnd:
-    """An adapter as a wave sees it whose first decoding step is its last: the cache is widened before it.
+    """An adapter as a rollout sees it whose first decoding step is its last: the cache is widened before it.
 
     Args:
         adapter: the network.
@@ -235,10 +239,12 @@ class _AtTheEnd:
     """
 
     def __init__(self, adapter: ModelAdapter, slots: int) -> None:
-        self.model, self.device = adapter.model, adapter.device
-        self.prefill, self.select = adapter.prefill, adapter.select
         self.stretched = False
         self._adapter, self._slots = adapter, slots
+
+    def __getattr__(self, name: str) -> Any:
+        """Gives everything else as the adapter does."""
+        return getattr(self._adapter, name)
 
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
         """Appends one token to every row of the widened cache."""
@@ -246,14 +252,13 @@ class _AtTheEnd:
         return self._adapter.decode_step(state, tokens_B)
 
 
-def _wave(prompts: Sequence[Tensor], rows: Sequence[tuple[int, int]]) -> Wave:
-    """Makes a wave of (prompt, sample) pairs."""
+def _samples(
+    prompts: Sequence[Tensor], rows: Sequence[tuple[int, int]]
+) -> tuple[list[Tensor], list[list[SequenceKey]]]:
+    """Gives the prompts of (prompt, sample) pairs, and for each prompt the keys of its samples."""
     wanted = list(dict.fromkeys(prompt for prompt, _ in rows))
-    return Wave(
-        tuple(prompts[prompt] for prompt in wanted),
-        tuple(wanted.index(prompt) for prompt, _ in rows),
-        tuple(SequenceKey(0, 0, prompt, sample) for prompt, sample in rows),
-    )
+    keys = [[SequenceKey(0, 0, *row) for row in rows if row[0] == prompt] for prompt in wanted]
+    return [prompts[prompt] for prompt in wanted], keys
 
 
 def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory, tile: int) -> None:

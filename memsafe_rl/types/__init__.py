@@ -14,6 +14,7 @@ from memsafe_rl.types.learning import (
 )
 from memsafe_rl.types.model import LinearHead, LogitsHead, TokenDistribution, TokenScores
 from memsafe_rl.types.plans import (
+    KV_BLOCK_SLOTS,
     Component,
     MemoryFailure,
     MemoryState,
@@ -23,11 +24,13 @@ from memsafe_rl.types.plans import (
     RolloutWork,
     UpdatePlan,
     UpdateWork,
+    whole_blocks,
 )
 from memsafe_rl.types.rollouts import Completion, SamplingSettings, SequenceKey, TextStops
 from memsafe_rl.types.trajectory import Ragged, Trajectory
 
 __all__ = [
+    "KV_BLOCK_SLOTS",
     "AdvantageResult",
     "Completion",
     "Component",
@@ -52,4 +55,5 @@ __all__ = [
     "Trajectory",
     "UpdatePlan",
     "UpdateWork",
+    "whole_blocks",
 ]

@@ -33,6 +33,22 @@ class Component(StrEnum):
     OTHER = "other"
 
 
+KV_BLOCK_SLOTS = 32
+"""Slots by which a row's cache grows."""
+
+
+def whole_blocks(slots: int) -> int:
+    """Rounds slots of a cache up to whole blocks.
+
+    Args:
+        slots: int, tokens.
+
+    Returns:
+        int, slots.
+    """
+    return -(-slots // KV_BLOCK_SLOTS) * KV_BLOCK_SLOTS
+
+
 @dataclass(frozen=True)
 class ModelGeometry:
     """The sizes of a network from which its bytes can be counted.
@@ -52,6 +68,7 @@ class ModelGeometry:
         compute_bytes: int, bytes of one activation element (2 for bf16, 4 for fp32).
         cache_bytes: int, bytes of one key or value element in the cache.
         head_trainable: whether the output head receives a gradient.
+        shares_prompts: whether a rollout's cache keeps a prompt once for all rows that follow it.
     """
 
     layers: int
@@ -68,6 +85,7 @@ class ModelGeometry:
     compute_bytes: int
     cache_bytes: int
     head_trainable: bool = True
+    shares_prompts: bool = False
 
     def kv_bytes(self, slots: int) -> int:
         """Counts the key/value bytes of one sequence that holds ``slots`` tokens.

@@ -81,6 +81,8 @@ class SamplingSettings:
         logits_processor: further processors, called as transformers calls them, ``(input_ids, scores) -> scores``;
             each must treat a row as if it were alone.
         stops: strings that end a completion, None for none.
+        max_step_tokens: most tokens drawn of a completion in one call, so that it may be gone on with later; None for
+            no limit.
     """
 
     max_new_tokens: int
@@ -109,6 +111,7 @@ class SamplingSettings:
     begin_suppress_tokens: tuple[int, ...] = ()
     logits_processor: tuple[Any, ...] = ()
     stops: TextStops | None = None
+    max_step_tokens: int | None = None
 
 
 @dataclass(frozen=True)

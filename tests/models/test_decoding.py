@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MambaConfig, MambaForCausalLM
 
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
 from tests.models.helpers import PAD, SMALL, assert_close
 from tests.tiny import ARCHS, tiny_model
@@ -51,7 +50,7 @@ def test_greedy_tokens_equal_generates(arch: str) -> None:
     for step in range(NEW):
         if step in selections:
             kept = selections[step]
-            logits, state = logits[kept], adapter.select(state, torch.tensor(kept))
+            logits, state = logits[kept], adapter.select(state, kept)
             rows, drawn = [rows[row] for row in kept], [list(drawn[row]) for row in kept]
         assert state.rows == len(rows)
         tokens = no_eos(logits).argmax(-1)
@@ -73,42 +72,85 @@ def test_logits_of_a_prefill_equal_each_prompts_own(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_padding_that_all_rows_share_is_cut_off(arch: str) -> None:
+@pytest.mark.parametrize("joins", [False, True])
+def test_either_cache_gives_the_same_logits(arch: str, joins: bool) -> None:
     model = tiny_model(arch, dtype=decoding_dtype(arch))
-    adapter = CausalLMAdapter(model, pad_token_id=PAD)
-    prompts = prompts_of((3, 9, 1, 30))
+    adapter, prompts = CausalLMAdapter(model, pad_token_id=PAD), prompts_of((3, 9, 1, 30))
+    assert adapter.joins
+    adapter.joins = joins
     logits, state = adapter.prefill(prompts)
-    logits, state = logits[[0, 1]], adapter.select(state, torch.tensor([0, 1]))
-    assert state.width == 9
-    assert state.pads == (6, 0)
+    logits, state = logits[[0, 1]], adapter.select(state, [0, 1])
     fresh_logits, fresh = adapter.prefill(prompts[:2])
     assert_close(logits, fresh_logits, 1e-5 if arch == "gemma2" else 1e-12)
     for _ in range(8):
         tokens = logits.argmax(-1)
         logits, fresh_logits = adapter.decode_step(state, tokens), adapter.decode_step(fresh, tokens)
         assert_close(logits, fresh_logits, 1e-5 if arch == "gemma2" else 1e-12)
+    if not joins:  # padding that all rows share is cut off
         assert state.nbytes() == fresh.nbytes()
+        assert state.pads == (6, 0)
 
 
-def test_equal_prompts_need_no_mask() -> None:
-    model = tiny_model("qwen3")
-    adapter = CausalLMAdapter(model, pad_token_id=PAD)
-    seen = []
-    model.register_forward_pre_hook(lambda _, __, kwargs: seen.append(kwargs.get("attention_mask")), with_kwargs=True)
-    _, state = adapter.prefill(prompts_of((5, 5)))
-    state = adapter.select(state, torch.tensor([0, 0, 1]))
-    adapter.decode_step(state, torch.tensor([4, 5, 6]))
-    assert seen == [None, None]
+def alone(model: Any, prompt: Tensor, tokens: list[int]) -> Tensor:
+    """Logits after a prompt and some tokens, by the model itself."""
+    return model(torch.cat([prompt, torch.tensor(tokens, dtype=torch.int64)])[None]).logits[0, -1]
 
 
-def test_bytes_of_a_cache_follow_the_geometry() -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("window", [6, 40])
+def test_rows_join_at_any_length(arch: str, window: int) -> None:
+    """Rows of four prompts, of which two come later and one is read in chunks and has drawn tokens before."""
+    model = tiny_model(arch, dtype=decoding_dtype(arch), window=window)
+    adapter, prompts = CausalLMAdapter(model, pad_token_id=PAD), prompts_of((3, 9, 45, 14))
+    tolerance = 1e-5 if arch == "gemma2" else 1e-12
+    drawn: list[list[int]] = [[], [], []]
+    owners = [0, 1, 1]
+    _, state = adapter.prefill(prompts[:2])
+    state = adapter.select(state, owners)
+
+    def step(wanted: int) -> None:
+        for _ in range(wanted):
+            tokens = [(7 * len(row) + 31 * place) % 250 + 2 for place, row in enumerate(drawn)]
+            logits = adapter.decode_step(state, torch.tensor(tokens))
+            for row, token in zip(drawn, tokens, strict=True):
+                row.append(token)
+        for place, owner in enumerate(owners):
+            assert_close(logits[place], alone(model, prompts[owner], drawn[place]), tolerance)
+
+    step(5)
+    logits, later = adapter.prefill([prompts[2]], chunk_tokens=11)
+    assert_close(logits[0], alone(model, prompts[2], []), tolerance)
+    later = adapter.select(later, [0, 0])
+    before = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [14]]
+    logits = adapter.extend(later, [torch.tensor(row) for row in before], chunk_tokens=8)
+    for place, row in enumerate(before):
+        assert_close(logits[place], alone(model, prompts[2], row), tolerance)
+    state, owners = adapter.join(state, later), [*owners, 2, 2]
+    drawn += before
+    step(30)  # past the first block of slots
+    kept = [4, 0, 2]
+    state, owners, drawn = (
+        adapter.select(state, kept),
+        [owners[k] for k in kept],
+        [drawn[k] for k in kept],
+    )
+    step(3)
+    _, fresh = adapter.prefill([prompts[3], prompts[0]])
+    state, owners, drawn = adapter.join(state, fresh), [*owners, 3, 0], [*drawn, [], []]
+    step(36)
+
+
+def test_a_prompt_is_kept_once_for_its_group() -> None:
     adapter = CausalLMAdapter(tiny_model("qwen3"), pad_token_id=PAD)
     _, state = adapter.prefill(prompts_of((5, 9)))
-    assert state.nbytes() == 2 * adapter.geometry.kv_bytes(9)
-    state = adapter.select(state, torch.tensor([0, 1, 1]))
-    assert state.nbytes() == 3 * adapter.geometry.kv_bytes(9)
-    state = adapter.select(state, torch.tensor([0]))
-    assert state.nbytes() == adapter.geometry.kv_bytes(5)
+    prompt_bytes = 2 * adapter.geometry.kv_bytes(9)
+    assert state.nbytes() == adapter.prompt_bytes(state) == prompt_bytes
+    state = adapter.select(state, [0, 1, 1])
+    assert state.nbytes() == prompt_bytes
+    adapter.decode_step(state, torch.tensor([4, 5, 6]))
+    assert state.nbytes() == prompt_bytes + 3 * adapter.geometry.kv_bytes(32)
+    state = adapter.select(state, [0])  # the other prompt goes with its rows
+    assert state.nbytes() == adapter.geometry.kv_bytes(9) + adapter.geometry.kv_bytes(32)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -120,14 +162,21 @@ def test_a_measured_cache_agrees_with_the_config(arch: str) -> None:
     assert adapter.geometry == told
 
 
-def test_a_windowed_cache_holds_windows() -> None:
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_windowed_cache_holds_windows(joins: bool) -> None:
     adapter = CausalLMAdapter(tiny_model("gemma3"), pad_token_id=PAD)
     assert adapter.geometry.windows == (6, None)
+    adapter.joins = joins
     _, state = adapter.prefill(prompts_of((40,)))
+    slot = 2 * 4 * adapter.geometry.kv_heads * adapter.geometry.head_dim
     for _ in range(2):
         adapter.decode_step(state, torch.tensor([4]))
-    # transformers keeps window - 1 slots, as a view into one slot more.
-    assert state.nbytes() == adapter.geometry.kv_bytes(42)
+    # The last window - 1 tokens of a prompt; transformers keeps them as a view into one slot more.
+    assert state.nbytes() == slot * ((5 + 6 + 40 + 32) if joins else (6 + 42))
+    for _ in range(31):
+        adapter.decode_step(state, torch.tensor([4]))
+    # As its rows go on, a prompt leaves the window.
+    assert state.nbytes() == slot * ((1 + 6 + 40 + 64) if joins else (6 + 73))
 
 
 def test_bytes_of_a_cache_that_the_config_does_not_tell() -> None:
@@ -150,8 +199,12 @@ def test_bytes_of_a_cache_that_the_config_does_not_tell() -> None:
     assert state.nbytes() == 2 * adapter.geometry.kv_bytes(9)
 
 
-def test_a_model_that_does_not_mask_padding_is_refused() -> None:
+def test_a_model_that_does_not_mask_padding_is_decoded_by_transformers(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     config = MambaConfig(vocab_size=258, hidden_size=32, num_hidden_layers=2, state_size=4)
-    with pytest.raises(ConfigError, match="decoded together"):
-        check_head(CausalLMAdapter(MambaForCausalLM(config).eval(), pad_token_id=2))
+    adapter = CausalLMAdapter(MambaForCausalLM(config).eval(), pad_token_id=2)
+    assert adapter.path.decodes
+    check_head(adapter)
+    assert not adapter.path.decodes
+    assert adapter.path.caches
+    assert "Rollouts run transformers' generate" in caplog.text

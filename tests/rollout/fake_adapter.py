@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +38,21 @@ class FakeModel(nn.Module):
 
 
 class FakeAdapter:
-    """Keeps weak references to all it hands out; `fail_at` names the forward that raises."""
+    """Keeps weak references to all it hands out; `fail_at` names the steps that raise: all from there on, or a set."""
 
     time_separable = False
     packs_prompts = False
 
     def __init__(
-        self, vocab: int = 23, width: int = 16, max_positions: int | None = None, gain: float = 1.0, seed: int = 0
+        self,
+        vocab: int = 23,
+        width: int = 16,
+        max_positions: int | None = None,
+        gain: float = 1.0,
+        seed: int = 0,
+        joins: bool = False,
     ) -> None:
+        self.joins = joins
         torch.manual_seed(seed)
         self.model = FakeModel(vocab, width)
         with torch.no_grad():
@@ -57,7 +65,8 @@ class FakeAdapter:
         self.left_over: list[int] = []
         self.modes: set[bool] = set()
         self.handed: list[weakref.ref[object]] = []
-        self.fail_at: int | None = None
+        self.extended: list[list[int]] = []
+        self.fail_at: int | set[int] | None = None
         self.poison: tuple[int, int] | None = None
 
     @property
@@ -66,12 +75,13 @@ class FakeAdapter:
 
     @property
     def geometry(self) -> ModelGeometry:
-        return ModelGeometry(1, self.width, 0, 1, 1, 8, self.vocab, self.max_positions, (None,), 0, 0, 4, 4)
+        sizes = ModelGeometry(1, self.width, 0, 1, 1, 8, self.vocab, self.max_positions, (None,), 0, 0, 4, 4)
+        return replace(sizes, shares_prompts=self.joins)
 
     def alive(self) -> int:
         return sum(ref() is not None for ref in self.handed)
 
-    def prefill(self, prompts: Sequence[Tensor]) -> tuple[Tensor, FakeState]:
+    def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, FakeState]:
         self.prefills.append([len(prompt) for prompt in prompts])
         rows = []
         for prompt in prompts:
@@ -81,16 +91,40 @@ class FakeAdapter:
             rows.append(hidden_1D)
         return self._hand(torch.cat(rows))
 
-    def select(self, state: FakeState, rows: Tensor) -> FakeState:
+    def select(self, state: FakeState, rows: Sequence[int]) -> FakeState:
         selected = FakeState(state.hidden_BD[rows])
-        del state.hidden_BD
+        if not self.joins:
+            del state.hidden_BD
         self.handed.append(weakref.ref(selected))
         return selected
+
+    def join(self, first: FakeState, second: FakeState) -> FakeState:
+        joined = FakeState(torch.cat([first.hidden_BD, second.hidden_BD]))
+        self.handed.append(weakref.ref(joined))
+        return joined
+
+    def extend(self, state: FakeState, tokens: Sequence[Tensor], chunk_tokens: int) -> Tensor:
+        self.extended.append([len(row) for row in tokens])
+        hidden = []
+        for hidden_D, row in zip(state.hidden_BD, tokens, strict=True):
+            hidden_1D = hidden_D[None]
+            for token in row:
+                hidden_1D = self.model.step(hidden_1D, token[None])
+            hidden.append(hidden_1D)
+        state.hidden_BD = torch.cat(hidden)
+        return self.model.head(state.hidden_BD)
+
+    def keep_whole(self, state: FakeState, whole: bool) -> None:
+        pass
+
+    def prompt_bytes(self, state: FakeState) -> int:
+        return 0
 
     def decode_step(self, state: FakeState, tokens_B: Tensor) -> Tensor:
         assert tokens_B.shape == (state.rows,)
         self.steps.append(state.rows)
-        if self.fail_at is not None and len(self.steps) >= self.fail_at:
+        fails = self.fail_at
+        if fails is not None and (len(self.steps) in fails if isinstance(fails, set) else len(self.steps) >= fails):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         state.hidden_BD = self.model.step(state.hidden_BD, tokens_B)
         logits_BV = self.model.head(state.hidden_BD)

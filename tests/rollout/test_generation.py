@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
-from memsafe_rl.rollout.generation import Wave, cut_waves, eval_mode, sample_wave
+from memsafe_rl.memory.recovery import Attempt, under
+from memsafe_rl.rollout.admission import Candidate, admit, batch_bytes, row_bytes
+from memsafe_rl.rollout.generation import eval_mode
+from memsafe_rl.rollout.generation import generate as generate_under
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 from tests.rollout.fake_adapter import FakeAdapter, FakeState
 from tests.rollout.plainly import generate
@@ -59,7 +62,8 @@ def naive_logits(adapter: FakeAdapter, tokens: torch.Tensor) -> torch.Tensor:
         {"temperature": 0.0, "repetition_penalty": 1.5},
     ],
 )
-def test_wave_size_and_order_change_no_token(changes: dict[str, float]) -> None:
+@pytest.mark.parametrize("joins", [False, True])
+def test_company_and_order_change_no_token(changes: dict[str, float], joins: bool) -> None:
     settings = replace(SETTINGS, **changes)
     prompts, keys = prompts_of(9), keys_of(9)
     whole = generate(FakeAdapter(), prompts, keys, settings, ONE_WAVE)
@@ -70,8 +74,8 @@ def test_wave_size_and_order_change_no_token(changes: dict[str, float]) -> None:
         RolloutPlan(rows_in_flight=16, prefill_tokens=10),
         RolloutPlan(rows_in_flight=36, kv_bytes=64 * 32 * 5),
     ):
-        assert_same(generate(FakeAdapter(), prompts, keys, settings, plan), whole)
-    backwards = generate(FakeAdapter(), prompts[::-1], keys[::-1], settings, RolloutPlan(rows_in_flight=5))
+        assert_same(generate(FakeAdapter(joins=joins), prompts, keys, settings, plan), whole)
+    backwards = generate(FakeAdapter(joins=joins), prompts[::-1], keys[::-1], settings, RolloutPlan(rows_in_flight=5))
     groups = [backwards[start : start + 4] for start in range(0, 36, 4)]
     assert_same([row for group in groups[::-1] for row in group], whole)
 
@@ -205,38 +209,122 @@ def test_rows_that_end_at_once_never_enter_the_cache() -> None:
     assert adapter.steps[0] == 24 - ended
 
 
-def test_a_wave_may_name_its_prompts_in_any_order() -> None:
-    prompts, keys = tuple(prompts_of(3)), tuple(key for group in keys_of(3, 1) for key in group)
-    straight = sample_wave(FakeAdapter(), Wave(prompts, (0, 1, 2), keys), SETTINGS)
-    turned = sample_wave(FakeAdapter(), Wave(prompts, (2, 0, 1), (keys[2], keys[0], keys[1])), SETTINGS)
-    assert_same(turned, [straight[2], straight[0], straight[1]])
+def test_waiting_rows_join_while_others_run() -> None:
+    adapter, plan = FakeAdapter(joins=True), RolloutPlan(rows_in_flight=10)
+    rows = generate(adapter, prompts_of(9), keys_of(9), SETTINGS, plan)
+    assert_same(rows, generate(FakeAdapter(), prompts_of(9), keys_of(9), SETTINGS, ONE_WAVE))
+    assert max(adapter.steps) <= 10
+    waves = FakeAdapter()
+    generate(waves, prompts_of(9), keys_of(9), SETTINGS, plan)
+    assert len(adapter.steps) < 0.8 * len(waves.steps)
+    # Each prompt is read once, though its group joined in parts.
+    assert sum(len(lengths) for lengths in adapter.prefills) == 9
+    assert adapter.alive() == 0
 
 
-def geometry_of() -> ModelGeometry:
-    return FakeAdapter().geometry  # 2 * 4 B * 8 = 64 B a token
+def test_samples_of_a_prompt_wait_for_room_without_another_reading() -> None:
+    adapter = FakeAdapter(joins=True)
+    keys = keys_of(1, group=30)
+    rows = generate(adapter, prompts_of(1), keys, SETTINGS, RolloutPlan(rows_in_flight=7))
+    assert_same(rows, generate(FakeAdapter(), prompts_of(1), keys, SETTINGS, ONE_WAVE))
+    assert len(adapter.prefills) == 1
+    assert max(adapter.steps) <= 7
 
 
+def again(fails: list[int]) -> Attempt[RolloutPlan]:
+    """Repeats what ran out of memory, with half the rows each time, and counts how often it did."""
+    rows = [16]
+
+    def run(unit, undo=None):  # type: ignore[no-untyped-def]
+        while True:
+            try:
+                return unit(RolloutPlan(rows_in_flight=rows[0]))
+            except torch.OutOfMemoryError:
+                fails.append(rows[0])
+            undo()
+            rows[0] = max(2, rows[0] // 2)
+
+    return run
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"min_p": 0.05, "repetition_penalty": 1.3}])
+def test_a_batch_that_failed_goes_on_from_its_tokens(joins: bool, changes: dict[str, float]) -> None:
+    prompts, keys, settings = prompts_of(6), keys_of(6), replace(SETTINGS, **changes)
+    whole = generate(FakeAdapter(), prompts, keys, settings, ONE_WAVE)
+    adapter, fails = FakeAdapter(joins=joins), []
+    adapter.fail_at = {3, 4, 9, 20, 21, 22, 40}
+    assert_same(generate_under(adapter, prompts, keys, settings, again(fails)), whole)
+    assert len(fails) == 7
+    if joins:
+        # What was drawn is read back, not drawn again.
+        assert [drawn for lengths in adapter.extended for drawn in lengths]
+        assert all(drawn >= 1 for lengths in adapter.extended for drawn in lengths)
+    drawn = sum(len(row.ids) for row in whole)
+    assert sum(adapter.steps) < 1.6 * drawn
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_completion_may_be_drawn_in_several_calls(joins: bool) -> None:
+    prompts, keys = prompts_of(5), keys_of(5)
+    whole = generate(FakeAdapter(), prompts, keys, SETTINGS, ONE_WAVE)
+    adapter, plan = FakeAdapter(joins=joins), under(RolloutPlan(rows_in_flight=9))
+    limited = replace(SETTINGS, max_step_tokens=7)
+    rows = generate_under(adapter, prompts, keys, limited, plan)
+    assert max(len(row.ids) for row in rows) == 7
+    for _ in range(3):
+        groups = [rows[start : start + 4] for start in range(0, 20, 4)]
+        done = {(p, s) for p, group in enumerate(groups) for s, row in enumerate(group) if row.finished}
+        left = [[s for s in range(4) if (p, s) not in done and len(groups[p][s].ids) < 24] for p in range(5)]
+        begun = [[groups[p][s] for s in samples] for p, samples in enumerate(left)]
+        more = generate_under(
+            adapter, prompts, [[keys[p][s] for s in left[p]] for p in range(5)], limited, plan, begun=begun
+        )
+        places = [(p, s) for p, samples in enumerate(left) for s in samples]
+        for (p, s), row in zip(places, more, strict=True):
+            rows[4 * p + s] = row
+    assert_same(rows, whole)
+
+
+def geometry_of(joins: bool = False) -> ModelGeometry:
+    return FakeAdapter(joins=joins).geometry  # 2 * 4 B * 8 = 64 B a token
+
+
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("kv_tokens", [None, 1, 60, 200])
 @pytest.mark.parametrize("rows_in_flight", [1, 7, 64])
 @pytest.mark.parametrize("prefill_tokens", [1, 25, 8192])
-def test_waves_keep_to_the_plan(kv_tokens: int | None, rows_in_flight: int, prefill_tokens: int) -> None:
-    lengths, groups = (5, 12, 3, 12, 9), (4, 1, 0, 6, 4)
+@pytest.mark.parametrize("inside", [0, 5])
+def test_rows_join_as_far_as_the_plan_goes(
+    joins: bool, kv_tokens: int | None, rows_in_flight: int, prefill_tokens: int, inside: int
+) -> None:
+    lengths, groups, geometry = (12, 12, 9, 5), (1, 6, 4, 4), geometry_of(joins)
     kv_bytes = None if kv_tokens is None else kv_tokens * 64
     plan = RolloutPlan(rows_in_flight=rows_in_flight, kv_bytes=kv_bytes, prefill_tokens=prefill_tokens)
-    waves = cut_waves(lengths, groups, 10, geometry_of(), plan)
-    expected = [(prompt, sample) for prompt, size in enumerate(groups) for sample in range(size)]
-    assert sorted(row for wave in waves for row in wave) == expected
-    for wave in waves:
-        longest = max(lengths[prompt] for prompt, _ in wave)
-        assert len(wave) <= rows_in_flight
-        assert len(wave) == 1 or kv_tokens is None or len(wave) * (longest + 10) <= kv_tokens
-        unique = {prompt for prompt, _ in wave}
-        assert len(unique) == 1 or len(unique) * longest <= prefill_tokens
+    waiting = [Candidate(p, lengths[p], 0, 10) for p, size in enumerate(groups) for _ in range(size)]
+    count = admit(waiting, plan, geometry, rows=inside, prompt_bytes=inside * 64)
+    assert count <= len(waiting)
+    assert count >= (0 if inside else 1)
+    if count < 2:
+        return
+    chosen = waiting[:count]
+    unique = {one.prompt for one in chosen}
+    assert inside + count <= rows_in_flight
+    assert len(unique) == 1 or len(unique) * chosen[0].prompt_tokens <= prefill_tokens
+    if joins:
+        prompts = inside * 64 + len(unique) * geometry.kv_bytes(12)
+        assert kv_bytes is None or batch_bytes(geometry, prompts, inside + count, 10) <= kv_bytes
+        # A group is parted only if it is alone.
+        assert len(unique) == 1 or count == len(waiting) or waiting[count].prompt not in unique
+    else:
+        assert kv_bytes is None or count * row_bytes(chosen[0], geometry) <= kv_bytes
 
 
-def test_waves_are_of_even_size() -> None:
-    waves = cut_waves((4,) * 65, (1,) * 65, 10, geometry_of(), RolloutPlan(rows_in_flight=64))
-    assert [len(wave) for wave in waves] == [33, 32]
+def test_batches_that_nothing_joins_are_of_even_size() -> None:
+    waiting = [Candidate(prompt, 4, 0, 10) for prompt in range(65)]
+    plan = RolloutPlan(rows_in_flight=64)
+    assert admit(waiting, plan, geometry_of(), rows=0, prompt_bytes=0) == 33
+    assert admit(waiting, plan, geometry_of(joins=True), rows=0, prompt_bytes=0) == 64
 
 
 def test_progress_counts_sequences() -> None:

@@ -1,0 +1,468 @@
+"""A cache of keys and values in which the rows of a group share their prompt, and rows join and leave freely.
+
+A prompt is read once and kept once, however many rows follow it; what a row has drawn lies in its own suffix. A row's
+attention runs over both, see `memsafe_rl.models.attention`. Lengths are host integers, so nothing here reads a tensor.
+
+Axes: ``B`` rows, ``P`` prompts of a block, ``H`` key/value heads, ``L`` slots of a prompt, ``S`` slots of a suffix,
+``N`` tokens read in one forward, ``D`` width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from memsafe_rl.accounting import charge, claim
+from memsafe_rl.types import Component, whole_blocks
+
+
+@dataclass(eq=False)
+class PromptBlock:
+    """Keys and values of prompts that were read together; several states may hold it.
+
+    Args:
+        lengths: tokens of each of the P prompts.
+        keys: per layer (P, H, L, D), padded.
+        values: per layer, likewise.
+        dropped: per layer, tokens of each prompt that lie before slot 0; below 0 where padding lies there.
+        kept_whole: whether rows may still begin at these prompts, so that nothing of them may be given up.
+    """
+
+    lengths: tuple[int, ...]
+    keys: list[Tensor]
+    values: list[Tensor]
+    dropped: list[tuple[int, ...]]
+    kept_whole: bool = False
+
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(part.nbytes for part in (*self.keys, *self.values))
+
+    def narrow(self, prompts: Sequence[int]) -> None:
+        """Keeps some prompts only, a layer at a time, so that little is there twice.
+
+        Args:
+            prompts: indices of the prompts wanted.
+        """
+        index = torch.tensor(prompts, device=self.keys[0].device)
+        with charge(Component.KV_CACHE):
+            for store in (self.keys, self.values):
+                for layer, part in enumerate(store):
+                    store[layer] = part.index_select(0, index)
+        self.lengths = tuple(self.lengths[p] for p in prompts)
+        self.dropped = [tuple(layer[p] for p in prompts) for layer in self.dropped]
+
+    def trim(self, windows: Sequence[int | None], drawn: int) -> None:
+        """Gives up of each windowed layer what no row that has drawn so many tokens can see.
+
+        Args:
+            windows: per layer, its window in tokens, None for full attention.
+            drawn: fewest tokens that a row of these prompts has drawn.
+        """
+        with charge(Component.KV_CACHE):
+            for layer, window in enumerate(windows):
+                if window is not None:
+                    self._trim_layer(layer, max(1, window - 1 - drawn))
+
+    def _trim_layer(self, layer: int, kept: int) -> None:
+        held = self.keys[layer].shape[2]
+        if held <= kept:
+            return
+        starts = tuple(length - kept for length in self.lengths)
+        for store in (self.keys, self.values):
+            store[layer] = _shifted(store[layer], starts, self.dropped[layer], kept)
+        self.dropped[layer] = starts
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring rows whose prompts lie in one block.
+
+    Args:
+        block: the block.
+        rows: the rows.
+        prompts: for each of them, the index of its prompt in the block.
+        share: most rows of one prompt.
+        places: (rows,) int64, where each row lies among P × share places; None where they lie in that very order.
+        takes: (P × share,) int64, the row at each place, any row where there is none; None like ``places``.
+    """
+
+    block: PromptBlock
+    rows: range
+    prompts: tuple[int, ...]
+    share: int
+    places: Tensor | None
+    takes: Tensor | None
+
+    def grouped(self, values: Tensor) -> Tensor:
+        """Lays rows (rows, H, X, Y) out by prompt.
+
+        Returns:
+            (P, H, share × X, Y).
+        """
+        taken = values if self.takes is None else values.index_select(0, self.takes)
+        heads, width = taken.shape[1], taken.shape[3]
+        split = taken.reshape(len(self.block.lengths), self.share, heads, -1, width)
+        return split.transpose(1, 2).reshape(len(self.block.lengths), heads, -1, width)
+
+    def by_row(self, values: Tensor) -> Tensor:
+        """Takes back what `grouped` did: (P, H, share × X, Y) to (rows, H, X, Y)."""
+        prompts, heads, _, width = values.shape
+        split = values.reshape(prompts, heads, self.share, -1, width).transpose(1, 2)
+        rows = split.reshape(prompts * self.share, heads, -1, width)
+        return rows if self.places is None else rows.index_select(0, self.places)
+
+
+@dataclass
+class GroupedDecodeState:
+    """Rows being decoded.
+
+    Args:
+        windows: per layer, its attention window in tokens, None for full attention.
+        blocks: for each of the B rows, the block that holds its prompt.
+        prompts: for each row, the index of its prompt in that block.
+        lengths: for each row, tokens in its suffix.
+        device: where the network computes.
+        keys: per layer (B, H, S, D), suffixes; empty while no row has any.
+        values: per layer, likewise.
+        capacity: slots of a suffix, where no window makes it shorter.
+        joins: always true: rows of several caches can be put together, and a cache outlives a selection from it.
+    """
+
+    windows: tuple[int | None, ...]
+    blocks: tuple[PromptBlock, ...]
+    prompts: tuple[int, ...]
+    lengths: list[int]
+    device: torch.device
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    capacity: int = 0
+    _segments: tuple[Segment, ...] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Sequences held."""
+        return len(self.prompts)
+
+    @property
+    def positions(self) -> list[int]:
+        """For each row, the position of the token it reads next."""
+        pairs = zip(self.blocks, self.prompts, self.lengths, strict=True)
+        return [block.lengths[prompt] + length for block, prompt, length in pairs]
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Cuts the rows where the block changes."""
+        if self._segments is None:
+            runs = groupby(range(self.rows), key=lambda row: id(self.blocks[row]))
+            self._segments = tuple(self._segment(list(run)) for _, run in runs)
+        return self._segments
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Gives all keys and values held."""
+        for block in {id(block): block for block in self.blocks}.values():
+            yield from (*block.keys, *block.values)
+        yield from (*self.keys, *self.values)
+
+    def nbytes(self) -> int:
+        """Bytes of all keys and values held."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
+
+    def prompt_bytes(self) -> int:
+        """Bytes of the prompts' keys and values."""
+        blocks = {id(block): block for block in self.blocks}.values()
+        return sum(tensor.nbytes for block in blocks for tensor in (*block.keys, *block.values))
+
+    def select(self, rows: Sequence[int]) -> GroupedDecodeState:
+        """Keeps, drops, repeats or reorders rows; suffixes shrink to the longest that is left.
+
+        Args:
+            rows: indices of the rows wanted.
+
+        Returns:
+            A state of these rows; this one must not be used afterwards unless its rows have drawn nothing.
+        """
+        lengths = [self.lengths[row] for row in rows]
+        state = GroupedDecodeState(
+            windows=self.windows,
+            blocks=tuple(self.blocks[row] for row in rows),
+            prompts=tuple(self.prompts[row] for row in rows),
+            lengths=lengths,
+            device=self.device,
+            capacity=whole_blocks(max(lengths, default=0)),
+        )
+        if state.capacity:
+            state._refill([(self, torch.tensor(rows, device=self.device))])
+        return state
+
+    def join(self, other: GroupedDecodeState) -> GroupedDecodeState:
+        """Puts the rows of another state behind this one's.
+
+        Args:
+            other: rows under the same network.
+
+        Returns:
+            A state of both, which must not be used afterwards unless their rows have drawn nothing.
+        """
+        state = GroupedDecodeState(
+            windows=self.windows,
+            blocks=self.blocks + other.blocks,
+            prompts=self.prompts + other.prompts,
+            lengths=self.lengths + other.lengths,
+            device=self.device,
+            capacity=max(self.capacity, other.capacity),
+        )
+        if state.capacity:
+            state._refill([(self, None), (other, None)])
+        return state
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for so many more tokens of every row.
+
+        Args:
+            tokens: int, tokens.
+        """
+        needed = max(self.lengths, default=0) + tokens
+        if needed <= self.capacity:
+            return
+        self.capacity = whole_blocks(needed)
+        if self.keys:
+            before = replace(self)
+            self.keys, self.values = [], []
+            self._refill([(before, None)])
+        for block in {id(block): block for block in self.blocks}.values():
+            if not block.kept_whole:
+                block.trim(
+                    self.windows, min(self.lengths[row] for row in range(self.rows) if self.blocks[row] is block)
+                )
+
+    def replace_prompt(self, block: PromptBlock) -> None:
+        """Has every row follow the only prompt of another block.
+
+        Args:
+            block: a block of one prompt.
+        """
+        self.blocks, self._segments = (block,) * self.rows, None
+
+    def stretch(self, slots: int) -> None:
+        """Widens every row as if so many tokens had been read, with keys and values that mean nothing.
+
+        Args:
+            slots: prompt and suffix of every row together, at least as many as there are.
+        """
+        missing = [slots - position for position in self.positions]
+        self.reserve(max(0, max(missing, default=0)))
+        self.lengths = [length + max(0, more) for length, more in zip(self.lengths, missing, strict=True)]
+
+    def slots_of(self, layer: int) -> int:
+        """Slots of a layer's suffixes: a window is a ring."""
+        window = self.windows[layer]
+        return self.capacity if window is None else min(self.capacity, window)
+
+    def store(self, layer: int, keys_BHND: Tensor, values_BHND: Tensor, counts: Sequence[int] | None = None) -> None:
+        """Writes new tokens behind what the rows hold; their lengths are counted by who reads the tokens.
+
+        Args:
+            layer: index of the layer.
+            keys_BHND: (B, H, N, D).
+            values_BHND: (B, H, N, D).
+            counts: how many of the N tokens each row has; None if every row has one.
+        """
+        if layer == len(self.keys):
+            slots = self.slots_of(layer)
+            with charge(Component.KV_CACHE):
+                for store, new in ((self.keys, keys_BHND), (self.values, values_BHND)):
+                    store.append(new.new_zeros((self.rows, new.shape[1], slots, new.shape[3])))
+        slots = self.slots_of(layer)
+        if counts is None and len(set(self.lengths)) == 1:
+            place = self.lengths[0] % slots
+            self.keys[layer][:, :, place] = keys_BHND[:, :, 0]
+            self.values[layer][:, :, place] = values_BHND[:, :, 0]
+            return
+        # Of a row's new tokens, a ring keeps the last ones.
+        wanted = [
+            (row, token, (length + token) % slots)
+            for row, length in enumerate(self.lengths)
+            for token in _last((1 if counts is None else counts[row]), slots)
+        ]
+        if not wanted:
+            return
+        rows, tokens, places = torch.tensor(wanted, device=self.device).unbind(1)
+        self.keys[layer][rows, :, places] = keys_BHND[rows, :, tokens]
+        self.values[layer][rows, :, places] = values_BHND[rows, :, tokens]
+
+    def give_up_idle_prompts(self) -> None:
+        """Gives up prompts that no row follows any more, where they are half of a block at least."""
+        for block in {id(block): block for block in self.blocks}.values():
+            used = sorted({self.prompts[row] for row in range(self.rows) if self.blocks[row] is block})
+            if block.kept_whole or 2 * len(used) > len(block.lengths):
+                continue
+            block.narrow(used)
+            self.prompts = tuple(
+                used.index(prompt) if mine is block else prompt
+                for mine, prompt in zip(self.blocks, self.prompts, strict=True)
+            )
+            self._segments = None
+
+    def _refill(self, sources: Sequence[tuple[GroupedDecodeState, Tensor | None]]) -> None:
+        """Moves the suffixes of other states, one behind the other, into stores of this state's size.
+
+        A layer at a time, keys before values: no more is ever there twice.
+        """
+        layers = max(len(source.keys) for source, _ in sources)
+        with charge(Component.KV_CACHE):
+            for name in ("keys", "values"):
+                store: list[Tensor] = getattr(self, name)
+                for layer in range(layers):
+                    store.append(self._moved(name, layer, sources))
+
+    def _moved(self, name: str, layer: int, sources: Sequence[tuple[GroupedDecodeState, Tensor | None]]) -> Tensor:
+        like = next(getattr(source, name)[layer] for source, _ in sources if source.keys)
+        moved: Tensor = like.new_zeros((self.rows, like.shape[1], self.slots_of(layer), like.shape[3]))
+        first = 0
+        for source, index in sources:
+            rows = source.rows if index is None else len(index)
+            if source.keys:
+                held = getattr(source, name)[layer]
+                used = min(held.shape[2], moved.shape[2])
+                part = held[:, :, :used]
+                moved[first : first + rows, :, :used] = part if index is None else part.index_select(0, index)
+                getattr(source, name)[layer] = held.new_empty(0)
+            first += rows
+        return moved
+
+    def _segment(self, rows: list[int]) -> Segment:
+        block, prompts = self.blocks[rows[0]], tuple(self.prompts[row] for row in rows)
+        counts = [0] * len(block.lengths)
+        places = []
+        for prompt in prompts:
+            places.append(counts[prompt])
+            counts[prompt] += 1
+        share = max(counts)
+        flat = [prompt * share + place for prompt, place in zip(prompts, places, strict=True)]
+        ordered = flat == list(range(len(block.lengths) * share))
+        takes = [0] * (len(block.lengths) * share)
+        for row, place in enumerate(flat):
+            takes[place] = row
+        return Segment(
+            block=block,
+            rows=range(rows[0], rows[-1] + 1),
+            prompts=prompts,
+            share=share,
+            places=None if ordered else torch.tensor(flat, device=self.device),
+            takes=None if ordered else torch.tensor(takes, device=self.device),
+        )
+
+
+class GroupedCache(Cache):  # type: ignore[misc]
+    """What a model's attention layers see as their cache: an empty one, which hands new keys and values on.
+
+    Args:
+        reads_prompts: whether `read` keeps what the layers hand in.
+    """
+
+    def __init__(self, *, reads_prompts: bool) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.reads_prompts = reads_prompts
+        self.read: list[tuple[Tensor, Tensor]] = []
+        self.current = 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Takes a layer's new keys and values."""
+        self.current = layer_idx
+        if self.reads_prompts:
+            if layer_idx != len(self.read):
+                raise NotImplementedError(f"layer {layer_idx} hands in its keys after {len(self.read)} layers")
+            self.read.append((_kept(key_states), _kept(value_states)))
+        return key_states, value_states
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...] | None:
+    """Gives each layer's window, if all layers are plain or windowed attention.
+
+    Args:
+        config: transformers config.
+
+    Returns:
+        Per layer the window in tokens, None for full attention; None in all where a layer is of another kind.
+    """
+    layers = DynamicCache(config=config).layers
+    if not layers or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+        return None
+    return tuple(int(layer.sliding_window) if layer.is_sliding else None for layer in layers)
+
+
+def block_of(
+    read: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int], windows: Sequence[int | None]
+) -> PromptBlock:
+    """Makes a block of prompts that were read, padded on the right, in one forward.
+
+    Args:
+        read: per layer keys and values (P, H, L, D).
+        lengths: tokens of each prompt.
+        windows: per layer, its window.
+
+    Returns:
+        The block, with no more than a window's tokens in windowed layers.
+    """
+    block = PromptBlock(
+        lengths=tuple(lengths),
+        keys=[keys for keys, _ in read],
+        values=[values for _, values in read],
+        dropped=[(0,) * len(lengths)] * len(read),
+    )
+    block.trim(windows, 0)
+    return block
+
+
+def longer_block(
+    block: PromptBlock, read: Sequence[tuple[Tensor, Tensor]], windows: Sequence[int | None]
+) -> PromptBlock:
+    """Puts the next tokens of a block's only prompt behind it.
+
+    Args:
+        block: a block of one prompt, which must not be used afterwards.
+        read: per layer keys and values (1, H, N, D).
+        windows: per layer, its window.
+
+    Returns:
+        The longer block.
+    """
+    longer = PromptBlock((block.lengths[0] + read[0][0].shape[2],), block.keys, block.values, block.dropped)
+    with charge(Component.KV_CACHE):
+        for layer, (keys, values) in enumerate(read):
+            longer.keys[layer] = torch.cat([longer.keys[layer], keys], 2)
+            longer.values[layer] = torch.cat([longer.values[layer], values], 2)
+    longer.trim(windows, 0)
+    return longer
+
+
+def _shifted(part: Tensor, starts: Sequence[int], dropped: Sequence[int], kept: int) -> Tensor:
+    """Copies from each prompt so many slots from its start on; what lies before slot 0 is zeros."""
+    shifted = part.new_zeros((*part.shape[:2], kept, part.shape[3]))
+    for prompt, (start, first) in enumerate(zip(starts, dropped, strict=True)):
+        begin = max(0, first - start)
+        source = part[prompt, :, start + begin - first : start + kept - first]
+        shifted[prompt, :, begin : begin + source.shape[1]] = source
+    return shifted
+
+
+def _kept(states: Tensor) -> Tensor:
+    """Gives keys or values in storage of their own, with rows, heads and slots in this order."""
+    with charge(Component.KV_CACHE):
+        kept = states.contiguous()
+        if kept.untyped_storage().nbytes() > kept.nbytes:
+            kept = kept.clone()
+    claim(Component.KV_CACHE, [kept])
+    return kept
+
+
+def _last(count: int, most: int) -> range:
+    return range(max(0, count - most), count)
