@@ -16,6 +16,7 @@ from peft import LoraConfig
 from memsafe_rl.errors import DataError, MemoryBudgetError
 from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy
 from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.models import causal_lm
 from memsafe_rl.models.causal_lm import CausalLMAdapter
 from memsafe_rl.trainers import probe as probe_module
 from memsafe_rl.trainers.probe import find_longest, probe_worst_case
@@ -138,6 +139,7 @@ def test_mixed_lengths_are_padded_as_in_the_run(tmp_path: Path) -> None:
 def test_a_stretched_cache_is_as_large_as_a_read_one(arch: str, width: int) -> None:
     """Gemma-3's windows hold five slots of six, the present token's being the sixth."""
     adapter = CausalLMAdapter(tiny_model(arch), pad_token_id=0)
+    adapter.joins = False
     _, short = adapter.prefill([torch.arange(2, 6), torch.arange(2, 5)])
     assert adapter.stretch(short, width)
     _, read = adapter.prefill([torch.arange(2, 2 + width), torch.arange(2, 1 + width)])
@@ -150,7 +152,23 @@ def test_a_stretched_cache_is_as_large_as_a_read_one(arch: str, width: int) -> N
     assert [layer.get_seq_length() for layer in short.cache.layers] == [width + 1] * 2
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("width", [30, 70])
+def test_stretched_rows_are_as_large_as_decoded_ones(arch: str, width: int) -> None:
+    adapter = CausalLMAdapter(tiny_model(arch), pad_token_id=0)
+    assert adapter.joins
+    short, read = (adapter.prefill([torch.arange(2, 12), torch.arange(2, 11)])[1] for _ in range(2))
+    assert adapter.stretch(short, width)
+    for _ in range(width - 10):
+        adapter.decode_step(read, torch.tensor([2, 3]))
+    assert adapter.decode_step(short, torch.tensor([2, 3])).isfinite().all()
+    adapter.decode_step(read, torch.tensor([2, 3]))
+    assert [part.shape for part in (*short.keys, *short.values)] == [part.shape for part in (*read.keys, *read.values)]
+    assert short.positions[0] == read.positions[0] == width + 1
+
+
 def test_a_cache_that_only_grows_by_reading_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_lm, "_can_share_prompts", lambda *_: False)
     monkeypatch.setattr(CausalLMAdapter, "stretch", lambda *_: False)
     with SimulatedMemory():
         trainer = late_run(
