@@ -1,0 +1,212 @@
+"""Rollouts of networks that only transformers' `generate` can decode: the same draws, in waves of one length.
+
+Axes: ``B`` rows of a wave, ``L`` tokens so far, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.memory.recovery import Attempt
+from memsafe_rl.models.causal_lm import CausalLMAdapter, causal_lm_of
+from memsafe_rl.models.plain_decoding import generate_plainly
+from memsafe_rl.rollout.drawing import Drawer, key_tensor, refuse_broken
+from memsafe_rl.rollout.engine import Progress
+from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
+
+_Place = tuple[int, int]
+"""A prompt and one of its samples."""
+
+
+def generate_by_transformers(
+    adapter: CausalLMAdapter,
+    prompts: Sequence[Tensor],
+    keys: Sequence[Sequence[SequenceKey]],
+    settings: SamplingSettings,
+    attempt: Attempt[RolloutPlan],
+    progress: Progress | None = None,
+    *,
+    begun: Sequence[Sequence[Completion | None]] | None = None,
+) -> list[Completion]:
+    """Samples completions by `generate`; `memsafe_rl.rollout.generation` calls it, in eval mode, with what it checked.
+
+    A wave holds rows of one length, since such a network's own way with padding is what could not be trusted. A wave is
+    what is repeated when memory runs out; finished waves are kept. Tokens come from the same counter-based draws as
+    elsewhere, so the waves change none. Each row has its own copy of the prompt, and rows that have ended stay until
+    the longest ends: that is `generate`, and why it is the last resort.
+
+    Args:
+        adapter: the network; ``adapter.path.caches`` says whether `generate` may keep a cache.
+        prompts: P tensors (length,) int64, on any device.
+        keys: for each prompt, one key per sample wanted.
+        settings: how tokens are drawn.
+        attempt: runs a wave under the plan in force: its ``rows_in_flight``, ``kv_bytes`` and ``prefill_tokens``.
+        progress: told of sequences that ended; None for nobody.
+        begun: for each sample, an unfinished completion that is gone on with; None where there is none.
+
+    Returns:
+        Completions on the host, prompt by prompt, samples in the order of the keys.
+
+    Raises:
+        MemsafeError: the network gave a row no distribution to draw from.
+    """
+    with host_memory():
+        earlier = {
+            (prompt, sample): None if begun is None else begun[prompt][sample]
+            for prompt, group in enumerate(keys)
+            for sample in range(len(group))
+        }
+        read = {place: _joined(prompts[place[0]], one) for place, one in earlier.items()}
+    waiting = sorted(earlier, key=lambda place: -len(read[place]))
+    ended: dict[_Place, Completion] = {}
+
+    def run_next(plan: RolloutPlan) -> dict[_Place, Completion]:
+        places = next_wave(waiting, [len(read[place]) for place in waiting], settings.max_new_tokens, adapter, plan)
+        rows = [_Row(read[place], len(prompts[place[0]]), keys[place[0]][place[1]], earlier[place]) for place in places]
+        _run_wave(adapter, rows, settings)
+        with host_memory():
+            keeps_own = Drawer(settings).keeps_model_logprobs
+            return {place: row.completion(keeps_own) for place, row in zip(places, rows, strict=True)}
+
+    while waiting:
+        ended |= attempt(run_next)
+        waiting = [place for place in waiting if place not in ended]
+        if progress is not None:
+            progress(len(ended), len(earlier))
+    return [ended[place] for place in earlier]
+
+
+def next_wave(
+    waiting: Sequence[_Place],
+    lengths: Sequence[int],
+    max_new_tokens: int,
+    adapter: CausalLMAdapter,
+    plan: RolloutPlan,
+) -> list[_Place]:
+    """Cuts the next wave from the head of the rows that wait.
+
+    Args:
+        waiting: rows, the longest first; at least one.
+        lengths: tokens to be read of each, prompt and what was drawn before.
+        max_new_tokens: longest completion, in tokens.
+        adapter: the network, for the bytes of its cache.
+        plan: the limits.
+
+    Returns:
+        The first of ``waiting``, all of one length.
+    """
+    alike = sum(1 for length in lengths if length == lengths[0])
+    limits = [plan.rows_in_flight, plan.prefill_tokens // lengths[0], alike]
+    if plan.kv_bytes is not None and adapter.path.caches:
+        limits.append(plan.kv_bytes // max(1, adapter.geometry.kv_bytes(lengths[0] + max_new_tokens)))
+    most = max(1, min(limits))
+    # Waves of even size take as many steps as full ones and a short last one, at a lower peak.
+    return list(waiting[: math.ceil(alike / math.ceil(alike / most))])
+
+
+@dataclass
+class _Row:
+    """One completion as far as it has been drawn, on the host.
+
+    Args:
+        read: (length,) int64, prompt and what was drawn before.
+        prompt_tokens: length of the prompt.
+        key: name of its random stream.
+        earlier: what was drawn before; None for nothing.
+    """
+
+    read: Tensor
+    prompt_tokens: int
+    key: SequenceKey
+    earlier: Completion | None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    model_logprobs: list[float] = field(default_factory=list)
+    ties: int = 0
+    ended: bool = False
+    finished: bool = False
+
+    @property
+    def position(self) -> int:
+        """Index of the next token in its completion."""
+        return len(self.read) - self.prompt_tokens + len(self.ids)
+
+    def history(self) -> Tensor:
+        """Gives prompt and completion, (length,) int64 on the host."""
+        return torch.cat([self.read, torch.tensor(self.ids, dtype=torch.int64)])
+
+    def completion(self, keeps_model_logprobs: bool) -> Completion:
+        """Gives what was drawn, now and before."""
+        ids = torch.tensor(self.ids, dtype=torch.int64)
+        logprobs, own = torch.tensor(self.logprobs), torch.tensor(self.model_logprobs)
+        ties = self.ties
+        if self.earlier is not None:
+            ids, logprobs = torch.cat([self.earlier.ids, ids]), torch.cat([self.earlier.logprobs, logprobs])
+            own, ties = torch.cat([self.earlier.model_logprobs, own]), ties + self.earlier.ties
+        return Completion(ids, logprobs, own if keeps_model_logprobs else logprobs, self.finished, ties)
+
+
+def _run_wave(adapter: CausalLMAdapter, rows: Sequence[_Row], settings: SamplingSettings) -> None:
+    """Draws rows of one length to their ends; what they have drawn is all that is left of it."""
+    draw, eos = Drawer(settings), frozenset(settings.eos_token_ids)
+    steps = [settings.max_new_tokens - row.position for row in rows]
+    if settings.max_step_tokens is not None:
+        steps = [min(left, settings.max_step_tokens) for left in steps]
+    with host_memory():
+        keys_B4 = key_tensor([row.key for row in rows])
+        read_BL = torch.stack([row.read for row in rows])
+
+    def choose(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+        device = logits_BV.device
+        going = [place for place, row in enumerate(rows) if not row.ended]
+        alive = [rows[place] for place in going]
+        with host_memory():
+            index = torch.tensor(going)
+            positions_B = torch.tensor([row.position for row in alive])
+            histories = [row.history() for row in alive] if draw.needs_history else None
+        lengths = [row.prompt_tokens for row in alive] if draw.needs_prompt_lengths else None
+        part_BV = logits_BV if len(going) == len(rows) else logits_BV[index.to(device)]
+        tokens_B, values_4B = draw(part_BV, keys_B4[index].to(device), positions_B.to(device), histories, lengths)
+        with host_memory():
+            values_4B = values_4B.cpu()
+            refuse_broken(values_4B, [row.key for row in alive], positions_B.tolist())
+            _note(alive, values_4B, [steps[place] for place in going], eos)
+            _end_by_text(alive, draw)
+            ended_B = torch.tensor([row.ended for row in rows])
+        return tokens_B.new_zeros(len(rows)).index_copy_(0, index.to(device), tokens_B), ended_B
+
+    generate_plainly(
+        causal_lm_of(adapter.model),
+        read_BL.to(adapter.device),
+        choose,
+        max_new_tokens=max(steps),
+        cached=adapter.path.caches,
+    )
+
+
+def _note(rows: Sequence[_Row], values_4B: Tensor, steps: Sequence[int], eos: frozenset[int]) -> None:
+    for row, most, (token, logprob, own, tied) in zip(rows, steps, values_4B.T.tolist(), strict=True):
+        row.ids.append(int(token))
+        row.logprobs.append(logprob)
+        row.model_logprobs.append(own)
+        row.ties += bool(tied)
+        row.finished = int(token) in eos
+        row.ended = row.finished or len(row.ids) >= most
+
+
+def _end_by_text(rows: Sequence[_Row], draw: Drawer) -> None:
+    if not draw.stops_by_text:
+        return
+    running = [row for row in rows if not row.finished]
+    for row, end in zip(running, draw.ends_by_text([row.history() for row in running]), strict=True):
+        row.finished, row.ended = end, row.ended or end
+
+
+def _joined(prompt: Tensor, earlier: Completion | None) -> Tensor:
+    return prompt.cpu() if earlier is None else torch.cat([prompt.cpu(), earlier.ids])
