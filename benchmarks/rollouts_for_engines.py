@@ -1,0 +1,119 @@
+"""One rollout behind every engine, for `benchmarks.vllm_engine`; runs in the environment that has vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from memsafe_rl.memory.recovery import under
+from memsafe_rl.models.causal_lm import CausalLMAdapter
+from memsafe_rl.rollout.engine import RolloutEngine
+from memsafe_rl.rollout.engines.continuous import ContinuousEngine
+from memsafe_rl.rollout.engines.native import NativeEngine
+from memsafe_rl.rollout.engines.vllm import VLLMEngine, VLLMSettings
+from memsafe_rl.types import RolloutPlan, SamplingSettings, SequenceKey
+
+Draw = Callable[[Sequence[Tensor], int, int], list[int]]
+"""Takes prompts, samples of each and the rollout's index; gives the completions' lengths."""
+
+_PAD = 0
+_STATUS = Path("/proc/self/status")
+_RESET = Path("/proc/self/clear_refs")
+
+
+def random_model(vocab_size: int) -> Any:
+    """Makes a Qwen3 of 11 million parameters whose tokens are nearly equally likely.
+
+    Args:
+        vocab_size: rows of its tied embedding.
+
+    Returns:
+        The model, fp32.
+    """
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=_PAD,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def drawer_of(engine: str, model: Any, ends: tuple[int, ...], longest: int) -> Draw:
+    """Gives what draws a rollout with an engine.
+
+    Args:
+        engine: its name, or "generate" for transformers' `generate`.
+        model: the network.
+        ends: ids that end a completion.
+        longest: longest completion, in tokens.
+
+    Returns:
+        Draws.
+    """
+    if engine == "generate":
+        return _generate(model, ends, longest)
+    drawer, plan = _engine(engine, model), RolloutPlan(rows_in_flight=64)
+    settings = SamplingSettings(longest, ends)
+    drawer.synchronise(0)
+
+    def draw(prompts: Sequence[Tensor], group: int, rollout: int) -> list[int]:
+        keys = [[SequenceKey(0, rollout, prompt, sample) for sample in range(group)] for prompt in range(len(prompts))]
+        return [len(row.ids) for row in drawer.generate(prompts, keys, settings, under(plan))]
+
+    return draw
+
+
+def _engine(name: str, model: Any) -> RolloutEngine:
+    adapter = CausalLMAdapter(model, pad_token_id=_PAD)
+    plenty = psutil.virtual_memory().total
+    if name == "vllm":
+        return VLLMEngine(adapter, VLLMSettings(dtype="float32"), total_bytes=plenty, room=lambda: plenty)
+    if name == "continuous":
+        return ContinuousEngine(adapter, {}, room=lambda: plenty)
+    return NativeEngine(adapter)
+
+
+def _generate(model: Any, ends: tuple[int, ...], longest: int) -> Draw:
+    def draw(prompts: Sequence[Tensor], group: int, rollout: int) -> list[int]:
+        torch.manual_seed(rollout)
+        ids = torch.stack(list(prompts)).repeat_interleave(group, 0)
+        with torch.no_grad():
+            drawn = model.generate(
+                ids, max_new_tokens=longest, do_sample=True, top_k=0, eos_token_id=list(ends) or None, pad_token_id=_PAD
+            )[:, ids.shape[1] :]
+        ended = torch.isin(drawn, torch.tensor(ends)).int()
+        return torch.where(ended.any(1), ended.argmax(1) + 1, drawn.shape[1]).tolist()
+
+    return draw
+
+
+def resident_bytes(*, peak: bool = False) -> int:
+    """Reads the process's resident memory.
+
+    Args:
+        peak: the most since `start_peak`.
+    """
+    name = "VmHWM" if peak else "VmRSS"
+    (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])
+
+
+def start_peak() -> None:
+    """Starts a new peak."""
+    _RESET.write_text("5")
