@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -294,8 +292,6 @@ def play(referee: Referee, setting: Setting, side: str, phases: bool = False) ->
         phases: report how time and bytes divide among phases. Our trainer does more on a device whose bytes are
             counted, which the clock should not see; TRL's does not notice.
     """
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
     parts = build_parts(setting)
     reward = Reward()
     phases = phases or side not in OURS

@@ -5,10 +5,12 @@ No side sees another's allocator, caches or threads; only one works at a time, t
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing.connection import Connection
@@ -28,6 +30,9 @@ _GO, _STOP = "go", "stop"
 class Referee:
     """What a side sees of the others: its turn begins and ends.
 
+    Attributes:
+        order: what this turn is about, as `Side.turn` was told.
+
     Args:
         line: to the process that calls the turns.
     """
@@ -35,6 +40,7 @@ class Referee:
     def __init__(self, line: Connection) -> None:
         self._line = line
         self._wall = self._processor = 0.0
+        self.order: Any = None
 
     def wait(self) -> bool:
         """Waits for the next turn and starts its clock.
@@ -42,7 +48,8 @@ class Referee:
         Returns:
             False when there is none.
         """
-        if self._line.recv() == _STOP:
+        word, self.order = self._line.recv()
+        if word == _STOP:
             return False
         self._wall, self._processor = time.perf_counter(), time.process_time()
         return True
@@ -71,6 +78,8 @@ def counted(wanted: bool = True) -> AbstractContextManager[CountingAllocator | N
 
 def _play(player: Player, line: Connection, threads: int, arguments: Mapping[str, Any]) -> None:
     torch.set_num_threads(threads)
+    logging.disable(logging.ERROR)
+    warnings.simplefilter("ignore")
     try:
         player(Referee(line), **arguments)
     except Exception as error:
@@ -95,15 +104,18 @@ class Side:
             self._process.start()
         theirs.close()
 
-    def turn(self) -> Record:
+    def turn(self, order: Any = None) -> Record:
         """Lets it work once.
+
+        Args:
+            order: what the turn is about, where that differs from turn to turn.
 
         Returns:
             What it reported, or its "error", which is final.
         """
         if self._failed is None:
             try:
-                self._line.send(_GO)
+                self._line.send((_GO, order))
                 record: Record = self._line.recv()
             except (EOFError, BrokenPipeError):
                 self._process.join()
@@ -116,7 +128,7 @@ class Side:
     def close(self) -> None:
         """Ends the process."""
         if self._failed is None:
-            self._line.send(_STOP)
+            self._line.send((_STOP, None))
         self._process.join(60)
         if self._process.is_alive():
             self._process.terminate()
