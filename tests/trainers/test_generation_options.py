@@ -2,11 +2,12 @@
 
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, MinPLogitsWarper
+from transformers import GenerationConfig, LogitsProcessorList, MinPLogitsWarper, SuppressTokensLogitsProcessor
 
 from memsafe_rl import GRPOConfig
 from memsafe_rl.errors import ConfigError
@@ -21,7 +22,8 @@ from memsafe_rl.trainers.generation_options import (
     say_what_is_left_out,
 )
 from memsafe_rl.types import SamplingSettings
-from tests.tiny import EOS_ID, tiny_tokenizer
+from tests.tiny import EOS_ID, tiny_model, tiny_tokenizer
+from tests.trainers.helpers import make_trainer
 
 GIVEN: dict[str, tuple[Any, Any]] = {
     "top_p": (0.5, 0.5),
@@ -122,8 +124,6 @@ def test_the_models_own_generation_config_fills_what_is_left_open() -> None:
 
 def test_trl_fills_the_same_fields() -> None:
     """The oracle of the rule above: what `generate` ends up with, given TRL's generation config."""
-    from tests.tiny import tiny_model
-
     model = tiny_model()
     model.generation_config = GenerationConfig(top_p=0.3, top_k=3, min_p=0.2, typical_p=0.8, suppress_tokens=[4])
     trl = GenerationConfig(
@@ -176,3 +176,32 @@ def test_settings_with_objects_can_be_written_down() -> None:
     other = GRPOConfig(generation_kwargs={**kwargs, "logits_processor": [MinPLogitsWarper(0.2)]})
     assert run_facts(config, [], 1) == run_facts(other, [], 1)
     assert "MinPLogitsWarper" in json.dumps(run_facts(config, [], 1))
+
+
+def test_a_run_draws_as_the_keys_say(tmp_path: Path) -> None:
+    drawn: list[tuple[str, list[int]]] = []
+
+    def note(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        drawn.extend(zip(completions, completion_ids, strict=True))
+        return [float(len(text)) for text in completions]
+
+    trainer = make_trainer(
+        tmp_path,
+        reward_funcs=note,
+        max_completion_length=30,
+        generation_kwargs={
+            "stop_strings": ["x", "y"],
+            "logits_processor": [SuppressTokensLogitsProcessor(list(range(10, 40)))],
+            "min_new_tokens": 2,
+            "repetition_penalty": 1.2,
+        },
+    )
+    trainer.train()
+    assert len(drawn) == 16
+    stopped = [text for text, ids in drawn if len(ids) < 30 and ids[-1] != EOS_ID]
+    assert stopped
+    assert all(text[-1] in "xy" for text in stopped)
+    assert all(not set(ids) & set(range(10, 40)) and len(ids) >= 2 for _, ids in drawn)
+    clipped = sum(len(ids) == 30 for _, ids in drawn) / len(drawn)
+    shares = [record["completions/clipped_ratio"] for record in trainer.history]
+    assert abs(sum(shares) / len(shares) - clipped) < 1e-6
