@@ -53,8 +53,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"sequence_bias": {(7,): 2.5, (7, 9): -3.0, (8, 7, 9): 4.0, (9,): -1.0, (5,): 1.5}},
     ),
     "bad_words_ids": (
-        {"bad_words_ids": ((7,), (9, 9), (30, 31), (EOS_ID,))},
-        {"bad_words_ids": [[7], [9, 9], [30, 31], [EOS_ID]]},
+        {"bad_words_ids": ((7,), (9, 9), (7, 20), (EOS_ID,))},
+        {"bad_words_ids": [[7], [9, 9], [7, 20], [EOS_ID]]},
     ),
     "min_length": ({"min_length": 12}, {"min_length": 12}),
     "min_new_tokens": ({"min_new_tokens": 5}, {"min_new_tokens": 5}),
