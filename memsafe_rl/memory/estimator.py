@@ -11,6 +11,7 @@ that unpack quantised weights, filters of the sampler that copy the logits, and 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 
 from memsafe_rl.memory.slices import measure_slices, packing_saves
@@ -37,6 +38,10 @@ _SAMPLER_ELEMENTS = 2**20
 """Logits that the sampler widens to float32 at a time, at least a row."""
 _NOISE_BYTES = 8 * 8
 """Bytes of noise and its temporaries, per row and per square root of the vocabulary."""
+_SCORE_ELEMENTS = 2**21
+"""Attention scores that decoding has at the same time, where prompts are shared."""
+_SCORE_COPIES = 3
+"""Copies of the scores: those over prompts, those over completions, and both joined."""
 _STORED_BYTES = 8 + 8 + 1 + 3 * 4
 """Bytes of one stored token: its id, a share of its prompt's, its mask, and three log-probs."""
 
@@ -102,7 +107,7 @@ def update_parts(work: UpdateWork, plan: UpdatePlan) -> Parts:
 
 
 def wave_rows(work: RolloutWork, plan: RolloutPlan) -> tuple[int, int]:
-    """Counts the sequences of the largest wave, and its unique prompts.
+    """Counts the sequences that are decoded together, and their unique prompts.
 
     Args:
         work: the shape of the rollout.
@@ -112,20 +117,41 @@ def wave_rows(work: RolloutWork, plan: RolloutPlan) -> tuple[int, int]:
         Rows and prompts, each at least 1.
     """
     longest = max(work.prompt_tokens, default=1)
+    if work.geometry.shares_prompts:
+        most = max(1, min(work.rows, plan.rows_in_flight))
+        if plan.kv_bytes is not None:
+            room = plan.kv_bytes
+            most = max(1, bisect_right(range(1, most + 1), room, key=lambda rows: _shared_cache_bytes(work, rows)))
+        return most, _prompts_of(work, most)
     waves = max(1, math.ceil(work.rows / max(1, plan.rows_in_flight)))
     rows = math.ceil(work.rows / waves)
     if plan.kv_bytes is not None:
         rows = min(rows, plan.kv_bytes // max(1, work.geometry.kv_bytes(longest + work.max_new_tokens)))
     rows = max(1, min(rows, work.group_size * max(1, plan.prefill_tokens // max(1, longest))))
-    return rows, min(len(work.prompt_tokens), math.ceil(rows / work.group_size)) or 1
+    return rows, _prompts_of(work, rows)
+
+
+def read_tokens(work: RolloutWork, plan: RolloutPlan) -> int:
+    """Counts the prompt tokens, padding included, of the largest forward that reads prompts.
+
+    Args:
+        work: the shape of the rollout.
+        plan: how it is cut.
+
+    Returns:
+        int, tokens.
+    """
+    longest = max(work.prompt_tokens, default=1)
+    prompts = min(wave_rows(work, plan)[1], max(1, plan.prefill_tokens // max(1, longest)))
+    return min(longest, plan.prefill_tokens) if prompts == 1 and work.geometry.shares_prompts else prompts * longest
 
 
 def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:
-    """Estimates what the largest wave of a rollout adds to what is held before it.
+    """Estimates what a rollout adds to what is held before it.
 
     Two moments compete: reading the prompts (one block's temporaries, the prompts' cache, one row of logits each) and
     the last decoding step (the cache at full length, one layer of it twice while it grows; a row of logits for each
-    sequence and the sampler's copies).
+    sequence and the sampler's copies). Where each row has its own copy of the prompt, so does spreading the copies.
 
     Args:
         work: the shape of the rollout.
@@ -137,14 +163,19 @@ def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:
     geometry = work.geometry
     longest = max(work.prompt_tokens, default=1)
     rows, prompts = wave_rows(work, plan)
-    slots = longest + work.max_new_tokens
-    cache, layers = rows * geometry.kv_bytes(slots), max(1, geometry.layers)
+    slots, layers = longest + work.max_new_tokens, max(1, geometry.layers)
     prompt_cache = prompts * geometry.kv_bytes(longest)
-    reading = _forward_bytes(geometry) * prompts * longest
+    decoding, spreading = _forward_bytes(geometry) * rows, rows * geometry.kv_bytes(longest)
+    if geometry.shares_prompts:
+        cache, spreading = _shared_cache_bytes(work, rows), prompt_cache
+        decoding += _SCORE_COPIES * _LOGIT_BYTES * min(_SCORE_ELEMENTS, rows * geometry.heads * slots)
+    else:
+        cache = rows * geometry.kv_bytes(slots)
+        cache += cache // layers
     moments = (
-        (reading, prompt_cache, _sampler_bytes(geometry, prompts)),
-        (_forward_bytes(geometry) * rows, cache + cache // layers, _sampler_bytes(geometry, rows)),
-        (0, prompt_cache // layers + rows * geometry.kv_bytes(longest), _sampler_bytes(geometry, rows)),
+        (_forward_bytes(geometry) * read_tokens(work, plan), prompt_cache, _sampler_bytes(geometry, prompts)),
+        (decoding, cache, _sampler_bytes(geometry, rows)),
+        (0, prompt_cache // layers + spreading, _sampler_bytes(geometry, rows)),
     )
     activations, kept, logits = max(moments, key=sum)
     return {Component.ACTIVATIONS: activations, Component.KV_CACHE: kept, Component.LOGITS: logits}
@@ -173,6 +204,16 @@ def score_parts(work: RolloutWork | UpdateWork, plan: RolloutPlan, tile: int = D
         if forward > hidden + logits
         else {Component.ACTIVATIONS: hidden, Component.LOGITS: logits}
     )
+
+
+def _prompts_of(work: RolloutWork, rows: int) -> int:
+    return min(len(work.prompt_tokens), math.ceil(rows / work.group_size)) or 1
+
+
+def _shared_cache_bytes(work: RolloutWork, rows: int) -> int:
+    """The cache of rows at their full length, with each of their prompts once."""
+    prompts = _prompts_of(work, rows) * work.geometry.kv_bytes(max(work.prompt_tokens, default=1))
+    return work.geometry.batch_kv_bytes(prompts, rows, work.max_new_tokens)
 
 
 def _rows_to_score(work: RolloutWork | UpdateWork) -> UpdateWork:

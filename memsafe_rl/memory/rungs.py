@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.estimator import wave_rows
+from memsafe_rl.memory.estimator import read_tokens, wave_rows
 from memsafe_rl.memory.slices import measure_slices, packed_tokens
 from memsafe_rl.types import Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
@@ -90,9 +90,12 @@ def _smaller_waves(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
 def _fewer_prompts(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
     if not isinstance(work, RolloutWork):
         return replace(plan, prefill_tokens=plan.prefill_tokens // 2) if plan.prefill_tokens > 1 else None
-    prompts = wave_rows(work, plan)[1]
     longest = max(work.prompt_tokens, default=1)
-    return replace(plan, prefill_tokens=prompts // 2 * longest) if prompts > 1 else None
+    prompts = -(-read_tokens(work, plan) // longest)
+    if prompts > 1:
+        return replace(plan, prefill_tokens=prompts // 2 * longest)
+    tokens = min(plan.prefill_tokens, longest) // 2
+    return replace(plan, prefill_tokens=tokens) if work.geometry.shares_prompts and tokens >= 1 else None
 
 
 def _fewer_scored(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
@@ -163,7 +166,7 @@ ROLLOUT_RUNGS: tuple[Rung, ...] = (
     ),
     Rung(
         "prefill_tokens",
-        "fewer prompts are read at a time, down to one; same tokens",
+        "fewer prompts are read at a time, then fewer tokens of one, where the cache allows it; same tokens",
         SAMPLING,
         _fewer_prompts,
     ),

@@ -24,7 +24,7 @@ from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, Segment
 NAME = "memsafe_rl_grouped"
 """The implementation's name in transformers' table."""
 
-_SCORE_ELEMENTS = 1 << 22
+_SCORE_ELEMENTS = 1 << 21
 """Scores that exist at the same time, at least those of one key/value head."""
 
 _active = threading.local()

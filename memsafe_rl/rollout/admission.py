@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from memsafe_rl.types import ModelGeometry, RolloutPlan, whole_blocks
+from memsafe_rl.types import ModelGeometry, RolloutPlan
 
 
 class Candidate(NamedTuple):
@@ -77,10 +77,8 @@ def _most_rows(
     prompts: dict[int, int] = {}
     for count, one in enumerate(waiting[:most]):
         prompts.setdefault(one.prompt, geometry.kv_bytes(waiting[0].prompt_tokens))
-        if (
-            batch_bytes(geometry, prompt_bytes + sum(prompts.values()), rows + count + 1, one.max_new_tokens)
-            > plan.kv_bytes
-        ):
+        held = prompt_bytes + sum(prompts.values())
+        if geometry.batch_kv_bytes(held, rows + count + 1, one.max_new_tokens) > plan.kv_bytes:
             return count
     return most
 
@@ -96,19 +94,3 @@ def row_bytes(one: Candidate, geometry: ModelGeometry) -> int:
         int, bytes.
     """
     return geometry.kv_bytes(one.prompt_tokens + one.max_new_tokens)
-
-
-def batch_bytes(geometry: ModelGeometry, prompt_bytes: int, rows: int, max_new_tokens: int) -> int:
-    """Counts the cache of rows that share prompts, as long as they can become, while one of its tensors grows.
-
-    Args:
-        geometry: sizes of the network.
-        prompt_bytes: bytes of the prompts.
-        rows: rows that follow them.
-        max_new_tokens: most tokens of a row.
-
-    Returns:
-        int, bytes.
-    """
-    suffixes = rows * geometry.kv_bytes(whole_blocks(max_new_tokens))
-    return prompt_bytes + suffixes + suffixes // (2 * max(1, geometry.layers))

@@ -20,9 +20,11 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.recovery import Attempt
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.causal_lm import CausalLMAdapter
 from memsafe_rl.rollout.admission import Candidate, admit
 from memsafe_rl.rollout.drawing import Drawer, key_tensor, refuse_broken
 from memsafe_rl.rollout.engine import Progress
+from memsafe_rl.rollout.fallback import generate_by_transformers
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 
 _SPAN_STEPS = 32
@@ -70,6 +72,9 @@ def generate(
         MemsafeError: the network gave a row no distribution to draw from.
     """
     _check([int(prompt.shape[0]) for prompt in prompts], keys, settings, adapter.geometry)
+    if isinstance(adapter, CausalLMAdapter) and not adapter.path.decodes:
+        with torch.no_grad(), eval_mode(adapter.model):
+            return generate_by_transformers(adapter, prompts, keys, settings, attempt, progress, begun=begun)
     with host_memory():
         sequences = _sequences(prompts, keys, begun)
     batch = _RunningBatch(adapter, sequences, settings, progress)

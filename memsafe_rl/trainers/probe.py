@@ -28,6 +28,7 @@ from memsafe_rl.memory.recovery import under
 from memsafe_rl.memory.slices import cut_work, packing_saves
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.causal_lm import CausalLMAdapter
 from memsafe_rl.rollout.admission import Candidate, admit
 from memsafe_rl.rollout.generation import eval_mode, generate
 from memsafe_rl.rollout.scoring import score_all, update_work
@@ -220,7 +221,11 @@ def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
         waiting = [Candidate(prompt, len(ids[prompt]), 0, sampling.max_new_tokens) for prompt, _ in rows]
         first = rows[: admit(waiting, plan, geometry, rows=0, prompt_bytes=0)]
         ending = _AtTheEnd(trial.adapter, longest.row_tokens - 2)
-        generate(cast(ModelAdapter, ending), *_samples(ids, first), two_tokens, under(plan))
+        # The cache that transformers' generate keeps, where that decodes, is out of reach.
+        own_cache = not isinstance(trial.adapter, CausalLMAdapter) or trial.adapter.path.decodes
+        generate(
+            cast(ModelAdapter, ending) if own_cache else trial.adapter, *_samples(ids, first), two_tokens, under(plan)
+        )
         if not ending.stretched and longest.completion_tokens > 2:  # a cache that only grows by reading
             alike = [(0, sample) for sample in range(len(first))]
             last_two = replace(two_tokens, max_new_tokens=2)

@@ -101,6 +101,22 @@ class ModelGeometry:
         held = sum(slots if window is None else min(slots, window) for window in self.windows)
         return 2 * self.cache_bytes * self.kv_heads * self.head_dim * held
 
+    def batch_kv_bytes(self, prompt_bytes: int, rows: int, new_tokens: int) -> int:
+        """Counts the key/value bytes of rows whose prompts are kept once, while one of the cache's tensors grows.
+
+        Args:
+            prompt_bytes: int, bytes of the prompts' keys and values.
+            rows: int, sequences that follow them.
+            new_tokens: int, longest completion, in tokens; the cache grows by whole blocks.
+
+        Returns:
+            int, bytes.
+        """
+        slots = whole_blocks(new_tokens)
+        longest = max((slots if window is None else min(slots, window) for window in self.windows), default=0)
+        growing = self.cache_bytes * self.kv_heads * self.head_dim * longest
+        return prompt_bytes + rows * (self.kv_bytes(slots) + growing)
+
 
 @dataclass(frozen=True)
 class RolloutWork:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from memsafe_rl.memory.recovery import under
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.memory.slices import cut_by_tokens, measure_slices
 from memsafe_rl.models.causal_lm import CausalLMAdapter
-from memsafe_rl.rollout.generation import cut_waves, generate
+from memsafe_rl.rollout.admission import Candidate, admit
+from memsafe_rl.rollout.generation import generate
 from memsafe_rl.rollout.scoring import score_all
 from memsafe_rl.trainers.update import StepTerms, accumulate_gradient
 from memsafe_rl.types import (
@@ -149,14 +151,27 @@ def test_slices_are_those_that_rows_are_cut_into() -> None:
     assert measure_slices(UpdateWork((), (), GEOMETRY), 10, packed=True) == (1, 1, 1, 1)
 
 
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("plan", [RolloutPlan(rows) for rows in (1, 2, 5, 8, 24, 100)])
-def test_waves_are_those_that_a_rollout_is_cut_into(plan: RolloutPlan) -> None:
-    work = RolloutWork((20, 30, 25), 8, 10, GEOMETRY)
-    for full in (plan, RolloutPlan(plan.rows_in_flight, kv_bytes=3 * GEOMETRY.kv_bytes(40), prefill_tokens=60)):
-        waves = cut_waves(work.prompt_tokens, (8, 8, 8), 10, GEOMETRY, full)
+def test_rows_are_those_that_a_rollout_takes_in(plan: RolloutPlan, shares: bool) -> None:
+    work = RolloutWork((30, 25, 20), 8, 10, replace(GEOMETRY, shares_prompts=shares))
+    caps = (3 * work.geometry.kv_bytes(40), work.geometry.batch_kv_bytes(2 * work.geometry.kv_bytes(30), 12, 10))
+    for full in (plan, *(RolloutPlan(plan.rows_in_flight, kv_bytes=cap, prefill_tokens=60) for cap in caps)):
+        waiting = [Candidate(prompt, work.prompt_tokens[prompt], 0, 10) for prompt in range(3) for _ in range(8)]
+        inside: list[Candidate] = []
+        while count := admit(
+            waiting, full, work.geometry, rows=len(inside), prompt_bytes=held_bytes(work, inside) if shares else 0
+        ):
+            inside, waiting = [*inside, *waiting[:count]], waiting[count:]
+            if not waiting or not shares:
+                break
         rows, prompts = wave_rows(work, full)
-        assert max(map(len, waves)) <= rows
-        assert len({prompt for prompt, _ in waves[0]}) <= prompts + 1
+        assert len(inside) <= rows
+        assert len({one.prompt for one in inside}) <= prompts + 1
+
+
+def held_bytes(work: RolloutWork, rows: list[Candidate]) -> int:
+    return sum(work.geometry.kv_bytes(work.prompt_tokens[prompt]) for prompt in {one.prompt for one in rows})
 
 
 def test_gradients_and_the_heads_own_are_counted() -> None:

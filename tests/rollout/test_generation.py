@@ -9,7 +9,7 @@ import torch
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.memory.recovery import Attempt, under
-from memsafe_rl.rollout.admission import Candidate, admit, batch_bytes, row_bytes
+from memsafe_rl.rollout.admission import Candidate, admit, row_bytes
 from memsafe_rl.rollout.generation import eval_mode
 from memsafe_rl.rollout.generation import generate as generate_under
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
@@ -313,7 +313,7 @@ def test_rows_join_as_far_as_the_plan_goes(
     assert len(unique) == 1 or len(unique) * chosen[0].prompt_tokens <= prefill_tokens
     if joins:
         prompts = inside * 64 + len(unique) * geometry.kv_bytes(12)
-        assert kv_bytes is None or batch_bytes(geometry, prompts, inside + count, 10) <= kv_bytes
+        assert kv_bytes is None or geometry.batch_kv_bytes(prompts, inside + count, 10) <= kv_bytes
         # A group is parted only if it is alone.
         assert len(unique) == 1 or count == len(waiting) or waiting[count].prompt not in unique
     else:

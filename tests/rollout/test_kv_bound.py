@@ -1,0 +1,99 @@
+"""A rollout's cache, by the allocator's own count, never passes what the plan and the formula allow."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memsafe_rl.memory.recovery import under
+from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.rollout.generation import generate
+from memsafe_rl.types import Completion, Component, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
+from tests.tiny import ARCHS, tiny_model
+
+GROUP = 6
+NEW = 70
+
+
+def prompts_of(lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(2, 258, (length,), generator=generator) for length in lengths]
+
+
+def keys_of(count: int, group: int) -> list[list[SequenceKey]]:
+    return [[SequenceKey(1, 0, prompt, sample) for sample in range(group)] for prompt in range(count)]
+
+
+class _Watch(TorchDispatchMode):
+    """Reads the allocator's count of the cache after every operator, and keeps the highest."""
+
+    def __init__(self, memory: SimulatedMemory) -> None:
+        super().__init__()
+        self.memory, self.most = memory, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.most = max(self.most, self.memory.live_by_component().get(Component.KV_CACHE, 0))
+        return result
+
+
+def peaks(
+    adapter: CausalLMAdapter, lengths: tuple[int, ...], plan: RolloutPlan, eos: tuple[int, ...]
+) -> tuple[int, int, list[Completion]]:
+    """Most bytes of the cache at any moment, what is left afterwards, and the completions."""
+    settings = SamplingSettings(NEW, eos)
+    with SimulatedMemory() as memory:
+        gc.collect()
+        before = memory.live_bytes
+        with _Watch(memory) as watch:
+            rows = generate(adapter, prompts_of(lengths), keys_of(len(lengths), GROUP), settings, under(plan))
+        assert memory.live_bytes == before  # completions lie on the host
+        return watch.most, memory.live_by_component().get(Component.KV_CACHE, 0), rows
+
+
+def formula(geometry: ModelGeometry, lengths: tuple[int, ...], rows: int) -> int:
+    """Prompts once, completions for the rows in flight, in whole blocks, one tensor of a layer twice while it grows."""
+    prompts = len(lengths) * geometry.kv_bytes(max(lengths))
+    return geometry.batch_kv_bytes(prompts, rows, NEW)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("eos", [(), tuple(range(2, 9))])
+def test_a_cache_stays_below_the_formula(arch: str, eos: tuple[int, ...]) -> None:
+    adapter = CausalLMAdapter(tiny_model(arch, layers=4), pad_token_id=0)
+    check_head(adapter)
+    lengths = (50, 49, 20)
+    for rows in (18, 7):
+        most, left, _ = peaks(adapter, lengths, RolloutPlan(rows_in_flight=rows), eos)
+        assert left == 0
+        assert most <= formula(adapter.geometry, lengths, rows)
+        if not eos and rows == 18:
+            assert most >= 0.8 * formula(adapter.geometry, lengths, rows)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.2])
+def test_a_cap_on_the_cache_is_never_passed(arch: str, share: float) -> None:
+    adapter = CausalLMAdapter(tiny_model(arch, layers=4), pad_token_id=0)
+    check_head(adapter)
+    lengths, eos = (50, 49, 20, 33), tuple(range(2, 9))
+    whole, _, expected = peaks(adapter, lengths, RolloutPlan(rows_in_flight=100), eos)
+    cap = int(share * formula(adapter.geometry, lengths, 24))
+    most, left, rows = peaks(adapter, lengths, RolloutPlan(rows_in_flight=100, kv_bytes=cap), eos)
+    assert most <= cap
+    assert left == 0
+    assert [row.ids.tolist() for row in rows] == [row.ids.tolist() for row in expected]
+    assert most <= whole
+
+
+def test_a_prompt_is_paid_for_once_however_many_follow_it() -> None:
+    adapter = CausalLMAdapter(tiny_model("qwen3", layers=4), pad_token_id=0)
+    one, _, _ = peaks(adapter, (160,), RolloutPlan(rows_in_flight=1), ())
+    six, _, _ = peaks(adapter, (160,), RolloutPlan(rows_in_flight=6), ())
+    slots = adapter.geometry.kv_bytes(96)
+    assert six - one <= 5 * slots * (1 + 1 / 8)
