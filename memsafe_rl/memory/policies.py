@@ -19,8 +19,9 @@ from dataclasses import dataclass, field, replace
 
 from memsafe_rl.memory.planning import Room, fastest_that_fits, first_that_fits, next_plan, with_prediction
 from memsafe_rl.memory.rungs import LOSSLESS, Plan, Rung, leaner, rungs_named
-from memsafe_rl.memory.slices import packed_tokens, packing_saves
+from memsafe_rl.memory.slices import packing_saves
 from memsafe_rl.memory.speed import (
+    full_speed_packed_tokens,
     full_speed_rows,
     full_speed_tile,
     full_speed_tokens,
@@ -148,9 +149,9 @@ class AdaptivePolicy(MemoryPolicy):
             The plan; when nothing fits, the smallest one: a single row, checkpointed.
         """
         longest, packs = max(work.row_tokens, default=1), _packs(self.pack_prompts, work)
-        tokens = packed_tokens(work, range(len(work.prompts))) if packs else sum(work.row_tokens)
+        tokens = min(full_speed_tokens(memory.device, work.geometry), sum(work.row_tokens))
         fast = UpdatePlan(
-            micro_batch_tokens=max(longest, min(full_speed_tokens(memory.device, work.geometry), tokens)),
+            micro_batch_tokens=full_speed_packed_tokens(memory.device, work) if packs else max(longest, tokens),
             logprob_tile=full_speed_tile(work),
             checkpointing=bool(self.checkpointing),
             pack_prompts=packs,

@@ -7,7 +7,7 @@ order, not to tell seconds.
 from __future__ import annotations
 
 from memsafe_rl.memory.estimator import wave_rows
-from memsafe_rl.memory.slices import measure_slices
+from memsafe_rl.memory.slices import measure_slices, packed_tokens
 from memsafe_rl.types import ModelGeometry, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 BAND = 1.1
@@ -24,6 +24,8 @@ _FULL_SPEED_ROWS = 256
 _LEAST_ROWS = 32
 _CPU_ROWS_BYTES = 64 * 2**20
 """Caches and logits of the rows in flight beyond which a CPU gains no speed worth its memory."""
+_RUN_AGAIN = 1.05
+"""Tokens of all micro-batches over those of rows packed together, at most, at full speed."""
 _TILE_BYTES = 32 * 2**20
 """A tile of fp32 logits of this size is large enough that a larger one is not faster."""
 _LEAST_TILE = 64
@@ -60,6 +62,26 @@ def full_speed_tokens(device: str, geometry: ModelGeometry) -> int:
         return _FULL_SPEED_TOKENS
     least, most = _CPU_TOKENS
     return max(least, min(most, _CPU_FULL_SPEED_ELEMENTS // geometry.hidden_size))
+
+
+def full_speed_packed_tokens(device: str, work: UpdateWork) -> int:
+    """Gives the tokens of one forward over packed rows beyond which more are not worth their memory.
+
+    A prompt whose completions do not fit beside it is run again with the rest of them, so that small micro-batches run
+    more tokens: as many as are fast, doubled until at most a twentieth of all is run again.
+
+    Args:
+        device: the device's type.
+        work: the rows of the step, with their prompts.
+
+    Returns:
+        Tokens.
+    """
+    least = packed_tokens(work, range(len(work.prompts)))
+    tokens = min(least, max(full_speed_tokens(device, work.geometry), *work.row_tokens))
+    while measure_slices(work, tokens, packed=True).total > _RUN_AGAIN * least:
+        tokens = min(least, 2 * tokens)
+    return tokens
 
 
 def full_speed_rows(device: str, work: RolloutWork) -> int:

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.host import offloaded
+from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.models import packed_attention
 from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.models.packed_attention import attention_configs
+from memsafe_rl.models.packing import pack_rows
 from memsafe_rl.types import Ragged, Trajectory
 from tests.models.helpers import PAD, SMALL, logprobs_of
 from tests.tiny import ARCHS, tiny_model
@@ -131,3 +143,139 @@ def test_in_double_nothing_but_rounding_differs(family: str) -> None:
         packed_logprobs, packed_gradient = learn(adapter, trajectory, rows, packed=True)
     assert distance(packed_logprobs, logprobs) < 1e-12
     assert distance(packed_gradient, gradient) < 1e-12
+
+
+@pytest.mark.parametrize("window", [2, 3, 6, 11, 12, 40])
+def test_a_window_counts_positions(window: int) -> None:
+    """Shorter than a completion, ending inside the prompt, just as long as a row, and longer than all."""
+    adapter, trajectory = adapter_of(tiny_model("gemma3", window=window, layers=3)), grouped_rows()
+    rows = range(len(trajectory))
+    logprobs, gradient = learn(adapter, trajectory, rows, packed=False)
+    packed_logprobs, packed_gradient = learn(adapter, trajectory, rows, packed=True)
+    assert distance(packed_logprobs, logprobs) < 1e-6
+    assert distance(packed_gradient, gradient) < 2e-6
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "gpt_oss"])
+def test_without_a_kernel_matrices_do(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form that devices other than the CPU take, a few scores at a time."""
+    adapter, trajectory = adapter_of(model_of(family)), grouped_rows()
+    rows = range(len(trajectory))
+    logprobs, gradient = learn(adapter, trajectory, rows, packed=True)
+    monkeypatch.setattr(packed_attention, "_has_kernel", lambda _: False)
+    monkeypatch.setattr(packed_attention, "_SCORES", 100)
+    plain_logprobs, plain_gradient = learn(adapter, trajectory, rows, packed=True)
+    assert distance(plain_logprobs, logprobs) < 1e-6
+    assert distance(plain_gradient, gradient) < 2e-6
+
+
+def test_some_rows_of_a_group_in_any_order() -> None:
+    adapter, trajectory = adapter_of(tiny_model("qwen3")), grouped_rows()
+    for rows in ([7, 2, 5], [0], [9, 8, 1, 3, 0]):
+        logprobs, gradient = learn(adapter, trajectory, rows, packed=False)
+        packed_logprobs, packed_gradient = learn(adapter, trajectory, rows, packed=True)
+        assert distance(packed_logprobs, logprobs) < 1e-6
+        assert distance(packed_gradient, gradient) < 2e-6
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_checkpointing_and_offload_change_no_bit(family: str) -> None:
+    adapter, trajectory = adapter_of(model_of(family)), grouped_rows()
+    rows = range(len(trajectory))
+    _, gradient = learn(adapter, trajectory, rows, packed=True)
+    _, recomputed = learn(adapter, trajectory, rows, packed=True, recompute=True)
+    with SimulatedMemory(), offloaded(adapter.model.parameters()):
+        _, moved = learn(adapter, trajectory, rows, packed=True)
+        _, both = learn(adapter, trajectory, rows, packed=True, recompute=True)
+    for other in (recomputed, moved, both):
+        assert torch.equal(other, gradient)
+    assert {config._attn_implementation for config in attention_configs(adapter.model)} == {"sdpa"}
+
+
+def test_lora_and_its_reference() -> None:
+    model = get_peft_model(tiny_model("llama"), LoraConfig(r=4, target_modules="all-linear")).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(0, 0.1)
+    adapter, trajectory = adapter_of(model), grouped_rows()
+    rows = range(len(trajectory))
+    logprobs, gradient = learn(adapter, trajectory, rows, packed=False)
+    packed_logprobs, packed_gradient = learn(adapter, trajectory, rows, packed=True)
+    assert distance(packed_logprobs, logprobs) < 1e-6
+    assert distance(packed_gradient, gradient) < 2e-6
+    with torch.no_grad(), adapter.reference() as reference:
+        of_rows = logprobs_of(reference.distribution(trajectory, rows))
+        assert distance(logprobs_of(reference.distribution(trajectory, rows, packed=True)), of_rows) < 1e-6
+        assert distance(of_rows, logprobs) > 1e-3
+
+
+def test_a_frozen_reference_packs_as_its_model_does() -> None:
+    adapter = CausalLMAdapter(tiny_model("qwen3"), pad_token_id=PAD, reference_model=tiny_model("qwen3", seed=1))
+    check_head(adapter)
+    trajectory = grouped_rows()
+    with torch.no_grad(), adapter.reference() as reference:
+        of_rows = logprobs_of(reference.distribution(trajectory, range(10)))
+        assert distance(logprobs_of(reference.distribution(trajectory, range(10), packed=True)), of_rows) < 1e-6
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_in_bfloat16_packed_rows_are_no_less_exact(autocast: bool) -> None:
+    exact, trajectory = adapter_of(tiny_model("qwen3", scale=3.0)), grouped_rows()
+    rows = range(len(trajectory))
+    wanted, gradient = learn(exact, trajectory, rows, packed=False)
+    adapter = adapter_of(tiny_model("qwen3", scale=3.0, dtype=torch.float32 if autocast else torch.bfloat16))
+    found = []
+    for packed in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found.append(learn(adapter, trajectory, rows, packed=packed))
+    (of_rows, rows_gradient), (of_packed, packed_gradient) = found
+    assert distance(of_packed, wanted) < 1.5 * distance(of_rows, wanted)
+    assert distance(packed_gradient, gradient) < 1.5 * distance(rows_gradient, gradient)
+
+
+def test_a_prompt_is_read_once_and_a_last_token_never() -> None:
+    trajectory = grouped_rows()
+    rows = range(len(trajectory))
+    packed = pack_rows(trajectory, rows, (None,), torch.device("cpu"))
+    tails = sum(trajectory.actions.lengths) - len(trajectory)
+    assert packed.ids.shape == packed.positions.shape == (1, sum(PROMPTS) + tails)
+    assert len(packed.layout.shared) == 3
+    alone = trajectory.condition_of_row.index(2)
+    assert pack_rows(trajectory, [alone], (None,), torch.device("cpu")).ids.shape == (1, 9 + 6 - 1)
+
+
+def test_packed_rows_hold_less() -> None:
+    adapter = adapter_of(tiny_model("llama", layers=4, hidden=64, positions=512, scale=1.0))
+    trajectory = grouped_rows((200,), ((20,) * 8,))
+    peaks = []
+    for packed in (False, True):
+        for weight in adapter.model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        with SimulatedMemory() as memory:
+            learned = logprobs_of(adapter.distribution(trajectory, range(8), packed=packed)).sum()
+            torch.autograd.backward(learned)
+        peaks.append(memory.peak_bytes)
+        del learned
+    assert peaks[1] < 0.35 * peaks[0]  # 352 of 1,760 tokens
+
+
+def test_recurrent_layers_do_not_pack(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    sizes = {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+    adapter = CausalLMAdapter(Lfm2ForCausalLM(Lfm2Config(**SMALL, **sizes)).eval(), pad_token_id=PAD)
+    with caplog.at_level(logging.INFO, "memsafe_rl"):
+        check_head(adapter)
+    assert not adapter.packs_prompts
+    assert "its own copy of the prompt" in caplog.text
+    with pytest.raises(ConfigError, match="gives packed rows other log-probs"):
+        adapter.distribution(grouped_rows(), [0, 1], packed=True)
+
+
+def test_attention_of_a_models_own_does_not_pack() -> None:
+    """Bloom adds biases by distance to its scores and takes no positions."""
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=258, hidden_size=32, n_layer=2, n_head=4, pad_token_id=PAD, eos_token_id=1)
+    adapter = CausalLMAdapter(BloomForCausalLM(config).eval(), pad_token_id=PAD)
+    check_head(adapter)
+    assert not adapter.packs_prompts
