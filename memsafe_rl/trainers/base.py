@@ -42,6 +42,7 @@ from memsafe_rl.trainers.experience import Experience, ExperienceMaker
 from memsafe_rl.trainers.lossy import Concession, concede, next_concession
 from memsafe_rl.trainers.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler, uninterrupted
 from memsafe_rl.trainers.order import Cursor, rows_of_step
+from memsafe_rl.trainers.partial import OpenGroup, plain_groups
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.reporting import averages, read_step, step_metrics
 from memsafe_rl.trainers.surface import TrainerSurface
@@ -113,6 +114,7 @@ class OnPolicyTrainer(TrainerSurface):
         self._committer: Committer | None = None
         self._cursor = Cursor()
         self._experience: Experience | None = None
+        self._waiting: tuple[OpenGroup, ...] = ()
         self._entropy = EntropyControl(self.args.entropy_coef)
         self._table: tuple[dict[str, Any], ...] = ()
         self._random_before_step: RandomState | None = None
@@ -254,6 +256,7 @@ class OnPolicyTrainer(TrainerSurface):
         if not self._cursor.starts_rollout:
             consumed = 0 if self._experience is None else self._experience.consumed
             self._cursor = self._cursor.advance(steps=1, epochs=1, consumed=consumed, stop=True)
+            self._waiting = () if self._experience is None else self._experience.waiting
         self._experience = None
         self._tracker.record("concession", remedy=concession.name, changes=dict(concession.changes))
         told = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in concession.changes.items())
@@ -302,7 +305,13 @@ class OnPolicyTrainer(TrainerSurface):
         cursor = self._cursor
         first = set(self._rows())
         later = [row for row in range(self.args.rollout_rows) if row not in first]
-        experience = self._maker.make(self._source, rollout=cursor.rollout, position=cursor.position, later_rows=later)
+        experience = self._maker.make(
+            self._source,
+            rollout=cursor.rollout,
+            position=cursor.position,
+            later_rows=later,
+            waiting=self._waiting,
+        )
         self._table = experience.table
         self._random_before_step = self._recovery.repeat(capture_random_state)  # reward functions may have drawn
         return experience
@@ -503,6 +512,7 @@ class OnPolicyTrainer(TrainerSurface):
             steps=self.args.updates_per_epoch, epochs=self.args.num_iterations, consumed=consumed, stop=bool(stop)
         )
         if self._cursor.rollout != before.rollout:
+            self._waiting = () if self._experience is None else self._experience.waiting
             self._experience = None
         self.state.global_step += 1
 
@@ -669,7 +679,7 @@ class OnPolicyTrainer(TrainerSurface):
         self.state = TrainerState(is_world_process_zero=main, is_local_process_zero=main)
         self.control = TrainerControl()
         self.history = []
-        self._cursor, self._experience, self._table = Cursor(), None, ()
+        self._cursor, self._experience, self._waiting, self._table = Cursor(), None, (), ()
         self._entropy = EntropyControl(self.args.entropy_coef)
         self._pending.clear()
 
@@ -746,6 +756,7 @@ class OnPolicyTrainer(TrainerSurface):
             "memory": self._tracker.state_dict(),
             "history": self.history,
             "experience": self._experience_facts(),
+            "waiting": plain_groups(self._waiting),
             "concessions": [asdict(concession) for concession in self._concessions],
             "run": self._run_facts(),
             "random": plain_random_state(random or capture_random_state()),
@@ -776,7 +787,12 @@ class OnPolicyTrainer(TrainerSurface):
         if self._experience is None:
             return None
         experience = self._experience
-        return {"consumed": experience.consumed, "external": experience.external, "metrics": experience.metrics}
+        return {
+            "consumed": experience.consumed,
+            "external": experience.external,
+            "metrics": experience.metrics,
+            "waiting": plain_groups(experience.waiting),
+        }
 
     def _resume(self, folder: Path) -> None:
         """Puts weights, optimizer, data position, rollout and random state back as they were."""
@@ -797,7 +813,10 @@ class OnPolicyTrainer(TrainerSurface):
         if self.args.memory_budget == "auto":
             self._tracker.budget_bytes = loop["memory"]["budget_bytes"]
         if trajectory is not None:
-            self._experience = Experience(trajectory=trajectory, **loop["experience"])
+            facts = loop["experience"]
+            left = self._maker.groups_from(facts["waiting"], self._source)
+            self._experience = Experience(trajectory=trajectory, **{**facts, "waiting": left})
+        self._waiting = self._maker.groups_from(loop["waiting"], self._source)
         restore_random_state(loop["random"])
 
     @property

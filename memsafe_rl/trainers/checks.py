@@ -128,6 +128,7 @@ RANGES: dict[str, Range] = {
     "vespo_lambda_neg": _NOT_NEGATIVE,
     "dynamic_sampling_max_rounds": _AT_LEAST_ONE,
     "reward_timeout_seconds": _POSITIVE,
+    "partial_rollout_tokens": _AT_LEAST_ONE,
     "reward_retries": _NOT_NEGATIVE,
 }
 """The numbers that make sense; a setting that is None is not looked at."""

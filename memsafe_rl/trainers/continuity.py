@@ -37,6 +37,10 @@ _FREE = frozenset(
         "pad_to_multiple_of",
         "verify_plan",
         "probe_worst_case",
+        "reward_timeout_seconds",
+        "reward_retries",
+        "reward_timeout_result",
+        "overlap_async_rewards",
         "num_completions_to_print",
         "trust_remote_code",
     }

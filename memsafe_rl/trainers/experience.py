@@ -25,10 +25,12 @@ from memsafe_rl.ops.evaluation import sample_metrics
 from memsafe_rl.ops.importance import importance_weights
 from memsafe_rl.rewards.base import PendingScores, RewardRunner
 from memsafe_rl.rollout.engine import RolloutEngine
+from memsafe_rl.rollout.generation import generate
 from memsafe_rl.rollout.scoring import score_all, update_work
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.data import Prompts, PromptSource, PromptTokenizer
 from memsafe_rl.trainers.given import GivenRollout, RolloutFunction, read_rollout
+from memsafe_rl.trainers.partial import Gathered, OpenGroup, begin_groups, gather_groups, groups_from, joined_prompts
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.update import contributes
 from memsafe_rl.types import (
@@ -70,6 +72,7 @@ class Samples:
         rewards_BF: (B, F) float32, NaN where a function gave None; (0, 0) until the rewards are known.
         extras: per completion, what the reward functions logged through `log_extra`; () until the rewards are known.
         external: whether another sampler than the trained model drew them.
+        stale: per completion, whether older weights drew some of it; () where none is.
     """
 
     prompts: Prompts
@@ -81,6 +84,7 @@ class Samples:
     rewards_BF: Tensor
     extras: tuple[dict[str, Any], ...]
     external: bool = False
+    stale: tuple[bool, ...] = ()
 
     def groups(self, indices: Sequence[int]) -> Samples:
         """Gives some groups only."""
@@ -139,6 +143,7 @@ class Experience:
         external: whether another sampler than the trained model drew the completions.
         metrics: what is logged of it.
         table: one row a completion, for people.
+        waiting: groups that are gone on with in the next rollout.
     """
 
     trajectory: Trajectory
@@ -146,6 +151,7 @@ class Experience:
     external: bool
     metrics: dict[str, float] = field(default_factory=dict)
     table: tuple[dict[str, Any], ...] = ()
+    waiting: tuple[OpenGroup, ...] = ()
 
     def to(self, place: str, device: torch.device) -> Experience:
         """Moves the trajectory to where a plan wants it.
@@ -226,7 +232,15 @@ class ExperienceMaker:
         """Ends the engine; the next rollout starts it anew."""
         self._engine.close()
 
-    def make(self, source: PromptSource, *, rollout: int, position: int, later_rows: Sequence[int]) -> Experience:
+    def make(
+        self,
+        source: PromptSource,
+        *,
+        rollout: int,
+        position: int,
+        later_rows: Sequence[int],
+        waiting: Sequence[OpenGroup] = (),
+    ) -> Experience:
         """Draws, rewards and scores one rollout.
 
         Args:
@@ -234,14 +248,22 @@ class ExperienceMaker:
             rollout: index of the rollout.
             position: prompts consumed before it.
             later_rows: rows that no optimizer step reads before the weights first move.
+            waiting: groups of earlier rollouts that are gone on with.
 
         Returns:
             The rollout, on the host.
         """
-        prompts = self._read(source, position, self._config.prompts_per_rollout)
-        self._plan(prompts)
-        samples, answers = self._draw(prompts, rollout, self._config.num_generations)
-        consumed = len(prompts.ids)
+        left: tuple[OpenGroup, ...] = ()
+        partly: dict[str, float] = {}
+        if self._config.partial_rollout_tokens is None:
+            prompts = self._read(source, position, self._config.prompts_per_rollout)
+            self._plan(prompts)
+            samples, answers = self._draw(prompts, rollout, self._config.num_generations)
+            consumed = len(prompts.ids)
+        else:
+            gathered = self._go_on(source, rollout, position, waiting)
+            samples, answers = self._taken(gathered.whole, rollout)
+            consumed, left, partly = gathered.consumed, gathered.waiting, _partial_metrics(gathered, samples)
         # Which groups are replaced depends on the rewards.
         overlapping = self._config.overlap_async_rewards and not self._config.dynamic_sampling
         if not overlapping:
@@ -256,7 +278,12 @@ class ExperienceMaker:
             lambda: (self._metrics(samples, advantages), _table(samples, advantages, self._rewards.names))
         )
         return Experience(
-            trajectory=trajectory, consumed=consumed, external=samples.external, metrics=metrics, table=table
+            trajectory=trajectory,
+            consumed=consumed,
+            external=samples.external or any(samples.stale),
+            metrics={**metrics, **partly},
+            table=table,
+            waiting=left,
         )
 
     def evaluate(self, examples: Sequence[dict[str, Any]], group_size: int) -> dict[str, float]:
@@ -289,6 +316,18 @@ class ExperienceMaker:
 
     def _read(self, source: PromptSource, position: int, count: int) -> Prompts:
         return self._repeat(lambda: self._read_prompts(source.take(position, count)))
+
+    def groups_from(self, plain: Sequence[Mapping[str, Any]], source: PromptSource) -> tuple[OpenGroup, ...]:
+        """Restores groups that waited when a checkpoint was written.
+
+        Args:
+            plain: the groups, as `partial.plain_groups` wrote them.
+            source: the prompts.
+
+        Returns:
+            The groups.
+        """
+        return groups_from(plain, lambda position: self._read_prompts(source.take(position, 1)))
 
     def _repeat(self, unit: Callable[[], Made], phase: Phase = Phase.ROLLOUT) -> Made:
         with self._tracker.phase(phase):
@@ -328,6 +367,13 @@ class ExperienceMaker:
                 given = GivenRollout([prompts.ids[row // group_size] for row in mine], drawn, external=external)
             else:
                 given = self._call_rollout_func(prompts, group_size, mine)
+        return self._answered(prompts, group_size, mine, given, phase)
+
+    def _answered(
+        self, prompts: Prompts, group_size: int, mine: range, given: GivenRollout, phase: Phase
+    ) -> tuple[Samples, Answers]:
+        """Has this rank's rows rewarded, and joins all ranks' rows; rewards may still be under way."""
+        work = self._work(prompts, group_size)
         texts = self._texts(prompts, [completion.ids for completion in given.completions])
         answering = Phase.REWARD if phase is Phase.ROLLOUT else phase
         with self._tracker.phase(answering):
@@ -378,6 +424,69 @@ class ExperienceMaker:
         )
         self._engine.release()
         return drawn
+
+    def _go_on(self, source: PromptSource, rollout: int, position: int, waiting: Sequence[OpenGroup]) -> Gathered:
+        """Draws a bounded number of tokens a round, beginning fresh prompts, until enough groups are whole."""
+        samples, limit = self._config.num_generations, self._sampling.max_new_tokens
+        planned = False
+
+        def begin(begun: int, count: int) -> tuple[OpenGroup, ...]:
+            prompts = self._read(source, position + begun, count)
+            return begin_groups(prompts, samples, position=position + begun, rollout=rollout, first_prompt=begun)
+
+        def draw(groups: Sequence[OpenGroup]) -> list[OpenGroup]:
+            nonlocal planned
+            if not planned:
+                self._plan(joined_prompts(groups))
+                planned = True
+            return self._drawn_on(groups)
+
+        gathered = gather_groups(
+            [group.fitted(samples, limit) for group in waiting],
+            wanted=self._config.prompts_per_rollout,
+            limit=limit,
+            begin=begin,
+            draw=draw,
+        )
+        if not planned:  # nothing had to be drawn, but scoring has a plan too
+            self._plan(joined_prompts(gathered.whole))
+        return gathered
+
+    def _drawn_on(self, groups: Sequence[OpenGroup]) -> list[OpenGroup]:
+        """Goes on with every completion that has not ended, shared over the ranks."""
+        settings = replace(self._sampling, max_step_tokens=self._config.partial_rollout_tokens)
+        open_rows = [(place, s) for place, group in enumerate(groups) for s in group.waiting(settings.max_new_tokens)]
+        mine: dict[int, list[int]] = {}
+        for row in self._ranks.share(len(open_rows)):
+            place, sample = open_rows[row]
+            mine.setdefault(place, []).append(sample)
+        with self._tracker.phase(Phase.ROLLOUT):
+            drawn = generate(
+                self._adapter,
+                [groups[place].prompts.ids[0] for place in mine],
+                [
+                    [groups[place].key(self._config.seed, sample) for sample in samples]
+                    for place, samples in mine.items()
+                ],
+                settings,
+                self._attempt(self._work(joined_prompts(groups), self._config.num_generations)),
+                progress=self._owner.report_sampling,
+                begun=[[groups[place].completions[sample] for sample in samples] for place, samples in mine.items()],
+            )
+        found: list[dict[int, Completion]] = [{} for _ in groups]
+        for (place, sample), completion in zip(open_rows, self._ranks.gather(drawn), strict=True):
+            found[place][sample] = completion
+        return [group.with_drawn(new) for group, new in zip(groups, found, strict=True)]
+
+    def _taken(self, groups: Sequence[OpenGroup], rollout: int) -> tuple[Samples, Answers]:
+        """Takes whole groups as the rollout's samples and has them rewarded."""
+        prompts, size = joined_prompts(groups), self._config.num_generations
+        rows = [completion for group in groups for completion in group.completions if completion is not None]
+        mine = self._ranks.share(len(rows))
+        given = GivenRollout([prompts.ids[row // size] for row in mine], [rows[row] for row in mine])
+        samples, answers = self._answered(prompts, size, mine, given, Phase.ROLLOUT)
+        stale = tuple(group.rollout != rollout for group in groups for _ in range(size))
+        return replace(samples, stale=stale), answers
 
     def _attempt(self, work: RolloutWork | UpdateWork) -> Attempt[RolloutPlan]:
         return self._attempt_in(work, self._autocast)
@@ -480,7 +589,8 @@ class ExperienceMaker:
         try:
             with charge(Component.TRAJECTORY):
                 trajectory = self._repeat(lambda: self._laid_down(samples))
-            return self._score_everyone(trajectory, external=samples.external)
+            trajectory = self._score_everyone(trajectory, external=samples.external)
+            return self._score_stale(trajectory, samples)
         except BaseException:
             answers.pending.cancel()
             raise
@@ -536,6 +646,25 @@ class ExperienceMaker:
                 trajectory = replace(trajectory, old_logprobs=old, has_old=(True,) * len(trajectory))
         return trajectory
 
+    def _score_stale(self, trajectory: Trajectory, samples: Samples) -> Trajectory:
+        """Corrects rows that older weights have begun by what the present ones think of them; the others weigh 1."""
+        rows = [row for row, stale in enumerate(samples.stale) if stale]
+        if not rows:
+            return trajectory
+
+        def weighed() -> Ragged:
+            found = {row: self._correction(trajectory, row, samples.completions[row].model_logprobs) for row in rows}
+            ones = Ragged(torch.ones_like(old.flat), trajectory.actions.lengths)
+            return trajectory.actions.beside(found, ones)
+
+        with self._tracker.phase(Phase.SCORE):
+            old = self._scored(self._adapter, trajectory, rows)
+            has_old = tuple(samples.stale)
+            trajectory = replace(trajectory, old_logprobs=old, has_old=has_old)
+            with charge(Component.TRAJECTORY):
+                weights = self._recovery.repeat(weighed)
+            return replace(trajectory, importance_weights=weights)
+
     def _score_later(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
         """Adds old log-probs where the first update will come too late to give them, and weights they correct by."""
         with self._tracker.phase(Phase.SCORE):
@@ -543,11 +672,12 @@ class ExperienceMaker:
                 with charge(Component.TRAJECTORY):
                     weights = self._recovery.repeat(lambda: self._corrections(trajectory))
                 return replace(trajectory, importance_weights=weights)
-            later = self._recovery.repeat(lambda: [row for row in later_rows if self._learns(trajectory, row)])
+            wanting = [row for row in later_rows if not trajectory.has_old[row]]
+            later = self._recovery.repeat(lambda: [row for row in wanting if self._learns(trajectory, row)])
             if not later:
                 return trajectory
-            old = self._scored(self._adapter, trajectory, later)
-            has_old = tuple(row in set(later) for row in range(len(trajectory)))
+            old = self._scored(self._adapter, trajectory, later, known=trajectory.old_logprobs)
+            has_old = tuple(known or row in set(later) for row, known in enumerate(trajectory.has_old))
             return replace(trajectory, old_logprobs=old, has_old=has_old)
 
     def _corrected(self, external: bool) -> bool:
@@ -556,8 +686,10 @@ class ExperienceMaker:
     def _learns(self, trajectory: Trajectory, row: int) -> bool:
         return contributes(trajectory, row, every_row=self._config.every_row_learns)
 
-    def _scored(self, adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int]) -> Ragged:
-        """Scores rows, shared over the ranks, into a store of all rows."""
+    def _scored(
+        self, adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], known: Ragged | None = None
+    ) -> Ragged:
+        """Scores rows, shared over the ranks, into a store of all rows, beside what is known of the others."""
         mine = self._ranks.balance(rows, trajectory.action_lengths(rows))
         scored = score_all(
             adapter,
@@ -569,7 +701,7 @@ class ExperienceMaker:
         )
         pairs = self._ranks.gather([(row, scores.logprobs) for row, scores in zip(mine, scored, strict=True)])
         with charge(Component.TRAJECTORY):
-            return self._recovery.repeat(lambda: trajectory.actions.beside(dict(pairs)))
+            return self._recovery.repeat(lambda: trajectory.actions.beside(dict(pairs), known))
 
     def scoring(self, trajectory: Trajectory, rows: Sequence[int]) -> Attempt[RolloutPlan]:
         """Begins a scoring pass without gradient.
@@ -584,26 +716,22 @@ class ExperienceMaker:
         return self._attempt(update_work(self._adapter, trajectory, rows))
 
     def _corrections(self, trajectory: Trajectory) -> Ragged:
-        if trajectory.old_logprobs is None or trajectory.sampling_logprobs is None:
+        if trajectory.sampling_logprobs is None:
+            raise AssertionError("a rollout has the log-probs it was drawn with")
+        sampled = trajectory.sampling_logprobs.rows()
+        return Ragged.from_rows([self._correction(trajectory, row, sampled[row]) for row in range(len(trajectory))])
+
+    def _correction(self, trajectory: Trajectory, row: int, sampling_logprobs_T: Tensor) -> Tensor:
+        """Weighs a row's actions by how much likelier they have become since they were drawn."""
+        if trajectory.old_logprobs is None:
             raise AssertionError("corrections follow scoring")
-        rows = zip(
-            trajectory.old_logprobs.rows(),
-            trajectory.sampling_logprobs.rows(),
-            trajectory.loss_mask.rows(),
-            strict=True,
-        )
-        return Ragged.from_rows(
-            [
-                importance_weights(
-                    old,
-                    sampled,
-                    mask,
-                    mode=self._config.vllm_importance_sampling_mode,
-                    clip_min=self._config.vllm_importance_sampling_clip_min,
-                    clip_max=self._config.vllm_importance_sampling_clip_max,
-                )
-                for old, sampled, mask in rows
-            ]
+        return importance_weights(
+            trajectory.old_logprobs.rows()[row],
+            sampling_logprobs_T,
+            trajectory.loss_mask.rows()[row],
+            mode=self._config.vllm_importance_sampling_mode,
+            clip_min=self._config.vllm_importance_sampling_clip_min,
+            clip_max=self._config.vllm_importance_sampling_clip_max,
         )
 
     def _metrics(self, samples: Samples, advantages: AdvantageResult) -> dict[str, float]:
@@ -647,6 +775,16 @@ def _served_by(engine: str, plan: Any) -> Any:
             "RolloutPlan.engine out, or choose that engine in the configuration."
         )
     return replace(plan, engine=engine)
+
+
+def _partial_metrics(gathered: Gathered, samples: Samples) -> dict[str, float]:
+    """Says what a partial rollout left undone and what it took over."""
+    return {
+        "partial/rounds": float(gathered.rounds),
+        "partial/fresh_prompts": float(gathered.consumed),
+        "partial/waiting_groups": float(len(gathered.waiting)),
+        "partial/stale_fraction": sum(samples.stale) / len(samples.stale),
+    }
 
 
 def _joined(mine: tuple[Samples, Samples], more: tuple[Samples, Samples]) -> tuple[Samples, Samples]:

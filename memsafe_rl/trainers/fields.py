@@ -223,6 +223,11 @@ class TrainerFields:
     )
     num_iterations: int = option(1, "Epochs K: passes over each rollout, rows reshuffled in every one.")
     max_completion_length: int = option(512, "Longest completion, in tokens.")
+    partial_rollout_tokens: int | None = option(
+        None,
+        "Most tokens a completion draws in a rollout; an unfinished one goes on in the next, which changes the order "
+        "of the data and needs importance weights; None: every completion is drawn to its end.",
+    )
     temperature: float = option(1.0, "Sampling temperature; the loss uses log-probs at the same temperature.")
     top_p: float = option(1.0, "Sample from the likeliest tokens that hold this much probability; 1: all.")
     top_k: int = option(0, "Sample from this many likeliest tokens; 0: all.")
@@ -362,6 +367,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Sampling": (
         "max_completion_length",
+        "partial_rollout_tokens",
         "temperature",
         "top_p",
         "top_k",

@@ -211,7 +211,8 @@ def check_together(
         rollout_func: may add columns, and brings log-probs that correct importance.
 
     Raises:
-        ConfigError: two samplers are asked for, or VESPO would count a row's importance weight once for every token.
+        ConfigError: two samplers are asked for, VESPO would count a row's importance weight once for every token, or
+            partial rollouts are asked for where they cannot be.
         DataError: a reward function needs a column that is not there.
     """
     if rollout_func is None and isinstance(dataset, Dataset):
@@ -220,12 +221,36 @@ def check_together(
     foreign = config.use_vllm or config.use_transformers_continuous_batching
     if foreign and rollout_func is not None:
         raise ConfigError("A rollout_func draws the completions itself. Leave use_vllm and continuous batching out.")
-    corrected = (foreign or rollout_func is not None) and config.vllm_importance_sampling_correction
+    partly = config.partial_rollout_tokens is not None
+    if partly:
+        _check_partial(config, alone=not foreign and rollout_func is None)
+    corrected = (foreign or partly or rollout_func is not None) and config.vllm_importance_sampling_correction
     if config.loss_type == "vespo" and corrected and mode.startswith("sequence"):
         raise ConfigError(
             f"vllm_importance_sampling_mode is {mode!r} with loss_type 'vespo' and another sampler. Set it to "
             "'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False."
         )
+
+
+def _check_partial(config: GRPOConfig, *, alone: bool) -> None:
+    told = f"partial_rollout_tokens is {config.partial_rollout_tokens}, but "
+    if not alone:
+        raise ConfigError(f"{told}only this library's own engine goes on with completions. Leave one out.")
+    if config.dynamic_sampling:
+        raise ConfigError(
+            f"{told}with dynamic_sampling a rollout is replaced by its rewards, which unfinished groups do not have. "
+            "Set one of the two only."
+        )
+    if not config.vllm_importance_sampling_correction:
+        raise ConfigError(
+            f"{told}vllm_importance_sampling_correction is False, and completions that older weights have begun need "
+            "it. Set it to True."
+        )
+    logger.warning(
+        "%scompletions longer than that go on in the next rollout: the order of the data follows their lengths, and "
+        "those that older weights have begun are corrected by importance weights.",
+        told.removesuffix("but "),
+    )
 
 
 def chosen_policy(given: MemoryPolicy | str | None, config: GRPOConfig) -> MemoryPolicy:

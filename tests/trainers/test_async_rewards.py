@@ -42,8 +42,8 @@ def listen(trainer: GRPOTrainer, judge: Judge) -> None:
     """Has the judge hear of every scoring pass."""
     scored = trainer._maker._scored
 
-    def noted(*arguments: Any) -> Any:
-        found = scored(*arguments)
+    def noted(*arguments: Any, **named: Any) -> Any:
+        found = scored(*arguments, **named)
         judge.scored.set()
         return found
 
@@ -69,6 +69,22 @@ def test_the_reference_scores_while_a_judge_is_waited_for(tmp_path: Path) -> Non
     assert [record["reward"] for record in overlapped.history if "reward" in record] == [
         record["reward"] for record in one_by_one.history if "reward" in record
     ]
+
+
+def test_a_run_that_a_slow_judge_ended_goes_on_with_more_patience(tmp_path: Path) -> None:
+    slow = [True]
+
+    async def judge(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(60 if slow[0] and trainer.state.global_step else 0)
+        return count_digits(completions)
+
+    settings = {"reward_funcs": [judge], "save_strategy": "steps", "save_steps": 100}
+    trainer = make_trainer(tmp_path, reward_timeout_seconds=0.05, **settings)
+    with pytest.raises(RewardTimeoutError):
+        trainer.train()
+    slow[0] = False
+    again = make_trainer(tmp_path, reward_timeout_seconds=30, reward_retries=1, **settings)
+    assert again.train(resume_from_checkpoint=True).global_step == 2
 
 
 def test_dynamic_sampling_waits_for_the_rewards_first(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ NEW = {
     "memory_budget",
     "overlap_async_rewards",
     "overlong_prompts",
+    "partial_rollout_tokens",
     "probe_worst_case",
     "reward_retries",
     "reward_timeout_result",
