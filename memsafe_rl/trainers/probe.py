@@ -223,9 +223,8 @@ def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
         ending = _AtTheEnd(trial.adapter, longest.row_tokens - 2)
         # The cache that transformers' generate keeps, where that decodes, is out of reach.
         own_cache = not isinstance(trial.adapter, CausalLMAdapter) or trial.adapter.path.decodes
-        generate(
-            cast(ModelAdapter, ending) if own_cache else trial.adapter, *_samples(ids, first), two_tokens, under(plan)
-        )
+        tried = cast(ModelAdapter, ending) if own_cache else trial.adapter
+        generate(tried, *_samples(ids, first), two_tokens, under(plan))
         if not ending.stretched and longest.completion_tokens > 2:  # a cache that only grows by reading
             alike = [(0, sample) for sample in range(len(first))]
             last_two = replace(two_tokens, max_new_tokens=2)
