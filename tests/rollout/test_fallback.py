@@ -160,6 +160,17 @@ def test_tokens_are_those_of_rows_alone_in_any_wave(adapters: Callable[[str], Ca
             assert told[-1] == (15, 15)
 
 
+def test_the_library_itself_falls_back(adapters: Callable[[str], CausalLMAdapter]) -> None:
+    adapter = adapters("mamba")
+    adapter.model.train()
+    try:
+        got = generation.generate(adapter, prompts(), keys(), SETTINGS, under(RolloutPlan(rows_in_flight=4)))
+        assert adapter.model.training
+    finally:
+        adapter.model.eval()
+    assert_alike(got, alone(adapter, SETTINGS))
+
+
 PAIRS = tiny_tokenizer(320)
 
 

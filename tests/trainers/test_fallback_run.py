@@ -1,0 +1,47 @@
+"""Whole runs of a network that only transformers' `generate` can decode."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MambaConfig, MambaForCausalLM
+
+from memsafe_rl.memory.simulated import SimulatedMemory
+from tests.tiny import EOS_ID, PAD_ID, VOCAB_SIZE
+from tests.trainers.helpers import cut, make_trainer, relative, weights
+
+
+def mamba() -> Any:
+    ids = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "bos_token_id": None}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MambaForCausalLM(
+            MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, state_size=4, **ids)
+        )
+
+
+@pytest.mark.parametrize("check", ["probe_worst_case", "verify_plan"])
+def test_a_run_passes_its_checks_and_says_once_how_it_decodes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, check: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        trainer = make_trainer(tmp_path, model=mamba(), policy=cut(128, 8), **{check: True})
+        trainer.train()
+    assert sum("Rollouts run transformers' generate" in record.getMessage() for record in caplog.records) == 1
+    assert trainer.state.global_step == 2
+
+
+def test_failures_anywhere_change_nothing(tmp_path: Path) -> None:
+    ends, phases = [], set()
+    for fault in (None, 2000, 4000, 6000):
+        with SimulatedMemory(fail_at=fault):
+            trainer = make_trainer(tmp_path / str(fault), model=mamba(), max_steps=1)
+            trainer.train()
+            ends.append(weights(trainer))
+        retries = [event for event in trainer.memory_events if event["event"] == "retry"]
+        assert len(retries) == (fault is not None)
+        phases |= {str(event["phase"]) for event in retries}
+    assert all(relative(end, ends[0]) < 1e-6 for end in ends[1:])  # float32, in another order at most
+    assert any("rollout" in phase for phase in phases)
