@@ -357,8 +357,8 @@ class OnPolicyTrainer(TrainerSurface):
         """Asks the memory policy how to cut this rank's rows."""
         work = self._work(trajectory, mine)
         plan = self.memory_policy.before_update(work, self._tracker.state())
-        check_packing(plan, work)
         self._tracker.adopt(plan, UpdatePlan)
+        check_packing(plan, work)
 
     def _work(self, trajectory: Trajectory, mine: Sequence[int]) -> UpdateWork:
         return update_work(self.adapter, trajectory, mine, packable=self._packable)
