@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.policies import LadderPolicy
+from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.rollout.generation import generate
 from memsafe_rl.trainers.data import Prompts
 from memsafe_rl.trainers.grpo import GRPOTrainer
@@ -258,6 +260,33 @@ def test_rows_that_older_weights_began_weigh_what_the_present_ones_say(tmp_path:
     trainer._maker._score_stale = noted  # type: ignore[method-assign]
     trainer.train()
     assert checked > 0
+
+
+def test_failures_while_pieces_are_drawn_change_no_token(tmp_path: Path) -> None:
+    def trained(folder: Path, *, failing: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
+        with SimulatedMemory() as device:
+            trainer = partly(folder, policy=LadderPolicy(), max_steps=3)
+            start = weights(trainer)
+            drawn_on, rounds = trainer._maker._drawn_on, 0
+
+            def failing_round(groups: Sequence[OpenGroup]) -> list[OpenGroup]:
+                nonlocal rounds
+                rounds += 1
+                if failing:
+                    device.fail_after(7 * rounds)
+                return drawn_on(groups)
+
+            trainer._maker._drawn_on = failing_round  # type: ignore[method-assign]
+            trainer.train()
+            return start, weights(trainer), sum(event["event"] == "failure" for event in trainer.memory_events)
+
+    start, calm, none = trained(tmp_path / "calm", failing=False)
+    _, troubled, failures = trained(tmp_path / "troubled", failing=True)
+    assert none == 0
+    assert failures >= 3
+    # The same tokens, and what rounding makes of the log-probs of rows that were read back.
+    apart = (troubled - calm).norm() / (calm - start).norm()
+    assert apart < 1e-6
 
 
 def test_evaluations_draw_completions_to_their_end(tmp_path: Path) -> None:
