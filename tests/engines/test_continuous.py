@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers.generation.continuous_batching import cache as cb_cache
 from transformers.generation.continuous_batching import model_runner
 
-from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.memory.recovery import under
 from memsafe_rl.rollout.engines.continuous import ContinuousEngine
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
@@ -168,6 +168,8 @@ def test_an_interrupt_does_not_wait_for_the_rollout(monkeypatch: pytest.MonkeyPa
 
 def test_what_it_would_drop_is_refused() -> None:
     engine = engine_for(small_model())
+    with pytest.raises(DataError, match=r"Prompt 1 has 0 tokens"):
+        engine.generate(prompts_of(4, 0), keys_of(2, 1), settings_of(), under(PLAN))
     engine.check(settings_of(temperature=0.5, top_k=4, top_p=0.9))
     for name, value in (("min_p", 0.1), ("repetition_penalty", 1.2)):
         with pytest.raises(ConfigError, match=rf"{name} is {value}, which the rollout engine 'continuous'"):

@@ -26,7 +26,7 @@ from memsafe_rl.models.causal_lm import causal_lm_of
 from memsafe_rl.rollout.engine import Progress
 from memsafe_rl.rollout.engines.pool import pool_for
 from memsafe_rl.rollout.engines.seeds import seed_of
-from memsafe_rl.rollout.engines.settings import check_options, is_filtered, refuse_settings
+from memsafe_rl.rollout.engines.settings import check_options, is_filtered, refuse_prompts, refuse_settings
 from memsafe_rl.rollout.generation import eval_mode
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -110,6 +110,8 @@ class ContinuousEngine:
         ids = [prompt.tolist() for prompt, group in zip(prompts, keys, strict=True) for _ in group]
         if not ids:
             return []
+        lengths = [len(prompt) for prompt in prompts]
+        refuse_prompts(lengths, settings.max_new_tokens, self._adapter.geometry.max_positions)
         seed = seed_of(next(key for group in keys for key in group)) % 2**31
 
         def draw(plan: RolloutPlan) -> list[Completion]:

@@ -128,12 +128,12 @@ def hand_over(engine: Any, weights: Iterable[tuple[str, Tensor]], device: torch.
     with quiet(), failures_named("did not take the model's weights"):
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         if device.type == "cpu":
-            engine.apply_model(_repack_heads)
+            engine.apply_model(_repack)
         engine.reset_prefix_cache()
 
 
-def _repack_heads(model: nn.Module) -> None:
-    """Has output heads packed again: vLLM's CPU build packs a copy, which reloading a tied embedding leaves as it was.
+def _repack(model: nn.Module) -> None:
+    """Packs weights for the kernels of vLLM's CPU build where reloading does not: tied output heads, and experts.
 
     Runs where vLLM's own model is.
     """
@@ -141,6 +141,9 @@ def _repack_heads(model: nn.Module) -> None:
         method: Any = getattr(module, "quant_method", None)
         if type(module).__name__ == "ParallelLMHead" and method is not None:
             method.process_weights_after_loading(module)
+        experts: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if experts is not None:
+            experts.process_weights_after_loading(module)
 
 
 def shut_down(engine: Any) -> None:

@@ -26,7 +26,13 @@ from memsafe_rl.rollout.engines.hosting import (
 )
 from memsafe_rl.rollout.engines.pool import Pool, pool_for
 from memsafe_rl.rollout.engines.seeds import seed_of
-from memsafe_rl.rollout.engines.settings import FILTERS, is_filtered, refuse_missing_vllm, refuse_settings
+from memsafe_rl.rollout.engines.settings import (
+    FILTERS,
+    is_filtered,
+    refuse_missing_vllm,
+    refuse_prompts,
+    refuse_settings,
+)
 from memsafe_rl.rollout.engines.weights import named_weights, refuse_unmergeable
 from memsafe_rl.rollout.generation import eval_mode
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
@@ -158,6 +164,7 @@ class VLLMEngine:
             MemsafeError: vLLM failed, or computes other log-probs than the model.
         """
         ids = [prompt.tolist() for prompt in prompts]
+        refuse_prompts([len(row) for row in ids], settings.max_new_tokens, self._adapter.geometry.max_positions)
         rows = [(prompt, sample) for prompt, group in enumerate(keys) for sample in range(len(group))]
         if not rows:
             return []
@@ -318,16 +325,30 @@ class _Run:
     def completions(self) -> dict[Row, Completion]:
         """Steps until every sequence has ended."""
         total = len(self._waiting)
+        patience = self._patience()
         while self._waiting or self._running:
+            if patience == 0:
+                raise MemsafeError(
+                    f"vLLM goes on without ending any of {len(self._running)} sequences. Leave use_vllm out to decode "
+                    "with the library's own engine."
+                )
+            patience -= 1
             self._admit()
             finished = [output for output in self._engine.step() if output.finished]
             # a group's prompt is in the prefix cache from now on
             self._read.update(prompt for prompt, _ in self._running.values())
             for output in finished:
                 self._ended[self._running.pop(output.request_id)] = self._completion(output.outputs[0])
-            if finished and self._progress is not None:
-                self._progress(len(self._ended), total)
+            if finished:
+                patience = self._patience()
+                if self._progress is not None:
+                    self._progress(len(self._ended), total)
         return self._ended
+
+    def _patience(self) -> int:
+        """Steps within which a sequence must end, however often others push it aside and it is read again."""
+        longest = max(map(len, self._ids)) + self._settings.max_new_tokens
+        return 1000 + 4 * longest * self._rows
 
     def _admit(self) -> None:
         reading = {prompt for prompt, _ in self._running.values()} - self._read
