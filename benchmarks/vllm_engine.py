@@ -47,9 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if not options.skip_tests:
         run(python, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "tests/engines")
-    runs = [measured(python, engine, shape) for shape in SHAPES for engine in ENGINES]
+    runs = [measured(python, engine, shape, options.threads) for shape in SHAPES for engine in ENGINES]
     table(runs)
-    options.results.write_text(json.dumps({"machine": machine(python), "runs": runs}, indent=2) + "\n")
+    found = {"machine": machine(python) | {"threads": str(options.threads)}, "runs": runs}
+    options.results.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -58,6 +59,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--venv", type=Path, default=cache, help="folder of the environment; made if it is not there")
     parser.add_argument("--only-install", action="store_true", help="make the environment and stop")
     parser.add_argument("--skip-tests", action="store_true", help="compare only")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of every engine")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go")
     parser.add_argument("--measure", nargs=2, metavar=("ENGINE", "SHAPE"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -125,33 +127,34 @@ def run(python: Path, *words: str) -> None:
         python: the environment's.
         words: the command.
     """
-    subprocess.run([str(python), *words], cwd=ROOT, env=variables(), check=True)
+    subprocess.run([str(python), *words], cwd=ROOT, env=variables(1), check=True)
 
 
-def variables() -> dict[str, str]:
+def variables(threads: int) -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+        "OMP_NUM_THREADS": str(threads),
     }
 
 
 # ---------------------------------------------------------------------- the comparison
 
 
-def measured(python: Path, engine: str, shape: str) -> dict[str, Any]:
+def measured(python: Path, engine: str, shape: str, threads: int) -> dict[str, Any]:
     """Measures one engine in a process of its own.
 
     Args:
         python: the environment's.
         engine: one of `ENGINES`.
         shape: one of `SHAPES`.
+        threads: it may compute with.
 
     Returns:
         Figures by name.
     """
     words = [str(python), "-m", "benchmarks.vllm_engine", "--measure", engine, shape]
-    done = subprocess.run(words, cwd=ROOT, env=variables(), check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(words, cwd=ROOT, env=variables(threads), check=True, stdout=subprocess.PIPE, text=True)
     figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     print(f"{shape:7} {engine:11} {figures['tokens_per_second']:8.0f} tokens/s", flush=True)
     return figures
@@ -182,11 +185,12 @@ def measure(engine: str, shape: str, rounds: int = 3) -> dict[str, Any]:
     began = time.perf_counter()
     draw(prompts, GROUP, 0)
     first_seconds = time.perf_counter() - began
-    seconds, lengths = [], []
+    seconds, busy, lengths = [], [], []
     for round_ in range(1, rounds + 1):
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         lengths.append(draw(prompts, GROUP, round_))
         seconds.append(time.perf_counter() - began)
+        busy.append(time.process_time() - worked)
     peak = resident_bytes(peak=True)
     rates = sorted(sum(drawn) / took for drawn, took in zip(lengths, seconds, strict=True))
     return {
@@ -196,6 +200,7 @@ def measure(engine: str, shape: str, rounds: int = 3) -> dict[str, Any]:
         "mean_tokens": sum(map(sum, lengths)) / (rounds * PROMPTS * GROUP),
         "tokens_per_second": rates[rounds // 2],
         "seconds": sorted(seconds)[rounds // 2],
+        "cpu_seconds": sorted(busy)[rounds // 2],
         "first_seconds": first_seconds,
         "peak_bytes": peak - before,
     }
@@ -214,14 +219,12 @@ def machine(python: Path) -> dict[str, str]:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> None:
-    print("\n| lengths | engine | tokens/s | seconds | first rollout, s | peak, MB |\n|---|---|---|---|---|---|")
+    print("\n| lengths | engine | tokens/s | seconds | CPU seconds | first, s | peak, MB |")
+    print("|---|---|---|---|---|---|---|")
     for figures in runs:
-        numbers = (figures["tokens_per_second"], figures["seconds"], figures["first_seconds"])
-        rate, seconds, first = numbers
-        print(
-            f"| {figures['shape']} | {figures['engine']} | {rate:.0f} | {seconds:.2f} | {first:.2f} "
-            f"| {figures['peak_bytes'] / 1e6:.0f} |"
-        )
+        numbers = " | ".join(f"{figures[name]:.2f}" for name in ("seconds", "cpu_seconds", "first_seconds"))
+        start = f"| {figures['shape']} | {figures['engine']} | {figures['tokens_per_second']:.0f}"
+        print(f"{start} | {numbers} | {figures['peak_bytes'] / 1e6:.0f} |")
 
 
 if __name__ == "__main__":
