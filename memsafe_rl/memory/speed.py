@@ -18,7 +18,10 @@ _FULL_SPEED_TOKENS = 16384
 _CPU_FULL_SPEED_ELEMENTS = 2**18
 """Elements of a hidden state beyond which a CPU gains no speed worth its memory: on two cores a model of width 576 took
 8.4 s for 2,048 tokens at a time (2.3 GiB) and 9.5 s for 512 (0.6 GiB)."""
-_CPU_TOKENS = (256, 4096)
+_CPU_TOKENS = (256, 512)
+"""Least and most tokens of a CPU's full speed, whatever the width: what a piece costs besides its tokens is worth about
+fifty of them. A model of width 256 with rows of 30 to 210 tokens took 2.5 s of one core for 512 at a time (146 MB), 2.7
+for 1,024 (261 MB), 3.2 for 2,048 (451 MB) and 4.8 for all, whose padding and caches cost more than pieces."""
 _FULL_SPEED_ROWS = 256
 """Sequences decoded together beyond which no device gains speed worth its memory."""
 _LEAST_ROWS = 32

@@ -43,7 +43,7 @@ def test_cache_bytes_follow_the_formula_with_windows() -> None:
 def test_with_room_to_spare_the_micro_batch_is_as_large_as_is_fast() -> None:
     work = update_work(*[100] * 100)
     plan = AdaptivePolicy().before_update(work, memory(2**40))
-    assert plan.micro_batch_tokens == 2**18 // 64
+    assert plan.micro_batch_tokens == 512
     assert not plan.checkpointing
     wide = replace(work, geometry=replace(GEOMETRY, hidden_size=576))
     assert AdaptivePolicy().before_update(wide, memory(2**40)).micro_batch_tokens == 455
@@ -65,7 +65,7 @@ def test_the_plan_fits_the_budget_or_is_the_smallest_there_is() -> None:
 
 
 def test_checkpointing_comes_before_refusing_and_a_hint_is_obeyed() -> None:
-    work = update_work(*[100] * 20)
+    work = update_work(500)
     plain = AdaptivePolicy().before_update(work, memory(2**40))
     tight = int(plain.predicted_bytes["update"] * 0.6)
     assert AdaptivePolicy().before_update(work, memory(tight)).checkpointing
