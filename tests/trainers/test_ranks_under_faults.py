@@ -123,13 +123,13 @@ class Faults:
         self._stretches.clear()
 
     @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
+    def phase(self, phase: Phase, **options: Any) -> Iterator[None]:
         place, before = len(self._stretches), self.device.allocations
         self._stretches.append((phase, 0))
         if self._chosen is not None and self._chosen[0] == place:
             self.device.fail_after(self._chosen[1])
             self._chosen = None
-        with self._phase(phase):
+        with self._phase(phase, **options):
             yield
         self._stretches[place] = phase, self.device.allocations - before
 
