@@ -55,8 +55,6 @@ SHAPES = (
     Shape(1, 512, 16, 64),
     Shape(1, 512, 16, 64, ragged=True),
     Shape(4, 80, 8, 12),
-    Shape(2, 128, 8, 256),
-    Shape(8, 256, 1, 64),
 )
 
 
