@@ -445,12 +445,14 @@ def kv_bounds(model: Any, row: Row) -> dict[str, int]:
         row: the rollout.
 
     Returns:
-        int, bytes: "shared" is ``sum over prompts of kv(P) + B kv(T)``, "copied" is ``sum over rows of kv(P + T)``.
+        int, bytes: "shared" is ``sum over prompts of kv(P) + B kv(T)``, T in whole blocks and one tensor twice, because
+        it grows by copying; "copied" is ``sum over rows of kv(P + T)``.
     """
     geometry = adapter_of(model).geometry
     lengths = [len(prompt) for prompt in build_prompts(row)]
+    prompt_bytes = sum(map(geometry.kv_bytes, lengths))
     return {
-        "shared": sum(map(geometry.kv_bytes, lengths)) + row.rows * geometry.kv_bytes(row.new_tokens),
+        "shared": geometry.batch_kv_bytes(prompt_bytes, row.rows, row.new_tokens),
         "copied": row.group_size * sum(geometry.kv_bytes(length + row.new_tokens) for length in lengths),
     }
 
@@ -484,7 +486,7 @@ AXES: dict[str, Sequence[Any]] = {
     "group_size": (1, 2, 4, 8, 16),
     "prompts": (1, 2, 4, 8),
     "prompt_tokens": ((16, 16), (64, 64), (128, 128), (256, 256)),
-    "new_tokens": (8, 16, 32, 64),
+    "new_tokens": (16, 32, 64, 96),
 }
 LABELS = {"group_size": "samples a prompt", "prompts": "prompts", "prompt_tokens": "prompt tokens"}
 
@@ -548,7 +550,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Record]:
             write(options.out, results={family: results[family]}, repeats=options.repeats, threads=options.threads)
         if not options.no_figure:
             task = progress.add_task("cache", total=2 * sum(map(len, AXES.values())))
-            start = Row(2, 4, (32, 32), 16, ragged=False)
+            start = Row(2, 4, (32, 32), 32, ragged=False)
             found = growth(start, AXES, partial(progress.advance, task))
             draw(found, FIGURE)
             write(options.out, results={}, kv_growth=found)
