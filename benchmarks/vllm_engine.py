@@ -1,7 +1,7 @@
 """vLLM itself as the rollout engine, by one command: makes an environment, tests the engine there, and compares speeds.
 
 `python -m benchmarks.vllm_engine` installs vLLM's build for CPUs beside this library into a virtual environment of its
-own (3.4 GB, once), runs `tests/engines` in it, and then draws the same work with each engine, each in a process of its
+own (3.7 GB, once), runs `tests/engines` in it, and then draws the same work with each engine, each in a process of its
 own. Peak is resident memory above that of the loaded model: for vLLM, its copy of the weights counts.
 """
 
@@ -81,7 +81,7 @@ def environment(folder: Path) -> Path:
     complete = "import vllm, peft, datasets, accelerate, psutil, pytest, rich, typer"
     if python.exists() and subprocess.run([python, "-c", complete], capture_output=True, check=False).returncode == 0:
         return python
-    print(f"Making {folder} (3.4 GB)", flush=True)
+    print(f"Making {folder} (3.7 GB)", flush=True)
     venv.create(folder, with_pip=True, clear=folder.exists())
     pip = [str(python), "-m", "pip", "install", "--quiet"]
     wanted, index = TORCH
