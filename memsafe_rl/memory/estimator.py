@@ -143,7 +143,8 @@ def read_tokens(work: RolloutWork, plan: RolloutPlan) -> int:
     """
     longest = max(work.prompt_tokens, default=1)
     prompts = min(wave_rows(work, plan)[1], max(1, plan.prefill_tokens // max(1, longest)))
-    return min(longest, plan.prefill_tokens) if prompts == 1 and work.geometry.shares_prompts else prompts * longest
+    in_chunks = work.geometry.shares_prompts and work.geometry.source_bytes is None
+    return min(longest, plan.prefill_tokens) if prompts == 1 and in_chunks else prompts * longest
 
 
 def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:
@@ -164,7 +165,7 @@ def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:
     longest = max(work.prompt_tokens, default=1)
     rows, prompts = wave_rows(work, plan)
     slots, layers = longest + work.max_new_tokens, max(1, geometry.layers)
-    prompt_cache = prompts * geometry.kv_bytes(longest)
+    prompt_cache = prompts * geometry.prompt_kv_bytes(longest)
     decoding, spreading = _forward_bytes(geometry) * rows, rows * geometry.kv_bytes(longest)
     if geometry.shares_prompts:
         cache, spreading = _shared_cache_bytes(work, rows), prompt_cache
@@ -212,7 +213,7 @@ def _prompts_of(work: RolloutWork, rows: int) -> int:
 
 def _shared_cache_bytes(work: RolloutWork, rows: int) -> int:
     """The cache of rows at their full length, with each of their prompts once."""
-    prompts = _prompts_of(work, rows) * work.geometry.kv_bytes(max(work.prompt_tokens, default=1))
+    prompts = _prompts_of(work, rows) * work.geometry.prompt_kv_bytes(max(work.prompt_tokens, default=1))
     return work.geometry.batch_kv_bytes(prompts, rows, work.max_new_tokens)
 
 

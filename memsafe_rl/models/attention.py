@@ -1,7 +1,8 @@
 """Attention of rows over their prompts and their own suffixes, as one of transformers' attention implementations.
 
 A model whose layers look their attention up by name is switched to it while rows are decoded; everything else of the
-model runs as it is. The keys of a prompt are read once for all rows of its group, in one matrix product.
+model runs as it is. The keys of a prompt are read once for all rows of its group, in one matrix product. Where an
+encoder reads the prompts, cross-attention has their keys to itself, and a row's own tokens attend to each other.
 
 Axes: ``B`` rows, ``H`` key/value heads, ``R`` query heads of each, ``N`` tokens read in one forward, ``L`` slots of a
 prompt, ``S`` slots of a suffix, ``K`` keys a row attends to, ``D`` width of a head.
@@ -13,13 +14,13 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, Segment
+from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, Segment, SourceMarks
 
 NAME = "memsafe_rl_grouped"
 """The implementation's name in transformers' table."""
@@ -51,6 +52,22 @@ def grouped_attention(model: nn.Module, reading: Reading) -> Iterator[None]:
             config._attn_implementation_internal = name
 
 
+class Scoring(NamedTuple):
+    """What a layer does to its scores.
+
+    Args:
+        scale: factor on the scores.
+        soft_cap: bound of the scores, None for none.
+        sinks: (H × R,) a score that takes weight and gives nothing; None for none.
+        bias: T5's attention module with a learned bias for each distance between tokens; None for no bias.
+    """
+
+    scale: float
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    bias: nn.Module | None = None
+
+
 class Reading:
     """Tokens that the rows of a state read in one forward, and what each of them can see.
 
@@ -59,6 +76,7 @@ class Reading:
         cache: what the model sees as its cache.
         counts: how many tokens each row reads; None for one.
         keeps: whether the tokens are written into the rows' suffixes; False where they belong to the prompt.
+        sources: what cross-attention sees as its cache; None without an encoder.
     """
 
     def __init__(
@@ -68,23 +86,27 @@ class Reading:
         counts: Sequence[int] | None = None,
         *,
         keeps: bool = True,
+        sources: SourceMarks | None = None,
     ) -> None:
-        self.state, self.cache, self.counts, self.keeps = state, cache, counts, keeps
+        self.state, self.cache, self.counts, self.keeps, self.sources = state, cache, counts, keeps, sources
         self.tokens = 1 if counts is None else max(counts)
+        self.bias: nn.Module | None = None
         self._hidden: dict[tuple[int, int | None, int, int], Tensor | None] = {}
+        self._hidden_sources: dict[int, Tensor | None] = {}
+        self._biases: dict[tuple[int, int, int, int, int], Tensor] = {}
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, soft_cap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """Gives the attention of one layer's queries.
+    def source_layer(self, key: Tensor) -> int | None:
+        """Tells which cross-attention layer asks, by what it takes for its keys; None if none does."""
+        return None if self.sources is None else self.sources.layer_of(key)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Gives the attention of one layer's queries over prompts and suffixes.
 
         Args:
             query: (B, H × R, N, D).
             key: (B, H, N, D), of the tokens read.
             value: (B, H, N, D).
-            scale: factor on the scores.
-            soft_cap: bound of the scores, None for none.
-            sinks: (H × R,) a score that takes weight and gives nothing; None for none.
+            scoring: what the layer does to its scores.
 
         Returns:
             (B, N, H × R, D).
@@ -93,50 +115,83 @@ class Reading:
         drawn = self.counts is None
         if drawn:
             state.store(layer, key, value)
-        rows, heads = query.shape[0], key.shape[1]
-        grouped = (query * scale).reshape(rows, heads, -1, query.shape[3])  # (B, H, R × N, D)
+        grouped = _grouped_queries(query * scoring.scale, key.shape[1])
         parts = [
-            self._attend_rows(segment, layer, grouped, None if drawn else (key, value), soft_cap, sinks)
+            self._attend_rows(segment, layer, grouped, None if drawn else (key, value), scoring)
             for segment in state.segments()
         ]
-        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         if not drawn and self.keeps:
             state.store(layer, key, value, self.counts)
-        return mixed.reshape(rows, query.shape[1], self.tokens, -1).transpose(1, 2).contiguous()
+        return self._by_token(parts, query)
+
+    def attend_source(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
+        """Gives the cross-attention of one layer's queries, over what an encoder read.
+
+        Args:
+            layer: index of the layer.
+            query: (B, H × R, N, D).
+            scoring: what the layer does to its scores.
+
+        Returns:
+            (B, N, H × R, D).
+        """
+        parts = []
+        for segment in self.state.segments():
+            source = segment.block.source
+            if source is None:
+                raise NotImplementedError("no encoder has read the prompts of these rows")
+            keys, values = source.keys[layer], source.values[layer]
+            grouped = _grouped_queries(_rows_of(query, segment) * scoring.scale, keys.shape[1])
+            parts.append(self._attend_all(segment, grouped, [keys], [values], self._hidden_source(segment), scoring))
+        return self._by_token(parts, query)
+
+    def _by_token(self, parts: Sequence[Tensor], query: Tensor) -> Tensor:
+        """Lays what segments attended to, (rows, H, R × N, D) each, out as the model wants it."""
+        mixed = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        return mixed.reshape(query.shape[0], query.shape[1], self.tokens, -1).transpose(1, 2).contiguous()
 
     def _attend_rows(
-        self,
-        segment: Segment,
-        layer: int,
-        query_BHXD: Tensor,
-        new: tuple[Tensor, Tensor] | None,
-        soft_cap: float | None,
-        sinks: Tensor | None,
+        self, segment: Segment, layer: int, query_BHXD: Tensor, new: tuple[Tensor, Tensor] | None, scoring: Scoring
     ) -> Tensor:
-        """Attends for one segment, a few key/value heads at a time."""
-        state, rows = self.state, slice(segment.rows.start, segment.rows.stop)
-        block, used = segment.block, self._used(segment, layer)
+        """Attends for one segment, over prompts, suffixes and tokens that are in neither yet."""
+        state, block, used = self.state, segment.block, self._used(segment, layer)
         keys, values = [block.keys[layer]], [block.values[layer]]
         if used:
-            keys.append(state.keys[layer][rows, :, :used])
-            values.append(state.values[layer][rows, :, :used])
+            keys.append(_rows_of(state.keys[layer], segment)[:, :, :used])
+            values.append(_rows_of(state.values[layer], segment)[:, :, :used])
         if new is not None:
-            keys.append(new[0][rows])
-            values.append(new[1][rows])
-        query_BHXD = query_BHXD[rows]
+            keys.append(_rows_of(new[0], segment))
+            values.append(_rows_of(new[1], segment))
+        hidden = self._hidden_keys(segment, layer, used)
+        bias = None if scoring.bias is None else self._biased(segment, layer, used, scoring.bias)
+        return self._attend_all(segment, _rows_of(query_BHXD, segment), keys, values, hidden, scoring, bias)
+
+    def _attend_all(
+        self,
+        segment: Segment,
+        query_BHXD: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        hidden_BNK: Tensor | None,
+        scoring: Scoring,
+        bias_BHNK: Tensor | None = None,
+    ) -> Tensor:
+        """Attends a few key/value heads at a time."""
         heads = query_BHXD.shape[1]
         each = query_BHXD.shape[0] * query_BHXD.shape[2] * sum(part.shape[2] for part in keys)
-        step = max(1, min(heads, _SCORE_ELEMENTS // each))
-        hidden = self._hidden_keys(segment, layer, used)
+        step = max(1, min(heads, _SCORE_ELEMENTS // max(1, each)))
+        sinks = None if scoring.sinks is None else scoring.sinks.view(heads, -1)
+        bias = None if bias_BHNK is None else bias_BHNK.reshape(bias_BHNK.shape[0], heads, -1, *bias_BHNK.shape[2:])
         pieces = [
             self._attend_heads(
                 segment,
                 query_BHXD[:, head : head + step],
                 [part[:, head : head + step] for part in keys],
                 [part[:, head : head + step] for part in values],
-                hidden,
-                soft_cap,
-                None if sinks is None else sinks.view(heads, -1)[head : head + step],
+                hidden_BNK,
+                scoring.soft_cap,
+                None if sinks is None else sinks[head : head + step],
+                None if bias is None else bias[:, head : head + step],
             )
             for head in range(0, heads, step)
         ]
@@ -151,6 +206,7 @@ class Reading:
         hidden_BNK: Tensor | None,
         soft_cap: float | None,
         sinks_HR: Tensor | None,
+        bias_BHRNK: Tensor | None,
     ) -> Tensor:
         """Attends for some heads of a segment: the first keys are the prompts', the others the rows' own."""
         scores = [segment.by_row(segment.grouped(query_BHXD) @ keys[0].mT)]
@@ -160,6 +216,8 @@ class Reading:
             scores_BHXK = torch.tanh(scores_BHXK / soft_cap) * soft_cap
         rows, heads, _, width = scores_BHXK.shape
         split = scores_BHXK.view(rows, heads, -1, self.tokens, width)  # (B, H, R, N, K)
+        if bias_BHRNK is not None:
+            split = split + bias_BHRNK
         if hidden_BNK is not None:
             split = split.masked_fill(hidden_BNK[:, None, None], -math.inf)
         if sinks_HR is not None:
@@ -189,7 +247,7 @@ class Reading:
         return self._hidden[name]
 
     def _find_hidden(self, segment: Segment, layer: int, used: int) -> Tensor | None:
-        """Places each key in its row, and hides what lies outside of prompt, suffix, past or window."""
+        """Hides what lies outside of prompt, suffix, past or window."""
         state, block = self.state, segment.block
         window, width = state.windows[layer], block.keys[layer].shape[2]
         lengths = [state.lengths[row] for row in segment.rows]
@@ -199,11 +257,20 @@ class Reading:
         padded = any(first < 0 or first + width > prompt for first, prompt in zip(dropped, prompts, strict=True))
         if self.counts is None and not padded and len({*lengths}) == 1 and (window is None or farthest <= window):
             return None
+        now_BN, place_BK = self._places(segment, layer, used)
+        hidden_BNK = (place_BK < 0)[:, None] | (place_BK[:, None] > now_BN[:, :, None])
+        return hidden_BNK if window is None else hidden_BNK | (place_BK[:, None] <= now_BN[:, :, None] - window)
+
+    def _places(self, segment: Segment, layer: int, used: int) -> tuple[Tensor, Tensor]:
+        """Gives the place of each token read (rows, N) and of each key (rows, K) in its row; -1 for padding."""
+        state, block = self.state, segment.block
+        lengths = [state.lengths[row] for row in segment.rows]
+        prompts = [block.lengths[prompt] for prompt in segment.prompts]
+        dropped = [block.dropped[layer][prompt] for prompt in segment.prompts]
         table = torch.tensor([prompts, lengths, dropped], device=state.device)[:, :, None]  # (3, rows, 1)
         prompt_B1, length_B1, dropped_B1 = table.unbind(0)
-        steps_N = torch.arange(self.tokens, device=state.device)
-        now_BN = prompt_B1 + length_B1 + steps_N
-        place_BL = dropped_B1 + torch.arange(width, device=state.device)
+        now_BN = prompt_B1 + length_B1 + torch.arange(self.tokens, device=state.device)
+        place_BL = dropped_B1 + torch.arange(block.keys[layer].shape[2], device=state.device)
         places = [torch.where((place_BL >= 0) & (place_BL < prompt_B1), place_BL, -1)]
         if used:
             # A ring of so many slots: slot s holds the last token written there.
@@ -212,9 +279,34 @@ class Reading:
             places.append(torch.where(token_BS >= 0, prompt_B1 + token_BS, -1))
         if self.counts is not None:
             places.append(now_BN)
-        place_BK = torch.cat(places, 1)[:, None]
-        hidden_BNK = (place_BK < 0) | (place_BK > now_BN[:, :, None])
-        return hidden_BNK if window is None else hidden_BNK | (place_BK <= now_BN[:, :, None] - window)
+        return now_BN, torch.cat(places, 1)
+
+    def _biased(self, segment: Segment, layer: int, used: int, module: Any) -> Tensor:
+        """Gives what T5 adds to scores, (rows or 1, H × R, N, K): a number for each distance."""
+        name = (segment.rows.start, layer if self.state.windows[layer] else -1, segment.rows.stop, used, id(module))
+        if name not in self._biases:
+            now_BN, place_BK = self._places(segment, layer, used)
+            if len({self.state.lengths[row] for row in segment.rows}) == 1 and len({*segment.block.lengths}) == 1:
+                now_BN, place_BK = now_BN[:1], place_BK[:1]
+            farthest = max(self.state.positions[row] for row in segment.rows) + self.tokens
+            # The network's own table of distances, of its last token to all before: the nearest stands last.
+            table_1HNW = module.compute_bias(1, farthest, device=now_BN.device, past_seen_tokens=farthest - 1)
+            distance_BNK = (now_BN[:, :, None] - place_BK[:, None]).clamp_min(0)
+            table_HW = table_1HNW[0, :, 0].flip(-1)
+            self._biases[name] = table_HW[:, distance_BNK].transpose(0, 1)
+        return self._biases[name]
+
+    def _hidden_source(self, segment: Segment) -> Tensor | None:
+        """Gives the padding of prompts that an encoder read, (rows, 1, L) bool; None if there is none."""
+        source = segment.block.source
+        if source is not None and segment.rows.start not in self._hidden_sources:
+            width, lengths = source.keys[0].shape[2], [source.lengths[prompt] for prompt in segment.prompts]
+            hidden = None
+            if min(lengths) < width:
+                length_B11 = torch.tensor(lengths, device=self.state.device)[:, None, None]
+                hidden = torch.arange(width, device=self.state.device) >= length_B11
+            self._hidden_sources[segment.rows.start] = hidden
+        return self._hidden_sources[segment.rows.start]
 
 
 def _attention(
@@ -232,10 +324,28 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Has the reading in force attend; the form that transformers asks of an implementation."""
     reading: Reading | None = getattr(_active, "reading", None)
-    if reading is None or attention_mask is not None or position_bias is not None:
+    if reading is None or attention_mask is not None:
         raise NotImplementedError(f"{type(module).__name__} attends in a way that grouped rows do not know")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return reading.attend(query, key, value, scale, softcap, s_aux), None
+    biased = getattr(module, "has_relative_attention_bias", False)
+    source = reading.source_layer(key)
+    if source is not None and not biased:
+        return reading.attend_source(source, query, Scoring(scale, softcap, s_aux)), None
+    if biased and source is None:
+        reading.bias = module
+    if (position_bias is not None and reading.bias is None) or (biased and source is not None):
+        raise NotImplementedError(f"{type(module).__name__} adds a bias to its scores that grouped rows do not know")
+    bias = None if position_bias is None else reading.bias
+    return reading.attend(query, key, value, Scoring(scale, softcap, s_aux, bias)), None
+
+
+def _grouped_queries(query: Tensor, heads: int) -> Tensor:
+    """Lays queries (B, H × R, N, D) out as (B, H, R × N, D)."""
+    return query.reshape(query.shape[0], heads, -1, query.shape[3])
+
+
+def _rows_of(values: Tensor, segment: Segment) -> Tensor:
+    return values[segment.rows.start : segment.rows.stop]
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:

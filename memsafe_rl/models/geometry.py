@@ -1,4 +1,4 @@
-"""Reads the sizes of a transformers causal LM from its config and its weights."""
+"""Reads the sizes of a transformers language model from its config and its weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: in
     """Reads the sizes of a network.
 
     Args:
-        lm: transformers causal LM, with LoRA layers or not.
+        lm: transformers causal LM or encoder-decoder, with LoRA layers or not; sizes are those of the decoder.
         copies: further networks on the device whose weights count, such as a frozen reference.
         slot_bytes: int, bytes measured of one token in the cache of all layers, which tell what the config does not
             (latent attention, layers of unequal heads, autocast); None to trust the config.
@@ -25,17 +25,19 @@ def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: in
     Returns:
         The geometry; ``windows`` holds 0 for a layer without keys and values.
     """
-    config = lm.config.get_text_config(decoder=True)
+    own = decoder_config(lm)
+    config = own.get_text_config(decoder=True)
     heads = int(_first(config, "num_attention_heads", default=1))
     hidden = int(config.hidden_size)
-    windows = cache_windows(lm.config)
+    windows = cache_windows(own)
     head = lm.get_output_embeddings()
     width = _element_bytes(lm)
     kv_heads, head_dim = _cached_heads(config, windows, width, slot_bytes)
+    inner = ("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "d_ff")
     return ModelGeometry(
         layers=len(windows),
         hidden_size=hidden,
-        intermediate_size=int(_first(config, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)),
+        intermediate_size=int(_first(config, *inner, default=4 * hidden)),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -47,7 +49,20 @@ def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: in
         compute_bytes=autocast_bytes(next(lm.parameters()).device) or width,
         cache_bytes=width,
         head_trainable=head is not None and any(weight.requires_grad for weight in head.parameters()),
+        source_bytes=2 * width * kv_heads * head_dim * len(windows) if lm.config.is_encoder_decoder else None,
     )
+
+
+def decoder_config(lm: Any) -> Any:
+    """Gives the config of what draws tokens: of an encoder-decoder, the decoder's.
+
+    Args:
+        lm: transformers model.
+
+    Returns:
+        The config.
+    """
+    return lm.get_decoder().config if lm.config.is_encoder_decoder else lm.config
 
 
 def max_positions(config: Any) -> int | None:

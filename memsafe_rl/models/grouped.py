@@ -32,6 +32,8 @@ class PromptBlock:
         values: per layer, likewise.
         dropped: per layer, tokens of each prompt that lie before slot 0; below 0 where padding lies there.
         kept_whole: whether rows may still begin at these prompts, so that nothing of them may be given up.
+        source: what an encoder read for these prompts, which rows attend to apart from their own tokens; None without
+            an encoder. Where there is one, ``lengths`` count what the decoder read before a row's own tokens.
     """
 
     lengths: tuple[int, ...]
@@ -39,10 +41,17 @@ class PromptBlock:
     values: list[Tensor]
     dropped: list[tuple[int, ...]]
     kept_whole: bool = False
+    source: PromptBlock | None = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Gives all keys and values."""
+        yield from (*self.keys, *self.values)
+        if self.source is not None:
+            yield from self.source.tensors()
 
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return sum(part.nbytes for part in (*self.keys, *self.values))
+        return sum(part.nbytes for part in self.tensors())
 
     def narrow(self, prompts: Sequence[int]) -> None:
         """Keeps some prompts only, a layer at a time, so that little is there twice.
@@ -57,6 +66,8 @@ class PromptBlock:
                     store[layer] = part.index_select(0, index)
         self.lengths = tuple(self.lengths[p] for p in prompts)
         self.dropped = [tuple(layer[p] for p in prompts) for layer in self.dropped]
+        if self.source is not None:
+            self.source.narrow(prompts)
 
     def trim(self, windows: Sequence[int | None], drawn: int) -> None:
         """Gives up of each windowed layer what no row that has drawn so many tokens can see.
@@ -166,7 +177,7 @@ class GroupedDecodeState:
     def tensors(self) -> Iterator[Tensor]:
         """Gives all keys and values held."""
         for block in {id(block): block for block in self.blocks}.values():
-            yield from (*block.keys, *block.values)
+            yield from block.tensors()
         yield from (*self.keys, *self.values)
 
     def nbytes(self) -> int:
@@ -175,8 +186,7 @@ class GroupedDecodeState:
 
     def prompt_bytes(self) -> int:
         """Bytes of the prompts' keys and values."""
-        blocks = {id(block): block for block in self.blocks}.values()
-        return sum(tensor.nbytes for block in blocks for tensor in (*block.keys, *block.values))
+        return sum(block.nbytes() for block in {id(block): block for block in self.blocks}.values())
 
     def select(self, rows: Sequence[int]) -> GroupedDecodeState:
         """Keeps, drops, repeats or reorders rows; suffixes shrink to the longest that is left.
@@ -382,6 +392,26 @@ class GroupedCache(Cache):  # type: ignore[misc]
                 raise NotImplementedError(f"layer {layer_idx} hands in its keys after {len(self.read)} layers")
             self.read.append((_kept(key_states), _kept(value_states)))
         return key_states, value_states
+
+
+class SourceMarks(Cache):  # type: ignore[misc]
+    """What cross-attention layers see as their filled cache: a mark for each, for the keys lie in the prompts' blocks.
+
+    Args:
+        layers: cross-attention layers.
+        device: where the network computes.
+    """
+
+    def __init__(self, layers: int, device: torch.device) -> None:
+        marked = [DynamicLayer() for _ in range(layers)]
+        for layer in marked:
+            layer.keys = layer.values = torch.empty((1, 1, 0, 1), device=device)
+        super().__init__(layers=marked)
+        self._layers = {id(layer.keys): index for index, layer in enumerate(marked)}
+
+    def layer_of(self, key: Tensor) -> int | None:
+        """Tells which layer a mark belongs to; None if it is no mark."""
+        return self._layers.get(id(key))
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...] | None:

@@ -1,4 +1,4 @@
-"""Output heads of transformers causal LMs, as `LinearHead` where they are one linear map, else as a function.
+"""Output heads of transformers language models, as `LinearHead` where they are one linear map, else as a function.
 
 Axes: ``M`` tokens laid end to end, ``D`` hidden width, ``V`` vocabulary.
 """
@@ -42,15 +42,17 @@ class ModuleHead:
     Args:
         module: maps hidden states (M, D) to (M, V).
         logit_map: what the model does afterwards.
+        bias_V: (V,) that the model adds to the module's output, or None.
     """
 
     module: nn.Module
     logit_map: LogitMap
+    bias_V: Tensor | None = None
 
     def __call__(self, hidden_MD: Tensor) -> Tensor:
         """Gives logits (M, V)."""
         logits_MV: Tensor = self.module(hidden_MD)
-        return self.logit_map(logits_MV)
+        return self.logit_map(logits_MV if self.bias_V is None else logits_MV + self.bias_V)
 
 
 def given_logits(logits_MV: Tensor) -> Tensor:
@@ -62,7 +64,8 @@ def logit_maps(config: Any) -> tuple[LogitMap, ...]:
     """Guesses from a config what its model does to logits; the check at start picks the one that holds.
 
     Cohere multiplies by ``logit_scale``, Falcon-H1 by ``lm_head_multiplier``; Granite divides by ``logits_scaling``
-    and HyperCLOVA X multiplies by it; Gemma caps at ``final_logit_softcapping``.
+    and HyperCLOVA X multiplies by it; T5 with a tied head multiplies by D**-0.5; Gemma caps at
+    ``final_logit_softcapping``.
 
     Args:
         config: transformers config.
@@ -74,16 +77,21 @@ def logit_maps(config: Any) -> tuple[LogitMap, ...]:
     factor = _number(text, "logit_scale") * _number(text, "lm_head_multiplier")
     scaling = _number(text, "logits_scaling")
     scales = dict.fromkeys((factor / scaling, factor * scaling, 1.0))
+    if getattr(config, "is_encoder_decoder", False):
+        tied = text.hidden_size**-0.5
+        scaled = getattr(config, "scale_decoder_outputs", config.model_type in ("umt5", "switch_transformers"))
+        scales = dict.fromkeys((tied, 1.0) if scaled else (1.0, tied))
     caps = dict.fromkeys((getattr(text, "final_logit_softcapping", None) or None, None))
     return tuple(LogitMap(scale, cap) for cap in caps for scale in scales)
 
 
-def head_of(module: nn.Module, logit_map: LogitMap) -> LinearHead | ModuleHead:
+def head_of(module: nn.Module, logit_map: LogitMap, bias_V: Tensor | None = None) -> LinearHead | ModuleHead:
     """Describes an output head as it is now (PEFT's adapters on or off).
 
     Args:
         module: the model's output embeddings.
         logit_map: what the model does to the head's output.
+        bias_V: (V,) that the model itself adds to the output, before its map, or None.
 
     Returns:
         A `LinearHead` over the weight itself if the module is a plain linear layer, also one trained through PEFT's
@@ -91,8 +99,9 @@ def head_of(module: nn.Module, logit_map: LogitMap) -> LinearHead | ModuleHead:
     """
     linear = _active(module)
     if type(linear) is nn.Linear and not _hooked(module) and not _hooked(linear):
-        return LinearHead(linear.weight, linear.bias, logit_map.scale, logit_map.soft_cap)
-    return ModuleHead(module, logit_map)
+        both = linear.bias if bias_V is None else bias_V if linear.bias is None else linear.bias + bias_V
+        return LinearHead(linear.weight, both, logit_map.scale, logit_map.soft_cap)
+    return ModuleHead(module, logit_map, bias_V)
 
 
 def naive_logits(distribution: TokenDistribution) -> Tensor:

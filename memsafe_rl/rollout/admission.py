@@ -76,7 +76,7 @@ def _most_rows(
         return min(most, plan.kv_bytes // max(1, row_bytes(waiting[0], geometry)))
     prompts: dict[int, int] = {}
     for count, one in enumerate(waiting[:most]):
-        prompts.setdefault(one.prompt, geometry.kv_bytes(waiting[0].prompt_tokens))
+        prompts.setdefault(one.prompt, geometry.prompt_kv_bytes(waiting[0].prompt_tokens))
         held = prompt_bytes + sum(prompts.values())
         if geometry.batch_kv_bytes(held, rows + count + 1, one.max_new_tokens) > plan.kv_bytes:
             return count

@@ -414,9 +414,18 @@ def _check(
     for index, length in enumerate(lengths):
         if length == 0:
             raise DataError(f"Prompt {index} has 0 tokens; give it at least one, such as the tokenizer's bos token.")
-        if geometry.max_positions is not None and length + settings.max_new_tokens > geometry.max_positions:
-            raise DataError(
-                f"Prompt {index} has {length} tokens; with up to {settings.max_new_tokens} new ones it passes the "
-                f"model's {geometry.max_positions} positions. Shorten the prompt or lower max_completion_length to "
-                f"at most {max(0, geometry.max_positions - length)}."
-            )
+        limit = geometry.max_positions
+        if limit is not None and geometry.positions(length, settings.max_new_tokens) > limit:
+            raise DataError(_too_long(index, length, settings.max_new_tokens, limit, geometry.source_bytes is None))
+
+
+def _too_long(index: int, length: int, new_tokens: int, limit: int, one_sequence: bool) -> str:
+    if one_sequence:
+        return (
+            f"Prompt {index} has {length} tokens; with up to {new_tokens} new ones it passes the model's {limit} "
+            f"positions. Shorten the prompt or lower max_completion_length to at most {max(0, limit - length)}."
+        )
+    return (
+        f"Prompt {index} has {length} tokens and its completion up to {new_tokens}; the model's encoder and decoder "
+        f"have {limit} positions each. Shorten the prompt, or lower max_completion_length, to at most {limit}."
+    )

@@ -69,6 +69,8 @@ class ModelGeometry:
         cache_bytes: int, bytes of one key or value element in the cache.
         head_trainable: whether the output head receives a gradient.
         shares_prompts: whether a rollout's cache keeps a prompt once for all rows that follow it.
+        source_bytes: int, bytes of the cross-attention's keys and values of one prompt token, where an encoder reads
+            the prompts; None where prompts and completions are one sequence.
     """
 
     layers: int
@@ -86,6 +88,7 @@ class ModelGeometry:
     cache_bytes: int
     head_trainable: bool = True
     shares_prompts: bool = False
+    source_bytes: int | None = None
 
     def kv_bytes(self, slots: int) -> int:
         """Counts the key/value bytes of one sequence that holds ``slots`` tokens.
@@ -100,6 +103,31 @@ class ModelGeometry:
         """
         held = sum(slots if window is None else min(slots, window) for window in self.windows)
         return 2 * self.cache_bytes * self.kv_heads * self.head_dim * held
+
+    def prompt_kv_bytes(self, tokens: int) -> int:
+        """Counts the key/value bytes of one prompt.
+
+        Where an encoder reads it, ``2 · e · L_dec · H_x · d_x · tokens`` and the decoder's start token.
+
+        Args:
+            tokens: int, length of the prompt.
+
+        Returns:
+            int, bytes.
+        """
+        return self.kv_bytes(tokens) if self.source_bytes is None else self.source_bytes * tokens + self.kv_bytes(1)
+
+    def positions(self, prompt_tokens: int, new_tokens: int) -> int:
+        """Counts the positions of the longest sequence that the network reads; an encoder's prompt is one of its own.
+
+        Args:
+            prompt_tokens: int, length of the prompt.
+            new_tokens: int, length of the completion.
+
+        Returns:
+            int, tokens.
+        """
+        return prompt_tokens + new_tokens if self.source_bytes is None else max(prompt_tokens, new_tokens)
 
     def batch_kv_bytes(self, prompt_bytes: int, rows: int, new_tokens: int) -> int:
         """Counts the key/value bytes of rows whose prompts are kept once, while one of the cache's tensors grows.
