@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -22,54 +20,31 @@ from transformers import DynamicCache
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.adapter import DecodeState
+from memsafe_rl.models.agreement import (
+    checking,
+    difference,
+    probe_rows,
+    relative_difference,
+    sampling_disagreement,
+    settle_path,
+    tolerance_of,
+)
 from memsafe_rl.models.attention import Reading, grouped_attention
-from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.cache import CausalDecodeState, growing_cache, is_trimmable, transit_cache
-from memsafe_rl.models.geometry import autocast_bytes, read_geometry
 from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, block_of, layer_windows, longer_block
-from memsafe_rl.models.heads import LogitMap, given_logits, head_of, logit_maps, naive_logits
+from memsafe_rl.models.heads import given_logits, logit_maps
+from memsafe_rl.models.language import LanguageAdapter, Route, ScoringPath, refuse_prompt_learning
 from memsafe_rl.models.packed_attention import attending, attention_configs
 from memsafe_rl.models.packing import pack_rows
 from memsafe_rl.models.plain_decoding import generate_plainly
-from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, Ragged, TokenDistribution, Trajectory
+from memsafe_rl.types import Component, Ragged, TokenDistribution, Trajectory
 
 logger = logging.getLogger(__name__)
 
-REFERENCE_ADAPTER = "ref"
-"""Name of the PEFT adapter that holds the reference, where there is one."""
 
-
-class Route(Enum):
-    """How stored rows go through the network."""
-
-    LEAN = "trunk without a mask, then the head on completion tokens"
-    MASKED = "trunk with a padding mask, then the head on completion tokens"
-    WHOLE = "the whole model, row by row, with all its logits"
-
-
-@dataclass
-class ScoringPath:
-    """How an adapter scores; decided once, by `check_head`.
-
-    Args:
-        route: how rows go through the network.
-        logit_map: what the model does to its head's output.
-        decodes: whether rows can be decoded together by this library; if not, transformers' `generate` decodes rows
-            of one length.
-        caches: whether `generate` may keep a cache.
-    """
-
-    route: Route
-    logit_map: LogitMap
-    decodes: bool = True
-    caches: bool = True
-
-
-class CausalLMAdapter:
+class CausalLMAdapter(LanguageAdapter):
     """A causal LM of transformers behind the `ModelAdapter` protocol."""
-
-    time_separable = False
 
     def __init__(self, model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> None:
         """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off.
@@ -82,39 +57,19 @@ class CausalLMAdapter:
         Raises:
             ConfigError: PEFT's prompt learning, or an encoder-decoder.
         """
-        self.model = model
-        self.pad_token_id = pad_token_id
-        self._lm = causal_lm_of(model)
-        self._accepted = frozenset(inspect.signature(self._lm.forward).parameters)
-        self.path = ScoringPath(_first_route(self._lm), logit_maps(self._lm.config)[0])
-        self.joins = _can_share_prompts(self._lm, self.path.route)
-        self.packs_prompts = False
-        self.slot_bytes: int | None = None
-        self._geometries: dict[tuple[int | None, int | None, bool], ModelGeometry] = {}
-        self.reference_adapter: CausalLMAdapter | None = None
-        if reference_model is not None:
-            self.reference_adapter = CausalLMAdapter(reference_model, pad_token_id=pad_token_id)
-        _switch_off_checkpointing(self._lm)
-        _keep_gradient_of_4bit_layers(self._lm)
-        _warn_of_rope_that_reads_lengths(self._lm.config)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the network takes its tokens."""
-        return cast(torch.device, self._lm.get_input_embeddings().weight.device)
-
-    @property
-    def geometry(self) -> ModelGeometry:
-        """Sizes from which bytes are counted; a reference copy's weights are part of ``parameter_bytes``.
-
-        Read once, for it walks every module: whoever freezes weights later makes a new adapter.
-        """
-        key = self.slot_bytes, autocast_bytes(self.device), self.joins
-        if key not in self._geometries:
-            copies = () if self.reference_adapter is None else (self.reference_adapter.model,)
-            geometry = read_geometry(self._lm, copies=copies, slot_bytes=self.slot_bytes)
-            self._geometries[key] = replace(geometry, shares_prompts=self.joins)
-        return self._geometries[key]
+        lm = causal_lm_of(model)
+        path = ScoringPath(_first_route(lm), logit_maps(lm.config)[0])
+        copy = None if reference_model is None else CausalLMAdapter(reference_model, pad_token_id=pad_token_id)
+        super().__init__(
+            model,
+            lm,
+            pad_token_id=pad_token_id,
+            path=path,
+            joins=_can_share_prompts(lm, path.route),
+            reference_adapter=copy,
+        )
+        self._accepted = frozenset(inspect.signature(lm.forward).parameters)
+        _warn_of_rope_that_reads_lengths(lm.config)
 
     def distribution(
         self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None, *, packed: bool = False
@@ -150,10 +105,10 @@ class CausalLMAdapter:
                 raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the bos token.")
         if packed:
             return self._packed_distribution(trajectory, rows)
-        ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
         tokens_M = trajectory.actions.take(rows).flat.to(self.device)
         if self.path.route is Route.WHOLE:
-            return TokenDistribution(_row_logits(self._lm, ids_BL, prompts, lengths), tokens_M, lengths, given_logits)
+            return TokenDistribution(self.row_logits(self._lm, trajectory, rows), tokens_M, lengths, given_logits)
+        ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
         hidden_BLD = self._trunk(ids_BL, [prompt + length for prompt, length in zip(prompts, lengths, strict=True)])
         places_M = _predicting_places(prompts, lengths, width=ids_BL.shape[1]).to(hidden_BLD.device)
         return TokenDistribution(hidden_BLD.flatten(0, 1).index_select(0, places_M), tokens_M, lengths, self._head())
@@ -214,41 +169,6 @@ class CausalLMAdapter:
         return cast(CausalDecodeState, state).select(rows)
 
     @torch.no_grad()
-    def join(self, first: DecodeState, second: DecodeState) -> DecodeState:
-        """Puts the rows of one cache behind those of another; only where the adapter `joins`.
-
-        Args:
-            first: a cache; must not be used afterwards, unless its rows have drawn nothing.
-            second: likewise.
-
-        Returns:
-            A cache of both.
-        """
-        return cast(GroupedDecodeState, first).join(cast(GroupedDecodeState, second))
-
-    def keep_whole(self, state: DecodeState, whole: bool) -> None:
-        """Says whether rows may still begin at the prompts of a cache, so that nothing of them may be given up.
-
-        Args:
-            state: a cache.
-            whole: whether they may.
-        """
-        if isinstance(state, GroupedDecodeState):
-            for block in state.blocks:
-                block.kept_whole = whole
-
-    def prompt_bytes(self, state: DecodeState) -> int:
-        """Counts the keys and values of prompts that are kept once for all their rows.
-
-        Args:
-            state: a cache.
-
-        Returns:
-            int, bytes; 0 where each row has its own.
-        """
-        return state.prompt_bytes() if isinstance(state, GroupedDecodeState) else 0
-
-    @torch.no_grad()
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
         """Appends one token to every row of a cache, in place.
 
@@ -259,40 +179,9 @@ class CausalLMAdapter:
         Returns:
             Logits of the next token (B, V).
         """
-        ids_B1 = tokens_B.to(self.device)[:, None]
-        if not isinstance(state, GroupedDecodeState):
-            return self._next_logits(cast(CausalDecodeState, state), ids_B1)
-        state.reserve(1)
-        cache = GroupedCache(reads_prompts=False)
-        hidden_B1D = self._attend_grouped(ids_B1, Reading(state, cache), cache)
-        state.lengths = [length + 1 for length in state.lengths]
-        return self._logits(hidden_B1D[:, -1])
-
-    @torch.no_grad()
-    def extend(self, state: DecodeState, tokens: Sequence[Tensor], chunk_tokens: int) -> Tensor:
-        """Appends tokens that were drawn before to the rows of a cache, in place; only where the adapter `joins`.
-
-        Args:
-            state: a cache of B rows.
-            tokens: for each row (length,) int64, at least one.
-            chunk_tokens: most tokens of one forward, padding included; at least one of each row in any case.
-
-        Returns:
-            Logits of the next token (B, V).
-        """
-        rows = cast(GroupedDecodeState, state)
-        step = max(1, chunk_tokens // rows.rows)
-        last: list[Tensor] = [torch.empty(0)] * rows.rows
-        for start in range(0, max(len(row) for row in tokens), step):
-            pieces = [row[start : start + step] for row in tokens]
-            counts = [len(piece) for piece in pieces]
-            rows.reserve(max(counts))
-            cache = GroupedCache(reads_prompts=False)
-            ids_BN = pad_sequence(pieces, True, self.pad_token_id).to(self.device)
-            hidden_BND = self._attend_grouped(ids_BN, Reading(rows, cache, counts), cache)
-            rows.lengths = [length + count for length, count in zip(rows.lengths, counts, strict=True)]
-            last = [hidden_BND[row, count - 1] if count else last[row] for row, count in enumerate(counts)]
-        return self._logits(torch.stack(last))
+        if isinstance(state, GroupedDecodeState):
+            return self._step(state, tokens_B)
+        return self._next_logits(cast(CausalDecodeState, state), tokens_B.to(self.device)[:, None])
 
     @torch.no_grad()
     def stretch(self, state: DecodeState, slots: int) -> bool:
@@ -310,48 +199,39 @@ class CausalLMAdapter:
             return True
         return cast(CausalDecodeState, state).stretch(slots)
 
-    @contextmanager
-    def reference(self) -> Iterator[ModelAdapter]:
-        """Gives the reference: the frozen copy, else the PEFT adapter named "ref", else the base with adapters off.
-
-        What PEFT changes on the way (active adapter, ``requires_grad``) is as before afterwards, after an error too.
-
-        Yields:
-            An adapter of the reference; its distributions must be used inside.
-
-        Raises:
-            ConfigError: there is no reference, or PEFT trains biases of the base, which cannot be switched off.
-        """
-        if self.reference_adapter is not None:
-            yield self.reference_adapter
-            return
-        if not isinstance(self.model, PeftModel):
-            raise ConfigError(
-                f"{type(self.model).__name__} has neither a PEFT adapter nor a frozen copy, so there is no reference. "
-                "Pass reference_model, or set beta=0."
-            )
-        refuse_trained_bias(self.model.peft_config.values())
-        flags = [(weight, weight.requires_grad) for weight in self.model.parameters()]
-        try:
-            with _reference_weights(self.model):
-                yield self
-        finally:
-            for weight, requires_grad in flags:
-                weight.requires_grad_(requires_grad)
-
-    def recompute(self, enabled: bool) -> AbstractContextManager[None]:
-        """Recomputes each block's activations in the backward pass of what is run inside, in any mode.
+    def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
+        """Gives a model's own logits at completion tokens, row by row without padding.
 
         Args:
-            enabled: False changes nothing.
+            model: the network, as the user knows it or the transformers model inside.
+            trajectory: the store.
+            rows: indices of the rows wanted.
 
         Returns:
-            A context; only the forward must run inside.
+            (M, V).
         """
-        return recomputed(find_blocks(self._lm)) if enabled else nullcontext()
+        prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
+        return _row_logits(model, trajectory.token_rows(rows, self.pad_token_id, self.device), prompts, lengths)
 
-    def _head(self) -> LinearHead | LogitsHead:
-        return head_of(self._lm.get_output_embeddings(), self.path.logit_map)
+    def candidate_paths(self) -> Iterator[ScoringPath]:
+        """Gives the ways of scoring that the model's structure allows, the leanest first and a sure one last."""
+        maps, first = logit_maps(self._lm.config), _first_route(self._lm)
+        routes = {Route.LEAN: (Route.LEAN, Route.MASKED), Route.MASKED: (Route.MASKED,), Route.WHOLE: ()}[first]
+        yield from (ScoringPath(route, logit_map) for route in routes for logit_map in maps)
+        yield ScoringPath(Route.WHOLE, maps[0])
+
+    def measure_cache(self, state: DecodeState) -> None:
+        """Notes the bytes of a token in the cache of all layers, unless a window may have hidden some.
+
+        Args:
+            state: a cache that prompts have just been read into.
+        """
+        if isinstance(state, GroupedDecodeState):
+            width = max(state.blocks[0].lengths)
+        else:
+            width = cast(CausalDecodeState, state).width
+        if not any(window is not None and window <= width for window in self.geometry.windows):
+            self.slot_bytes = state.nbytes() // (state.rows * width)
 
     def _trunk(self, ids_BL: Tensor, lengths: Sequence[int]) -> Tensor:
         """Gives hidden states (B, L, D) of rows padded on the right."""
@@ -378,26 +258,19 @@ class CausalLMAdapter:
         """Reads the next tokens of a state's only prompt, and gives the last hidden state (1, D)."""
         cache = GroupedCache(reads_prompts=True)
         reading = Reading(state, cache, [len(ids_N)], keeps=False)
-        hidden_1ND = self._attend_grouped(ids_N.to(self.device)[None], reading, cache)
+        hidden_1ND = self._attend_grouped(ids_N.to(self.device)[None], reading)
         state.replace_prompt(longer_block(state.blocks[0], cache.read, state.windows))
         return hidden_1ND[:, -1]
 
-    def _attend_grouped(self, ids_BN: Tensor, reading: Reading, cache: GroupedCache) -> Tensor:
+    def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
         """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
         starts_B1 = torch.tensor(reading.state.positions, device=self.device)[:, None]
         positions_BN = starts_B1 + torch.arange(ids_BN.shape[1], device=self.device)
         with grouped_attention(self._lm, reading):
             output = self._lm.base_model(
-                input_ids=ids_BN, position_ids=positions_BN, past_key_values=cache, use_cache=True
+                input_ids=ids_BN, position_ids=positions_BN, past_key_values=reading.cache, use_cache=True
             )
         return cast(Tensor, output[0])
-
-    def _logits(self, hidden_BD: Tensor) -> Tensor:
-        """Gives logits (B, V) of hidden states, as scoring does."""
-        nothing_B = torch.empty(0, dtype=torch.int64)
-        logits_BV = naive_logits(TokenDistribution(hidden_BD, nothing_B, (), self._head()))
-        claim(Component.LOGITS, [logits_BV])
-        return logits_BV
 
     def _packed_distribution(self, trajectory: Trajectory, rows: Sequence[int]) -> TokenDistribution:
         """Runs the trunk over rows laid out behind one copy of each prompt."""
@@ -444,20 +317,12 @@ def check_head(adapter: CausalLMAdapter) -> None:
     Raises:
         ConfigError: neither this library's decoding nor transformers' `generate` gives the logits of the model alone.
     """
-    modes = [(module, module.training) for module in adapter.model.modules()]
-    adapter.model.eval()
-    try:
-        with torch.no_grad():
-            trajectory = _probe(adapter)
-            prompts, lengths = trajectory.condition_lengths(range(2)), trajectory.action_lengths(range(2))
-            ids_BL = trajectory.token_rows(range(2), adapter.pad_token_id, adapter.device)
-            wanted_MV = _row_logits(adapter.model, ids_BL, prompts, lengths)
-            _settle_path(adapter, trajectory, wanted_MV)
-            _check_sampling(adapter, trajectory, wanted_MV)
-            _settle_packing(adapter)
-    finally:
-        for module, training in modes:
-            module.training = training
+    with checking(adapter):
+        trajectory = probe_rows(adapter)
+        wanted_MV = adapter.row_logits(adapter.model, trajectory, range(2))
+        settle_path(adapter, trajectory, wanted_MV)
+        _check_sampling(adapter, trajectory, wanted_MV)
+        _settle_packing(adapter)
     if adapter.reference_adapter is not None:
         adapter.reference_adapter.path = adapter.path
         adapter.reference_adapter.packs_prompts = adapter.packs_prompts
@@ -487,77 +352,6 @@ def causal_lm_of(model: nn.Module) -> Any:
     return model
 
 
-def refuse_prompt_learning(config: Any) -> None:
-    """Refuses PEFT methods that add tokens or gates to the sequence instead of layers to the network.
-
-    Args:
-        config: a PEFT config.
-
-    Raises:
-        ConfigError: the method is one of these.
-    """
-    if config.is_prompt_learning or config.is_adaption_prompt:
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        raise ConfigError(
-            f"peft_config is {kind}, which learns a prompt; rows would no longer be prompt plus completion. "
-            "Use a method that adapts layers, such as LoraConfig."
-        )
-
-
-def refuse_trained_bias(configs: Any) -> None:
-    """Refuses, where a reference is wanted, PEFT adapters that train the base's own biases.
-
-    Args:
-        configs: PEFT configs.
-
-    Raises:
-        ConfigError: a config has ``bias`` other than "none".
-    """
-    for config in configs:
-        bias = getattr(config, "bias", "none")
-        if bias not in ("none", False):
-            raise ConfigError(
-                f"peft_config.bias is {bias!r}: the base's biases are trained, so switching the adapter off does not "
-                "give the reference. Set bias='none', or beta=0."
-            )
-
-
-@contextmanager
-def _reference_weights(model: Any) -> Iterator[None]:
-    if REFERENCE_ADAPTER not in model.peft_config:
-        with model.disable_adapter():
-            yield
-        return
-    active = model.active_adapter
-    model.set_adapter(REFERENCE_ADAPTER)
-    try:
-        yield
-    finally:
-        model.set_adapter(active)
-
-
-def _switch_off_checkpointing(lm: nn.Module) -> None:
-    """Takes transformers' checkpointing back, so that blocks are not recomputed twice in train mode."""
-    switched = [module for module in lm.modules() if getattr(module, "gradient_checkpointing", False)]
-    for module in switched:
-        module.gradient_checkpointing = False  # type: ignore[assignment]
-    if switched:
-        logger.info("The model's own gradient checkpointing is switched off; the plan decides what is recomputed.")
-
-
-def _keep_gradient_of_4bit_layers(lm: nn.Module) -> None:
-    """Stops bitsandbytes from packing 4-bit weights for inference on a CPU.
-
-    On a CPU with bf16 instructions, a 4-bit layer in eval mode packs its weight for good at the first input without
-    gradient, and from then on its output carries no graph: gradients of all adapters before it are silently lost.
-    """
-    for module in lm.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
-            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
-                module.state_dict()  # writing the weight out unpacks it in place
-
-
 def _warn_of_rope_that_reads_lengths(config: Any) -> None:
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
@@ -578,33 +372,10 @@ def _first_route(lm: Any) -> Route:
     return Route.LEAN if plain else Route.MASKED
 
 
-def _settle_path(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
-    """Keeps the first scoring path that gives the logits wanted, and says so if it is not the leanest."""
-    first, reasons = adapter.path, []
-    for path in _candidate_paths(adapter):
-        adapter.path = path
-        reason = _disagreement(adapter, trajectory, wanted_MV)
-        if reason is None:
-            break
-        reasons.append(f"{path.route.value}: {reason}")
-    if adapter.path != first:
-        logger.warning(
-            "%s computes its logits in a way of its own; log-probs go through %r (logit scale %g, soft-cap %s). %s",
-            type(adapter._lm).__name__,
-            adapter.path.route.value,
-            adapter.path.logit_map.scale,
-            adapter.path.logit_map.soft_cap,
-            "; ".join(dict.fromkeys(reasons)),
-        )
-
-
 def _settle_packing(adapter: CausalLMAdapter) -> None:
     """Keeps the packed route if it gives the logits of rows alone, and says so if it does not."""
     trajectory = _shared_probe(adapter)
-    rows = range(len(trajectory))
-    prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
-    ids_BL = trajectory.token_rows(rows, adapter.pad_token_id, adapter.device)
-    wanted_MV = _row_logits(adapter.model, ids_BL, prompts, lengths)
+    wanted_MV = adapter.row_logits(adapter.model, trajectory, range(len(trajectory)))
     reason = _packing_disagreement(adapter, trajectory, wanted_MV)
     adapter.packs_prompts = reason is None
     if reason is not None:
@@ -618,7 +389,7 @@ def _packing_disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, want
     if "position_ids" not in inspect.signature(adapter._lm.base_model.forward).parameters:
         return "positions cannot be given"
     try:
-        return _difference(lambda: adapter._packed_distribution(trajectory, range(len(trajectory))), adapter, wanted_MV)
+        return difference(lambda: adapter._packed_distribution(trajectory, range(len(trajectory))), adapter, wanted_MV)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # how a kernel or a shape complains
@@ -629,7 +400,7 @@ def _check_sampling(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV:
     """Reads both prompts together and goes on; where shared prompts give other logits, each row gets its own."""
     adapter.joins = adapter.joins and adapter.path.route is Route.LEAN
     if adapter.joins:
-        reason = _sampling_disagreement(adapter, trajectory, wanted_MV)
+        reason = sampling_disagreement(adapter, trajectory, wanted_MV)
         if reason is None:
             return
         adapter.joins = False
@@ -638,7 +409,7 @@ def _check_sampling(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV:
             type(adapter._lm).__name__,
             reason,
         )
-    reason = _sampling_disagreement(adapter, trajectory, wanted_MV)
+    reason = sampling_disagreement(adapter, trajectory, wanted_MV)
     if reason is not None and wanted_MV.dtype is not torch.float64:
         # In float64, transformers' eager attention makes NaN of padding, as its softmax is float32.
         _settle_generate(adapter, trajectory, wanted_MV, reason)
@@ -694,109 +465,15 @@ def _generate_disagreement(
         row_NV[prompt - read : prompt - read + length]
         for row_NV, prompt, length in zip(got_BNV, prompts, lengths, strict=True)
     ]
-    relative = _relative_difference(torch.cat(pieces), wanted_MV)
-    tolerance = max(1e-3, 2 * _tolerance(adapter, wanted_MV.device))
+    relative = relative_difference(torch.cat(pieces), wanted_MV)
+    tolerance = max(1e-3, 2 * tolerance_of(adapter, wanted_MV.device))
     return None if relative <= tolerance else f"they differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"
-
-
-def _sampling_disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
-    """Says how decoding fails to give the logits wanted, or None; notes the bytes of its cache."""
-    actions = list(trajectory.actions.rows())
-    firsts = torch.tensor([0, trajectory.actions.lengths[0]], device=wanted_MV.device)
-    try:
-        logits_PV, state = adapter.prefill(list(trajectory.conditions.rows()))
-        adapter.slot_bytes = _slot_bytes(adapter, state)
-        got = [logits_PV, adapter.decode_step(state, torch.stack([row[0] for row in actions]))]
-        places = [firsts, firsts + 1]
-        if adapter.joins:
-            got.append(adapter.extend(state, [actions[0][1:4], actions[1][1:3]], chunk_tokens=4))
-            places.append(firsts + torch.tensor([4, 3], device=firsts.device))
-    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
-            raise
-        return f"{type(error).__name__}: {error}"
-    relative = _relative_difference(torch.cat(got), wanted_MV[torch.cat(places)])
-    tolerance = max(1e-3, 2 * _tolerance(adapter, wanted_MV.device))
-    return None if relative <= tolerance else f"they differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"
-
-
-def _slot_bytes(adapter: CausalLMAdapter, state: DecodeState) -> int | None:
-    """Bytes of a token in the cache of all layers; None where a window may have hidden some."""
-    width = (
-        max(state.blocks[0].lengths) if isinstance(state, GroupedDecodeState) else cast(CausalDecodeState, state).width
-    )
-    if any(window is not None and window <= width for window in adapter.geometry.windows):
-        return adapter.slot_bytes
-    return state.nbytes() // (state.rows * width)
 
 
 def _can_share_prompts(lm: Any, route: Route) -> bool:
     """Whether a model's structure allows `memsafe_rl.models.grouped`; the check at start tells whether it agrees."""
     accepted = inspect.signature(lm.base_model.forward).parameters
     return route is Route.LEAN and "position_ids" in accepted and layer_windows(lm.config) is not None
-
-
-def _candidate_paths(adapter: CausalLMAdapter) -> Iterator[ScoringPath]:
-    maps = logit_maps(adapter._lm.config)
-    first = _first_route(adapter._lm)
-    routes = {Route.LEAN: (Route.LEAN, Route.MASKED), Route.MASKED: (Route.MASKED,), Route.WHOLE: ()}[first]
-    yield from (ScoringPath(route, logit_map) for route in routes for logit_map in maps)
-    yield ScoringPath(Route.WHOLE, maps[0])
-
-
-def _disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
-    """Says how an adapter's path fails, or None; out-of-memory errors pass through."""
-    if adapter.path.route is Route.WHOLE:
-        return None
-    return _difference(lambda: adapter.distribution(trajectory, range(len(trajectory))), adapter, wanted_MV)
-
-
-def _difference(route: Callable[[], TokenDistribution], adapter: CausalLMAdapter, wanted_MV: Tensor) -> str | None:
-    """Says how a route's logits differ from those wanted, or None."""
-    try:
-        logits_MV = naive_logits(route())
-    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"
-    if logits_MV.shape != wanted_MV.shape:
-        return f"logits of shape {tuple(logits_MV.shape)} instead of {tuple(wanted_MV.shape)}"
-    relative, tolerance = _relative_difference(logits_MV, wanted_MV), _tolerance(adapter, wanted_MV.device)
-    return (
-        None if relative <= tolerance else f"logits differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"
-    )
-
-
-def _relative_difference(got: Tensor, wanted: Tensor) -> float:
-    got, wanted = got.double(), wanted.double()
-    return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
-
-
-def _tolerance(adapter: CausalLMAdapter, device: torch.device) -> float:
-    """Relative to the largest logit, what two orders of the same sums may differ by."""
-    if getattr(adapter._lm, "is_quantized", False):
-        return 5e-2
-    dtype = adapter._lm.get_input_embeddings().weight.dtype
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-    if dtype is torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
-        return 1e-2
-    return {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2}.get(dtype, 5e-2)
-
-
-def _probe(adapter: CausalLMAdapter) -> Trajectory:
-    """Makes two rows of 5 + 7 and 2 + 4 tokens, of ids spread over the vocabulary, on the host."""
-    vocabulary = adapter._lm.get_input_embeddings().weight.shape[0]
-    ids = torch.tensor([(17 + 61 * place) % vocabulary for place in range(18)])
-    actions = Ragged(ids[7:], (7, 4))
-    return Trajectory(
-        conditions=Ragged(ids[:7], (5, 2)),
-        condition_of_row=(0, 1),
-        actions=actions,
-        loss_mask=Ragged(torch.ones(11), actions.lengths),
-        sampling_logprobs=None,
-        advantages=torch.zeros(2),
-        group_of_row=(0, 1),
-        finished=(True, True),
-    )
 
 
 def _shared_probe(adapter: CausalLMAdapter) -> Trajectory:

@@ -23,13 +23,9 @@ from transformers import (
 
 from memsafe_rl.accounting import charge, hold, weights_of
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.causal_lm import (
-    REFERENCE_ADAPTER,
-    causal_lm_of,
-    refuse_prompt_learning,
-    refuse_trained_bias,
-)
+from memsafe_rl.models.causal_lm import causal_lm_of
 from memsafe_rl.models.geometry import max_positions
+from memsafe_rl.models.language import REFERENCE_ADAPTER, refuse_prompt_learning, refuse_trained_bias
 from memsafe_rl.types import Component
 
 logger = logging.getLogger(__name__)

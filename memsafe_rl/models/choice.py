@@ -1,0 +1,43 @@
+"""Which adapter a network of transformers needs."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.models.seq2seq import Seq2SeqAdapter, check_seq2seq
+
+
+def adapter_for(
+    model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None
+) -> CausalLMAdapter | Seq2SeqAdapter:
+    """Wraps a causal LM or an encoder-decoder.
+
+    Args:
+        model: a transformers model, or a `PeftModel` around one.
+        pad_token_id: fills padding.
+        reference_model: frozen copy that answers for the reference; None where a PEFT adapter is switched instead.
+
+    Returns:
+        The adapter, not checked yet.
+
+    Raises:
+        ConfigError: no adapter can use the model.
+    """
+    kind = Seq2SeqAdapter if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else CausalLMAdapter
+    return kind(model, pad_token_id=pad_token_id, reference_model=reference_model)
+
+
+def check_adapter(adapter: CausalLMAdapter | Seq2SeqAdapter) -> None:
+    """Compares an adapter's own paths with its model's logits; see `check_head` and `check_seq2seq`.
+
+    Args:
+        adapter: the adapter; it may take another path.
+
+    Raises:
+        ConfigError: its model cannot be used.
+    """
+    if isinstance(adapter, Seq2SeqAdapter):
+        check_seq2seq(adapter)
+    else:
+        check_head(adapter)

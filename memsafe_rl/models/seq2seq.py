@@ -1,0 +1,397 @@
+"""Any transformers encoder-decoder of text, plain or under PEFT, as the loops use it.
+
+The encoder reads a prompt once; its cross-attention keys and values are kept once for all completions of the prompt.
+A completion is what the decoder draws after its start token, which is no part of it.
+
+Axes: ``B`` rows, ``P`` prompts, ``L`` tokens of a padded prompt, ``N`` tokens the decoder reads, ``M`` completion
+tokens laid end to end, ``D`` hidden width, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import EncoderDecoderCache
+
+from memsafe_rl.accounting import claim
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.models.adapter import DecodeState
+from memsafe_rl.models.agreement import checking, probe_rows, sampling_disagreement, settle_path
+from memsafe_rl.models.attention import Reading, grouped_attention
+from memsafe_rl.models.geometry import decoder_config
+from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, block_of, layer_windows
+from memsafe_rl.models.heads import given_logits, logit_maps
+from memsafe_rl.models.language import LanguageAdapter, Route, ScoringPath, refuse_prompt_learning
+from memsafe_rl.types import Component, TokenDistribution, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class Seq2SeqAdapter(LanguageAdapter):
+    """An encoder-decoder of transformers behind the `ModelAdapter` protocol."""
+
+    def __init__(self, model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> None:
+        """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off.
+
+        Args:
+            model: a transformers encoder-decoder with a head for tokens, or a `PeftModel` around one.
+            pad_token_id: fills padding.
+            reference_model: frozen copy that answers for the reference; None where a PEFT adapter is switched instead.
+
+        Raises:
+            ConfigError: PEFT's prompt learning, no encoder-decoder, or one without start token or head, or with layers
+                of its decoder that are neither plain nor windowed attention.
+        """
+        lm = seq2seq_of(model)
+        windows = layer_windows(decoder_config(lm))
+        if windows is None or lm.get_output_embeddings() is None:
+            raise ConfigError(
+                f"{type(lm).__name__} has no head for tokens, or layers that are no attention, so that it cannot draw "
+                "completions here. Use an encoder-decoder such as T5 or BART, in its ForConditionalGeneration form."
+            )
+        copy = None if reference_model is None else Seq2SeqAdapter(reference_model, pad_token_id=pad_token_id)
+        super().__init__(
+            model,
+            lm,
+            pad_token_id=pad_token_id,
+            path=ScoringPath(Route.MASKED, logit_maps(lm.config)[0]),
+            joins=True,
+            cross_layers=len(windows),
+            reference_adapter=copy,
+        )
+        self.start_token_id = start_token_of(lm)
+        self._windows = windows
+        self._takes_positions = "position_ids" in inspect.signature(lm.get_decoder().forward).parameters
+
+    def distribution(
+        self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None, *, packed: bool = False
+    ) -> TokenDistribution:
+        """Runs the network over stored rows, up to its output head; the encoder reads each of their prompts once.
+
+        Prompts are padded on the right and masked; so are completions, where no token can see the padding.
+
+        Args:
+            trajectory: the store.
+            rows: indices of the rows wanted.
+            columns: must be None; tokens of a row cannot be scored apart.
+            packed: must be False; prompts are shared in any case.
+
+        Returns:
+            The distribution at every completion token of these rows; carries a graph if gradients are enabled.
+
+        Raises:
+            ConfigError: columns are given, or rows are to be packed.
+            DataError: a row has an empty prompt, so that the encoder has nothing to read.
+        """
+        if columns is not None or packed:
+            raise ConfigError(
+                f"columns={columns}, packed={packed}: an encoder-decoder scores whole rows, and reads a prompt once "
+                "for all of them as it is; leave both out."
+            )
+        lengths = trajectory.action_lengths(rows)
+        for row, prompt in zip(rows, trajectory.condition_lengths(rows), strict=True):
+            if prompt < 1:
+                raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the eos token.")
+        tokens_M = trajectory.actions.take(rows).flat.to(self.device)
+        if self.path.route is Route.WHOLE:
+            return TokenDistribution(self.row_logits(self._lm, trajectory, rows), tokens_M, lengths, given_logits)
+        hidden_BND = self._decoded(trajectory, rows)
+        width = hidden_BND.shape[1]
+        places = [
+            torch.arange(row * width, row * width + length, device=hidden_BND.device)
+            for row, length in enumerate(lengths)
+        ]
+        hidden_MD = hidden_BND.flatten(0, 1).index_select(0, torch.cat(places))
+        return TokenDistribution(hidden_MD, tokens_M, lengths, self._head())
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:  # noqa: ARG002
+        """Reads prompts, and the decoder's start token after each.
+
+        Args:
+            prompts: P tensors (length,) int64, on any device, none empty.
+            chunk_tokens: not kept to: every token of a prompt sees all others, so that it is read whole.
+
+        Returns:
+            Logits of the first token (P, V), and the cache of P rows.
+        """
+        lengths = [int(prompt.shape[0]) for prompt in prompts]
+        hidden_PLD, mask_PL = self._encoded(prompts)
+        own, cross = GroupedCache(reads_prompts=True), GroupedCache(reads_prompts=True)
+        start_P1 = torch.full((len(prompts), 1), self.start_token_id, device=self.device)
+        last_P1D = self._lm.get_decoder()(
+            input_ids=start_P1,
+            encoder_hidden_states=hidden_PLD,
+            encoder_attention_mask=mask_PL,
+            past_key_values=EncoderDecoderCache(own, cross),
+            use_cache=True,
+        )[0]
+        if len(own.read) != len(self._windows) or len(cross.read) != len(self._windows):
+            raise NotImplementedError(f"{len(own.read)} and {len(cross.read)} layers of {len(self._windows)} keep keys")
+        block = block_of(own.read, [1] * len(prompts), self._windows)
+        block.source = block_of(cross.read, lengths, [None] * len(self._windows))
+        state = GroupedDecodeState(
+            windows=self._windows,
+            blocks=(block,) * len(prompts),
+            prompts=tuple(range(len(prompts))),
+            lengths=[0] * len(prompts),
+            device=self.device,
+        )
+        return self._logits(last_P1D[:, -1]), state
+
+    @torch.no_grad()
+    def select(self, state: DecodeState, rows: Sequence[int]) -> DecodeState:
+        """Keeps, drops, repeats or reorders rows of a cache.
+
+        Args:
+            state: a cache; must not be used afterwards, unless its rows have drawn nothing.
+            rows: indices of the rows wanted, with repeats.
+
+        Returns:
+            A cache of these rows.
+        """
+        selected = cast(GroupedDecodeState, state).select(rows)
+        selected.give_up_idle_prompts()
+        return selected
+
+    @torch.no_grad()
+    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
+        """Appends one token to every row of a cache, in place.
+
+        Args:
+            state: a cache of B rows.
+            tokens_B: (B,) int64.
+
+        Returns:
+            Logits of the next token (B, V).
+        """
+        return self._step(cast(GroupedDecodeState, state), tokens_B)
+
+    @torch.no_grad()
+    def stretch(self, state: DecodeState, slots: int) -> bool:
+        """Widens a cache in place as if so many tokens had been read, without reading them; to measure, not to decode.
+
+        Args:
+            state: a cache of rows that have been read.
+            slots: tokens of every row afterwards, its prompt's included.
+
+        Returns:
+            True.
+        """
+        rows = cast(GroupedDecodeState, state)
+        pairs = zip(rows.blocks, rows.prompts, strict=True)
+        read = [block.source.lengths[prompt] for block, prompt in pairs if block.source is not None]
+        rows.stretch(max(1, slots - min(read)))
+        return True
+
+    def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
+        """Gives a model's own logits at completion tokens, row by row without padding.
+
+        Args:
+            model: the network, as the user knows it or the transformers model inside.
+            trajectory: the store.
+            rows: indices of the rows wanted.
+
+        Returns:
+            (M, V).
+        """
+        prompts, pieces = trajectory.conditions.rows(), []
+        for row, read in zip(rows, self._decoder_rows(trajectory, rows), strict=True):
+            ids_1L = prompts[trajectory.condition_of_row[row]].to(self.device)[None]
+            output = model(
+                input_ids=ids_1L,
+                attention_mask=torch.ones_like(ids_1L),
+                decoder_input_ids=read.to(self.device)[None],
+                use_cache=False,
+            )
+            claim(Component.LOGITS, [output.logits])
+            pieces.append(output.logits[0, : trajectory.actions.lengths[row]])
+        return torch.cat(pieces)
+
+    def candidate_paths(self) -> Iterator[ScoringPath]:
+        """Gives the ways of scoring: the stacks and then the head, or the whole model."""
+        maps = logit_maps(self._lm.config)
+        yield from (ScoringPath(Route.MASKED, logit_map) for logit_map in maps)
+        yield ScoringPath(Route.WHOLE, maps[0])
+
+    def measure_cache(self, state: DecodeState) -> None:
+        """Notes the bytes of a token in the decoder's layers, which are those of a prompt's token in cross-attention.
+
+        Args:
+            state: a cache that prompts have just been read into.
+        """
+        block = cast(GroupedDecodeState, state).blocks[0]
+        own = sum(part.nbytes for part in (*block.keys, *block.values)) // len(block.lengths)
+        read = 0 if block.source is None else block.source.nbytes() // (state.rows * max(block.source.lengths))
+        self.slot_bytes = max(own, read)
+
+    def _encoded(self, prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Gives what the encoder makes of prompts (P, L, D), and their mask (P, L); None without padding."""
+        lengths = [int(prompt.shape[0]) for prompt in prompts]
+        ids_PL = pad_sequence(list(prompts), True, self.pad_token_id).to(self.device)
+        mask_PL = None
+        if min(lengths) < max(lengths):
+            ends_P1 = torch.tensor(lengths, device=self.device)[:, None]
+            mask_PL = (torch.arange(max(lengths), device=self.device) < ends_P1).long()
+        return self._lm.get_encoder()(input_ids=ids_PL, attention_mask=mask_PL)[0], mask_PL
+
+    def _decoded(self, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
+        """Gives the decoder's hidden states (B, N, D) of stored rows, its start token's first."""
+        prompts = trajectory.conditions.rows()
+        unique = list(dict.fromkeys(trajectory.condition_of_row[row] for row in rows))
+        hidden_PLD, mask_PL = self._encoded([prompts[prompt] for prompt in unique])
+        if len(unique) < len(rows):
+            order = [unique.index(trajectory.condition_of_row[row]) for row in rows]
+            index_B = torch.tensor(order, device=hidden_PLD.device)
+            hidden_PLD = hidden_PLD.index_select(0, index_B)
+            mask_PL = None if mask_PL is None else mask_PL.index_select(0, index_B)
+        ids_BN = pad_sequence(self._decoder_rows(trajectory, rows), True, self.pad_token_id)
+        output = self._lm.get_decoder()(
+            input_ids=ids_BN.to(self.device),
+            encoder_hidden_states=hidden_PLD,
+            encoder_attention_mask=mask_PL,
+            use_cache=False,
+        )
+        return cast(Tensor, output[0])
+
+    def _decoder_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[Tensor]:
+        """Gives what the decoder reads of each row: its start token, and all completion tokens but the last."""
+        actions = trajectory.actions.rows()
+        start_1 = actions[0].new_full((1,), self.start_token_id)
+        return [torch.cat([start_1, actions[row][:-1]]) for row in rows]
+
+    def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
+        """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
+        decoder, sources = self._lm.get_decoder(), cast(Any, reading.sources)
+        starts_B1 = torch.tensor(reading.state.positions, device=self.device)[:, None]
+        positions_BN = starts_B1 + torch.arange(ids_BN.shape[1], device=self.device)
+        cache = EncoderDecoderCache(reading.cache, sources)
+        cache.is_updated = dict.fromkeys(range(self._cross_layers), True)
+        nothing_B0D = torch.empty((ids_BN.shape[0], 0, self.geometry.hidden_size), device=self.device)
+        given: dict[str, Any] = {"position_ids": positions_BN} if self._takes_positions else {}
+        first, last = min(reading.state.positions), max(reading.state.positions) + ids_BN.shape[1]
+        with grouped_attention(decoder, reading), _own_positions(decoder, positions_BN, range(first, last)):
+            output = decoder(
+                input_ids=ids_BN, encoder_hidden_states=nothing_B0D, past_key_values=cache, use_cache=True, **given
+            )
+        return cast(Tensor, output[0])
+
+
+def check_seq2seq(adapter: Seq2SeqAdapter) -> None:
+    """Compares an adapter's own paths with its model's logits, and takes a plain path where scoring differs.
+
+    Two short rows of unequal length go both ways. The first scoring path that agrees is kept: the stacks with each
+    reading of the config's logit scale, else the whole model row by row, which is said in one warning. A frozen
+    reference copy takes the same path. The bytes of the cache go into the geometry.
+
+    Args:
+        adapter: the adapter; its ``path`` and ``slot_bytes`` may change.
+
+    Raises:
+        ConfigError: decoding does not give the logits of the model alone.
+    """
+    with checking(adapter):
+        trajectory = probe_rows(adapter)
+        wanted_MV = adapter.row_logits(adapter.model, trajectory, range(len(trajectory)))
+        settle_path(adapter, trajectory, wanted_MV)
+        reason = sampling_disagreement(adapter, trajectory, wanted_MV)
+    if reason is not None:
+        raise ConfigError(
+            f"{type(adapter._lm).__name__} cannot be decoded with prompts that are read once ({reason}), and there is "
+            "no other way for encoder-decoders yet. Use one of the families of T5, BART, Pegasus, Marian or M2M-100."
+        )
+    if adapter.reference_adapter is not None:
+        adapter.reference_adapter.path = adapter.path
+
+
+def seq2seq_of(model: nn.Module) -> Any:
+    """Gives the transformers encoder-decoder inside a model, LoRA layers in place.
+
+    Args:
+        model: a transformers model, or a `PeftModel` around one.
+
+    Returns:
+        The encoder-decoder.
+
+    Raises:
+        ConfigError: PEFT's prompt learning or adaption prompt, or no encoder-decoder.
+    """
+    if isinstance(model, PeftModel):
+        for config in model.peft_config.values():
+            refuse_prompt_learning(config)
+        model = model.get_base_model()
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ConfigError(f"{type(model).__name__} is no encoder-decoder; use CausalLMAdapter for it.")
+    return model
+
+
+def start_token_of(lm: Any) -> int:
+    """Gives the token that the decoder reads before a completion.
+
+    Args:
+        lm: transformers encoder-decoder.
+
+    Returns:
+        int, its id.
+
+    Raises:
+        ConfigError: neither the config nor the generation config names one.
+    """
+    for config in (lm.config, lm.generation_config):
+        for name in ("decoder_start_token_id", "bos_token_id"):
+            start = getattr(config, name, None)
+            if start is not None:
+                return int(start)
+    raise ConfigError(
+        f"{type(lm).__name__} names no decoder_start_token_id, so that nothing predicts a completion's first token. "
+        "Set model.config.decoder_start_token_id; for T5 it is the pad token."
+    )
+
+
+@contextmanager
+def _own_positions(decoder: Any, positions_BN: Tensor, span: range) -> Iterator[None]:
+    """Has a table of positions, learned or not, give each row those of its own tokens.
+
+    Such a decoder takes one position for all rows, from the length of its cache.
+
+    Args:
+        decoder: the decoder.
+        positions_BN: (B, N) int64.
+        span: all of these positions.
+    """
+    table = getattr(decoder, "embed_positions", None)
+    if table is None:
+        yield
+        return
+    earlier, forward = table.__dict__.get("forward"), table.forward
+
+    def own(first: Any = None, *_args: Any, **_kwargs: Any) -> Tensor:
+        rows_WD = _positions_in(table, forward, first, span, positions_BN.device)
+        return rows_WD.reshape(-1, rows_WD.shape[-1])[positions_BN - span.start]
+
+    table.forward = own
+    try:
+        yield
+    finally:
+        table.__dict__.pop("forward", None)
+        if earlier is not None:
+            table.__dict__["forward"] = earlier
+
+
+def _positions_in(table: Any, forward: Any, first: Any, span: range, device: torch.device) -> Tensor:
+    """Asks a table for a span of positions, in whichever form it takes them."""
+    if "position_ids" in inspect.signature(forward).parameters:
+        return cast(Tensor, forward(first, position_ids=torch.arange(span.start, span.stop, device=device)))
+    if isinstance(first, Tensor):  # tokens, of which only padding would have no position
+        first = first.new_full((1, len(span)), (table.padding_idx or 0) + 1)
+    else:
+        first = torch.Size((1, len(span)))
+    return cast(Tensor, forward(first, past_key_values_length=span.start))
