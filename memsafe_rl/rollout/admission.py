@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from memsafe_rl.types import ModelGeometry, RolloutPlan
 
+_JOIN_SHARE = 8
+"""Joining copies the cache and reads prompts for few rows: it waits until so large a share of the rows is free."""
+
 
 class Candidate(NamedTuple):
     """A sequence that waits.
@@ -47,8 +50,8 @@ def admit(
     most = _most_rows(waiting, plan, geometry, rows, prompt_bytes)
     if most < 1:
         return 0 if rows else 1
-    if rows and most < min(len(waiting), -(-plan.rows_in_flight // 8)):
-        return 0  # a prompt's forward for one or two rows at a time would cost more than it brings
+    if rows and most < min(len(waiting), -(-plan.rows_in_flight // _JOIN_SHARE)):
+        return 0
     if waiting[0].drawn_tokens and not geometry.shares_prompts:
         return min(most, max(1, plan.prefill_tokens // max(one.prompt_tokens + one.drawn_tokens for one in waiting)))
     per_prompt = max(1, plan.prefill_tokens // waiting[0].prompt_tokens)
