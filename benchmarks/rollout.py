@@ -35,7 +35,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.turns import Record, Referee, Side, counted, median_of
 from memsafe_rl.memory.recovery import under
 from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.models.causal_lm import CausalLMAdapter
+from memsafe_rl.models.choice import adapter_for
 from memsafe_rl.rollout.generation import generate
 from memsafe_rl.types import Component, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -207,23 +207,6 @@ def build_prompts(row: Row) -> list[Tensor]:
 # ------------------------------------------------------------------ engines
 
 
-def adapter_of(model: Any) -> Any:
-    """Gives the library's view of a network.
-
-    Args:
-        model: the network.
-
-    Returns:
-        The adapter.
-
-    Raises:
-        NotImplementedError: there is none for this kind of network.
-    """
-    if model.config.is_encoder_decoder:
-        raise NotImplementedError("not supported yet: encoder-decoders")
-    return CausalLMAdapter(model, pad_token_id=PAD_ID)
-
-
 def sample_here(model: Any, prompts: Sequence[Tensor], row: Row, seed: int) -> int:
     """Samples with the library.
 
@@ -239,7 +222,7 @@ def sample_here(model: Any, prompts: Sequence[Tensor], row: Row, seed: int) -> i
     keys = [[SequenceKey(seed, 0, prompt, n) for n in range(row.group_size)] for prompt in range(row.prompts)]
     settings = SamplingSettings(max_new_tokens=row.new_tokens, eos_token_ids=(EOS_ID,))
     plan = RolloutPlan(rows_in_flight=row.rows)
-    drawn = generate(adapter_of(model), prompts, keys, settings, attempt=under(plan))
+    drawn = generate(adapter_for(model, pad_token_id=PAD_ID), prompts, keys, settings, attempt=under(plan))
     return sum(len(completion.ids) for completion in drawn)
 
 
@@ -420,7 +403,7 @@ def kv_peak(model: Any, row: Row) -> int:
     Returns:
         int, bytes.
     """
-    adapter, most = adapter_of(model), 0
+    adapter, most = adapter_for(model, pad_token_id=PAD_ID), 0
     step = adapter.decode_step
     with SimulatedMemory() as memory:
 
@@ -448,7 +431,7 @@ def kv_bounds(model: Any, row: Row) -> dict[str, int]:
         int, bytes: "shared" is ``sum over prompts of kv(P) + B kv(T)``, T in whole blocks and one tensor twice, because
         it grows by copying; "copied" is ``sum over rows of kv(P + T)``.
     """
-    geometry = adapter_of(model).geometry
+    geometry = adapter_for(model, pad_token_id=PAD_ID).geometry
     lengths = [len(prompt) for prompt in build_prompts(row)]
     prompt_bytes = sum(map(geometry.kv_bytes, lengths))
     return {

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.heads import naive_logits
 from memsafe_rl.models.language import LanguageAdapter, Route
 from memsafe_rl.types import Ragged, TokenDistribution, Trajectory
@@ -95,6 +97,40 @@ def sampling_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, want
     return None if relative <= tolerance else f"they differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"
 
 
+def settle_generate(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor, reason: str) -> None:
+    """Leaves decoding to transformers' `generate`, with a cache or without, and says so.
+
+    Args:
+        adapter: the adapter; its ``path`` changes.
+        trajectory: two rows; where an encoder reads the prompts, these are of one length.
+        wanted_MV: (M, V), the network's own logits of both.
+        reason: how this library's decoding failed.
+
+    Raises:
+        ConfigError: `generate` does not give those logits either.
+    """
+    others = []
+    for cached in (True, False):
+        other = _generate_disagreement(adapter, trajectory, wanted_MV, cached)
+        if other is None:
+            break
+        others.append(other)
+    else:
+        raise ConfigError(
+            f"{type(adapter._lm).__name__} gives prompts that are decoded together other logits than alone: {reason}. "
+            f"transformers' own generate does not give those logits either: {others[0]} with a cache, {others[1]} "
+            "without one. Use a model that can be sampled token by token."
+        )
+    adapter.path = replace(adapter.path, decodes=False, caches=cached)
+    logger.warning(
+        "%s cannot be decoded by this library's engine (%s). Rollouts run transformers' generate%s, in waves of rows "
+        "of one length: the same draws, but slower, and with every prompt read once per completion.",
+        type(adapter._lm).__name__,
+        reason,
+        "" if cached else " without a cache",
+    )
+
+
 def difference(route: Callable[[], TokenDistribution], adapter: LanguageAdapter, wanted_MV: Tensor) -> str | None:
     """Says how a route's logits differ from those wanted.
 
@@ -152,20 +188,21 @@ def tolerance_of(adapter: LanguageAdapter, device: torch.device) -> float:
     return {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2}.get(dtype, 5e-2)
 
 
-def probe_rows(adapter: LanguageAdapter) -> Trajectory:
-    """Makes two rows of 5 + 7 and 2 + 4 tokens, of ids spread over the vocabulary, on the host.
+def probe_rows(adapter: LanguageAdapter, prompts: tuple[int, int] = (5, 2)) -> Trajectory:
+    """Makes two rows, of 7 and 4 tokens after their prompts, of ids spread over the vocabulary, on the host.
 
     Args:
         adapter: whose network's vocabulary it is.
+        prompts: tokens of each prompt.
 
     Returns:
         The rows.
     """
-    vocabulary = adapter._lm.get_input_embeddings().weight.shape[0]
-    ids = torch.tensor([(17 + 61 * place) % vocabulary for place in range(18)])
-    actions = Ragged(ids[7:], (7, 4))
+    vocabulary, read = adapter._lm.get_input_embeddings().weight.shape[0], sum(prompts)
+    ids = torch.tensor([(17 + 61 * place) % vocabulary for place in range(read + 11)])
+    actions = Ragged(ids[read:], (7, 4))
     return Trajectory(
-        conditions=Ragged(ids[:7], (5, 2)),
+        conditions=Ragged(ids[:read], prompts),
         condition_of_row=(0, 1),
         actions=actions,
         loss_mask=Ragged(torch.ones(11), actions.lengths),
@@ -181,3 +218,34 @@ def _scoring_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, want
     if adapter.path.route is Route.WHOLE:
         return None
     return difference(lambda: adapter.distribution(trajectory, range(len(trajectory))), adapter, wanted_MV)
+
+
+def _generate_disagreement(
+    adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor, cached: bool
+) -> str | None:
+    """Leads `generate` along two stored rows, side by side, and says how its logits differ, or None."""
+    prompts, lengths = trajectory.condition_lengths(range(2)), trajectory.action_lengths(range(2))
+    ids_BL = trajectory.token_rows(range(2), adapter.pad_token_id, adapter.device)
+    read, got = min(prompts), []
+
+    def follow(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+        got.append(logits_BV.clone())
+        return ids_BL[:, read + len(got) - 1], torch.zeros(2, dtype=torch.bool)
+
+    steps = ids_BL.shape[1] - read
+    try:
+        adapter.decode_plainly(ids_BL[:, :read], follow, prompt_tokens=read, max_new_tokens=steps, cached=cached)
+    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
+            raise
+        return f"{type(error).__name__}: {error}"
+    if len(got) != steps:
+        return f"{len(got)} tokens instead of {steps}"
+    got_BNV = torch.stack(got, 1)
+    pieces = [
+        row_NV[prompt - read : prompt - read + length]
+        for row_NV, prompt, length in zip(got_BNV, prompts, lengths, strict=True)
+    ]
+    relative = relative_difference(torch.cat(pieces), wanted_MV)
+    tolerance = max(1e-3, 2 * tolerance_of(adapter, wanted_MV.device))
+    return None if relative <= tolerance else f"they differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"

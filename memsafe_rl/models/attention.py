@@ -288,7 +288,7 @@ class Reading:
             now_BN, place_BK = self._places(segment, layer, used)
             if len({self.state.lengths[row] for row in segment.rows}) == 1 and len({*segment.block.lengths}) == 1:
                 now_BN, place_BK = now_BN[:1], place_BK[:1]
-            farthest = max(self.state.positions[row] for row in segment.rows) + self.tokens
+            farthest = max(self.state.positions) + self.tokens
             # The network's own table of distances, of its last token to all before: the nearest stands last.
             table_1HNW = module.compute_bias(1, farthest, device=now_BN.device, past_seen_tokens=farthest - 1)
             distance_BNK = (now_BN[:, :, None] - place_BK[:, None]).clamp_min(0)

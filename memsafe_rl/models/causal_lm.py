@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -25,10 +24,9 @@ from memsafe_rl.models.agreement import (
     checking,
     difference,
     probe_rows,
-    relative_difference,
     sampling_disagreement,
+    settle_generate,
     settle_path,
-    tolerance_of,
 )
 from memsafe_rl.models.attention import Reading, grouped_attention
 from memsafe_rl.models.cache import CausalDecodeState, growing_cache, is_trimmable, transit_cache
@@ -37,7 +35,7 @@ from memsafe_rl.models.heads import given_logits, logit_maps
 from memsafe_rl.models.language import LanguageAdapter, Route, ScoringPath, refuse_prompt_learning
 from memsafe_rl.models.packed_attention import attending, attention_configs
 from memsafe_rl.models.packing import pack_rows
-from memsafe_rl.models.plain_decoding import generate_plainly
+from memsafe_rl.models.plain_decoding import Choose, generate_plainly
 from memsafe_rl.types import Component, Ragged, TokenDistribution, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -212,6 +210,26 @@ class CausalLMAdapter(LanguageAdapter):
         """
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
         return _row_logits(model, trajectory.token_rows(rows, self.pad_token_id, self.device), prompts, lengths)
+
+    def decode_plainly(
+        self,
+        ids_BL: Tensor,
+        choose: Choose,
+        *,
+        prompt_tokens: int,  # noqa: ARG002
+        max_new_tokens: int,
+        cached: bool,
+    ) -> None:
+        """Has transformers' `generate` decode rows of one length.
+
+        Args:
+            ids_BL: (B, L) int64, on the device, prompts and what was drawn before.
+            choose: called once a token, in order.
+            prompt_tokens: not looked at: prompts and completions are one sequence.
+            max_new_tokens: most calls.
+            cached: whether `generate` may keep a cache.
+        """
+        generate_plainly(self._lm, ids_BL, choose, max_new_tokens=max_new_tokens, cached=cached)
 
     def candidate_paths(self) -> Iterator[ScoringPath]:
         """Gives the ways of scoring that the model's structure allows, the leanest first and a sure one last."""
@@ -412,62 +430,7 @@ def _check_sampling(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV:
     reason = sampling_disagreement(adapter, trajectory, wanted_MV)
     if reason is not None and wanted_MV.dtype is not torch.float64:
         # In float64, transformers' eager attention makes NaN of padding, as its softmax is float32.
-        _settle_generate(adapter, trajectory, wanted_MV, reason)
-
-
-def _settle_generate(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor, reason: str) -> None:
-    """Leaves decoding to transformers' `generate`, with a cache or without, and says so; refuses a network without."""
-    others = []
-    for cached in (True, False):
-        other = _generate_disagreement(adapter, trajectory, wanted_MV, cached)
-        if other is None:
-            break
-        others.append(other)
-    else:
-        raise ConfigError(
-            f"{type(adapter._lm).__name__} gives prompts that are decoded together other logits than alone: {reason}. "
-            f"transformers' own generate does not give those logits either: {others[0]} with a cache, {others[1]} "
-            "without one. Use a model that can be sampled token by token."
-        )
-    adapter.path = replace(adapter.path, decodes=False, caches=cached)
-    logger.warning(
-        "%s cannot be decoded by this library's engine (%s). Rollouts run transformers' generate%s, in waves of rows "
-        "of one length: the same draws, but slower, and with every prompt read once per completion.",
-        type(adapter._lm).__name__,
-        reason,
-        "" if cached else " without a cache",
-    )
-
-
-def _generate_disagreement(
-    adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor, cached: bool
-) -> str | None:
-    """Leads `generate` along two stored rows, side by side, and says how its logits differ, or None."""
-    prompts, lengths = trajectory.condition_lengths(range(2)), trajectory.action_lengths(range(2))
-    ids_BL = trajectory.token_rows(range(2), adapter.pad_token_id, adapter.device)
-    read, got = min(prompts), []
-
-    def follow(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
-        got.append(logits_BV.clone())
-        return ids_BL[:, read + len(got) - 1], torch.zeros(2, dtype=torch.bool)
-
-    steps = ids_BL.shape[1] - read
-    try:
-        generate_plainly(adapter._lm, ids_BL[:, :read], follow, max_new_tokens=steps, cached=cached)
-    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
-            raise
-        return f"{type(error).__name__}: {error}"
-    if len(got) != steps:
-        return f"{len(got)} tokens instead of {steps}"
-    got_BNV = torch.stack(got, 1)
-    pieces = [
-        row_NV[prompt - read : prompt - read + length]
-        for row_NV, prompt, length in zip(got_BNV, prompts, lengths, strict=True)
-    ]
-    relative = relative_difference(torch.cat(pieces), wanted_MV)
-    tolerance = max(1e-3, 2 * tolerance_of(adapter, wanted_MV.device))
-    return None if relative <= tolerance else f"they differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"
+        settle_generate(adapter, trajectory, wanted_MV, reason)
 
 
 def _can_share_prompts(lm: Any, route: Route) -> bool:

@@ -27,6 +27,7 @@ from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.geometry import autocast_bytes, read_geometry
 from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, SourceMarks
 from memsafe_rl.models.heads import LogitMap, head_of, naive_logits
+from memsafe_rl.models.plain_decoding import Choose
 from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, TokenDistribution, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,20 @@ class LanguageAdapter(ABC):
 
         Returns:
             (M, V).
+        """
+
+    @abstractmethod
+    def decode_plainly(
+        self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool
+    ) -> None:
+        """Has transformers' `generate` decode rows of one length; see `memsafe_rl.models.plain_decoding`.
+
+        Args:
+            ids_BL: (B, L) int64, on the device, prompts and what was drawn before.
+            choose: called once a token, in order.
+            prompt_tokens: length of every prompt, where an encoder reads it.
+            max_new_tokens: most calls.
+            cached: whether `generate` may keep a cache.
         """
 
     @abstractmethod

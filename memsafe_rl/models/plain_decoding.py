@@ -17,23 +17,30 @@ Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Takes logits (B, V) float32 of the next token; gives tokens (B,) int64, and (B,) bool, whether a row ends there."""
 
 
-def generate_plainly(lm: Any, ids_BL: Tensor, choose: Choose, *, max_new_tokens: int, cached: bool) -> None:
+def generate_plainly(
+    lm: Any, ids_BL: Tensor, choose: Choose, *, max_new_tokens: int, cached: bool, decoder_ids_BN: Tensor | None = None
+) -> None:
     """Runs `generate`, with tokens chosen by the caller in place of its own search.
 
     Rows are of one length: what a network does with padding is not asked. Rows that have ended go on being read until
     the last one ends, as `generate` has it. The model's own generation config is put aside meanwhile.
 
     Args:
-        lm: a transformers causal LM, in eval mode.
-        ids_BL: (B, L) int64, on the device, without padding.
+        lm: a transformers causal LM or encoder-decoder, in eval mode.
+        ids_BL: (B, L) int64, on the device, without padding; prompts alone where an encoder reads them.
         choose: called once a token, in order.
         max_new_tokens: most calls.
         cached: whether `generate` may keep a cache; if not, every row is read anew for every token.
+        decoder_ids_BN: (B, N) int64, what the decoder of an encoder-decoder begins with, its start token first.
     """
     chooser = _Chooser(choose, len(ids_BL), ids_BL.device)
     plain = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, use_cache=cached, disable_compile=True
     )
+    begun = {}
+    if decoder_ids_BN is not None:
+        plain.decoder_start_token_id = int(decoder_ids_BN[0, 0])
+        begun["decoder_input_ids"] = decoder_ids_BN
     with _generation_config(lm, plain):
         lm.generate(
             input_ids=ids_BL,
@@ -41,6 +48,7 @@ def generate_plainly(lm: Any, ids_BL: Tensor, choose: Choose, *, max_new_tokens:
             generation_config=plain,
             logits_processor=[chooser],
             stopping_criteria=[chooser.ended],
+            **begun,
         )
 
 

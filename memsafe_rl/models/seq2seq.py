@@ -24,12 +24,13 @@ from transformers import EncoderDecoderCache
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState
-from memsafe_rl.models.agreement import checking, probe_rows, sampling_disagreement, settle_path
+from memsafe_rl.models.agreement import checking, probe_rows, sampling_disagreement, settle_generate, settle_path
 from memsafe_rl.models.attention import Reading, grouped_attention
 from memsafe_rl.models.geometry import decoder_config
 from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, block_of, layer_windows
 from memsafe_rl.models.heads import given_logits, logit_maps
 from memsafe_rl.models.language import LanguageAdapter, Route, ScoringPath, refuse_prompt_learning
+from memsafe_rl.models.plain_decoding import Choose, generate_plainly
 from memsafe_rl.types import Component, TokenDistribution, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,8 @@ class Seq2SeqAdapter(LanguageAdapter):
         Returns:
             Logits of the first token (P, V), and the cache of P rows.
         """
+        if not self.path.decodes:
+            raise AssertionError("rows of this network are decoded by memsafe_rl.rollout.fallback")
         lengths = [int(prompt.shape[0]) for prompt in prompts]
         hidden_PLD, mask_PL = self._encoded(prompts)
         own, cross = GroupedCache(reads_prompts=True), GroupedCache(reads_prompts=True)
@@ -216,6 +219,29 @@ class Seq2SeqAdapter(LanguageAdapter):
             pieces.append(output.logits[0, : trajectory.actions.lengths[row]])
         return torch.cat(pieces)
 
+    def decode_plainly(
+        self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool
+    ) -> None:
+        """Has transformers' `generate` decode rows of one length.
+
+        Args:
+            ids_BL: (B, L) int64, on the device, prompts and what was drawn before.
+            choose: called once a token, in order.
+            prompt_tokens: length of every prompt.
+            max_new_tokens: most calls.
+            cached: whether `generate` may keep a cache.
+        """
+        prompts_BL, drawn_BN = ids_BL[:, :prompt_tokens], ids_BL[:, prompt_tokens:]
+        start_B1 = ids_BL.new_full((len(ids_BL), 1), self.start_token_id)
+        generate_plainly(
+            self._lm,
+            prompts_BL,
+            choose,
+            max_new_tokens=max_new_tokens,
+            cached=cached,
+            decoder_ids_BN=torch.cat([start_B1, drawn_BN], 1),
+        )
+
     def candidate_paths(self) -> Iterator[ScoringPath]:
         """Gives the ways of scoring: the stacks and then the head, or the whole model."""
         maps = logit_maps(self._lm.config)
@@ -290,24 +316,25 @@ def check_seq2seq(adapter: Seq2SeqAdapter) -> None:
 
     Two short rows of unequal length go both ways. The first scoring path that agrees is kept: the stacks with each
     reading of the config's logit scale, else the whole model row by row, which is said in one warning. A frozen
-    reference copy takes the same path. The bytes of the cache go into the geometry.
+    reference copy takes the same path. The bytes of the cache go into the geometry. Where decoding differs,
+    transformers' `generate` decodes instead, with a cache or without, which is said likewise.
 
     Args:
         adapter: the adapter; its ``path`` and ``slot_bytes`` may change.
 
     Raises:
-        ConfigError: decoding does not give the logits of the model alone.
+        ConfigError: neither this library's decoding nor transformers' `generate` gives the logits of the model alone.
     """
     with checking(adapter):
         trajectory = probe_rows(adapter)
         wanted_MV = adapter.row_logits(adapter.model, trajectory, range(len(trajectory)))
         settle_path(adapter, trajectory, wanted_MV)
         reason = sampling_disagreement(adapter, trajectory, wanted_MV)
-    if reason is not None:
-        raise ConfigError(
-            f"{type(adapter._lm).__name__} cannot be decoded with prompts that are read once ({reason}), and there is "
-            "no other way for encoder-decoders yet. Use one of the families of T5, BART, Pegasus, Marian or M2M-100."
-        )
+        if reason is not None:
+            adapter.joins = False
+            alike = probe_rows(adapter, (4, 4))
+            wanted_MV = adapter.row_logits(adapter.model, alike, range(len(alike)))
+            settle_generate(adapter, alike, wanted_MV, reason)
     if adapter.reference_adapter is not None:
         adapter.reference_adapter.path = adapter.path
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.memory.recovery import Attempt
-from memsafe_rl.models.causal_lm import CausalLMAdapter, causal_lm_of
-from memsafe_rl.models.plain_decoding import generate_plainly
+from memsafe_rl.models.language import LanguageAdapter
 from memsafe_rl.rollout.drawing import Drawer, key_tensor, refuse_broken
 from memsafe_rl.rollout.engine import Progress
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
@@ -25,7 +24,7 @@ _Place = tuple[int, int]
 
 
 def generate_by_transformers(
-    adapter: CausalLMAdapter,
+    adapter: LanguageAdapter,
     prompts: Sequence[Tensor],
     keys: Sequence[Sequence[SequenceKey]],
     settings: SamplingSettings,
@@ -67,7 +66,8 @@ def generate_by_transformers(
     ended: dict[_Place, Completion] = {}
 
     def run_next(plan: RolloutPlan) -> dict[_Place, Completion]:
-        places = next_wave(waiting, [len(read[place]) for place in waiting], settings.max_new_tokens, adapter, plan)
+        alike = _alike(waiting, prompts) if adapter.geometry.source_bytes is not None else waiting
+        places = next_wave(alike, [len(read[place]) for place in alike], settings.max_new_tokens, adapter, plan)
         rows = [_Row(read[place], len(prompts[place[0]]), keys[place[0]][place[1]], earlier[place]) for place in places]
         _run_wave(adapter, rows, settings)
         with host_memory():
@@ -86,7 +86,7 @@ def next_wave(
     waiting: Sequence[_Place],
     lengths: Sequence[int],
     max_new_tokens: int,
-    adapter: CausalLMAdapter,
+    adapter: LanguageAdapter,
     plan: RolloutPlan,
 ) -> list[_Place]:
     """Cuts the next wave from the head of the rows that wait.
@@ -108,6 +108,11 @@ def next_wave(
     most = max(1, min(limits))
     # Waves of even size take as many steps as full ones and a short last one, at a lower peak.
     return list(waiting[: math.ceil(alike / math.ceil(alike / most))])
+
+
+def _alike(waiting: Sequence[_Place], prompts: Sequence[Tensor]) -> list[_Place]:
+    """Rows whose prompts are as long as the first one's: an encoder reads them without padding."""
+    return [place for place in waiting if len(prompts[place[0]]) == len(prompts[waiting[0][0]])]
 
 
 @dataclass
@@ -152,7 +157,7 @@ class _Row:
         return Completion(ids, logprobs, own if keeps_model_logprobs else logprobs, self.finished, ties)
 
 
-def _run_wave(adapter: CausalLMAdapter, rows: Sequence[_Row], settings: SamplingSettings) -> None:
+def _run_wave(adapter: LanguageAdapter, rows: Sequence[_Row], settings: SamplingSettings) -> None:
     """Draws rows of one length to their ends; what they have drawn is all that is left of it."""
     draw, eos = Drawer(settings), frozenset(settings.eos_token_ids)
     steps = [settings.max_new_tokens - row.position for row in rows]
@@ -181,10 +186,10 @@ def _run_wave(adapter: CausalLMAdapter, rows: Sequence[_Row], settings: Sampling
             ended_B = torch.tensor([row.ended for row in rows])
         return tokens_B.new_zeros(len(rows)).index_copy_(0, index.to(device), tokens_B), ended_B
 
-    generate_plainly(
-        causal_lm_of(adapter.model),
+    adapter.decode_plainly(
         read_BL.to(adapter.device),
         choose,
+        prompt_tokens=rows[0].prompt_tokens,
         max_new_tokens=max(steps),
         cached=adapter.path.caches,
     )

@@ -20,7 +20,7 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.recovery import Attempt
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
-from memsafe_rl.models.causal_lm import CausalLMAdapter
+from memsafe_rl.models.language import LanguageAdapter
 from memsafe_rl.rollout.admission import Candidate, admit
 from memsafe_rl.rollout.drawing import Drawer, key_tensor, refuse_broken
 from memsafe_rl.rollout.engine import Progress
@@ -72,7 +72,7 @@ def generate(
         MemsafeError: the network gave a row no distribution to draw from.
     """
     _check([int(prompt.shape[0]) for prompt in prompts], keys, settings, adapter.geometry)
-    if isinstance(adapter, CausalLMAdapter) and not adapter.path.decodes:
+    if isinstance(adapter, LanguageAdapter) and not adapter.path.decodes:
         with torch.no_grad(), eval_mode(adapter.model):
             return generate_by_transformers(adapter, prompts, keys, settings, attempt, progress, begun=begun)
     with host_memory():

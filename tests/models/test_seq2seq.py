@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from functools import partial
+from dataclasses import replace
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from transformers import (
     MarianMTModel,
     MT5Config,
     MT5ForConditionalGeneration,
+    PegasusXConfig,
+    PegasusXForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
     UMT5Config,
@@ -453,24 +456,52 @@ def test_heads_are_linear(family: str, scale: float, biased: bool) -> None:
     assert (head.bias_V is not None) == biased
 
 
-def test_a_network_with_logits_of_its_own_is_asked_whole(caplog: pytest.LogCaptureFixture) -> None:
-    model = build("t5")
-    model.lm_head.register_forward_hook(lambda _, __, logits: logits.tanh() * 3)
+def own_logits() -> Any:
+    """A network that does to its logits what no config tells."""
+    model = build("t5", torch.float32)
     forward = model.forward
-    model.forward = lambda *args, **kwargs: _shifted(forward(*args, **kwargs))
-    adapter = Seq2SeqAdapter(model, pad_token_id=PAD)
-    with pytest.raises(ConfigError, match="T5ForConditionalGeneration cannot be decoded"):
-        check_seq2seq(adapter)
-    assert adapter.path.route is Route.WHOLE
-    trajectory = make_trajectory()
-    distribution = adapter.distribution(trajectory, [1, 3])
-    assert_close(naive_logits(distribution), naive_logits_of(model, trajectory, [1, 3]), 1e-12)
-    assert "in a way of its own" in caplog.text
+
+    def shrunk(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+    model.forward = wraps(forward)(shrunk)
+    return model
 
 
-def _shifted(output: Any) -> Any:
-    output.logits = output.logits + torch.arange(258)
-    return output
+def own_positions() -> Any:
+    """A network whose table of positions takes no row's own."""
+    torch.manual_seed(0)
+    model = PegasusXForConditionalGeneration(config_of(PegasusXConfig, block_size=16)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4.0)
+    return model
+
+
+@pytest.mark.parametrize("built", [own_logits, own_positions])
+def test_other_networks_are_decoded_by_transformers(built: Any, caplog: pytest.LogCaptureFixture) -> None:
+    adapter = Seq2SeqAdapter(built(), pad_token_id=PAD)
+    check_seq2seq(adapter)
+    assert "Rollouts run transformers' generate, in waves" in caplog.text
+    assert not adapter.path.decodes
+    assert (adapter.path.route is Route.WHOLE) == (built is own_logits)
+    lengths = (3, 9, 3, 14)
+    rows = roll_out(adapter, RolloutPlan(rows_in_flight=100), lengths)
+    for plan in (RolloutPlan(rows_in_flight=4), RolloutPlan(rows_in_flight=1, prefill_tokens=4)):
+        assert tokens_of(roll_out(adapter, plan, lengths)) == tokens_of(rows)
+    half = generate(
+        adapter, prompts_of(lengths), keys_of(4), replace(SETTINGS, max_step_tokens=6), under(RolloutPlan())
+    )
+    pieces = [half[place : place + GROUP] for place in range(0, len(half), GROUP)]
+    begun = [[None if one.finished else one for one in group] for group in pieces]
+    again = generate(adapter, prompts_of(lengths), keys_of(4), SETTINGS, under(RolloutPlan()), begun=begun)
+    assert tokens_of(again) == tokens_of(rows)
+    trajectory = stored(prompts_of(lengths), [row.ids for row in rows], [place // GROUP for place in range(len(rows))])
+    scored = logprobs_of(adapter.distribution(trajectory, range(len(rows))))
+    assert_close(scored, torch.cat([row.logprobs for row in rows]), 1e-5)
 
 
 def test_lora_has_the_base_as_reference() -> None:
