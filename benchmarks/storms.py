@@ -40,6 +40,8 @@ GROUP_SIZE = 4
 NEVER = 10**12
 """An allocation that is never reached."""
 
+LOGPROB_TOLERANCE = 1e-5
+"""Nats; what two orders of the same float32 sums may move a log-prob by."""
 GRADIENT_TOLERANCE = 1e-6
 """Global norm of a gradient's difference over its norm, fp32: other cuts add the same terms in another order."""
 WEIGHT_TOLERANCE = 1e-4
@@ -593,7 +595,9 @@ class Findings:
         self.seconds_lost += sum(event["seconds_lost"] for event in failures)
         self.require(len(failures) == faults, f"{faults} faults gave {len(failures)} failures")
         for event in failures:
-            self.require(scene.parks or event["pinned_bytes"] == 0, f"bytes stay after a failure: {event}")
+            # A rollout gives its running batch up, so that less may be held than before the span that failed.
+            given_up = event["phase"] in ("rollout", "evaluate") and event["pinned_bytes"] < 0
+            self.require(scene.parks or given_up or event["pinned_bytes"] == 0, f"bytes stay after a failure: {event}")
 
 
 def storm_over(
@@ -736,7 +740,7 @@ def compare_steps(standing: Standing, calm: StepRecord, rough: StepRecord, findi
     apart = _relative(rough.gradient - calm.gradient, calm.gradient)
     moved = _relative(rough.weights - calm.weights, calm.weights - before)
     same_stores = calm.stores.keys() == rough.stores.keys() and all(
-        torch.equal(calm.stores[name], rough.stores[name]) for name in calm.stores
+        _same_store(name, calm.stores[name], rough) for name in calm.stores
     )
     findings.compared_steps += 1
     findings.gradient = max(findings.gradient, apart)
@@ -746,6 +750,17 @@ def compare_steps(standing: Standing, calm: StepRecord, rough: StepRecord, findi
     if not replanned:
         same = apart == 0.0 and moved == 0.0 and same_stores and calm.loss == rough.loss
         findings.require(same, f"a step under the same plans is not bitwise the same: {rough.events}")
+
+
+def _same_store(name: str, calm: Tensor, rough: StepRecord) -> bool:
+    """Whether a store is the very same; log-probs drawn after a batch was read back in one forward may be rounded.
+
+    Training does not read those of its own rollouts: it scores the tokens itself.
+    """
+    read_back = any(event["event"] == "failure" and event["phase"] == "rollout" for event in rough.events)
+    if name == "sampling_logprobs" and read_back:
+        return torch.allclose(calm, rough.stores[name], rtol=0, atol=LOGPROB_TOLERANCE)
+    return torch.equal(calm, rough.stores[name])
 
 
 def compare_tokens(calm: Sequence[Completion], rough: Sequence[Completion], findings: Findings) -> bool:

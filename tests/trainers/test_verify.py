@@ -214,12 +214,12 @@ def test_a_gradient_that_a_failed_attempt_leaves_behind_is_caught(
 
 
 def test_tokens_that_depend_on_the_wave_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = generation._key_tensor
+    original = generation.key_tensor
 
     def of_the_place(keys: Any) -> Any:
         return original([key._replace(sample=place) for place, key in enumerate(keys)])
 
-    monkeypatch.setattr(generation, "_key_tensor", of_the_place)
+    monkeypatch.setattr(generation, "key_tensor", of_the_place)
     found = verify_plan(make_trainer(tmp_path, policy=cut(**LEAN)))
     assert found.difference <= found.tolerance
     assert not found.tokens_agree
