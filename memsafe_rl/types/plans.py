@@ -130,7 +130,10 @@ class ModelGeometry:
         return prompt_tokens + new_tokens if self.source_bytes is None else max(prompt_tokens, new_tokens)
 
     def batch_kv_bytes(self, prompt_bytes: int, rows: int, new_tokens: int) -> int:
-        """Counts the key/value bytes of rows whose prompts are kept once, while one of the cache's tensors grows.
+        """Counts the key/value bytes of rows whose prompts are kept once, while one of the cache's tensors is moved.
+
+        Suffixes are moved where they grow, prompts where they are read in pieces or where others of theirs are given
+        up: of the one or the other, a tensor is there twice.
 
         Args:
             prompt_bytes: int, bytes of the prompts' keys and values.
@@ -142,8 +145,10 @@ class ModelGeometry:
         """
         slots = whole_blocks(new_tokens)
         longest = max((slots if window is None else min(slots, window) for window in self.windows), default=0)
-        growing = self.cache_bytes * self.kv_heads * self.head_dim * longest
-        return prompt_bytes + rows * (self.kv_bytes(slots) + growing)
+        growing = rows * self.cache_bytes * self.kv_heads * self.head_dim * longest
+        whole_layers = sum(window is None for window in self.windows) or len(self.windows)
+        moving = prompt_bytes // (2 * max(1, whole_layers))
+        return prompt_bytes + rows * self.kv_bytes(slots) + max(growing, moving)
 
 
 @dataclass(frozen=True)

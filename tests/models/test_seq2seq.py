@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.memory.estimator import rollout_parts
 from memsafe_rl.memory.recovery import under
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.models.causal_lm import CausalLMAdapter
@@ -43,10 +44,12 @@ from memsafe_rl.types import (
     LinearHead,
     Ragged,
     RolloutPlan,
+    RolloutWork,
     SamplingSettings,
     SequenceKey,
     Trajectory,
 )
+from tests.memory.test_estimator import LEAST, MOST
 from tests.models.helpers import PAD, assert_close, logprobs_of
 from tests.rollout.test_kv_bound import _Watch
 from tests.tiny import tiny_model
@@ -351,6 +354,26 @@ def test_a_cache_stays_below_the_formula(family: str, share: float, lengths: tup
         assert memory.live_by_component().get(Component.KV_CACHE, 0) == 0
     assert watch.most <= int(share * bound)
     assert len(rows) == GROUP * len(lengths)
+
+
+def test_giving_up_a_long_prompt_stays_below_the_formula() -> None:
+    adapter, lengths = adapter_of("t5", torch.float32), (900, 899)
+    geometry, keys = adapter.geometry, [[SequenceKey(1, 0, prompt, 0)] for prompt in range(2)]
+    with SimulatedMemory() as memory, _Watch(memory) as watch:
+        rows = generate(adapter, prompts_of(lengths), keys, SETTINGS, under(RolloutPlan()))
+    assert len(rows[0].ids) != len(rows[1].ids)
+    assert watch.most <= geometry.batch_kv_bytes(2 * geometry.prompt_kv_bytes(900), 2, 40)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize(("prompts", "group", "new"), [((64, 64), 8, 12), ((30, 50), 2, 12), ((40,), 2, 4)])
+def test_a_rollout_holds_what_was_estimated(family: str, prompts: tuple[int, ...], group: int, new: int) -> None:
+    adapter = adapter_of(family, torch.float32)
+    keys = [[SequenceKey(0, 0, prompt, sample) for sample in range(group)] for prompt in range(len(prompts))]
+    plan, work = RolloutPlan(rows_in_flight=64), RolloutWork(prompts, group, new, adapter.geometry)
+    with SimulatedMemory() as memory:
+        generate(adapter, prompts_of(prompts), keys, SamplingSettings(new, ()), under(plan))
+    assert LEAST <= sum(rollout_parts(work, plan).values()) / memory.peak_bytes <= MOST
 
 
 def test_nothing_is_left_after_an_exception() -> None:
