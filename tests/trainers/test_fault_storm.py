@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils import logging as transformers_logging
 
 from benchmarks.storms import GRADIENT_TOLERANCE, SCENES, Scene, storm_over, sweep
 from benchmarks.upsets import UPSETS, upset
@@ -37,11 +38,13 @@ EVERYTHING_ELSE = {
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
+    """Runs of a storm set both levels for their process, which is the next test's too."""
     logger = logging.getLogger("memsafe_rl")
-    level = logger.level
+    level, verbosity = logger.level, transformers_logging.get_verbosity()
     logger.setLevel(logging.ERROR)
     yield
     logger.setLevel(level)
+    transformers_logging.set_verbosity(verbosity)
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
