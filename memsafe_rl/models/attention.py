@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, Segment, SourceMarks
+from memsafe_rl.models.implementations import implementation
 
 NAME = "memsafe_rl_grouped"
 """The implementation's name in transformers' table."""
@@ -32,24 +33,19 @@ _active = threading.local()
 
 
 @contextmanager
-def grouped_attention(model: nn.Module, reading: Reading) -> Iterator[None]:
+def grouped_attention(configs: Iterable[Any], reading: Reading) -> Iterator[None]:
     """Has a model's layers attend to a state of rows and to the tokens they read.
 
     Args:
-        model: the network; its configs name another implementation inside.
+        configs: transformers configs of the layers.
         reading: what is read.
     """
-    configs = {id(config): config for config in _configs(model)}.values()
-    before = [config._attn_implementation_internal for config in configs]
-    for config in configs:
-        config._attn_implementation_internal = NAME
     _active.reading = reading
     try:
-        yield
+        with implementation(configs, NAME):
+            yield
     finally:
         _active.reading = None
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
 
 
 class Scoring(NamedTuple):
@@ -346,13 +342,6 @@ def _grouped_queries(query: Tensor, heads: int) -> Tensor:
 
 def _rows_of(values: Tensor, segment: Segment) -> Tensor:
     return values[segment.rows.start : segment.rows.stop]
-
-
-def _configs(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation_internal"):
-            yield config
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)

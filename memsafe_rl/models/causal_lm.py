@@ -33,7 +33,7 @@ from memsafe_rl.models.cache import CausalDecodeState, growing_cache, is_trimmab
 from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, block_of, layer_windows, longer_block
 from memsafe_rl.models.heads import given_logits, logit_maps
 from memsafe_rl.models.language import LanguageAdapter, Route, ScoringPath, refuse_prompt_learning
-from memsafe_rl.models.packed_attention import attending, attention_configs
+from memsafe_rl.models.packed_attention import attending
 from memsafe_rl.models.packing import pack_rows
 from memsafe_rl.models.plain_decoding import Choose, generate_plainly
 from memsafe_rl.types import Component, Ragged, TokenDistribution, Trajectory
@@ -284,7 +284,7 @@ class CausalLMAdapter(LanguageAdapter):
         """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
         starts_B1 = torch.tensor(reading.state.positions, device=self.device)[:, None]
         positions_BN = starts_B1 + torch.arange(ids_BN.shape[1], device=self.device)
-        with grouped_attention(self._lm, reading):
+        with grouped_attention(self._attention_configs, reading):
             output = self._lm.base_model(
                 input_ids=ids_BN, position_ids=positions_BN, past_key_values=reading.cache, use_cache=True
             )
@@ -294,7 +294,7 @@ class CausalLMAdapter(LanguageAdapter):
         """Runs the trunk over rows laid out behind one copy of each prompt."""
         packed = pack_rows(trajectory, rows, self.geometry.windows, self.device)
         tokens_M = trajectory.actions.take(rows).flat.to(self.device)
-        with attending(attention_configs(self._lm), packed.layout):
+        with attending(self._attention_configs, packed.layout):
             output = self._lm.base_model(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
         hidden_ND = output[0][0]
         places_M = packed.places.to(hidden_ND.device)

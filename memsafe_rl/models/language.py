@@ -27,6 +27,7 @@ from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.geometry import autocast_bytes, read_geometry
 from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, SourceMarks
 from memsafe_rl.models.heads import LogitMap, head_of, naive_logits
+from memsafe_rl.models.implementations import attention_configs
 from memsafe_rl.models.plain_decoding import Choose
 from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, TokenDistribution, Trajectory
 
@@ -98,6 +99,7 @@ class LanguageAdapter(ABC):
         self.reference_adapter: Self | None = reference_adapter
         self._lm = lm
         self._cross_layers = cross_layers
+        self._attention_configs = attention_configs(lm)
         self._geometries: dict[tuple[int | None, int | None, bool], ModelGeometry] = {}
         _switch_off_checkpointing(lm)
         _keep_gradient_of_4bit_layers(lm)

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import noop_context_fn
 from transformers.modeling_utils import AttentionInterface
 
+from memsafe_rl.models.implementations import implementation
 from memsafe_rl.models.packing import Layout, Run, Shared
 
 ATTENTION = "memsafe_rl_packed"
@@ -41,17 +42,12 @@ def attending(configs: Iterable[Any], layout: Layout) -> Iterator[None]:
         Nothing.
     """
     known = tuple(configs)
-    # Not through the public setter, which writes to the configs of parts of the model too, and would not give back.
-    earlier = [config._attn_implementation_internal for config in known]
     token = _SCOPE.set((known, layout))
     try:
-        for config in known:
-            config._attn_implementation_internal = ATTENTION
-        yield
+        with implementation(known, ATTENTION):
+            yield
     finally:
         _SCOPE.reset(token)
-        for config, name in zip(known, earlier, strict=True):
-            config._attn_implementation_internal = name
 
 
 def attention_again() -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
@@ -62,20 +58,6 @@ def attention_again() -> Callable[[], tuple[AbstractContextManager[None], Abstra
     """
     scope = _SCOPE.get()
     return noop_context_fn if scope is None else lambda: (nullcontext(), attending(*scope))
-
-
-def attention_configs(model: nn.Module) -> tuple[Any, ...]:
-    """Finds every config from which a module of a network reads its kind of attention.
-
-    Args:
-        model: the network.
-
-    Returns:
-        transformers configs, each once.
-    """
-    configs = (getattr(module, "config", None) for module in model.modules())
-    found = {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}
-    return tuple(found.values())
 
 
 def packed_attention(

@@ -29,6 +29,7 @@ from memsafe_rl.models.attention import Reading, grouped_attention
 from memsafe_rl.models.geometry import decoder_config
 from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, block_of, layer_windows
 from memsafe_rl.models.heads import given_logits, logit_maps
+from memsafe_rl.models.implementations import attention_configs
 from memsafe_rl.models.language import LanguageAdapter, Route, ScoringPath, refuse_prompt_learning
 from memsafe_rl.models.plain_decoding import Choose, generate_plainly
 from memsafe_rl.types import Component, TokenDistribution, Trajectory
@@ -69,6 +70,7 @@ class Seq2SeqAdapter(LanguageAdapter):
             reference_adapter=copy,
         )
         self.start_token_id = start_token_of(lm)
+        self._attention_configs = attention_configs(lm.get_decoder())
         self._windows = windows
         self._takes_positions = "position_ids" in inspect.signature(lm.get_decoder().forward).parameters
 
@@ -304,7 +306,10 @@ class Seq2SeqAdapter(LanguageAdapter):
         nothing_B0D = torch.empty((ids_BN.shape[0], 0, self.geometry.hidden_size), device=self.device)
         given: dict[str, Any] = {"position_ids": positions_BN} if self._takes_positions else {}
         first, last = min(reading.state.positions), max(reading.state.positions) + ids_BN.shape[1]
-        with grouped_attention(decoder, reading), _own_positions(decoder, positions_BN, range(first, last)):
+        with (
+            grouped_attention(self._attention_configs, reading),
+            _own_positions(decoder, positions_BN, range(first, last)),
+        ):
             output = decoder(
                 input_ids=ids_BN, encoder_hidden_states=nothing_B0D, past_key_values=cache, use_cache=True, **given
             )

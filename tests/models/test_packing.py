@@ -29,7 +29,7 @@ from memsafe_rl.memory.host import offloaded
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.models import packed_attention
 from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.models.packed_attention import attention_configs
+from memsafe_rl.models.implementations import attention_configs
 from memsafe_rl.models.packing import pack_rows
 from memsafe_rl.types import Ragged, Trajectory
 from tests.models.helpers import PAD, SMALL, logprobs_of
