@@ -132,11 +132,11 @@ class CausalLMAdapter(LanguageAdapter):
             chunk = min(chunk, chunk_tokens)
         ids_PL = pad_sequence([prompt[:chunk] for prompt in prompts], True, self.pad_token_id)
         lengths = [min(int(prompt.shape[0]), chunk) for prompt in prompts]
-        cache = GroupedCache(reads_prompts=True)
+        windows = layer_windows(self._lm.config) or ()
+        cache = GroupedCache(reads_prompts=True, lengths=lengths, windows=windows)
         output = self._lm.base_model(input_ids=ids_PL.to(self.device), past_key_values=cache, use_cache=True)
         last_PD = _last_hidden(output[0], lengths)
         del output
-        windows = layer_windows(self._lm.config) or ()
         state = GroupedDecodeState(
             windows=windows,
             blocks=(block_of(cache.read, lengths, windows),) * len(prompts),
@@ -274,10 +274,10 @@ class CausalLMAdapter(LanguageAdapter):
 
     def _read_on(self, state: GroupedDecodeState, ids_N: Tensor) -> Tensor:
         """Reads the next tokens of a state's only prompt, and gives the last hidden state (1, D)."""
-        cache = GroupedCache(reads_prompts=True)
+        cache = GroupedCache(reads_prompts=True, lengths=[len(ids_N)], windows=state.windows)
         reading = Reading(state, cache, [len(ids_N)], keeps=False)
         hidden_1ND = self._attend_grouped(ids_N.to(self.device)[None], reading)
-        state.replace_prompt(longer_block(state.blocks[0], cache.read, state.windows))
+        state.replace_prompt(longer_block(state.blocks[0], cache.read, len(ids_N), state.windows))
         return hidden_1ND[:, -1]
 
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:

@@ -332,8 +332,13 @@ class GroupedDecodeState:
                     store.append(self._moved(name, layer, sources))
 
     def _moved(self, name: str, layer: int, sources: Sequence[tuple[GroupedDecodeState, Tensor | None]]) -> Tensor:
-        like = next(getattr(source, name)[layer] for source, _ in sources if source.keys)
-        moved: Tensor = like.new_zeros((self.rows, like.shape[1], self.slots_of(layer), like.shape[3]))
+        like: Tensor = next(getattr(source, name)[layer] for source, _ in sources if source.keys)
+        slots = self.slots_of(layer)
+        if len(sources) == 1 and sources[0][1] is not None and slots <= like.shape[2]:
+            taken = like[:, :, :slots].index_select(0, sources[0][1])  # at once: rows taken apart would be there twice
+            getattr(sources[0][0], name)[layer] = like.new_empty(0)
+            return taken
+        moved = like.new_zeros((self.rows, like.shape[1], slots, like.shape[3]))
         first = 0
         for source, index in sources:
             rows = source.rows if index is None else len(index)
@@ -374,11 +379,14 @@ class GroupedCache(Cache):  # type: ignore[misc]
 
     Args:
         reads_prompts: whether `read` keeps what the layers hand in.
+        lengths: tokens of each of the P prompts read, the rest being padding.
+        windows: per layer its window in tokens, None for full attention; of a windowed layer no more than that is kept
+            from the moment it hands in. Empty where no layer has a window.
     """
 
-    def __init__(self, *, reads_prompts: bool) -> None:
+    def __init__(self, *, reads_prompts: bool, lengths: Sequence[int] = (), windows: Sequence[int | None] = ()) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
-        self.reads_prompts = reads_prompts
+        self.reads_prompts, self.lengths, self.windows = reads_prompts, lengths, windows
         self.read: list[tuple[Tensor, Tensor]] = []
         self.current = 0
 
@@ -390,8 +398,17 @@ class GroupedCache(Cache):  # type: ignore[misc]
         if self.reads_prompts:
             if layer_idx != len(self.read):
                 raise NotImplementedError(f"layer {layer_idx} hands in its keys after {len(self.read)} layers")
-            self.read.append((_kept(key_states), _kept(value_states)))
+            self.read.append((self._kept(key_states, layer_idx), self._kept(value_states, layer_idx)))
         return key_states, value_states
+
+    def _kept(self, states: Tensor, layer: int) -> Tensor:
+        """Gives what rows may still see of keys or values."""
+        window = self.windows[layer] if self.windows else None
+        if window is None or states.shape[2] <= max(1, window - 1):
+            return _kept(states)
+        slots = max(1, window - 1)
+        with charge(Component.KV_CACHE):
+            return _shifted(states, [length - slots for length in self.lengths], [0] * len(self.lengths), slots)
 
 
 class SourceMarks(Cache):  # type: ignore[misc]
@@ -435,7 +452,7 @@ def block_of(
     """Makes a block of prompts that were read, padded on the right, in one forward.
 
     Args:
-        read: per layer keys and values (P, H, L, D).
+        read: per layer keys and values (P, H, L, D); where they are shorter than the longest prompt, its last tokens.
         lengths: tokens of each prompt.
         windows: per layer, its window.
 
@@ -446,32 +463,47 @@ def block_of(
         lengths=tuple(lengths),
         keys=[keys for keys, _ in read],
         values=[values for _, values in read],
-        dropped=[(0,) * len(lengths)] * len(read),
+        dropped=[_starts(lengths, keys.shape[2]) for keys, _ in read],
     )
     block.trim(windows, 0)
     return block
 
 
 def longer_block(
-    block: PromptBlock, read: Sequence[tuple[Tensor, Tensor]], windows: Sequence[int | None]
+    block: PromptBlock, read: list[tuple[Tensor, Tensor]], tokens: int, windows: Sequence[int | None]
 ) -> PromptBlock:
     """Puts the next tokens of a block's only prompt behind it.
 
     Args:
         block: a block of one prompt, which must not be used afterwards.
-        read: per layer keys and values (1, H, N, D).
+        read: per layer keys and values (1, H, N, D), or the last of them where a window hides the others and all that
+            was read before; emptied on the way, so that little is there twice.
+        tokens: N, tokens read.
         windows: per layer, its window.
 
     Returns:
         The longer block.
     """
-    longer = PromptBlock((block.lengths[0] + read[0][0].shape[2],), block.keys, block.values, block.dropped)
-    with charge(Component.KV_CACHE):
-        for layer, (keys, values) in enumerate(read):
+    lengths = (block.lengths[0] + tokens,)
+    longer = PromptBlock(lengths, block.keys, block.values, list(block.dropped))
+    read.reverse()
+    for layer in range(len(read)):
+        keys, values = read.pop()
+        if keys.shape[2] < tokens:
+            longer.keys[layer], longer.values[layer] = keys, values
+            longer.dropped[layer] = _starts(lengths, keys.shape[2])
+            continue
+        with charge(Component.KV_CACHE):
             longer.keys[layer] = torch.cat([longer.keys[layer], keys], 2)
+            del keys
             longer.values[layer] = torch.cat([longer.values[layer], values], 2)
     longer.trim(windows, 0)
     return longer
+
+
+def _starts(lengths: Sequence[int], held: int) -> tuple[int, ...]:
+    """Gives for each prompt the place of slot 0, where so many slots hold all of the longest or the last of each."""
+    return tuple(length - held if held < max(lengths) else 0 for length in lengths)
 
 
 def _shifted(part: Tensor, starts: Sequence[int], dropped: Sequence[int], kept: int) -> Tensor:

@@ -76,6 +76,40 @@ def test_a_cache_stays_below_the_formula(arch: str, eos: tuple[int, ...]) -> Non
             assert most >= 0.8 * formula(adapter.geometry, lengths, rows)
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("prefill_tokens", [512, 64, 5])
+def test_reading_long_prompts_keeps_to_the_cap_of_one_row(arch: str, prefill_tokens: int) -> None:
+    """Windowed layers hand in whole prompts; pieces of a prompt lie beside the longer one."""
+    adapter = CausalLMAdapter(tiny_model(arch, layers=4), pad_token_id=0)
+    check_head(adapter)
+    prompts, keys, settings = prompts_of((120, 120)), keys_of(2, 1), SamplingSettings(3, ())
+    expected = generate(adapter, prompts, keys, settings, under(RolloutPlan()))
+    cap = adapter.geometry.batch_kv_bytes(adapter.geometry.prompt_kv_bytes(120), 1, 3)
+    with SimulatedMemory() as memory, _Watch(memory) as watch:
+        plan = under(RolloutPlan(kv_bytes=cap, prefill_tokens=prefill_tokens))
+        rows = generate(adapter, prompts, keys, settings, plan)
+    assert 0 < watch.most <= cap
+    assert [row.ids.tolist() for row in rows] == [row.ids.tolist() for row in expected]
+
+
+def test_one_row_of_many_leaves_within_the_cap() -> None:
+    adapter = CausalLMAdapter(tiny_model("qwen3", layers=4), pad_token_id=0)
+    check_head(adapter)
+    prompts, keys, begun = prompts_of((3,)), keys_of(1, 8), [5] * 7 + [30]
+    whole = generate(adapter, prompts, keys, SamplingSettings(NEW, ()), under(RolloutPlan()))
+    earlier = [[part_of(row, drawn) for row, drawn in zip(whole, begun, strict=True)]]
+    cap = adapter.geometry.batch_kv_bytes(adapter.geometry.prompt_kv_bytes(3), 8, NEW)
+    with SimulatedMemory() as memory, _Watch(memory) as watch:
+        plan = under(RolloutPlan(kv_bytes=cap))
+        rows = generate(adapter, prompts, keys, SamplingSettings(NEW, ()), plan, begun=earlier)
+    assert watch.most <= cap
+    assert [row.ids.tolist() for row in rows] == [row.ids.tolist() for row in whole]
+
+
+def part_of(row: Completion, drawn: int) -> Completion:
+    return Completion(row.ids[:drawn], row.logprobs[:drawn], row.model_logprobs[:drawn], finished=False)
+
+
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.2])
 def test_a_cap_on_the_cache_is_never_passed(arch: str, share: float) -> None:
