@@ -37,7 +37,7 @@ from memsafe_rl.trainers.checks import (
     read,
 )
 from memsafe_rl.trainers.fields import GRPOFields, TrainerFields, describe
-from memsafe_rl.trainers.generation_options import OPTIONS, generation_fields, stop_strings
+from memsafe_rl.trainers.generation_options import OPTIONS, eos_tokens, generation_fields, stop_strings
 from memsafe_rl.trainers.lossy import LOSSY_REMEDIES
 from memsafe_rl.trainers.refusals import ALIASES, REFUSED, RefusedFields, admit, unknown
 from memsafe_rl.types import LossSettings, SamplingSettings
@@ -307,6 +307,7 @@ class _TrainerConfig(TrainerFields, ABC):
                 raise ConfigError(f"generation_kwargs has {key}={value!r}, which the loss reads too. Set {key} itself.")
         self._drawing_fields()
         stop_strings(self._generation())
+        eos_tokens(self._generation(), ())
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ConfigError(
@@ -497,13 +498,11 @@ class _TrainerConfig(TrainerFields, ABC):
         Raises:
             ConfigError: a setting needs an eos token or the tokenizer, and there is none.
         """
-        asked = self._generation().get("eos_token_id")
-        eos = tuple(eos_token_ids) if asked is None else asked
         fields = self._drawing_fields(declared)
         strings = stop_strings(self._generation(), declared)
         settings = SamplingSettings(
             max_new_tokens=self.max_completion_length,
-            eos_token_ids=(int(eos),) if isinstance(eos, (int, str)) else tuple(int(token) for token in eos),
+            eos_token_ids=eos_tokens(self._generation(), eos_token_ids),
             temperature=0.0 if greedy else self.temperature,
             stops=text_stops(strings, tokenizer) if strings else None,
             **fields,

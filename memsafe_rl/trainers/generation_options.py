@@ -78,6 +78,25 @@ def stop_strings(given: Mapping[str, Any], declared: Any = None) -> list[str]:
     return strings
 
 
+def eos_tokens(given: Mapping[str, Any], declared: Iterable[int]) -> tuple[int, ...]:
+    """Reads the tokens that end a completion.
+
+    Args:
+        given: `generation_kwargs`.
+        declared: what tokenizer and model declare.
+
+    Returns:
+        Their ids.
+
+    Raises:
+        ConfigError: they are no ids.
+    """
+    asked = given.get("eos_token_id")
+    if asked is None:
+        return tuple(declared)
+    return _tokens("eos_token_id", int(asked) if isinstance(asked, str) and asked.isdecimal() else asked)
+
+
 def say_what_is_left_out(declared: Any) -> None:
     """Warns of wishes in the model's own generation config that would draw other tokens and are not followed.
 

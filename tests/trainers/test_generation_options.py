@@ -93,6 +93,8 @@ def test_what_is_refused_is_named_and_off_values_pass(key: str) -> None:
         ({"exponential_decay_length_penalty": [3]}, "such as [20, 1.1]"),
         ({"logits_processor": [3]}, "cannot be called"),
         ({"stop_strings": [""]}, "at least one character"),
+        ({"eos_token_id": [5, "a"]}, "eos_token_id is"),
+        ({"eos_token_id": -1}, "ids of tokens are at least 0"),
         ({"max_new_tokens": 9}, "Set max_completion_length"),
         ({"do_sample": False}, "greedy decoding"),
     ],
