@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from memsafe_rl.errors import MemsafeError
 from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, Segment, SourceMarks
 from memsafe_rl.models.implementations import implementation
 
@@ -320,7 +321,12 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Has the reading in force attend; the form that transformers asks of an implementation."""
     reading: Reading | None = getattr(_active, "reading", None)
-    if reading is None or attention_mask is not None:
+    if reading is None:
+        raise MemsafeError(
+            f"{type(module).__name__} runs while another thread draws completions with a network of the same config. "
+            "Wait for the rollout, or give the second network a copy of the config."
+        )
+    if attention_mask is not None:
         raise NotImplementedError(f"{type(module).__name__} attends in a way that grouped rows do not know")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     biased = getattr(module, "has_relative_attention_bias", False)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+_switch = threading.RLock()
 
 
 def attention_configs(model: nn.Module) -> tuple[Any, ...]:
@@ -27,6 +30,8 @@ def attention_configs(model: nn.Module) -> tuple[Any, ...]:
 def implementation(configs: Iterable[Any], name: str) -> Iterator[None]:
     """Has networks take an attention implementation; each goes back to its own at the end.
 
+    One thread at a time: networks, and copies of one, may share a config.
+
     Args:
         configs: transformers configs of all their modules.
         name: the implementation's name in transformers' table.
@@ -35,6 +40,11 @@ def implementation(configs: Iterable[Any], name: str) -> Iterator[None]:
         Nothing.
     """
     known = tuple(configs)
+    with _switch:
+        yield from _switched(known, name)
+
+
+def _switched(known: tuple[Any, ...], name: str) -> Iterator[None]:
     # Not through the public setter, which writes to the configs of parts of the model too, and would not give back.
     earlier = [config._attn_implementation_internal for config in known]
     try:

@@ -47,7 +47,7 @@ def generate_by_transformers(
         settings: how tokens are drawn.
         attempt: runs a wave under the plan in force: its ``rows_in_flight``, ``kv_bytes`` and ``prefill_tokens``.
         progress: told of sequences that ended; None for nobody.
-        begun: for each sample, an unfinished completion that is gone on with; None where there is none.
+        begun: for each sample, a completion that is gone on with unless it has ended; None where there is none.
 
     Returns:
         Completions on the host, prompt by prompt, samples in the order of the keys.
@@ -62,8 +62,12 @@ def generate_by_transformers(
             for sample in range(len(group))
         }
         read = {place: _joined(prompts[place[0]], one) for place, one in earlier.items()}
-    waiting = sorted(earlier, key=lambda place: -len(read[place]))
-    ended: dict[_Place, Completion] = {}
+    ended = {
+        place: one
+        for place, one in earlier.items()
+        if one is not None and (one.finished or len(one.ids) >= settings.max_new_tokens)
+    }
+    waiting = sorted((place for place in earlier if place not in ended), key=lambda place: -len(read[place]))
 
     def run_next(plan: RolloutPlan) -> dict[_Place, Completion]:
         alike = _alike(waiting, prompts) if adapter.geometry.source_bytes is not None else waiting

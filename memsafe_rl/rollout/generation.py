@@ -60,7 +60,7 @@ def generate(
         settings: how tokens are drawn.
         attempt: runs a span under the plan in force: its ``rows_in_flight``, ``kv_bytes`` and ``prefill_tokens``.
         progress: told of sequences that ended; None for nobody.
-        begun: for each sample, an unfinished completion that is gone on with; None where there is none.
+        begun: for each sample, a completion that is gone on with unless it has ended; None where there is none.
 
     Returns:
         Completions on the host, prompt by prompt, samples in the order of the keys.
@@ -76,7 +76,7 @@ def generate(
         with torch.no_grad(), eval_mode(adapter.model):
             return generate_by_transformers(adapter, prompts, keys, settings, attempt, progress, begun=begun)
     with host_memory():
-        sequences = _sequences(prompts, keys, begun)
+        sequences = _sequences(prompts, keys, begun, settings.max_new_tokens)
     batch = _RunningBatch(adapter, sequences, settings, progress)
     try:
         with torch.no_grad(), eval_mode(adapter.model):
@@ -382,6 +382,7 @@ def _sequences(
     prompts: Sequence[Tensor],
     keys: Sequence[Sequence[SequenceKey]],
     begun: Sequence[Sequence[Completion | None]] | None,
+    max_new_tokens: int,
 ) -> list[_Sequence]:
     """Lists all samples, prompt by prompt, with what was drawn of them before."""
     sequences = []
@@ -395,6 +396,7 @@ def _sequences(
                 one.logprobs.extend(earlier.logprobs.tolist())
                 one.model_logprobs.extend(earlier.model_logprobs.tolist())
                 one.ties, one.first = earlier.ties, len(one.ids)
+                one.finished, one.ended = earlier.finished, earlier.finished or len(one.ids) >= max_new_tokens
             sequences.append(one)
     return sequences
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MambaConfig, MambaForCausalLM
 
+from memsafe_rl.errors import MemsafeError
 from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
 from tests.models.helpers import PAD, SMALL, assert_close
 from tests.tiny import ARCHS, tiny_model
@@ -208,3 +211,26 @@ def test_a_model_that_does_not_mask_padding_is_decoded_by_transformers(caplog: p
     assert not adapter.path.decodes
     assert adapter.path.caches
     assert "Rollouts run transformers' generate" in caplog.text
+
+
+def test_a_forward_beside_another_threads_is_refused() -> None:
+    model, prompts = tiny_model("qwen3"), prompts_of((5, 9))
+    adapter = CausalLMAdapter(model, pad_token_id=PAD)
+    logits, state = adapter.prefill(prompts)
+    inside, done = threading.Event(), threading.Event()
+
+    def stop(*_: Any) -> None:
+        inside.set()
+        assert done.wait(20)
+
+    handle = model.model.register_forward_pre_hook(stop)
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(adapter.decode_step, state, logits.argmax(-1))
+        assert inside.wait(20)
+        handle.remove()
+        with pytest.raises(MemsafeError, match=r"another thread draws completions .* copy of the config"):
+            model(prompts[0][None])
+        done.set()
+        assert step.result().isfinite().all()
+    assert model.config._attn_implementation == "sdpa"
+    assert model(prompts[0][None]).logits.isfinite().all()

@@ -286,6 +286,15 @@ def test_a_completion_may_be_drawn_in_several_calls(joins: bool) -> None:
     assert_same(rows, whole)
 
 
+def test_a_completion_that_has_ended_is_left_as_it_is() -> None:
+    prompts, keys = prompts_of(3), keys_of(3)
+    whole = generate(FakeAdapter(), prompts, keys, SETTINGS, ONE_WAVE)
+    begun = [whole[start : start + 4] for start in range(0, 12, 4)]
+    adapter = FakeAdapter(joins=True)
+    assert_same(generate_under(adapter, prompts, keys, SETTINGS, under(ONE_WAVE), begun=begun), whole)
+    assert adapter.prefills == []
+
+
 def geometry_of(joins: bool = False) -> ModelGeometry:
     return FakeAdapter(joins=joins).geometry  # 2 * 4 B * 8 = 64 B a token
 
