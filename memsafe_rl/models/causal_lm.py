@@ -132,7 +132,7 @@ class CausalLMAdapter(LanguageAdapter):
             chunk = min(chunk, chunk_tokens)
         ids_PL = pad_sequence([prompt[:chunk] for prompt in prompts], True, self.pad_token_id)
         lengths = [min(int(prompt.shape[0]), chunk) for prompt in prompts]
-        windows = layer_windows(self._lm.config) or ()
+        windows = self.geometry.windows
         cache = GroupedCache(reads_prompts=True, lengths=lengths, windows=windows)
         output = self._lm.base_model(input_ids=ids_PL.to(self.device), past_key_values=cache, use_cache=True)
         last_PD = _last_hidden(output[0], lengths)
@@ -160,11 +160,7 @@ class CausalLMAdapter(LanguageAdapter):
         Returns:
             A cache of these rows.
         """
-        if isinstance(state, GroupedDecodeState):
-            selected = state.select(rows)
-            selected.give_up_idle_prompts()
-            return selected
-        return cast(CausalDecodeState, state).select(rows)
+        return state.select(rows) if isinstance(state, CausalDecodeState) else super().select(state, rows)
 
     @torch.no_grad()
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
@@ -177,9 +173,9 @@ class CausalLMAdapter(LanguageAdapter):
         Returns:
             Logits of the next token (B, V).
         """
-        if isinstance(state, GroupedDecodeState):
-            return self._step(state, tokens_B)
-        return self._next_logits(cast(CausalDecodeState, state), tokens_B.to(self.device)[:, None])
+        if isinstance(state, CausalDecodeState):
+            return self._next_logits(state, tokens_B.to(self.device)[:, None])
+        return super().decode_step(state, tokens_B)
 
     @torch.no_grad()
     def stretch(self, state: DecodeState, slots: int) -> bool:

@@ -115,14 +115,6 @@ class LanguageAdapter(ABC):
         """Reads prompts and fills a cache; see `ModelAdapter.prefill`."""
 
     @abstractmethod
-    def select(self, state: DecodeState, rows: Sequence[int]) -> DecodeState:
-        """Keeps, drops, repeats or reorders rows of a cache; see `ModelAdapter.select`."""
-
-    @abstractmethod
-    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
-        """Appends one token to every row of a cache; see `ModelAdapter.decode_step`."""
-
-    @abstractmethod
     def stretch(self, state: DecodeState, slots: int) -> bool:
         """Widens a cache without reading; see `ModelAdapter.stretch`."""
 
@@ -186,6 +178,38 @@ class LanguageAdapter(ABC):
             geometry = read_geometry(self._lm, copies=copies, slot_bytes=self.slot_bytes)
             self._geometries[key] = replace(geometry, shares_prompts=self.joins)
         return self._geometries[key]
+
+    @torch.no_grad()
+    def select(self, state: DecodeState, rows: Sequence[int]) -> DecodeState:
+        """Keeps, drops, repeats or reorders rows of a cache.
+
+        Args:
+            state: a cache; must not be used afterwards, unless its rows have drawn nothing.
+            rows: indices of the rows wanted, with repeats.
+
+        Returns:
+            A cache of these rows.
+        """
+        selected = cast(GroupedDecodeState, state).select(rows)
+        selected.give_up_idle_prompts()
+        return selected
+
+    @torch.no_grad()
+    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
+        """Appends one token to every row of a cache, in place.
+
+        Args:
+            state: a cache of B rows.
+            tokens_B: (B,) int64.
+
+        Returns:
+            Logits of the next token (B, V).
+        """
+        grouped = cast(GroupedDecodeState, state)
+        grouped.reserve(1)
+        hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(grouped))
+        grouped.lengths = [length + 1 for length in grouped.lengths]
+        return self._logits(hidden_B1D[:, -1])
 
     @torch.no_grad()
     def join(self, first: DecodeState, second: DecodeState) -> DecodeState:
@@ -291,13 +315,6 @@ class LanguageAdapter(ABC):
         bias_1V = getattr(self._lm, "final_logits_bias", None)
         bias_V = None if bias_1V is None else bias_1V[0]
         return head_of(self._lm.get_output_embeddings(), self.path.logit_map, bias_V)
-
-    def _step(self, state: GroupedDecodeState, tokens_B: Tensor) -> Tensor:
-        """Appends one token to every row, and gives logits of the next (B, V)."""
-        state.reserve(1)
-        hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(state))
-        state.lengths = [length + 1 for length in state.lengths]
-        return self._logits(hidden_B1D[:, -1])
 
     def _reading(self, state: GroupedDecodeState, counts: Sequence[int] | None = None) -> Reading:
         sources = SourceMarks(self._cross_layers, self.device) if self._cross_layers else None

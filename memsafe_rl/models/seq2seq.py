@@ -153,34 +153,6 @@ class Seq2SeqAdapter(LanguageAdapter):
         return self._logits(last_P1D[:, -1]), state
 
     @torch.no_grad()
-    def select(self, state: DecodeState, rows: Sequence[int]) -> DecodeState:
-        """Keeps, drops, repeats or reorders rows of a cache.
-
-        Args:
-            state: a cache; must not be used afterwards, unless its rows have drawn nothing.
-            rows: indices of the rows wanted, with repeats.
-
-        Returns:
-            A cache of these rows.
-        """
-        selected = cast(GroupedDecodeState, state).select(rows)
-        selected.give_up_idle_prompts()
-        return selected
-
-    @torch.no_grad()
-    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
-        """Appends one token to every row of a cache, in place.
-
-        Args:
-            state: a cache of B rows.
-            tokens_B: (B,) int64.
-
-        Returns:
-            Logits of the next token (B, V).
-        """
-        return self._step(cast(GroupedDecodeState, state), tokens_B)
-
-    @torch.no_grad()
     def stretch(self, state: DecodeState, slots: int) -> bool:
         """Widens a cache in place as if so many tokens had been read, without reading them; to measure, not to decode.
 
