@@ -90,7 +90,15 @@ class Reading:
         self.bias: nn.Module | None = None
         self._hidden: dict[tuple[int, int | None, int, int], Tensor | None] = {}
         self._hidden_sources: dict[int, Tensor | None] = {}
+        self._filled: dict[int, int | Tensor] = {}
         self._biases: dict[tuple[int, int, int, int, int], Tensor] = {}
+
+    def _slots_to_fill(self, layer: int) -> int | Tensor:
+        """Gives where the tokens read go in a layer's suffixes, found once for all layers of as many slots."""
+        slots = self.state.slots_of(layer)
+        if slots not in self._filled:
+            self._filled[slots] = self.state.places_of(slots, self.counts)
+        return self._filled[slots]
 
     def source_layer(self, key: Tensor) -> int | None:
         """Tells which cross-attention layer asks, by what it takes for its keys; None if none does."""
@@ -111,14 +119,14 @@ class Reading:
         layer, state = self.cache.current, self.state
         drawn = self.counts is None
         if drawn:
-            state.store(layer, key, value)
+            state.store(layer, key, value, self._slots_to_fill(layer))
         grouped = _grouped_queries(query * scoring.scale, key.shape[1])
         parts = [
             self._attend_rows(segment, layer, grouped, None if drawn else (key, value), scoring)
             for segment in state.segments()
         ]
         if not drawn and self.keeps:
-            state.store(layer, key, value, self.counts)
+            state.store(layer, key, value, self._slots_to_fill(layer))
         return self._by_token(parts, query)
 
     def attend_source(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:

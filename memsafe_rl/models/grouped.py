@@ -274,37 +274,46 @@ class GroupedDecodeState:
         window = self.windows[layer]
         return self.capacity if window is None else min(self.capacity, window)
 
-    def store(self, layer: int, keys_BHND: Tensor, values_BHND: Tensor, counts: Sequence[int] | None = None) -> None:
-        """Writes new tokens behind what the rows hold; their lengths are counted by who reads the tokens.
+    def places_of(self, slots: int, counts: Sequence[int] | None = None) -> int | Tensor:
+        """Finds where new tokens go in layers of so many slots; the same for all of them.
 
         Args:
-            layer: index of the layer.
-            keys_BHND: (B, H, N, D).
-            values_BHND: (B, H, N, D).
-            counts: how many of the N tokens each row has; None if every row has one.
+            slots: slots of a suffix in these layers.
+            counts: how many new tokens each row has; None if every row has one.
+
+        Returns:
+            One slot where it is every row's; else row, token and slot of each token that is kept, (3, tokens) int64.
         """
-        if layer == len(self.keys):
-            slots = self.slots_of(layer)
-            with charge(Component.KV_CACHE):
-                for store, new in ((self.keys, keys_BHND), (self.values, values_BHND)):
-                    store.append(new.new_zeros((self.rows, new.shape[1], slots, new.shape[3])))
-        slots = self.slots_of(layer)
         if counts is None and len(set(self.lengths)) == 1:
-            place = self.lengths[0] % slots
-            self.keys[layer][:, :, place] = keys_BHND[:, :, 0]
-            self.values[layer][:, :, place] = values_BHND[:, :, 0]
-            return
+            return self.lengths[0] % slots
         # Of a row's new tokens, a ring keeps the last ones.
         wanted = [
             (row, token, (length + token) % slots)
             for row, length in enumerate(self.lengths)
             for token in _last((1 if counts is None else counts[row]), slots)
         ]
-        if not wanted:
-            return
-        rows, tokens, places = torch.tensor(wanted, device=self.device).unbind(1)
-        self.keys[layer][rows, :, places] = keys_BHND[rows, :, tokens]
-        self.values[layer][rows, :, places] = values_BHND[rows, :, tokens]
+        return torch.tensor(wanted, dtype=torch.int64, device=self.device).reshape(-1, 3).T
+
+    def store(self, layer: int, keys_BHND: Tensor, values_BHND: Tensor, places: int | Tensor) -> None:
+        """Writes new tokens behind what the rows hold; their lengths are counted by who reads the tokens.
+
+        Args:
+            layer: index of the layer.
+            keys_BHND: (B, H, N, D).
+            values_BHND: (B, H, N, D).
+            places: from `places_of`, for this layer's slots.
+        """
+        if layer == len(self.keys):
+            slots = self.slots_of(layer)
+            with charge(Component.KV_CACHE):
+                for store, new in ((self.keys, keys_BHND), (self.values, values_BHND)):
+                    store.append(new.new_zeros((self.rows, new.shape[1], slots, new.shape[3])))
+        for held, new in ((self.keys[layer], keys_BHND), (self.values[layer], values_BHND)):
+            if isinstance(places, int):
+                held[:, :, places] = new[:, :, 0]
+            else:
+                rows, tokens, slots_of_tokens = places.unbind(0)
+                held[rows, :, slots_of_tokens] = new[rows, :, tokens]
 
     def give_up_idle_prompts(self) -> None:
         """Gives up prompts that no row follows any more, where they are half of a block at least."""
