@@ -143,7 +143,7 @@ class ContinuousEngine:
     def _batching(self, ids: Sequence[list[int]], seed: int, settings: SamplingSettings, plan: RolloutPlan) -> Any:
         """Sizes the cache by the plan, and by what the run may still hold."""
         weights = next(self._adapter.model.parameters())
-        rows = min(len(ids), max(1, plan.rows_in_flight))
+        rows, room = min(len(ids), max(1, plan.rows_in_flight)), self._room()
         pool = pool_for(
             self._adapter.geometry,
             element_bytes=weights.element_size(),
@@ -151,7 +151,7 @@ class ContinuousEngine:
             spare=_SPARE_BLOCKS,
             row_tokens=max(map(len, ids)) + settings.max_new_tokens,
             rows=rows,
-            kv_bytes=max(0, min(self._room(), self._room() if plan.kv_bytes is None else plan.kv_bytes)),
+            kv_bytes=max(0, room if plan.kv_bytes is None else min(room, plan.kv_bytes)),
         )
         return ContinuousBatchingConfig(
             num_blocks=pool.blocks - pool.spare,
