@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 
 from memsafe_rl.memory.slices import measure_slices, packing_saves
-from memsafe_rl.types import Component, ModelGeometry, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+from memsafe_rl.types import SCORE_ELEMENTS, Component, ModelGeometry, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 Parts = Mapping[Component, int]
 
@@ -38,8 +38,6 @@ _SAMPLER_ELEMENTS = 2**20
 """Logits that the sampler widens to float32 at a time, at least a row."""
 _NOISE_BYTES = 8 * 8
 """Bytes of noise and its temporaries, per row and per square root of the vocabulary."""
-_SCORE_ELEMENTS = 2**21
-"""Attention scores that decoding has at the same time, where prompts are shared."""
 _SCORE_COPIES = 3
 """Copies of the scores: those over prompts, those over completions, and both joined."""
 _STORED_BYTES = 8 + 8 + 1 + 3 * 4
@@ -169,7 +167,7 @@ def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:
     decoding, spreading = _forward_bytes(geometry) * rows, rows * geometry.kv_bytes(longest)
     if geometry.shares_prompts:
         cache, spreading = _shared_cache_bytes(work, rows), prompt_cache
-        decoding += _SCORE_COPIES * _LOGIT_BYTES * min(_SCORE_ELEMENTS, rows * geometry.heads * slots)
+        decoding += _SCORE_COPIES * _LOGIT_BYTES * min(SCORE_ELEMENTS, rows * geometry.heads * slots)
     else:
         cache = rows * geometry.kv_bytes(slots)
         cache += cache // layers

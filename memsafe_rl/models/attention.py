@@ -23,12 +23,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, Segment, SourceMarks
 from memsafe_rl.models.implementations import implementation
+from memsafe_rl.types import SCORE_ELEMENTS
 
 NAME = "memsafe_rl_grouped"
 """The implementation's name in transformers' table."""
-
-_SCORE_ELEMENTS = 1 << 21
-"""Scores that exist at the same time, at least those of one key/value head."""
 
 _active = threading.local()
 
@@ -184,7 +182,7 @@ class Reading:
         """Attends a few key/value heads at a time."""
         heads = query_BHXD.shape[1]
         each = query_BHXD.shape[0] * query_BHXD.shape[2] * sum(part.shape[2] for part in keys)
-        step = max(1, min(heads, _SCORE_ELEMENTS // max(1, each)))
+        step = max(1, min(heads, SCORE_ELEMENTS // max(1, each)))
         sinks = None if scoring.sinks is None else scoring.sinks.view(heads, -1)
         bias = None if bias_BHNK is None else bias_BHNK.reshape(bias_BHNK.shape[0], heads, -1, *bias_BHNK.shape[2:])
         pieces = [

@@ -15,6 +15,7 @@ from memsafe_rl.types.learning import (
 from memsafe_rl.types.model import LinearHead, LogitsHead, TokenDistribution, TokenScores
 from memsafe_rl.types.plans import (
     KV_BLOCK_SLOTS,
+    SCORE_ELEMENTS,
     Component,
     MemoryFailure,
     MemoryState,
@@ -31,6 +32,7 @@ from memsafe_rl.types.trajectory import Ragged, Trajectory
 
 __all__ = [
     "KV_BLOCK_SLOTS",
+    "SCORE_ELEMENTS",
     "AdvantageResult",
     "Completion",
     "Component",

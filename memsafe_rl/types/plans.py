@@ -36,6 +36,9 @@ class Component(StrEnum):
 KV_BLOCK_SLOTS = 32
 """Slots by which a row's cache grows."""
 
+SCORE_ELEMENTS = 2**21
+"""Attention scores that decoding has at the same time, at least those of one key/value head."""
+
 
 def whole_blocks(slots: int) -> int:
     """Rounds slots of a cache up to whole blocks.
