@@ -10,6 +10,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.types import RolloutPlan, UpdatePlan, UpdateWork
 
 _PLACES = ("device", "host")
+_CACHE_DTYPES = (None, "int8")
 _ENGINES = ("native", "vllm", "continuous")
 
 
@@ -32,9 +33,9 @@ def check_rollout_plan(plan: RolloutPlan) -> None:
     _check_predictions(plan)
     if plan.engine not in _ENGINES:
         raise ConfigError(f"RolloutPlan.engine is {plan.engine!r}; write one of {', '.join(map(repr, _ENGINES))}.")
-    if plan.cache_dtype is not None:
+    if plan.cache_dtype not in _CACHE_DTYPES:
         raise ConfigError(
-            f"RolloutPlan.cache_dtype is {plan.cache_dtype!r}; the cache has the model's own type. Leave it out."
+            f"RolloutPlan.cache_dtype is {plan.cache_dtype!r}; write one of {', '.join(map(repr, _CACHE_DTYPES))}."
         )
 
 

@@ -191,6 +191,7 @@ class Lossy(StrEnum):
     """Names of the remedies that change the task, each that of the setting it lowers."""
 
     MAX_COMPLETION_LENGTH = "max_completion_length"
+    CACHE_IMPLEMENTATION = "cache_implementation"
     NUM_ITERATIONS = "num_iterations"
     NUM_GENERATIONS = "num_generations"
     OPTIM = "optim"
@@ -210,6 +211,11 @@ LOSSY_RUNGS: tuple[Rung, ...] = (
     Rung(
         Lossy.NUM_GENERATIONS.value,
         "fewer samples a prompt: saves cache and trajectory, and makes advantages noisier; at two they are all ±0.707",
+    ),
+    Rung(
+        Lossy.CACHE_IMPLEMENTATION.value,
+        "rollouts keep keys and values in 8 bits: saves up to three quarters of the cache, and draws from a "
+        "distribution a little beside the model's, which importance weights correct",
     ),
     Rung(
         Lossy.OPTIM.value,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memsafe_rl.errors import MemsafeError
+from memsafe_rl.models.eight_bit import as_floats
 from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, Segment, SourceMarks
 from memsafe_rl.models.implementations import implementation
 from memsafe_rl.types import SCORE_ELEMENTS
@@ -107,8 +108,8 @@ class Reading:
 
         Args:
             query: (B, H × R, N, D).
-            key: (B, H, N, D), of the tokens read.
-            value: (B, H, N, D).
+            key: (B, H, N, D), of the tokens read, or in 8 bits, (B, H, N, D + 4) int8.
+            value: likewise.
             scoring: what the layer does to its scores.
 
         Returns:
@@ -181,7 +182,9 @@ class Reading:
     ) -> Tensor:
         """Attends a few key/value heads at a time."""
         heads = query_BHXD.shape[1]
-        each = query_BHXD.shape[0] * query_BHXD.shape[2] * sum(part.shape[2] for part in keys)
+        # keys in 8 bits are floats while they are attended to, as wide as their head
+        width = max(query_BHXD.shape[2], query_BHXD.shape[3] if keys[0].dtype == torch.int8 else 0)
+        each = query_BHXD.shape[0] * width * sum(part.shape[2] for part in keys)
         step = max(1, min(heads, SCORE_ELEMENTS // max(1, each)))
         sinks = None if scoring.sinks is None else scoring.sinks.view(heads, -1)
         bias = None if bias_BHNK is None else bias_BHNK.reshape(bias_BHNK.shape[0], heads, -1, *bias_BHNK.shape[2:])
@@ -212,8 +215,9 @@ class Reading:
         bias_BHRNK: Tensor | None,
     ) -> Tensor:
         """Attends for some heads of a segment: the first keys are the prompts', the others the rows' own."""
-        scores = [segment.by_row(segment.grouped(query_BHXD) @ keys[0].mT)]
-        scores += [query_BHXD @ part.mT for part in keys[1:]]
+        dtype = query_BHXD.dtype if values[0].dtype == torch.int8 else values[0].dtype
+        scores = [segment.by_row(segment.grouped(query_BHXD) @ as_floats(keys[0], dtype).mT)]
+        scores += [query_BHXD @ as_floats(part, dtype).mT for part in keys[1:]]
         scores_BHXK = torch.cat(scores, 3) if len(scores) > 1 else scores[0]
         if soft_cap is not None:
             scores_BHXK = torch.tanh(scores_BHXK / soft_cap) * soft_cap
@@ -227,12 +231,12 @@ class Reading:
             sink = sinks_HR[None, :, :, None, None].to(split.dtype).expand(*split.shape[:4], 1)
             split = torch.cat([split, sink], 4)
         wide = torch.promote_types(split.dtype, torch.float32)
-        weights = torch.softmax(split, 4, dtype=wide)[..., :width].to(values[0].dtype).reshape(rows, heads, -1, width)
+        weights = torch.softmax(split, 4, dtype=wide)[..., :width].to(dtype).reshape(rows, heads, -1, width)
         lengths = [part.shape[2] for part in values]
         first, *others = torch.split(weights, lengths, 3)
-        mixed = segment.by_row(segment.grouped(first) @ values[0])
+        mixed = segment.by_row(segment.grouped(first) @ as_floats(values[0], dtype))
         for part, value in zip(others, values[1:], strict=True):
-            mixed = mixed + part @ value
+            mixed = mixed + part @ as_floats(value, dtype)
         return mixed
 
     def _used(self, segment: Segment, layer: int) -> int:

@@ -133,7 +133,7 @@ class CausalLMAdapter(LanguageAdapter):
         ids_PL = pad_sequence([prompt[:chunk] for prompt in prompts], True, self.pad_token_id)
         lengths = [min(int(prompt.shape[0]), chunk) for prompt in prompts]
         windows = self.geometry.windows
-        cache = GroupedCache(reads_prompts=True, lengths=lengths, windows=windows)
+        cache = GroupedCache(reads_prompts=True, in_8_bits=self.in_8_bits, lengths=lengths, windows=windows)
         output = self._lm.base_model(input_ids=ids_PL.to(self.device), past_key_values=cache, use_cache=True)
         last_PD = _last_hidden(output[0], lengths)
         del output
@@ -242,6 +242,7 @@ class CausalLMAdapter(LanguageAdapter):
         """
         if isinstance(state, GroupedDecodeState):
             width = max(state.blocks[0].lengths)
+            self._note_heads(state.blocks[0].keys)
         else:
             width = cast(CausalDecodeState, state).width
         if not any(window is not None and window <= width for window in self.geometry.windows):
@@ -270,7 +271,7 @@ class CausalLMAdapter(LanguageAdapter):
 
     def _read_on(self, state: GroupedDecodeState, ids_N: Tensor) -> Tensor:
         """Reads the next tokens of a state's only prompt, and gives the last hidden state (1, D)."""
-        cache = GroupedCache(reads_prompts=True, lengths=[len(ids_N)], windows=state.windows)
+        cache = GroupedCache(reads_prompts=True, in_8_bits=self.in_8_bits, lengths=[len(ids_N)], windows=state.windows)
         reading = Reading(state, cache, [len(ids_N)], keeps=False)
         hidden_1ND = self._attend_grouped(ids_N.to(self.device)[None], reading)
         state.replace_prompt(longer_block(state.blocks[0], cache.read, len(ids_N), state.windows))

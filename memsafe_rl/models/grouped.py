@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from memsafe_rl.accounting import charge, claim
+from memsafe_rl.models import eight_bit
 from memsafe_rl.types import Component, whole_blocks
 
 
@@ -299,8 +300,8 @@ class GroupedDecodeState:
 
         Args:
             layer: index of the layer.
-            keys_BHND: (B, H, N, D).
-            values_BHND: (B, H, N, D).
+            keys_BHND: (B, H, N, D), or in 8 bits, as the others of these rows.
+            values_BHND: likewise.
             places: from `places_of`, for this layer's slots.
         """
         if layer == len(self.keys):
@@ -388,14 +389,23 @@ class GroupedCache(Cache):  # type: ignore[misc]
 
     Args:
         reads_prompts: whether `read` keeps what the layers hand in.
+        in_8_bits: whether keys and values are rounded to 8 bits before any token attends to them, and kept so. What
+            comes back is then in 8 bits too, (..., D + 4) int8, unless prompts are read.
         lengths: tokens of each of the P prompts read, the rest being padding.
         windows: per layer its window in tokens, None for full attention; of a windowed layer no more than that is kept
             from the moment it hands in. Empty where no layer has a window.
     """
 
-    def __init__(self, *, reads_prompts: bool, lengths: Sequence[int] = (), windows: Sequence[int | None] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        reads_prompts: bool,
+        in_8_bits: bool = False,
+        lengths: Sequence[int] = (),
+        windows: Sequence[int | None] = (),
+    ) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
-        self.reads_prompts, self.lengths, self.windows = reads_prompts, lengths, windows
+        self.reads_prompts, self.in_8_bits, self.lengths, self.windows = reads_prompts, in_8_bits, lengths, windows
         self.read: list[tuple[Tensor, Tensor]] = []
         self.current = 0
 
@@ -404,11 +414,16 @@ class GroupedCache(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Takes a layer's new keys and values."""
         self.current = layer_idx
-        if self.reads_prompts:
-            if layer_idx != len(self.read):
-                raise NotImplementedError(f"layer {layer_idx} hands in its keys after {len(self.read)} layers")
-            self.read.append((self._kept(key_states, layer_idx), self._kept(value_states, layer_idx)))
-        return key_states, value_states
+        if not self.in_8_bits:
+            keys, values = key_states, value_states
+        else:
+            keys, values = eight_bit.packed(key_states), eight_bit.packed(value_states)
+        if not self.reads_prompts:
+            return keys, values
+        if layer_idx != len(self.read):
+            raise NotImplementedError(f"layer {layer_idx} hands in its keys after {len(self.read)} layers")
+        self.read.append((self._kept(keys, layer_idx), self._kept(values, layer_idx)))
+        return eight_bit.as_floats(keys, key_states.dtype), eight_bit.as_floats(values, value_states.dtype)
 
     def _kept(self, states: Tensor, layer: int) -> Tensor:
         """Gives what rows may still see of keys or values."""

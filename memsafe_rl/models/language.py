@@ -29,7 +29,15 @@ from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, SourceMa
 from memsafe_rl.models.heads import LogitMap, head_of, naive_logits
 from memsafe_rl.models.implementations import attention_configs
 from memsafe_rl.models.plain_decoding import Choose
-from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, TokenDistribution, Trajectory
+from memsafe_rl.types import (
+    CACHE_SCALE_BYTES,
+    Component,
+    LinearHead,
+    LogitsHead,
+    ModelGeometry,
+    TokenDistribution,
+    Trajectory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +104,13 @@ class LanguageAdapter(ABC):
         self.joins = joins
         self.packs_prompts = False
         self.slot_bytes: int | None = None
+        self.in_8_bits = False
+        self._key_bytes: int | None = None
         self.reference_adapter: Self | None = reference_adapter
         self._lm = lm
         self._cross_layers = cross_layers
         self._attention_configs = attention_configs(lm)
-        self._geometries: dict[tuple[int | None, int | None, bool], ModelGeometry] = {}
+        self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
         _switch_off_checkpointing(lm)
         _keep_gradient_of_4bit_layers(lm)
 
@@ -172,11 +182,12 @@ class LanguageAdapter(ABC):
 
         Read once, for it walks every module: whoever freezes weights later makes a new adapter.
         """
-        key = self.slot_bytes, autocast_bytes(self.device), self.joins
+        key = self.slot_bytes, autocast_bytes(self.device), self.joins, self.in_8_bits
         if key not in self._geometries:
             copies = () if self.reference_adapter is None else (self.reference_adapter.model,)
             geometry = read_geometry(self._lm, copies=copies, slot_bytes=self.slot_bytes)
-            self._geometries[key] = replace(geometry, shares_prompts=self.joins)
+            geometry = replace(geometry, shares_prompts=self.joins)
+            self._geometries[key] = self._rounded_cache(geometry) if self.in_8_bits else geometry
         return self._geometries[key]
 
     @torch.no_grad()
@@ -223,6 +234,27 @@ class LanguageAdapter(ABC):
             A cache of both.
         """
         return cast(GroupedDecodeState, first).join(cast(GroupedDecodeState, second))
+
+    @property
+    def can_cache_in_8_bits(self) -> bool:
+        """Whether this library keeps the caches itself; known after the check at start."""
+        return self.joins and self.path.decodes
+
+    def cache_in_8_bits(self, wanted: bool) -> None:
+        """Says how the caches to come are kept: in the network's own type, or rounded to 8 bits, which is lossy.
+
+        Args:
+            wanted: True for 8 bits.
+
+        Raises:
+            ConfigError: 8 bits are wanted, but transformers decodes this network.
+        """
+        if wanted and not self.can_cache_in_8_bits:
+            raise ConfigError(
+                f"cache_implementation='quantized', but {type(self._lm).__name__} is decoded with transformers' own "
+                "cache (the log says why), which is kept as it is. Leave cache_implementation out."
+            )
+        self.in_8_bits = wanted
 
     def keep_whole(self, state: DecodeState, whole: bool) -> None:
         """Says whether rows may still begin at the prompts of a cache, so that nothing of them may be given up.
@@ -311,6 +343,21 @@ class LanguageAdapter(ABC):
         """
         return recomputed(find_blocks(self._lm)) if enabled else nullcontext()
 
+    def _rounded_cache(self, geometry: ModelGeometry) -> ModelGeometry:
+        """Gives the sizes of a network whose cache is in 8 bits."""
+        heads_bytes = geometry.kv_heads * (geometry.head_dim + CACHE_SCALE_BYTES)
+        key_bytes = self._key_bytes or heads_bytes
+        source_bytes = None if geometry.source_bytes is None else 2 * key_bytes * self._cross_layers
+        return replace(geometry, key_bytes=key_bytes, source_bytes=source_bytes)
+
+    def _note_heads(self, keys: Sequence[Tensor]) -> None:
+        """Notes what the keys of a token take in 8 bits, in the widest layer.
+
+        Args:
+            keys: per layer (P, H, L, D).
+        """
+        self._key_bytes = max(part.shape[1] * (part.shape[3] + CACHE_SCALE_BYTES) for part in keys)
+
     def _head(self) -> LinearHead | LogitsHead:
         bias_1V = getattr(self._lm, "final_logits_bias", None)
         bias_V = None if bias_1V is None else bias_1V[0]
@@ -318,7 +365,7 @@ class LanguageAdapter(ABC):
 
     def _reading(self, state: GroupedDecodeState, counts: Sequence[int] | None = None) -> Reading:
         sources = SourceMarks(self._cross_layers, self.device) if self._cross_layers else None
-        return Reading(state, GroupedCache(reads_prompts=False), counts, sources=sources)
+        return Reading(state, GroupedCache(reads_prompts=False, in_8_bits=self.in_8_bits), counts, sources=sources)
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
         """Gives logits (B, V) of hidden states, as scoring does."""

@@ -130,7 +130,7 @@ class Seq2SeqAdapter(LanguageAdapter):
             raise AssertionError("rows of this network are decoded by memsafe_rl.rollout.fallback")
         lengths = [int(prompt.shape[0]) for prompt in prompts]
         hidden_PLD, mask_PL = self._encoded(prompts)
-        own, cross = GroupedCache(reads_prompts=True), GroupedCache(reads_prompts=True)
+        own, cross = (GroupedCache(reads_prompts=True, in_8_bits=self.in_8_bits) for _ in range(2))
         start_P1 = torch.full((len(prompts), 1), self.start_token_id, device=self.device)
         last_P1D = self._lm.get_decoder()(
             input_ids=start_P1,
@@ -232,6 +232,7 @@ class Seq2SeqAdapter(LanguageAdapter):
         own = sum(part.nbytes for part in (*block.keys, *block.values)) // len(block.lengths)
         read = 0 if block.source is None else block.source.nbytes() // (state.rows * max(block.source.lengths))
         self.slot_bytes = max(own, read)
+        self._note_heads(block.keys if block.source is None else [*block.keys, *block.source.keys])
 
     def _encoded(self, prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Gives what the encoder makes of prompts (P, L, D), and their mask (P, L); None without padding."""

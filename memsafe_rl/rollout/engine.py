@@ -19,12 +19,20 @@ class RolloutEngine(Protocol):
 
     Attributes:
         name: as in `RolloutPlan.engine`.
-        is_external: whether its log-probs come from other kernels or another copy of the weights than training uses,
-            so that the loss must correct for the difference.
     """
 
     name: str
-    is_external: bool
+
+    @property
+    def is_external(self) -> bool:
+        """Whether its log-probs come from other kernels, another copy of the weights or a rounded cache.
+
+        The loss must then correct for the difference.
+        """
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """Element type of its cache, as in `RolloutPlan.cache_dtype`."""
 
     def check(self, settings: SamplingSettings) -> None:
         """Refuses sampling settings that the engine cannot honour, by name.

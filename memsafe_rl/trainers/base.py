@@ -233,7 +233,8 @@ class OnPolicyTrainer(TrainerSurface):
         if error.failure is None:
             return None
         listed = self.args.allow_lossy if self._ranks.world_size == 1 else ()
-        allowed = [name for name in listed if name != "optim" or self._given_optimizers[0] is None]
+        possible = {"optim": self._given_optimizers[0] is None, "cache_implementation": self._maker.can_round_cache}
+        allowed = [name for name in listed if possible.get(name, True)]
         return next_concession(self.args, allowed, error.failure)
 
     def _leave(self, error: BaseException) -> None:
@@ -267,6 +268,8 @@ class OnPolicyTrainer(TrainerSurface):
         self.args.validate()
         self._concessions.append(concession)
         self._maker.limit(self.args.max_completion_length)
+        if "cache_implementation" in concession.changes:
+            self._maker.round_cache()
         if "optim" in concession.changes:
             schedule = self._committed.scheduler.state_dict()
             self._committer = None  # its state makes room for the new one's

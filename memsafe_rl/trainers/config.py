@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import Field, dataclass, fields
 from enum import Enum
@@ -38,7 +38,7 @@ from memsafe_rl.trainers.checks import (
 )
 from memsafe_rl.trainers.fields import GRPOFields, TrainerFields, describe
 from memsafe_rl.trainers.generation_options import OPTIONS, eos_tokens, generation_fields, stop_strings
-from memsafe_rl.trainers.lossy import LOSSY_REMEDIES
+from memsafe_rl.trainers.lossy import LOSSY_REMEDIES, QUANTISED_CACHE
 from memsafe_rl.trainers.refusals import ALIASES, REFUSED, RefusedFields, admit, unknown
 from memsafe_rl.types import LossSettings, SamplingSettings
 
@@ -320,8 +320,15 @@ class _TrainerConfig(TrainerFields, ABC):
                 "Set vllm_importance_sampling_clip_max=3.0."
             )
 
+    @property
+    def caches_in_8_bits(self) -> bool:
+        """Whether rollouts keep their keys and values in 8 bits."""
+        return self.cache_implementation == QUANTISED_CACHE
+
     def _check_engine(self) -> None:
         chosen = [name for name in ("use_vllm", "use_transformers_continuous_batching") if getattr(self, name)]
+        if self.caches_in_8_bits:
+            self._check_rounded_cache(chosen)
         if not chosen:
             return
         if len(chosen) > 1:
@@ -334,6 +341,21 @@ class _TrainerConfig(TrainerFields, ABC):
         if self.use_vllm:
             self._check_vllm()
         check_options(self.transformers_continuous_batching_config or {})
+
+    def _check_rounded_cache(self, engines: Sequence[str]) -> None:
+        told = f"cache_implementation is {self.cache_implementation!r}"
+        if engines:
+            raise ConfigError(f"{told} with {engines[0]}, which keeps its own cache. Leave one of the two out.")
+        if self.verify_plan:
+            raise ConfigError(
+                f"{told} with verify_plan, which proves that plans change no token; a cache in 8 bits may, where "
+                "rounding tips a number over. Leave one of the two out."
+            )
+        if self.partial_rollout_tokens is not None:
+            raise ConfigError(
+                f"{told} with partial_rollout_tokens={self.partial_rollout_tokens}, whose completions go on under "
+                "newer weights; only one of these corrections can be made. Leave one of the two out."
+            )
 
     def _check_vllm(self) -> None:
         refuse_missing_vllm()

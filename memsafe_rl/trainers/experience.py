@@ -25,6 +25,7 @@ from memsafe_rl.ops.evaluation import sample_metrics
 from memsafe_rl.ops.importance import importance_weights
 from memsafe_rl.rewards.base import PendingScores, RewardRunner
 from memsafe_rl.rollout.engine import RolloutEngine
+from memsafe_rl.rollout.engines.native import NativeEngine
 from memsafe_rl.rollout.generation import generate
 from memsafe_rl.rollout.scoring import score_all, update_work
 from memsafe_rl.trainers.config import GRPOConfig
@@ -228,6 +229,26 @@ class ExperienceMaker:
         """
         self._sampling = replace(self._sampling, max_new_tokens=max_new_tokens)
 
+    @property
+    def can_round_cache(self) -> bool:
+        """Whether `round_cache` would do it."""
+        engine = self._engine
+        own = isinstance(engine, NativeEngine) and engine.can_round_cache
+        return own and self._rollout_func is None and self._config.partial_rollout_tokens is None
+
+    def round_cache(self) -> None:
+        """Keeps the caches of the rollouts to come in 8 bits.
+
+        Raises:
+            ConfigError: it is not this library that keeps them.
+        """
+        if not isinstance(self._engine, NativeEngine):
+            raise ConfigError(
+                f"cache_implementation='quantized' with the engine {self._engine.name!r}, which keeps its own cache. "
+                "Leave one of the two out."
+            )
+        self._engine.round_cache()
+
     def close(self) -> None:
         """Ends the engine; the next rollout starts it anew."""
         self._engine.close()
@@ -337,7 +358,7 @@ class ExperienceMaker:
         """Asks the memory policy how to cut the rollout."""
         work = self._work(prompts, self._config.num_generations)
         plan = self._policy.before_rollout(work, self._tracker.state())
-        self._tracker.adopt(_served_by(self._engine.name, plan), RolloutPlan)
+        self._tracker.adopt(_served_by(self._engine, plan), RolloutPlan)
 
     def _work(self, prompts: Prompts, group_size: int) -> RolloutWork:
         return RolloutWork(
@@ -764,17 +785,23 @@ class ExperienceMaker:
         return metrics
 
 
-def _served_by(engine: str, plan: Any) -> Any:
-    """Writes the run's engine into a plan; refuses a plan that asks for another one."""
-    if not isinstance(plan, RolloutPlan) or plan.engine == engine:
+def _served_by(engine: RolloutEngine, plan: Any) -> Any:
+    """Writes the run's engine and the type of its cache into a plan; refuses a plan that asks for others."""
+    if not isinstance(plan, RolloutPlan):
         return plan
-    if plan.engine != RolloutPlan.engine:
+    if plan.engine not in (engine.name, RolloutPlan.engine):
         check_rollout_plan(plan)
         raise ConfigError(
-            f"The memory policy asks for the engine {plan.engine!r}, but the run's is {engine!r}. Leave "
+            f"The memory policy asks for the engine {plan.engine!r}, but the run's is {engine.name!r}. Leave "
             "RolloutPlan.engine out, or choose that engine in the configuration."
         )
-    return replace(plan, engine=engine)
+    if plan.cache_dtype not in (engine.cache_dtype, None):
+        check_rollout_plan(plan)
+        raise ConfigError(
+            f"The memory policy asks for a cache of {plan.cache_dtype!r}, which changes what is drawn, and which the "
+            "run does not allow. Leave RolloutPlan.cache_dtype out, or set cache_implementation='quantized'."
+        )
+    return replace(plan, engine=engine.name, cache_dtype=engine.cache_dtype)
 
 
 def _partial_metrics(gathered: Gathered, samples: Samples) -> dict[str, float]:

@@ -102,7 +102,7 @@ class TrainerFields:
     allow_lossy: Words = option(
         (),
         "Remedies that change the task, taken in this order when no plan fits: 'max_completion_length', "
-        "'num_generations', 'num_iterations', 'optim'.",
+        "'num_generations', 'num_iterations', 'cache_implementation', 'optim'.",
     )
     trajectory_device: str | None = option(
         None, "Where a rollout waits between updates: 'device' or 'host'; None: the plan decides."
@@ -124,7 +124,10 @@ class TrainerFields:
         "Hint without effect on results: a failed allocation always makes the micro-batch smaller, never a group.",
     )
     cache_implementation: str | None = option(
-        None, "Hint: kind of key/value cache for rollouts, under transformers' names; None: the plan decides."
+        None,
+        "Kind of key/value cache for rollouts, under transformers' names: 'quantized' keeps it in 8 bits, which is "
+        "lossy and corrected by importance weights; others are hints without effect on results; None: the plan "
+        "decides.",
     )
     pad_to_multiple_of: int | str | None = option(
         "auto", "Hint without effect on results: pad rows to a multiple of so many tokens; 'auto': none."

@@ -217,6 +217,11 @@ def check_together(
     """
     if rollout_func is None and isinstance(dataset, Dataset):
         rewards.check_columns(dataset.column_names)
+    if config.caches_in_8_bits and rollout_func is not None:
+        raise ConfigError(
+            "cache_implementation='quantized' with a rollout_func, which draws the completions itself and keeps its "
+            "own cache. Leave one of the two out."
+        )
     mode = config.vllm_importance_sampling_mode
     foreign = config.use_vllm or config.use_transformers_continuous_batching
     if foreign and rollout_func is not None:
@@ -224,6 +229,7 @@ def check_together(
     partly = config.partial_rollout_tokens is not None
     if partly:
         _check_partial(config, alone=not foreign and rollout_func is None)
+    foreign = foreign or config.caches_in_8_bits
     corrected = (foreign or partly or rollout_func is not None) and config.vllm_importance_sampling_correction
     if config.loss_type == "vespo" and corrected and mode.startswith("sequence"):
         raise ConfigError(
@@ -314,7 +320,10 @@ def rollout_engine(config: GRPOConfig, adapter: ModelAdapter, tracker: MemoryTra
         return VLLMEngine(adapter, settings, total_bytes=tracker.meter.total_bytes(), room=room)
     if config.use_transformers_continuous_batching:
         return ContinuousEngine(adapter, config.transformers_continuous_batching_config or {}, room=room)
-    return NativeEngine(adapter)
+    engine = NativeEngine(adapter)
+    if config.caches_in_8_bits:
+        engine.round_cache()
+    return engine
 
 
 def _forward_dtype(config: GRPOConfig, adapter: ModelAdapter) -> str:

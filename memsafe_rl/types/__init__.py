@@ -14,6 +14,7 @@ from memsafe_rl.types.learning import (
 )
 from memsafe_rl.types.model import LinearHead, LogitsHead, TokenDistribution, TokenScores
 from memsafe_rl.types.plans import (
+    CACHE_SCALE_BYTES,
     KV_BLOCK_SLOTS,
     SCORE_ELEMENTS,
     Component,
@@ -31,6 +32,7 @@ from memsafe_rl.types.rollouts import Completion, SamplingSettings, SequenceKey,
 from memsafe_rl.types.trajectory import Ragged, Trajectory
 
 __all__ = [
+    "CACHE_SCALE_BYTES",
     "KV_BLOCK_SLOTS",
     "SCORE_ELEMENTS",
     "AdvantageResult",

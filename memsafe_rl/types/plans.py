@@ -40,6 +40,10 @@ SCORE_ELEMENTS = 2**21
 """Attention scores that decoding has at the same time, at least those of one key/value head."""
 
 
+CACHE_SCALE_BYTES = 4
+"""Bytes of the scale beside each vector of a cache in 8 bits."""
+
+
 def whole_blocks(slots: int) -> int:
     """Rounds slots of a cache up to whole blocks.
 
@@ -74,6 +78,8 @@ class ModelGeometry:
         shares_prompts: whether a rollout's cache keeps a prompt once for all rows that follow it.
         source_bytes: int, bytes of the cross-attention's keys and values of one prompt token, where an encoder reads
             the prompts; None where prompts and completions are one sequence.
+        key_bytes: int, bytes of one token's keys in one layer of the cache; None for ``cache_bytes · kv_heads ·
+            head_dim``, which an 8-bit cache with its scales is not.
     """
 
     layers: int
@@ -92,6 +98,7 @@ class ModelGeometry:
     head_trainable: bool = True
     shares_prompts: bool = False
     source_bytes: int | None = None
+    key_bytes: int | None = None
 
     def kv_bytes(self, slots: int) -> int:
         """Counts the key/value bytes of one sequence that holds ``slots`` tokens.
@@ -105,7 +112,7 @@ class ModelGeometry:
             int, bytes.
         """
         held = sum(slots if window is None else min(slots, window) for window in self.windows)
-        return 2 * self.cache_bytes * self.kv_heads * self.head_dim * held
+        return 2 * self._slot_bytes * held
 
     def prompt_kv_bytes(self, tokens: int) -> int:
         """Counts the key/value bytes of one prompt.
@@ -148,10 +155,15 @@ class ModelGeometry:
         """
         slots = whole_blocks(new_tokens)
         longest = max((slots if window is None else min(slots, window) for window in self.windows), default=0)
-        growing = rows * self.cache_bytes * self.kv_heads * self.head_dim * longest
+        growing = rows * self._slot_bytes * longest
         whole_layers = sum(window is None for window in self.windows) or len(self.windows)
         moving = prompt_bytes // (2 * max(1, whole_layers))
         return prompt_bytes + rows * self.kv_bytes(slots) + max(growing, moving)
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Bytes of one token's keys, or values, in one layer."""
+        return self.cache_bytes * self.kv_heads * self.head_dim if self.key_bytes is None else self.key_bytes
 
 
 @dataclass(frozen=True)
@@ -206,7 +218,8 @@ class RolloutPlan:
         prefill_tokens: prompt tokens (padding included) read in one forward.
         score_tokens: tokens (padding included) scored in one forward without gradient.
         reward_rows: completions a reward model scores in one forward.
-        cache_dtype: element type of the cache, None for the model's own.
+        cache_dtype: element type of the cache: None for the model's own, or "int8", which is lossy and which only the
+            run's `cache_implementation` chooses.
         engine: name of the rollout engine; "native" stands for whichever the run has.
         park_optimizer: keep the optimizer state in host memory from the rollout until an update wants it back.
         predicted_bytes: predicted peak of a phase ("rollout", "score"), in bytes, with what is held already; under

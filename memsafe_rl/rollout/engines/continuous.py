@@ -57,6 +57,7 @@ class ContinuousEngine:
 
     name = "continuous"
     is_external = True
+    cache_dtype: str | None = None
 
     def __init__(self, adapter: ModelAdapter, options: Mapping[str, Any], *, room: Callable[[], int]) -> None:
         check_options(options)

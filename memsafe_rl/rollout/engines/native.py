@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.models.language import LanguageAdapter
 from memsafe_rl.rollout.engine import Progress
 from memsafe_rl.rollout.generation import generate
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
@@ -21,10 +23,37 @@ class NativeEngine:
     """
 
     name = "native"
-    is_external = False
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """Element type of the cache, as in `RolloutPlan.cache_dtype`."""
+        return "int8" if isinstance(self._adapter, LanguageAdapter) and self._adapter.in_8_bits else None
+
+    @property
+    def is_external(self) -> bool:
+        """Whether the cache is rounded, so that log-probs are not quite those of the network that learns."""
+        return self.cache_dtype is not None
+
+    @property
+    def can_round_cache(self) -> bool:
+        """Whether `round_cache` would do it."""
+        return isinstance(self._adapter, LanguageAdapter) and self._adapter.can_cache_in_8_bits
+
+    def round_cache(self) -> None:
+        """Keeps the caches to come in 8 bits.
+
+        Raises:
+            ConfigError: it is not this library that keeps the network's caches.
+        """
+        if not isinstance(self._adapter, LanguageAdapter):
+            raise ConfigError(
+                f"cache_implementation='quantized', but {type(self._adapter.model).__name__} keeps no keys and values. "
+                "Leave cache_implementation out."
+            )
+        self._adapter.cache_in_8_bits(True)
 
     def check(self, settings: SamplingSettings) -> None:
         """Finds nothing to refuse: this engine has every setting."""

@@ -87,6 +87,7 @@ class VLLMEngine:
 
     name = "vllm"
     is_external = True
+    cache_dtype: str | None = None
 
     def __init__(
         self, adapter: ModelAdapter, settings: VLLMSettings, *, total_bytes: int, room: Callable[[], int]
