@@ -148,9 +148,10 @@ def read_tokens(work: RolloutWork, plan: RolloutPlan) -> int:
 def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:
     """Estimates what a rollout adds to what is held before it.
 
-    Two moments compete: reading the prompts (one block's temporaries, the prompts' cache, one row of logits each) and
-    the last decoding step (the cache at full length, one layer of it twice while it grows; a row of logits for each
-    sequence and the sampler's copies). Where each row has its own copy of the prompt, so does spreading the copies.
+    Three moments compete: reading the prompts (one block's temporaries, the prompts' cache), the last decoding step
+    (a block's temporaries, the cache at full length, one layer of it twice while it grows), and the draw after it (a
+    row of logits for each sequence and the sampler's copies). Where each row has its own copy of the prompt, so does
+    spreading the copies.
 
     Args:
         work: the shape of the rollout.
@@ -167,13 +168,17 @@ def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:
     decoding, spreading = _forward_bytes(geometry) * rows, rows * geometry.kv_bytes(longest)
     if geometry.shares_prompts:
         cache, spreading = _shared_cache_bytes(work, rows), prompt_cache
+        if geometry.key_bytes is not None:  # what is kept in 8 bits is floats while it is attended to
+            head = rows * slots * geometry.head_dim
+            decoding += _LOGIT_BYTES * max(head, min(SCORE_ELEMENTS, geometry.kv_heads * head))
         decoding += _SCORE_COPIES * _LOGIT_BYTES * min(SCORE_ELEMENTS, rows * geometry.heads * slots)
     else:
         cache = rows * geometry.kv_bytes(slots)
         cache += cache // layers
     moments = (
-        (_forward_bytes(geometry) * read_tokens(work, plan), prompt_cache, _sampler_bytes(geometry, prompts)),
-        (decoding, cache, _sampler_bytes(geometry, rows)),
+        (_forward_bytes(geometry) * read_tokens(work, plan), prompt_cache, 0),
+        (decoding, cache, 0),
+        (0, cache, _sampler_bytes(geometry, rows)),
         (0, prompt_cache // layers + spreading, _sampler_bytes(geometry, rows)),
     )
     activations, kept, logits = max(moments, key=sum)

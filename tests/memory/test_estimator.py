@@ -124,9 +124,11 @@ def test_scoring_holds_what_was_estimated(adapter: CausalLMAdapter, tokens: int,
 @pytest.mark.parametrize(
     ("prompts", "group", "new", "rows"), [((64, 64), 8, 12, 64), ((30, 50), 2, 12, 2), ((100,), 2, 4, 64)]
 )
+@pytest.mark.parametrize("in_8_bits", [False, True])
 def test_a_rollout_holds_what_was_estimated(
-    adapter: CausalLMAdapter, prompts: tuple[int, ...], group: int, new: int, rows: int
+    adapter: CausalLMAdapter, prompts: tuple[int, ...], group: int, new: int, rows: int, in_8_bits: bool
 ) -> None:
+    adapter.cache_in_8_bits(in_8_bits)
     ids = [torch.full((length,), 7) for length in prompts]
     keys = [[SequenceKey(0, 0, prompt, sample) for sample in range(group)] for prompt in range(len(prompts))]
     plan = RolloutPlan(rows_in_flight=rows)
