@@ -31,13 +31,14 @@ from torch import Tensor
 from transformers.generation import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from benchmarks.draws import keys_of, lengths_by_generate
 from benchmarks.machine import describe_machine
 from benchmarks.turns import Record, Referee, Side, counted, median_of
 from memsafe_rl.memory.recovery import under
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.models.choice import adapter_for
 from memsafe_rl.rollout.generation import generate
-from memsafe_rl.types import Component, RolloutPlan, SamplingSettings, SequenceKey
+from memsafe_rl.types import Component, RolloutPlan, SamplingSettings
 
 RESULTS = Path(__file__).parent / "results" / "rollout.json"
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "kv_bound.png"
@@ -219,7 +220,7 @@ def sample_here(model: Any, prompts: Sequence[Tensor], row: Row, seed: int) -> i
     Returns:
         Tokens drawn.
     """
-    keys = [[SequenceKey(seed, 0, prompt, n) for n in range(row.group_size)] for prompt in range(row.prompts)]
+    keys = keys_of(row.prompts, row.group_size, seed=seed)
     settings = SamplingSettings(max_new_tokens=row.new_tokens, eos_token_ids=(EOS_ID,))
     plan = RolloutPlan(rows_in_flight=row.rows)
     drawn = generate(adapter_for(model, pad_token_id=PAD_ID), prompts, keys, settings, attempt=under(plan))
@@ -227,22 +228,8 @@ def sample_here(model: Any, prompts: Sequence[Tensor], row: Row, seed: int) -> i
 
 
 def sample_with_generate(model: Any, prompts: Sequence[Tensor], row: Row, seed: int) -> int:
-    """Samples with transformers' `generate`: prompts padded on the left, G sequences returned for each."""
-    torch.manual_seed(seed)
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0), value=PAD_ID) for prompt in prompts])
-    mask = torch.stack([(torch.arange(width) >= width - len(prompt)).long() for prompt in prompts])
-    out = model.generate(
-        ids,
-        attention_mask=mask,
-        do_sample=True,
-        top_k=0,
-        max_new_tokens=row.new_tokens,
-        num_return_sequences=row.group_size,
-    )
-    drawn = out[:, 1:] if model.config.is_encoder_decoder else out[:, width:]
-    ended = (drawn == EOS_ID).int()
-    return int(torch.where(ended.any(1), ended.argmax(1) + 1, drawn.shape[1]).sum())
+    """Samples with transformers' `generate`."""
+    return sum(lengths_by_generate(model, prompts, row.group_size, row.new_tokens, (EOS_ID,), PAD_ID, seed))
 
 
 _PAGE = 32
@@ -414,7 +401,7 @@ def kv_peak(model: Any, row: Row) -> int:
             return logits
 
         adapter.decode_step = watched
-        keys = [[SequenceKey(0, 0, prompt, n) for n in range(row.group_size)] for prompt in range(row.prompts)]
+        keys = keys_of(row.prompts, row.group_size)
         settings = SamplingSettings(max_new_tokens=row.new_tokens, eos_token_ids=(EOS_ID,))
         generate(adapter, build_prompts(row), keys, settings, attempt=under(RolloutPlan(rows_in_flight=row.rows)))
     return most

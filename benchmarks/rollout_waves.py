@@ -1,6 +1,6 @@
 """Does the wave a sequence rides in change its tokens, and what does a wave cost beside `generate`?
 
-    python benchmarks/rollout_waves.py [--rows 64] [--new-tokens 280]
+    python -m benchmarks.rollout_waves [--rows 64] [--new-tokens 280]
 
 Writes ``benchmarks/results/rollout_waves.json``. Part one samples the same sequences in waves of several sizes, for
 three vocabularies and once with top-k and top-p, and compares each with the largest wave, token by token up to the
@@ -24,11 +24,12 @@ import transformers
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.draws import keys_of, lengths_by_generate
 from memsafe_rl.memory.counting import CountingAllocator
 from memsafe_rl.memory.recovery import under
 from memsafe_rl.models.causal_lm import CausalLMAdapter
 from memsafe_rl.rollout.generation import generate
-from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
+from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 
 RESULTS = Path(__file__).parent / "results" / "rollout_waves.json"
 VOCABULARIES = (4096, 32_000, 151_936)
@@ -63,10 +64,6 @@ def build_prompts(count: int, vocab: int, longest: int) -> list[Tensor]:
     return [torch.randint(2, vocab, (length,)) for length in lengths]
 
 
-def build_keys(prompts: int, group: int, seed: int = 11) -> list[list[SequenceKey]]:
-    return [[SequenceKey(seed, 0, prompt, sample) for sample in range(group)] for prompt in range(prompts)]
-
-
 def compare(ours: list[Completion], theirs: list[Completion]) -> tuple[dict[str, Any], list[tuple[int, int]]]:
     """Compares up to the first difference of each sequence: after it they are different texts.
 
@@ -96,7 +93,7 @@ def waves_part(vocab: int, rows: int, new_tokens: int, **filters: Any) -> dict[s
     # A random head this much larger gives entropies of a few nats, like a language model's, and logits up to about 20.
     model = build_model(vocab, hidden=64, layers=2, scale=25.0)
     adapter = CausalLMAdapter(model, pad_token_id=0)
-    prompts, keys = build_prompts(rows // 8, vocab, 24), build_keys(rows // 8, 8)
+    prompts, keys = build_prompts(rows // 8, vocab, 24), keys_of(rows // 8, 8, seed=11)
     settings = SamplingSettings(max_new_tokens=new_tokens, eos_token_ids=(1,), **filters)
 
     def draw_alone(row: int, new_tokens: int) -> Completion:
@@ -144,37 +141,21 @@ def generate_part(prompt_count: int = 4, group: int = 16, new_tokens: int = 160)
     settings = SamplingSettings(max_new_tokens=new_tokens, eos_token_ids=(1,))
     plan = RolloutPlan(rows_in_flight=prompt_count * group)
     ours, seconds, peak = measured(
-        lambda: generate(adapter, prompts, build_keys(prompt_count, group), settings, under(plan))
+        lambda: generate(adapter, prompts, keys_of(prompt_count, group, seed=11), settings, under(plan))
     )
 
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.stack([torch.cat([prompt.new_zeros(width - len(prompt)), prompt]) for prompt in prompts])
-    mask = torch.stack([torch.arange(width) >= width - len(prompt) for prompt in prompts]).long()
-
-    def theirs() -> Tensor:
-        torch.manual_seed(1)
-        return model.generate(
-            ids,
-            attention_mask=mask,
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=new_tokens,
-            num_return_sequences=group,
-        )[:, width:]
-
-    their_ids, their_seconds, their_peak = measured(theirs)
-    ends = (their_ids == 1).int().argmax(1)
-    their_lengths = torch.where((their_ids == 1).any(1), ends + 1, their_ids.shape[1])
-    our_lengths = torch.tensor([len(row.ids) for row in ours])
+    theirs, their_seconds, their_peak = measured(
+        lambda: lengths_by_generate(model, prompts, group, new_tokens, (1,), 0, seed=1)
+    )
     return {
         "sequences": prompt_count * group,
-        "here": {"cpu_seconds": round(seconds, 2), "peak_bytes": peak, "tokens": int(our_lengths.sum())},
+        "here": {"cpu_seconds": round(seconds, 2), "peak_bytes": peak, "tokens": sum(len(row.ids) for row in ours)},
         "generate": {
             "cpu_seconds": round(their_seconds, 2),
             "peak_bytes": their_peak,
-            "tokens": int(their_lengths.sum()),
+            "tokens": sum(theirs),
         },
-        "longest": [int(our_lengths.max()), int(their_lengths.max())],
+        "longest": [max(len(row.ids) for row in ours), max(theirs)],
     }
 
 

@@ -7,22 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.draws import keys_of, lengths_by_generate
+from benchmarks.small import PAD_ID, small_qwen3
 from memsafe_rl.memory.recovery import under
 from memsafe_rl.models.causal_lm import CausalLMAdapter
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.engines.continuous import ContinuousEngine
 from memsafe_rl.rollout.engines.native import NativeEngine
 from memsafe_rl.rollout.engines.vllm import VLLMEngine, VLLMSettings
-from memsafe_rl.types import RolloutPlan, SamplingSettings, SequenceKey
+from memsafe_rl.types import RolloutPlan, SamplingSettings
 
 Draw = Callable[[Sequence[Tensor], int, int], list[int]]
 """Takes prompts, samples of each and the rollout's index; gives the completions' lengths."""
 
-_PAD = 0
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
 
@@ -36,22 +35,16 @@ def random_model(vocab_size: int) -> Any:
     Returns:
         The model, fp32.
     """
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+    return small_qwen3(
+        vocab_size,
+        hidden=256,
+        layers=4,
         head_dim=32,
+        intermediate_size=768,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        pad_token_id=_PAD,
         eos_token_id=None,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    ).eval()
 
 
 def drawer_of(engine: str, model: Any, ends: tuple[int, ...], longest: int) -> Draw:
@@ -67,40 +60,28 @@ def drawer_of(engine: str, model: Any, ends: tuple[int, ...], longest: int) -> D
         Draws.
     """
     if engine == "generate":
-        return _generate(model, ends, longest)
+        return lambda prompts, group, rollout: lengths_by_generate(
+            model, prompts, group, longest, ends, PAD_ID, rollout
+        )
     drawer, plan = _engine(engine, model), RolloutPlan(rows_in_flight=64)
     settings = SamplingSettings(longest, ends)
     drawer.synchronise(0)
 
     def draw(prompts: Sequence[Tensor], group: int, rollout: int) -> list[int]:
-        keys = [[SequenceKey(0, rollout, prompt, sample) for sample in range(group)] for prompt in range(len(prompts))]
+        keys = keys_of(len(prompts), group, rollout=rollout)
         return [len(row.ids) for row in drawer.generate(prompts, keys, settings, under(plan))]
 
     return draw
 
 
 def _engine(name: str, model: Any) -> RolloutEngine:
-    adapter = CausalLMAdapter(model, pad_token_id=_PAD)
+    adapter = CausalLMAdapter(model, pad_token_id=PAD_ID)
     plenty = psutil.virtual_memory().total
     if name == "vllm":
         return VLLMEngine(adapter, VLLMSettings(dtype="float32"), total_bytes=plenty, room=lambda: plenty)
     if name == "continuous":
         return ContinuousEngine(adapter, {}, room=lambda: plenty)
     return NativeEngine(adapter)
-
-
-def _generate(model: Any, ends: tuple[int, ...], longest: int) -> Draw:
-    def draw(prompts: Sequence[Tensor], group: int, rollout: int) -> list[int]:
-        torch.manual_seed(rollout)
-        ids = torch.stack(list(prompts)).repeat_interleave(group, 0)
-        with torch.no_grad():
-            drawn = model.generate(
-                ids, max_new_tokens=longest, do_sample=True, top_k=0, eos_token_id=list(ends) or None, pad_token_id=_PAD
-            )[:, ids.shape[1] :]
-        ended = torch.isin(drawn, torch.tensor(ends)).int()
-        return torch.where(ended.any(1), ended.argmax(1) + 1, drawn.shape[1]).tolist()
-
-    return draw
 
 
 def resident_bytes(*, peak: bool = False) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -25,32 +27,39 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def small_qwen3(vocab_size: int, *, hidden: int = 64, layers: int = 2, seed: int = 0) -> PreTrainedModel:
+def small_qwen3(
+    vocab_size: int, *, hidden: int = 64, layers: int = 2, head_dim: int = 16, seed: int = 0, **config: Any
+) -> PreTrainedModel:
     """Makes a random Qwen3, the same for the same arguments.
 
     Args:
-        vocab_size: rows of the tied embedding.
+        vocab_size: rows of the embedding.
         hidden: width.
         layers: blocks.
+        head_dim: width of a head; there are as many as make up the width, over half as many for keys and values.
         seed: of the weights.
+        config: settings of `Qwen3Config` that are to be others than here.
 
     Returns:
         The model, fp32.
     """
     torch.manual_seed(seed)
+    settings: dict[str, Any] = {
+        "intermediate_size": 2 * hidden,
+        "max_position_embeddings": 1024,
+        "pad_token_id": PAD_ID,
+        "eos_token_id": EOS_ID,
+        "bos_token_id": None,
+    }
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=vocab_size,
             hidden_size=hidden,
-            intermediate_size=2 * hidden,
             num_hidden_layers=layers,
-            num_attention_heads=hidden // 16,
-            num_key_value_heads=hidden // 32,
-            head_dim=16,
-            max_position_embeddings=1024,
-            pad_token_id=PAD_ID,
-            eos_token_id=EOS_ID,
-            bos_token_id=None,
+            num_attention_heads=hidden // head_dim,
+            num_key_value_heads=hidden // (2 * head_dim),
+            head_dim=head_dim,
+            **{**settings, **config},
         )
     )
 
