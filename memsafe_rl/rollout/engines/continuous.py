@@ -24,9 +24,10 @@ from memsafe_rl.memory.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.causal_lm import causal_lm_of
 from memsafe_rl.rollout.engine import Progress
+from memsafe_rl.rollout.engines.asked import Asked, asked_of
 from memsafe_rl.rollout.engines.pool import pool_for
 from memsafe_rl.rollout.engines.seeds import seed_of
-from memsafe_rl.rollout.engines.settings import check_options, is_filtered, refuse_prompts, refuse_settings
+from memsafe_rl.rollout.engines.settings import check_options, is_filtered, refuse_settings
 from memsafe_rl.rollout.generation import eval_mode
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -106,30 +107,26 @@ class ContinuousEngine:
             Completions on the host, prompt by prompt, samples in the order of the keys.
 
         Raises:
+            DataError: a prompt is empty, or too long together with its completion.
             MemsafeError: continuous batching failed other than by running out of memory.
         """
-        ids = [prompt.tolist() for prompt, group in zip(prompts, keys, strict=True) for _ in group]
-        if not ids:
+        asked = asked_of(prompts, keys, settings, self._adapter.geometry)
+        if not asked.rows:
             return []
-        lengths = [len(prompt) for prompt in prompts]
-        refuse_prompts(lengths, settings.max_new_tokens, self._adapter.geometry.max_positions)
-        seed = seed_of(next(key for group in keys for key in group)) % 2**31
+        prompt, sample = asked.rows[0]
+        seed = seed_of(keys[prompt][sample]) % 2**31
 
         def draw(plan: RolloutPlan) -> list[Completion]:
-            return self._draw(ids, seed, settings, plan, progress)
+            return self._draw(asked, seed, settings, plan, progress)
 
         return attempt(draw)
 
     def _draw(
-        self,
-        ids: Sequence[list[int]],
-        seed: int,
-        settings: SamplingSettings,
-        plan: RolloutPlan,
-        progress: Progress | None,
+        self, asked: Asked, seed: int, settings: SamplingSettings, plan: RolloutPlan, progress: Progress | None
     ) -> list[Completion]:
         model, random = causal_lm_of(self._adapter.model), capture_random_state()
-        generation, batching = _generation(settings), self._batching(ids, seed, settings, plan)
+        generation, batching = _generation(settings), self._batching(asked, seed, plan)
+        ids = [asked.ids[prompt] for prompt, _ in asked.rows]
         try:
             with torch.no_grad(), eval_mode(self._adapter.model), _plain_attention(model), _quiet():
                 outputs = _run(model, ids, generation, batching, progress)
@@ -141,16 +138,16 @@ class ContinuousEngine:
             raise kind(f"transformers' continuous batching failed: {outputs.message}")
         return [_completion(output, settings) for output in outputs]
 
-    def _batching(self, ids: Sequence[list[int]], seed: int, settings: SamplingSettings, plan: RolloutPlan) -> Any:
+    def _batching(self, asked: Asked, seed: int, plan: RolloutPlan) -> Any:
         """Sizes the cache by the plan, and by what the run may still hold."""
         weights = next(self._adapter.model.parameters())
-        rows, room = min(len(ids), max(1, plan.rows_in_flight)), self._room()
+        rows, room = min(len(asked.rows), max(1, plan.rows_in_flight)), self._room()
         pool = pool_for(
             self._adapter.geometry,
             element_bytes=weights.element_size(),
             block_tokens=int(self._options["page_size"]),
             spare=_SPARE_BLOCKS,
-            row_tokens=max(map(len, ids)) + settings.max_new_tokens,
+            row_tokens=asked.row_tokens,
             rows=rows,
             kv_bytes=max(0, room if plan.kv_bytes is None else min(room, plan.kv_bytes)),
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
 from transformers import ContinuousBatchingConfig
 
-from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.types import SamplingSettings
 
 FILTERS = frozenset({"top_p", "top_k", "min_p", "repetition_penalty"})
@@ -74,27 +74,6 @@ def refuse_settings(engine: str, settings: SamplingSettings, honoured: Collectio
             raise ConfigError(
                 f"{field.name} is {value!r}, which the rollout engine {engine!r} cannot honour. Leave it out, or leave "
                 "the choice of the engine out: the library's own has every sampling setting."
-            )
-
-
-def refuse_prompts(lengths: Sequence[int], max_new_tokens: int, max_positions: int | None) -> None:
-    """Refuses prompts that an engine would wait for in vain.
-
-    Args:
-        lengths: of the prompts, in tokens.
-        max_new_tokens: longest completion, in tokens.
-        max_positions: longest sequence that the network accepts, in tokens; None for any.
-
-    Raises:
-        DataError: a prompt is empty, or too long together with its completion.
-    """
-    for index, length in enumerate(lengths):
-        if length < 1:
-            raise DataError(f"Prompt {index} has {length} tokens; give it at least one, such as the bos token.")
-        if max_positions is not None and length + max_new_tokens > max_positions:
-            raise DataError(
-                f"Prompt {index} needs {length + max_new_tokens} tokens with its completion, but the network has "
-                f"{max_positions} positions. Shorten it, or lower max_completion_length."
             )
 
 

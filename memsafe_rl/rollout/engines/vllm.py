@@ -17,6 +17,7 @@ from memsafe_rl.memory.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.causal_lm import causal_lm_of
 from memsafe_rl.rollout.engine import Progress
+from memsafe_rl.rollout.engines.asked import Row, asked_of
 from memsafe_rl.rollout.engines.hosting import (
     Hosted,
     build,
@@ -30,7 +31,6 @@ from memsafe_rl.rollout.engines.settings import (
     FILTERS,
     is_filtered,
     refuse_missing_vllm,
-    refuse_prompts,
     refuse_settings,
 )
 from memsafe_rl.rollout.engines.weights import named_weights, refuse_unmergeable
@@ -51,9 +51,6 @@ _TOLERANCE = {"float32": 1e-3}
 _CHECKED_TOKENS = 8
 _GROWTH = 2
 """How many times its size a rollout may ask for before a larger engine is worth the seconds it takes to build."""
-
-Row = tuple[int, int]
-"""Index of a prompt, and of a sample in its group."""
 
 
 @dataclass(frozen=True)
@@ -164,19 +161,17 @@ class VLLMEngine:
             DataError: a prompt is too long together with its completion.
             MemsafeError: vLLM failed, or computes other log-probs than the model.
         """
-        ids = [prompt.tolist() for prompt in prompts]
-        refuse_prompts([len(row) for row in ids], settings.max_new_tokens, self._adapter.geometry.max_positions)
-        rows = [(prompt, sample) for prompt, group in enumerate(keys) for sample in range(len(group))]
-        if not rows:
+        asked = asked_of(prompts, keys, settings, self._adapter.geometry)
+        if not asked.rows:
             return []
 
         def draw(plan: RolloutPlan) -> dict[Row, Completion]:
             random = capture_random_state()  # which vLLM draws from, though every sequence has its own seed
             try:
                 with failures_named("failed while it drew completions"):
-                    self._prepare(plan, max(map(len, ids)) + settings.max_new_tokens, len(rows))
-                    self._check_weights(ids[rows[0][0]])
-                    return _Run(self._engine, ids, keys, settings, plan, progress).completions()
+                    self._prepare(plan, asked.row_tokens, len(asked.rows))
+                    self._check_weights(asked.ids[asked.rows[0][0]])
+                    return _Run(self._engine, asked.ids, keys, settings, plan, progress).completions()
             except BaseException:
                 self._end()
                 raise
@@ -184,7 +179,7 @@ class VLLMEngine:
                 set_random_state(random)
 
         ended = attempt(draw)
-        return [ended[row] for row in rows]
+        return [ended[row] for row in asked.rows]
 
     def release(self) -> None:
         """Puts vLLM to sleep where the run asks for it: weights and pool leave the device; otherwise they stay."""
