@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
+from memsafe_rl.memory.checks import check_rollout_plan
 from memsafe_rl.memory.recovery import Attempt
 from memsafe_rl.models.language import LanguageAdapter
 from memsafe_rl.rollout.drawing import Drawer, key_tensor, refuse_broken
@@ -53,6 +54,7 @@ def generate_by_transformers(
         Completions on the host, prompt by prompt, samples in the order of the keys.
 
     Raises:
+        ConfigError: the plan cannot be carried out.
         MemsafeError: the network gave a row no distribution to draw from.
     """
     with host_memory():
@@ -70,6 +72,7 @@ def generate_by_transformers(
     waiting = sorted((place for place in earlier if place not in ended), key=lambda place: -len(read[place]))
 
     def run_next(plan: RolloutPlan) -> dict[_Place, Completion]:
+        check_rollout_plan(plan)
         alike = _alike(waiting, prompts) if adapter.geometry.source_bytes is not None else waiting
         places = next_wave(alike, [len(read[place]) for place in alike], settings.max_new_tokens, adapter, plan)
         rows = [_Row(read[place], len(prompts[place[0]]), keys[place[0]][place[1]], earlier[place]) for place in places]

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.errors import DataError
+from memsafe_rl.memory.checks import check_rollout_plan
 from memsafe_rl.memory.recovery import Attempt
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.language import LanguageAdapter
 from memsafe_rl.rollout.admission import Candidate, admit
+from memsafe_rl.rollout.checks import check_settings
 from memsafe_rl.rollout.drawing import Drawer, key_tensor, refuse_broken
 from memsafe_rl.rollout.engine import Progress
 from memsafe_rl.rollout.fallback import generate_by_transformers
@@ -66,7 +68,8 @@ def generate(
         Completions on the host, prompt by prompt, samples in the order of the keys.
 
     Raises:
-        ConfigError: ``max_new_tokens`` is below 1 or the temperature below 0.
+        ConfigError: a setting lies outside its range or names a token beyond the vocabulary, or the plan cannot be
+            carried out.
         DataError: a prompt is empty, or too long for the network together with its completion; or prompts and keys
             differ in number.
         MemsafeError: the network gave a row no distribution to draw from.
@@ -210,6 +213,7 @@ class _RunningBatch:
         Args:
             plan: how many may be in flight.
         """
+        check_rollout_plan(plan)
         self._drop_ended()
         while wave := self._next_to_join(plan):
             self._take_in(wave, plan)
@@ -407,10 +411,7 @@ def _check(
     settings: SamplingSettings,
     geometry: ModelGeometry,
 ) -> None:
-    if settings.max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens is {settings.max_new_tokens}; a completion needs at least 1 token.")
-    if not settings.temperature >= 0:
-        raise ConfigError(f"temperature is {settings.temperature}; use 0 for greedy decoding or a positive number.")
+    check_settings(settings, geometry.vocab_size)
     if len(lengths) != len(keys):
         raise DataError(f"{len(lengths)} prompts came with keys for {len(keys)}; give one list of keys per prompt.")
     for index, length in enumerate(lengths):

@@ -35,12 +35,14 @@ class Range:
         high: greatest number.
         open_low: whether ``low`` itself lies outside.
         open_high: whether ``high`` itself lies outside.
+        none: what None stands for, where infinity might be written for it; empty where that is unlikely.
     """
 
     low: float = -math.inf
     high: float = math.inf
     open_low: bool = False
     open_high: bool = False
+    none: str = ""
 
     def __contains__(self, value: float) -> bool:
         above = value > self.low if self.open_low else value >= self.low
@@ -53,7 +55,8 @@ class Range:
             bounds.append(f"{'more than' if self.open_low else 'at least'} {self.low:g}")
         if self.high < math.inf:
             bounds.append(f"{'less than' if self.open_high else 'at most'} {self.high:g}")
-        return " and ".join(bounds) or "finite"
+        words = " and ".join(bounds) or "finite"
+        return f"{words}, or None for {self.none}" if self.none else words
 
 
 _POSITIVE = Range(0, open_low=True)
@@ -126,8 +129,9 @@ RANGES: dict[str, Range] = {
     "vespo_lambda_pos": _NOT_NEGATIVE,
     "vespo_k_neg": _NOT_NEGATIVE,
     "vespo_lambda_neg": _NOT_NEGATIVE,
+    "eval_pass_threshold": Range(),
     "dynamic_sampling_max_rounds": _AT_LEAST_ONE,
-    "reward_timeout_seconds": _POSITIVE,
+    "reward_timeout_seconds": Range(0, open_low=True, none="no limit"),
     "partial_rollout_tokens": _AT_LEAST_ONE,
     "reward_retries": _NOT_NEGATIVE,
 }
@@ -303,8 +307,11 @@ def check_range(name: str, value: float) -> None:
     Raises:
         ConfigError: the number lies outside.
     """
-    if name in RANGES and value not in RANGES[name]:
-        raise ConfigError(f"{name} is {value!r}; it must be {RANGES[name]}.")
+    if name not in RANGES or value in RANGES[name]:
+        return
+    wanted = str(RANGES[name])
+    finite = "" if math.isfinite(value) or wanted == "finite" else "finite, and "
+    raise ConfigError(f"{name} is {value!r}; it must be {finite}{wanted}.")
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:

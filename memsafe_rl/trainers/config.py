@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.budget import MemoryBudget
+from memsafe_rl.rollout.checks import check_least_tokens
 from memsafe_rl.rollout.drawing import text_stops
 from memsafe_rl.rollout.engines.settings import check_options, refuse_missing_vllm
 from memsafe_rl.trainers.checks import (
@@ -305,7 +306,7 @@ class _TrainerConfig(TrainerFields, ABC):
         for key, value in self._generation().items():
             if key not in OPTIONS and key in _hints(type(self)):
                 raise ConfigError(f"generation_kwargs has {key}={value!r}, which the loss reads too. Set {key} itself.")
-        self._drawing_fields()
+        check_least_tokens(self._drawing_fields().get("min_new_tokens", 0), self.max_completion_length)
         stop_strings(self._generation())
         eos_tokens(self._generation(), ())
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max

@@ -222,12 +222,13 @@ class ExperienceMaker:
         engine.check(sampling)
 
     def limit(self, max_new_tokens: int) -> None:
-        """Sets the longest completion of the rollouts to come.
+        """Sets the longest completion of the rollouts to come; a shortest one that is longer comes down to it.
 
         Args:
             max_new_tokens: longest completion, in tokens.
         """
-        self._sampling = replace(self._sampling, max_new_tokens=max_new_tokens)
+        least = min(self._sampling.min_new_tokens, max_new_tokens)
+        self._sampling = replace(self._sampling, max_new_tokens=max_new_tokens, min_new_tokens=least)
 
     @property
     def can_round_cache(self) -> bool:

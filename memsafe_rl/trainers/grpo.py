@@ -22,6 +22,7 @@ from memsafe_rl.models.causal_lm import CausalLMAdapter, causal_lm_of, check_hea
 from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import Patience
+from memsafe_rl.rollout.checks import check_settings
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.experience import ExperienceMaker
@@ -112,7 +113,7 @@ class GRPOTrainer(OnPolicyTrainer):
         check_together(self.args, self.train_dataset, self.rewards, rollout_func)
         eval_dataset = evaluation_prompts(self.args, eval_dataset, reader, self.rewards)
 
-        self.accelerator = Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)
+        self.accelerator = self._make_accelerator()
         ranks = Ranks(self.accelerator)
         self.memory_policy = chosen_policy(memory_policy, self.args)
         recovery = Recovery(self._prepare_memory(), self.memory_policy)
@@ -147,12 +148,17 @@ class GRPOTrainer(OnPolicyTrainer):
         if ranks.is_main and not self.args.disable_tqdm:
             banner(self._facts(recovery.tracker))
 
+    def _make_accelerator(self) -> Accelerator:
+        return Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)
+
     def _sampling_settings(self) -> SamplingSettings:
         """Gives how tokens are drawn; what the configuration leaves open, the model's generation config says."""
         declared = getattr(causal_lm_of(self.model), "generation_config", None)
         say_what_is_left_out(declared)
         ends = eos_token_ids(self.processing_class, self.model)
-        return self.args.sampling_settings(ends, tokenizer=self.processing_class, declared=declared)
+        settings = self.args.sampling_settings(ends, tokenizer=self.processing_class, declared=declared)
+        check_settings(settings, self.adapter.geometry.vocab_size)
+        return settings
 
     def _prepare_rewards(self, reward_funcs: Any, reward_processing_classes: Any) -> RewardRunner:
         return RewardRunner(

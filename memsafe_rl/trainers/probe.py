@@ -215,7 +215,7 @@ def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
     attempt = maker._attempt(maker._work(prompts, group))
     rows = [divmod(row, group) for row in range(_share(trial, config.rollout_rows))]
     geometry, sampling = trial.adapter.geometry, maker._sampling
-    two_tokens = replace(sampling, max_step_tokens=2, eos_token_ids=(), stops=None)
+    two_tokens = replace(sampling, max_step_tokens=2, eos_token_ids=(), min_new_tokens=0, stops=None)
 
     def from_first_to_last(plan: RolloutPlan) -> None:
         waiting = [Candidate(prompt, len(ids[prompt]), 0, sampling.max_new_tokens) for prompt, _ in rows]

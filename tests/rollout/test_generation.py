@@ -3,6 +3,7 @@
 import gc
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -462,3 +463,35 @@ def test_other_bad_input_is_refused() -> None:
         generate(adapter, prompts, keys_of(2), replace(SETTINGS, max_new_tokens=0), ONE_WAVE)
     with pytest.raises(ConfigError, match=r"temperature is -1\.0"):
         generate(adapter, prompts, keys_of(2), replace(SETTINGS, temperature=-1.0), ONE_WAVE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_step_tokens": 0}, r"max_step_tokens is 0, .* at least 1 token, or to None"),
+        ({"max_step_tokens": -3}, "max_step_tokens is -3"),
+        ({"min_new_tokens": 25}, r"min_new_tokens is 25, .* has 24 tokens.* at most 24"),
+        ({"eos_token_ids": (1, 23)}, r"eos_token_id holds the id 23, .* from 23 tokens \(0 to 22\).* Set eos_token_id"),
+        ({"eos_token_ids": (-1,)}, "eos_token_id holds the id -1"),
+        ({"suppress_tokens": (4, 40)}, "suppress_tokens holds the id 40"),
+        ({"begin_suppress_tokens": (23,)}, "begin_suppress_tokens holds the id 23"),
+        ({"forced_bos_token_id": 23}, "forced_bos_token_id holds the id 23"),
+        ({"forced_eos_token_ids": (24,)}, "forced_eos_token_id holds the id 24"),
+        ({"bad_words_ids": ((3, 25),)}, "bad_words_ids holds the id 25"),
+        ({"sequence_bias": (((3, 26), 1.0),)}, "sequence_bias holds the id 26"),
+    ],
+)
+def test_settings_that_no_network_can_follow_are_refused(changes: dict[str, Any], said: str) -> None:
+    adapter = FakeAdapter()
+    with pytest.raises(ConfigError, match=said):
+        generate(adapter, prompts_of(2), keys_of(2), replace(SETTINGS, **changes), ONE_WAVE)
+    assert adapter.prefills == []
+
+
+@pytest.mark.parametrize("name", ["prefill_tokens", "rows_in_flight"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_plan_without_room_for_a_token_is_refused(name: str, value: int) -> None:
+    adapter = FakeAdapter()
+    with pytest.raises(ConfigError, match=rf"RolloutPlan\.{name} is {value}; it must be at least 1\."):
+        generate(adapter, prompts_of(2), keys_of(2), SETTINGS, RolloutPlan(**{name: value}))
+    assert adapter.prefills == []

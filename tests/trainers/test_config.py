@@ -271,6 +271,19 @@ def test_values_are_read(name: str, given: Any, expected: Any) -> None:
         ({"fp16": True, "bf16": True}, ("fp16 and bf16 are both True", "Set one")),
         ({"top_entropy_quantile": 1.2}, ("top_entropy_quantile is 1.2", "at least 0 and at most 1")),
         ({"temperature": 0}, ("temperature is 0", "more than 0")),
+        ({"eval_pass_threshold": float("nan")}, ("eval_pass_threshold is nan; it must be finite.",)),
+        (
+            {"reward_timeout_seconds": float("inf")},
+            ("reward_timeout_seconds is inf; it must be finite, and more than 0, or None for no limit.",),
+        ),
+        (
+            {"reward_timeout_seconds": 0},
+            ("reward_timeout_seconds is 0; it must be more than 0, or None for no limit.",),
+        ),
+        (
+            {"max_completion_length": 8, "generation_kwargs": {"min_new_tokens": 9}},
+            ("min_new_tokens is 9", "has 8 tokens", "at most 8, or raise max_completion_length"),
+        ),
         ({"epsilon": 0.0}, ("epsilon is 0.0", "more than 0")),
         ({"epsilon_high": -0.1}, ("epsilon_high is -0.1", "more than 0")),
         ({"top_p": 0.0}, ("top_p is 0.0", "more than 0 and at most 1")),

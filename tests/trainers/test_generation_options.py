@@ -207,3 +207,16 @@ def test_a_run_draws_as_the_keys_say(tmp_path: Path) -> None:
     clipped = sum(len(ids) == 30 for _, ids in drawn) / len(drawn)
     shares = [record["completions/clipped_ratio"] for record in trainer.history]
     assert abs(sum(shares) / len(shares) - clipped) < 1e-6
+
+
+@pytest.mark.parametrize("key", ["eos_token_id", "suppress_tokens", "begin_suppress_tokens"])
+def test_ids_beyond_the_vocabulary_are_refused_before_a_run(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{key} holds the id 258, but the model draws from 258 tokens .* Set {key}"):
+        make_trainer(tmp_path, generation_kwargs={key: [4, 258]})
+
+
+def test_a_shortest_completion_of_the_model_beyond_the_longest_is_refused(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.generation_config.min_new_tokens = 7
+    with pytest.raises(ConfigError, match=r"min_new_tokens is 7, but the longest completion has 6 tokens"):
+        make_trainer(tmp_path, model=model)

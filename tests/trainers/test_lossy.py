@@ -152,3 +152,23 @@ def test_a_smaller_group_takes_pass_at_k_down_with_it(tmp_path: Path) -> None:
     kept = next_concession(own, ["num_generations"], failure())
     assert kept is not None
     assert "eval_pass_at" not in kept.changes
+
+
+def test_completions_are_not_cut_below_their_least_length(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "max_completion_length": 64}
+    config = GRPOConfig(**settings, generation_kwargs={"min_new_tokens": 40})
+    shorter = next_concession(config, ["max_completion_length"], failure())
+    assert shorter is not None
+    assert shorter.changes == {"max_completion_length": (64, 40)}
+    config.max_completion_length = 40
+    config.validate()
+    assert next_concession(config, ["max_completion_length"], failure()) is None
+
+
+def test_a_least_length_that_the_model_declares_comes_down_with_the_longest(tmp_path: Path, too_small: int) -> None:
+    model = tiny_model()
+    model.generation_config.min_new_tokens = 20
+    with SimulatedMemory(too_small):
+        trainer = make_trainer(tmp_path, model=model, **SETTINGS, allow_lossy=["max_completion_length"])
+        trainer.train()
+    assert trainer.args.max_completion_length == 16

@@ -105,7 +105,7 @@ def test_the_last_moment_is_as_high_as_the_rollouts_own_peak(tmp_path: Path, pro
             tmp_path,
             train_dataset=Dataset.from_dict({"prompt": ["1" * prompt] * 8}),
             max_completion_length=completion,
-            generation_kwargs={"eos_token_id": VOCABULARY + 1},
+            generation_kwargs={"eos_token_id": []},
             probe_worst_case=True,
             max_steps=1,
         )
@@ -125,7 +125,7 @@ def test_mixed_lengths_are_padded_as_in_the_run(tmp_path: Path) -> None:
             model=tiny_model(vocab_size=VOCABULARY, layers=8),
             train_dataset=Dataset.from_dict({"prompt": prompts}),
             max_completion_length=100,
-            generation_kwargs={"eos_token_id": VOCABULARY + 1},
+            generation_kwargs={"eos_token_id": []},
             probe_worst_case=True,
             max_steps=1,
         )
@@ -175,7 +175,7 @@ def test_a_cache_that_only_grows_by_reading_is_read(tmp_path: Path, monkeypatch:
             tmp_path,
             train_dataset=Dataset.from_dict({"prompt": ["1" * 20] * 8}),
             max_completion_length=100,
-            generation_kwargs={"eos_token_id": VOCABULARY + 1},
+            generation_kwargs={"eos_token_id": []},
             probe_worst_case=True,
             max_steps=1,
         )
