@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from memsafe_rl.memory.planning import Room, fastest_that_fits, first_that_fits, next_plan, with_prediction
-from memsafe_rl.memory.rungs import LOSSLESS, Plan, Rung, leaner, rungs_named
+from memsafe_rl.memory.rungs import FINE_STEPS, LOSSLESS, Plan, Rung, leaner, rungs_named
 from memsafe_rl.memory.slices import packing_saves
 from memsafe_rl.memory.speed import (
     full_speed_packed_tokens,
@@ -158,7 +158,7 @@ class AdaptivePolicy(MemoryPolicy):
             trajectory_device=self.trajectory_device,
         )
         rungs, room = self._rungs(Phase.UPDATE, memory), Room(Phase.UPDATE, work, memory)
-        plan = fastest_that_fits(fast, rungs, room, lambda lower: update_time(work, lower, fast))
+        plan = fastest_that_fits(fast, rungs, room, lambda lower: update_time(memory.device, work, lower, fast))
         return with_prediction(plan, work, memory)
 
     def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
@@ -180,7 +180,7 @@ class AdaptivePolicy(MemoryPolicy):
         """Gives the rungs worth planning with: waves shrink prompts too, and only a known state is worth parking."""
         left_out = {"prefill_tokens"} if memory.optimizer_bytes else {"prefill_tokens", "park_optimizer"}
         names = [name for name in self._names() if name not in left_out]
-        return rungs_named(names, phase)
+        return tuple(FINE_STEPS.get(rung.name, rung) for rung in rungs_named(names, phase))
 
 
 @dataclass(frozen=True)

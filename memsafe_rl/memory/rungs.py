@@ -6,9 +6,10 @@ a leaner plan out, or None at the bottom.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, TypeVar
 
 from memsafe_rl.errors import ConfigError
@@ -64,14 +65,14 @@ def _smaller_tile(plan: UpdatePlan, work: Work) -> UpdatePlan | None:
     return replace(plan, logprob_tile=tile) if tile >= 1 else None
 
 
-def _smaller_micro_batch(plan: UpdatePlan, work: Work) -> UpdatePlan | None:
+def _smaller_micro_batch(plan: UpdatePlan, work: Work, share: float = 0.5) -> UpdatePlan | None:
     least, tokens = 1, plan.micro_batch_tokens
     if isinstance(work, UpdateWork) and work.row_tokens:
         least = max(work.row_tokens)
         tokens = min(tokens, least * len(work.row_tokens))
         if plan.pack_prompts and work.prompts:
             tokens = min(tokens, max(least, packed_tokens(work, range(len(work.prompts)))))
-    return replace(plan, micro_batch_tokens=max(least, tokens // 2)) if tokens > least else None
+    return replace(plan, micro_batch_tokens=max(least, int(share * tokens))) if tokens > least else None
 
 
 def _trajectory_to_host(plan: UpdatePlan, work: Work) -> UpdatePlan | None:  # noqa: ARG001
@@ -156,6 +157,14 @@ UPDATE_RUNGS: tuple[Rung, ...] = (
     PARK,
 )
 """Lossless rungs of an update, in the order in which a failure takes them."""
+
+FINE_STEPS: Mapping[str, Rung] = {
+    rung.name: replace(rung, step=partial(_smaller_micro_batch, share=0.75))
+    for rung in UPDATE_RUNGS
+    if rung.name == "micro_batch_tokens"
+}
+"""Rungs by name whose steps are shorter where a plan is chosen: what half a micro-batch overshoots, three quarters may
+still afford. After a failure, when nobody knows how far the estimate is off, halving finds what fits sooner."""
 
 ROLLOUT_RUNGS: tuple[Rung, ...] = (
     Rung(

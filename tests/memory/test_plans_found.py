@@ -413,9 +413,11 @@ def test_the_composed_policy_of_the_docs_bounds_another_ones_answer() -> None:
     scope: dict[str, Any] = {"__name__": "docs"}
     exec(ladder, scope)
     exec(composed, scope)
-    for policy in (scope["policy"], scope["GoodNeighbour"](), scope["GoodNeighbour"](scope["policy"])):
-        wide = memory(2**45)
-        assert policy.before_update(WORK, wide).micro_batch_tokens == 16384
+    wide = memory(2**45)
+    # The default takes the leanest within a tenth: 3 pieces of 24 rows are 8 % slower by its reckoning than 2 of 32.
+    own, default, bounded = scope["policy"], scope["GoodNeighbour"](), scope["GoodNeighbour"](scope["policy"])
+    for policy, tokens in ((own, 16384), (default, 12288), (bounded, 16384)):
+        assert policy.before_update(WORK, wide).micro_batch_tokens == tokens
         assert policy.after_oom(UpdatePlan(), failure(Phase.UPDATE, UpdatePlan(), WORK, budget_bytes=2**45)) is not None
     neighbour = scope["GoodNeighbour"](leave_bytes=2**45 - GIB)
     assert neighbour.before_rollout(SAMPLING, wide).rows_in_flight <= 32
