@@ -3,19 +3,68 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import contextlib
+import functools
+import logging
 import threading
+import time
 import weakref
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from typing import Any
 
-Running = concurrent.futures.Future[list[Any]]
-"""Awaitables that run together in another thread."""
+from memsafe_rl.errors import MemsafeError
 
 _FIRST_STEP_SECONDS = 1.0
 """Longest wait for awaitables to have begun: requests are under way before the caller keeps the processor busy."""
 _FAREWELL_SECONDS = 1.0
 """What is cancelled as its loop stops has so long to clear up."""
+
+logger = logging.getLogger(__name__)
+
+
+class Running:
+    """Awaitables that run together in another thread.
+
+    Attributes:
+        begun: set when each has gone as far as its first wait.
+        cancel: has them stop, without waiting for it.
+    """
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self._ended = threading.Event()
+        self._results: list[Any] = []
+        self._error: BaseException | None = None
+        self.cancel: Callable[[], object] = lambda: None
+
+    def settle(self, results: Sequence[Any] = (), error: BaseException | None = None) -> None:
+        """Notes how it ended; the first to say so is believed.
+
+        Args:
+            results: what the awaitables gave.
+            error: what one of them raised; None for nothing.
+        """
+        if not self._ended.is_set():
+            self._results, self._error = list(results), error
+            self._ended.set()
+            self.begun.set()
+
+    def ended(self, seconds: float | None) -> bool:
+        """Waits until it has ended.
+
+        Args:
+            seconds: longest wait; None for as long as it takes.
+
+        Returns:
+            Whether it has.
+        """
+        return self._ended.wait(None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
+
+    def result(self) -> list[Any]:
+        """Gives the results in order, or raises what one of the awaitables raised first; it must have ended."""
+        if self._error is not None:
+            raise self._error
+        return self._results
 
 
 class BackgroundLoop:
@@ -26,7 +75,7 @@ class BackgroundLoop:
     """
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: _Thread | None = None
         self._stop: weakref.finalize[..., BackgroundLoop] | None = None
 
     def start(self, awaitables: Sequence[Awaitable[Any]]) -> Running:
@@ -38,9 +87,8 @@ class BackgroundLoop:
         Returns:
             Their results to come, in order, or what one of them raised first; the others are cancelled then.
         """
-        begun = threading.Event()
-        running = asyncio.run_coroutine_threadsafe(_together(awaitables, begun), self._started())
-        begun.wait(_FIRST_STEP_SECONDS)
+        running = self._started().run(awaitables)
+        running.begun.wait(_FIRST_STEP_SECONDS)
         return running
 
     def ended(self, running: Running, seconds: float | None) -> bool:
@@ -54,7 +102,7 @@ class BackgroundLoop:
             Whether it has ended.
         """
         try:
-            return bool(concurrent.futures.wait([running], seconds).done)
+            return running.ended(seconds)
         except BaseException:
             self.stop(running)
             raise
@@ -67,21 +115,102 @@ class BackgroundLoop:
         """Leaves a loop alone that no longer answers; its thread ends with the process, the next start has another."""
         if self._stop is not None:
             self._stop.detach()
-        self._loop = self._stop = None
+        self._thread = self._stop = None
 
     def close(self) -> None:
         """Stops the loop and its thread; the next `start` starts another."""
         if self._stop is not None:
             self._stop()
-        self._loop = self._stop = None
+        self._thread = self._stop = None
 
-    def _started(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            thread = threading.Thread(target=_run, args=(self._loop,), name="memsafe-rl-rewards", daemon=True)
-            thread.start()
-            self._stop = weakref.finalize(self, _stop, self._loop, thread)
-        return self._loop
+    def _started(self) -> _Thread:
+        if self._thread is not None and self._thread.over:
+            self.close()
+        if self._thread is None:
+            self._thread = _Thread()
+            self._stop = weakref.finalize(self, self._thread.stop)
+        return self._thread
+
+
+class _Thread:
+    """A thread with an event loop, until it is told to stop or something that runs in it ends the loop.
+
+    Attributes:
+        over: whether the loop has ended, or is about to.
+    """
+
+    def __init__(self) -> None:
+        self.over = False
+        self._asked_to_stop = False
+        self._under_way: set[Running] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._live, name="memsafe-rl-rewards", daemon=True)
+        self._thread.start()
+
+    def run(self, awaitables: Sequence[Awaitable[Any]]) -> Running:
+        """Has awaitables run together."""
+        running = Running()
+        self._under_way.add(running)
+        running.cancel = asyncio.run_coroutine_threadsafe(self._settled(running, awaitables), self._loop).cancel
+        return running
+
+    def stop(self) -> None:
+        """Ends the loop, and waits until it has."""
+        with contextlib.suppress(RuntimeError):  # a loop that ended by itself is closed
+            self._loop.call_soon_threadsafe(self._end)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _end(self) -> None:
+        self._asked_to_stop = True
+        self._loop.stop()
+
+    async def _settled(self, running: Running, awaitables: Sequence[Awaitable[Any]]) -> None:
+        try:
+            running.settle(await _together(awaitables, running.begun))
+        except BaseException as error:  # told to the thread that waits
+            running.settle(error=error)
+        finally:
+            self._under_way.discard(running)
+
+    def _live(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        error = _raised_by(self._loop.run_forever)
+        self.over = True
+        if error is None and not self._asked_to_stop:
+            error = MemsafeError("An async reward function stopped its event loop. Leave the loop to the trainer.")
+        if error is not None and not self._under_way:
+            logger.error("The event loop of async reward functions has ended between two rollouts.", exc_info=error)
+        self._settle_all(error)
+        self._clear_up()
+        self._loop.close()
+        self._settle_all(error)  # what was started while this one ended
+
+    def _settle_all(self, error: BaseException | None) -> None:
+        if error is not None:
+            for running in list(self._under_way):
+                running.settle(error=error)
+
+    def _clear_up(self) -> None:
+        """Cancels what is left and lets it clear up; another exit on the way does not keep the others from it."""
+        last, told = time.monotonic() + _FAREWELL_SECONDS, set[asyncio.Task[Any]]()
+        while (left := asyncio.all_tasks(self._loop)) and (seconds := last - time.monotonic()) > 0:
+            for task in left - told:
+                task.cancel()
+            told |= left
+            _raised_by(functools.partial(self._wait, left, seconds))
+
+    def _wait(self, tasks: Set[asyncio.Task[Any]], seconds: float) -> None:
+        self._loop.run_until_complete(asyncio.wait(tasks, timeout=seconds))
+
+
+def _raised_by(work: Callable[[], None]) -> BaseException | None:
+    """Runs a loop; gives what came out of it, as SystemExit and KeyboardInterrupt do from any of its tasks."""
+    try:
+        work()
+    except BaseException as error:
+        return error
+    return None
 
 
 async def _together(awaitables: Sequence[Awaitable[Any]], begun: threading.Event) -> list[Any]:
@@ -94,22 +223,3 @@ async def _together(awaitables: Sequence[Awaitable[Any]], begun: threading.Event
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        if left:
-            loop.run_until_complete(asyncio.wait(left, timeout=_FAREWELL_SECONDS))
-    finally:
-        loop.close()
-
-
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    loop.call_soon_threadsafe(loop.stop)
-    if thread is not threading.current_thread():
-        thread.join()

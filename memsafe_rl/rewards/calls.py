@@ -8,11 +8,13 @@ import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memsafe_rl.errors import DataError, RewardTimeoutError
+from torch import Tensor
+
+from memsafe_rl.errors import DataError, MemsafeError, RewardTimeoutError
 from memsafe_rl.rewards.background import BackgroundLoop
 
 RewardFunction = Callable[..., Any]
@@ -138,7 +140,10 @@ class Calls:
             if not loop.ended(running, left):
                 loop.abandon()
                 raise self._blocked([name for name in begun if name not in answered])
-            return list(running.result())
+            try:
+                return running.result()
+            except asyncio.CancelledError as error:
+                raise _cancelled([name for name in begun if name not in answered] or list(begun)) from error
 
         return Awaited(tuple(begun), result, lambda: loop.stop(running))
 
@@ -149,7 +154,7 @@ class Calls:
             for left in reversed(range(patience.retries + 1)):
                 try:
                     async with asyncio.timeout(patience.timeout_seconds) as timer:
-                        output = await coroutine
+                        output = await _uncancelled(name, coroutine)
                     answered.add(name)
                     return output
                 except TimeoutError:
@@ -192,8 +197,10 @@ class Calls:
         metrics: list[tuple[str, float]] = []
         self._extras[name], self._metrics[name] = extras, metrics
         available = {key: list(value) if isinstance(value, list) else value for key, value in self._given.items()}
-        available["log_extra"] = lambda column, values: extras.setdefault(column, []).extend(values)
-        available["log_metric"] = lambda metric, value: metrics.append((metric, float(value)))
+        available["log_extra"] = lambda column, values: extras.setdefault(column, []).extend(
+            _listed(name, column, values)
+        )
+        available["log_metric"] = lambda metric, value: metrics.append((metric, _as_float(name, metric, value)))
         accepted = _accepted(function)
         return function(**{key: available[key] for key in available if accepted is None or key in accepted})
 
@@ -218,6 +225,45 @@ class Calls:
                 taken = column in joined and joined[column] != values
                 joined[f"{name}/{column}" if taken else column] = values
         return joined
+
+
+async def _uncancelled(name: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Waits for a function; one that raises CancelledError though nobody cancelled it is named."""
+    try:
+        return await coroutine
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise _cancelled([name]) from error
+
+
+def _cancelled(names: Sequence[str]) -> MemsafeError:
+    return MemsafeError(
+        f"Reward function(s) {', '.join(map(repr, names))} ended in asyncio.CancelledError, which nothing outside had "
+        "asked for. Catch it where a task is cancelled inside the function, or raise another exception."
+    )
+
+
+def _as_float(name: str, metric: str, value: Any) -> float:
+    wrong = DataError(
+        f"Reward function {name!r} logged {value!r:.100} ({type(value).__name__}) as metric {metric!r}. Log one number."
+    )
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise wrong
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise wrong from error
+
+
+def _listed(name: str, column: str, values: Any) -> Iterable[Any]:
+    if not isinstance(values, Iterable):
+        raise DataError(
+            f"Reward function {name!r} logged {values!r:.100} ({type(values).__name__}) in column {column!r}. Log a "
+            "list with one value for each completion."
+        )
+    return values
 
 
 class _Stopwatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -47,7 +48,7 @@ class Range:
     def __contains__(self, value: float) -> bool:
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
-        return above and below and math.isfinite(value)
+        return above and below and _is_finite(value)
 
     def __str__(self) -> str:
         bounds = []
@@ -297,6 +298,11 @@ def _wrong(name: str, value: Any, plain: Mapping[Any, Any]) -> ConfigError:
     return ConfigError(f"{name} is {value!r}; it must be {' or '.join(dict.fromkeys(words))}.")
 
 
+def _is_finite(value: float) -> bool:
+    """Whether a number is a finite float; a whole number may also be too large for one."""
+    return abs(value) <= sys.float_info.max
+
+
 def check_range(name: str, value: float) -> None:
     """Refuses a number outside its range.
 
@@ -310,7 +316,7 @@ def check_range(name: str, value: float) -> None:
     if name not in RANGES or value in RANGES[name]:
         return
     wanted = str(RANGES[name])
-    finite = "" if math.isfinite(value) or wanted == "finite" else "finite, and "
+    finite = "" if _is_finite(value) or wanted == "finite" else "finite, and "
     raise ConfigError(f"{name} is {value!r}; it must be {finite}{wanted}.")
 
 

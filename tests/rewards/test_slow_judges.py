@@ -6,13 +6,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 import torch
 
-from memsafe_rl.errors import MemsafeError, RewardTimeoutError
+from memsafe_rl.errors import DataError, MemsafeError, RewardTimeoutError
 from memsafe_rl.rewards import RewardRunner, RewardScores, calls
 from memsafe_rl.rewards.calls import Patience
 
@@ -93,6 +93,154 @@ def test_a_timeout_of_the_functions_own_comes_out_untouched() -> None:
     with pytest.raises(TimeoutError, match=r"^mine$"):
         score(judge, Patience(5.0, retries=3))
     assert made == [1]
+
+
+def raised_by(work: Callable[[], Any]) -> BaseException | None:
+    """Runs something that must end within 20 seconds, and gives what it raised."""
+    raised: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+        else:
+            raised.append(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "still waiting"
+    return raised[0]
+
+
+async def raises(error: BaseException) -> None:
+    raise error
+
+
+async def in_a_task(error: BaseException) -> None:
+    await asyncio.create_task(raises(error))
+
+
+async def in_a_task_of_its_own(error: BaseException) -> None:
+    task = asyncio.create_task(raises(error))
+    await asyncio.sleep(30)
+    await task
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        (raises, SystemExit(3)),
+        (raises, KeyboardInterrupt("enough")),
+        (raises, ValueError("mine")),
+        (in_a_task, SystemExit(3)),
+        (in_a_task, ValueError("mine")),
+        (in_a_task_of_its_own, SystemExit(3)),
+        (in_a_task_of_its_own, KeyboardInterrupt("enough")),
+    ],
+)
+@pytest.mark.parametrize("patience", [Patience(), Patience(60.0, retries=2)], ids=["endless", "patient"])
+def test_whatever_a_judge_raises_comes_out(
+    where: Callable[[BaseException], Awaitable[None]], error: BaseException, patience: Patience
+) -> None:
+    log, broken = list[str](), [True]
+
+    async def judge(**_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        if broken[0]:
+            await where(error)
+        return [0.5, 0.25]
+
+    runner = RewardRunner([judge, judge_slow_until(2, log)], patience=patience)
+    assert raised_by(lambda: runner.score(PROMPTS, COMPLETIONS, IDS)) is error
+    broken[0] = False
+    assert runner.score(PROMPTS, COMPLETIONS, IDS).rewards_BF[:, 0].tolist() == [0.5, 0.25]
+    runner.close()
+    assert log == ["cancelled"]
+
+
+def cancel_everything() -> None:
+    for task in asyncio.all_tasks():
+        task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (lambda: asyncio.sleep(0), None),
+        (lambda: raises(asyncio.CancelledError()), r"function\(s\) 'judge' ended in asyncio.CancelledError"),
+        (lambda: asyncio.to_thread(raises_cancelled), r"function\(s\) 'judge' ended in asyncio.CancelledError"),
+        (lambda: asyncio.sleep(0, cancel_everything()), r"function\(s\) 'judge' ended in asyncio.CancelledError"),
+        (lambda: asyncio.sleep(0.1, asyncio.get_running_loop().stop()), "stopped its event loop"),
+    ],
+    ids=["nothing", "raised", "in a thread", "all tasks", "loop"],
+)
+def test_a_judge_that_cancels_itself_is_named(what: Callable[[], Awaitable[Any]], said: str | None) -> None:
+    async def judge(**_: Any) -> list[float]:
+        await what()
+        return [0.5, 0.25]
+
+    def work() -> None:
+        if said is None:
+            score(judge, Patience())
+            return
+        with pytest.raises(MemsafeError, match=said):
+            score(judge, Patience())
+
+    assert raised_by(work) is None
+
+
+def raises_cancelled() -> None:
+    raise asyncio.CancelledError
+
+
+def test_what_ends_the_loop_between_two_rollouts_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    ended = threading.Event()
+
+    async def leave() -> None:
+        await asyncio.sleep(0.05)
+        ended.set()
+        raise SystemExit(4)
+
+    async def judge(**_: Any) -> list[float]:
+        left.append(asyncio.create_task(leave()))
+        return [0.5, 0.25]
+
+    left: list[asyncio.Task[None]] = []
+    runner = RewardRunner(judge)
+    for _ in range(2):
+        runner.score(PROMPTS, COMPLETIONS, IDS)
+        assert ended.wait(10)
+        ended.clear()
+        time.sleep(0.05)
+    runner.close()
+    assert ["ended between two rollouts" in record.message for record in caplog.records] == [True, True]
+
+
+@pytest.mark.parametrize("patience", [Patience(1e10), Patience(1e300), Patience(1.5, retries=10**10)], ids=repr)
+def test_any_finite_patience_can_be_had(patience: Patience) -> None:
+    """An event waits for 292 years at most."""
+    assert score(judge_slow_until(1), patience).rewards_BF.tolist() == [[0.5], [0.25]]
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (lambda _, metric: metric("quality", "x"), r"'judge' logged 'x' \(str\) as metric 'quality'. Log one number"),
+        (lambda _, metric: metric("quality", None), r"'judge' logged None \(NoneType\) as metric 'quality'"),
+        (lambda _, metric: metric("quality", torch.ones(2)), r"\(Tensor\) as metric 'quality'"),
+        (lambda extra, _: extra("notes", 5), r"'judge' logged 5 \(int\) in column 'notes'. Log a list"),
+    ],
+)
+def test_what_cannot_be_logged_is_named(log: Callable[[Any, Any], None], said: str) -> None:
+    def judge(log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
+        log_metric("fine", torch.ones(1))
+        log(log_extra, log_metric)
+        return [1.0, 1.0]
+
+    with pytest.raises(DataError, match=said):
+        score(judge, Patience())
 
 
 def test_a_judge_that_blocks_its_loop_ends_the_run_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

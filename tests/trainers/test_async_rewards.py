@@ -87,6 +87,20 @@ def test_a_run_that_a_slow_judge_ended_goes_on_with_more_patience(tmp_path: Path
     assert again.train(resume_from_checkpoint=True).global_step == 2
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_judge_that_leaves_ends_the_run(tmp_path: Path, overlap: bool) -> None:
+    async def judge(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        if trainer.state.global_step:
+            raise SystemExit(3)
+        return count_digits(completions)
+
+    trainer = make_trainer(tmp_path, reward_funcs=[judge], beta=0.1, overlap_async_rewards=overlap)
+    with pytest.raises(SystemExit) as left:
+        trainer.train()
+    assert (left.value.code, trainer.state.global_step) == (3, 1)
+
+
 def test_dynamic_sampling_waits_for_the_rewards_first(tmp_path: Path) -> None:
     judge = Judge(patience_seconds=0.05)
     train_with(tmp_path, judge, dynamic_sampling=True, max_steps=1)

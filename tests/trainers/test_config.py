@@ -280,6 +280,7 @@ def test_values_are_read(name: str, given: Any, expected: Any) -> None:
             {"reward_timeout_seconds": 0},
             ("reward_timeout_seconds is 0; it must be more than 0, or None for no limit.",),
         ),
+        ({"reward_retries": 10**400}, ("reward_retries is 1000", "it must be finite, and at least 0.")),
         (
             {"max_completion_length": 8, "generation_kwargs": {"min_new_tokens": 9}},
             ("min_new_tokens is 9", "has 8 tokens", "at most 8, or raise max_completion_length"),
