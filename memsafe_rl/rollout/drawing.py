@@ -189,8 +189,9 @@ def refuse_broken(values_4B: Tensor, keys: Sequence[SequenceKey], positions: Seq
     )
     if bool(values_4B[2, first].isfinite()):
         raise MemsafeError(
-            f"{where}the model gives a distribution, but the processors of its logits forbid every token. Look at "
-            "bad_words_ids, suppress_tokens, min_new_tokens, no_repeat_ngram_size, forced tokens and logits_processor."
+            f"{where}the model gives a distribution, but the processors of its logits forbid every token or raise one "
+            "to infinity. Look at bad_words_ids, sequence_bias, suppress_tokens, min_new_tokens, no_repeat_ngram_size, "
+            "repetition penalties, forced tokens, exponential_decay_length_penalty and logits_processor."
         )
     raise MemsafeError(
         f"{where}the logits hold NaN or +inf, or every token is at -inf. The weights have probably diverged: lower the "

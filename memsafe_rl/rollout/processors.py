@@ -22,6 +22,8 @@ from transformers.generation import logits_process as theirs
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.types import SamplingSettings
 
+_CERTAIN = 1e18
+"""What is added to a score at most, nats: it leaves nothing to other tokens, and stays finite in float32."""
 _LIKELIEST = 1024
 """Tokens among which a nucleus is looked for before all are sorted."""
 
@@ -238,12 +240,7 @@ def _own(processor: Callable[..., Tensor]) -> Processor:
             f"logits_processor holds {processor!r}, which cannot be called. Give objects that take (input_ids, scores) "
             "and return scores, such as transformers' LogitsProcessor."
         )
-    wanted = list(inspect.signature(processor).parameters.values())[2:]
-    if any(each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in wanted):
-        raise ConfigError(
-            f"logits_processor {type(processor).__name__} asks for {', '.join(each.name for each in wanted)} beside "
-            "input_ids and scores, which plain sampling does not have. Bind them beforehand."
-        )
+    _check_parameters(processor)
 
     def apply(scores_BV: Tensor, rows: Rows) -> Tensor:
         places: dict[int, list[int]] = defaultdict(list)
@@ -259,6 +256,30 @@ def _own(processor: Callable[..., Tensor]) -> Processor:
         return scores_BV
 
     return Processor(apply, type(processor), needs_history=True)
+
+
+def _check_parameters(processor: Callable[..., Tensor]) -> None:
+    """Refuses a processor that cannot be called with input_ids and scores alone."""
+    name = getattr(processor, "__name__", type(processor).__name__)
+    try:
+        signature = inspect.signature(processor)
+    except ValueError:  # compiled functions may not say what they take
+        return
+    parameters = list(signature.parameters.values())
+    open_ended = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    wanted = [each.name for each in parameters[2:] if each.default is each.empty and each.kind not in open_ended]
+    if wanted:
+        raise ConfigError(
+            f"logits_processor {name} asks for {', '.join(wanted)} beside input_ids and scores, which plain sampling "
+            "does not have. Bind them beforehand."
+        )
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"logits_processor {name} takes {signature}, but is called as processor(input_ids, scores): {error}. Give "
+            "it these two."
+        ) from None
 
 
 def _checked(processor: Callable[..., Tensor], scores: Tensor, shape: torch.Size) -> Tensor:
@@ -309,7 +330,8 @@ class _Listed:
         """Adds ``|z| (factor^late - 1)`` to finite scores of rows that are late by more than 0 tokens, in place."""
         columns_K = self._columns(scores_BV)
         scores_BK = scores_BV.index_select(1, columns_K)
-        growth_B1 = (torch.pow(factor, late_B.clamp(min=0).double()) - 1).to(scores_BV.dtype)[:, None]
+        grown_B = torch.pow(factor, late_B.clamp(min=0).double()) - 1
+        growth_B1 = grown_B.clamp(max=_CERTAIN).to(scores_BV.dtype)[:, None]
         added_BK = (scores_BK.abs() * growth_B1).masked_fill_(~scores_BK.isfinite(), 0.0)
         return scores_BV.index_copy_(1, columns_K, scores_BK + added_BK)
 
@@ -342,7 +364,7 @@ def _bias(sequences: dict[tuple[int, ...], float], kind: type) -> Processor:
     for sequence, bias in sequences.items():
         if not sequence:
             raise ConfigError("sequence_bias and bad_words_ids hold an empty sequence. Leave it out.")
-        by_length[len(sequence) - 1][sequence[:-1]][sequence[-1]] = float(bias)
+        by_length[len(sequence) - 1][sequence[:-1]][sequence[-1]] = min(float(bias), _CERTAIN)
     anywhere = by_length.pop(0, {}).get((), {})
     listed, biases_K = _Listed(tuple(anywhere)), torch.tensor(list(anywhere.values()))
     longest = max((max(sequence) for sequence in sequences), default=0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +73,10 @@ def stop_strings(given: Mapping[str, Any], declared: Any = None) -> list[str]:
     """
     asked = given.get("stop_strings")
     value = getattr(declared, "stop_strings", None) if asked is None else asked
-    strings = [value] if isinstance(value, str) else list(value or ())
-    if not all(isinstance(string, str) and string for string in strings):
+    strings = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(strings, Iterable) or not all(isinstance(string, str) and string for string in strings):
         raise ConfigError(f"stop_strings is {value!r}; it must hold strings of at least one character.")
-    return strings
+    return list(strings)
 
 
 def eos_tokens(given: Mapping[str, Any], declared: Iterable[int]) -> tuple[int, ...]:
@@ -123,6 +124,8 @@ def _number(hint: Any) -> Callable[[str, Any], Any]:
 
 def _tokens(key: str, value: Any) -> tuple[int, ...]:
     listed = [value] if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(listed, (str, Sequence)):
+        raise ConfigError(f"{key} is {value!r}; it must be a whole number or a list of them.")
     tokens = tuple(read(key, listed, list[int]))
     if any(token < 0 for token in tokens):
         raise ConfigError(f"{key} is {value!r}; ids of tokens are at least 0.")
@@ -141,13 +144,22 @@ def _biases(key: str, value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
     for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not isinstance(pair[0], (list, tuple)):
             raise ConfigError(f"{key} holds {pair!r}; write pairs of ids and a bias, such as [[[12, 7], -2.0]].")
-    return tuple((_words(key, [ids])[0], float(read(key, bias, float))) for ids, bias in pairs)
+    biases = tuple((_words(key, [ids])[0], float(read(key, bias, float))) for ids, bias in pairs)
+    for ids, bias in biases:
+        if not bias < math.inf:
+            raise ConfigError(
+                f"{key} adds {bias} to the logit of {list(ids)}; write a finite number, or -inf for a sequence that "
+                "must never occur."
+            )
+    return biases
 
 
 def _decay(key: str, value: Any) -> tuple[int, float]:
     pair = read(key, value, list[float])
-    if len(pair) != 2 or pair[0] < 0 or not float(pair[0]).is_integer() or pair[1] <= 0:
-        raise ConfigError(f"{key} is {value!r}; write the token after which it starts and a factor, such as [20, 1.1].")
+    if len(pair) != 2 or pair[0] < 0 or not float(pair[0]).is_integer() or not 0 < pair[1] < math.inf:
+        raise ConfigError(
+            f"{key} is {value!r}; write the token after which it starts and a finite factor above 0, such as [20, 1.1]."
+        )
     return int(pair[0]), float(pair[1])
 
 

@@ -271,20 +271,25 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def unknown(name: str, names: Iterable[str], what: str = "setting") -> ConfigError:
+_FEW = 40
+"""Names that an error lists; there are hundreds of settings."""
+
+
+def unknown(name: object, names: Iterable[str], what: str = "setting", *, also: Iterable[str] = ()) -> ConfigError:
     """Makes the error for a name that nobody knows.
 
     Args:
         name: what the user wrote.
         names: what there is.
         what: the kind of thing named.
+        also: names that can be meant, but do nothing here.
 
     Returns:
         The error, with the nearest known name if there is one.
     """
     there = list(names)
-    close = nearest(name, there)
-    everything = ", ".join(there) if len(there) < 20 else "see `memsafe-rl train --help`"
+    close = nearest(str(name), [*there, *also])
+    everything = ", ".join(there) if len(there) < _FEW else "see `memsafe-rl train --help`"
     hint = f"Did you mean {close!r}?" if close else f"What there is: {everything}."
     return ConfigError(f"There is no {what} {name!r}. {hint}")
 
@@ -323,7 +328,7 @@ def admit(
         elif target in refused:
             _refuse(target, value, refused[target])
         else:
-            raise unknown(name, [*known, *refused, *ALIASES], what)
+            raise unknown(name, known, what, also=[*refused, *ALIASES])
     return kept
 
 

@@ -336,6 +336,35 @@ def test_processors_that_forbid_every_token_are_named(temperature: float) -> Non
     refuse_broken(values[:, [0, 2]], [names[0], names[2]], [0, 0])
 
 
+@pytest.mark.parametrize(
+    "certain",
+    [
+        {"exponential_decay_length_penalty": (0, 1e300)},
+        {"exponential_decay_length_penalty": (0, 7.0)},
+        {"sequence_bias": (((EOS_ID,), 1e308),)},
+        {"sequence_bias": (((7, EOS_ID), 1e308), ((EOS_ID,), 1e308))},
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.01, 1.0])
+def test_a_score_that_grows_beyond_float32_makes_its_token_certain(certain: dict[str, Any], temperature: float) -> None:
+    drawer = Drawer(replace(BASE, eos_token_ids=(EOS_ID,), temperature=temperature, **certain))
+    logits, keys, *_ = ragged(3)
+    logits[:, EOS_ID] = torch.tensor([-20.0, 0.5, 20.0])
+    positions = torch.full((3,), 1000)
+    tokens, values = drawer(logits, keys, positions, [torch.full((1003,), 7)] * 3, [3] * 3)
+    assert tokens.tolist() == [EOS_ID] * 3
+    refuse_broken(values, [SequenceKey(1, 2, row, 3) for row in range(3)], positions.tolist())
+    assert values[1].tolist() == [0.0] * 3
+
+
+def test_processors_that_raise_a_token_to_infinity_are_named() -> None:
+    drawer = Drawer(replace(BASE, logits_processor=(lambda _, scores: scores / 0.0,)))
+    logits, keys, positions, histories, lengths = ragged(3)
+    _, values = drawer(logits, keys, positions, histories, lengths)
+    with pytest.raises(MemsafeError, match=r"raise one to infinity.*sequence_bias.*exponential_decay_length_penalty"):
+        refuse_broken(values, [SequenceKey(1, 2, row, 3) for row in range(3)], positions.tolist())
+
+
 def test_invalid_values_are_removed() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 3], logits[0, 4], logits[0, 5] = torch.nan, torch.inf, -torch.inf

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,21 @@ def test_what_is_refused_is_named_and_off_values_pass(key: str) -> None:
         ({"sequence_bias": {"a": 1.0}}, "write pairs of ids and a bias"),
         ({"sequence_bias": [[[3], "a"]]}, "sequence_bias is 'a'"),
         ({"exponential_decay_length_penalty": [3]}, "such as [20, 1.1]"),
+        ({"sequence_bias": {(3, 4): math.inf}}, "sequence_bias adds inf to the logit of [3, 4]; write a finite number"),
+        ({"sequence_bias": {(3,): math.nan}}, "sequence_bias adds nan to the logit of [3]"),
+        ({"exponential_decay_length_penalty": (1, math.inf)}, "a finite factor above 0"),
+        ({"exponential_decay_length_penalty": (1, math.nan)}, "a finite factor above 0"),
         ({"logits_processor": [3]}, "cannot be called"),
+        ({"logits_processor": [lambda ids: ids]}, "takes (ids), but is called as processor(input_ids, scores)"),
+        ({"logits_processor": [lambda ids, *, by: ids + by]}, "takes (ids, *, by), but is called as"),
+        ({"logits_processor": [torch.nn.functional.cosine_embedding_loss]}, "asks for target beside input_ids and"),
         ({"stop_strings": [""]}, "at least one character"),
+        ({"stop_strings": 5}, "stop_strings is 5; it must hold strings"),
+        ({5: 3}, "There is no key of generation_kwargs 5. What there is: top_p, "),
+        ({"foo": 3}, "begin_suppress_tokens, bad_words_ids, sequence_bias, "),
         ({"eos_token_id": [5, "a"]}, "eos_token_id is"),
+        ({"eos_token_id": 1.5}, "eos_token_id is 1.5; it must be a whole number or a list of them."),
+        ({"eos_token_id": True}, "eos_token_id is True; it must be a whole number or a list of them."),
         ({"eos_token_id": -1}, "ids of tokens are at least 0"),
         ({"max_new_tokens": 9}, "Set max_completion_length"),
         ({"do_sample": False}, "greedy decoding"),
@@ -103,6 +116,12 @@ def test_wrong_values_are_refused_before_anything_is_loaded(given: dict[str, Any
     with pytest.raises(ConfigError) as refused:
         GRPOConfig(generation_kwargs=given)
     assert said in str(refused.value)
+
+
+def test_a_processor_that_does_not_say_what_it_takes_is_admitted() -> None:
+    """`inspect.signature` of a compiled function raises ValueError."""
+    settings = GRPOConfig(generation_kwargs={"logits_processor": [torch.add]}).sampling_settings([EOS_ID])
+    assert settings.logits_processor == (torch.add,)
 
 
 def test_harmless_keys_change_nothing() -> None:
@@ -213,6 +232,14 @@ def test_a_run_draws_as_the_keys_say(tmp_path: Path) -> None:
 def test_ids_beyond_the_vocabulary_are_refused_before_a_run(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{key} holds the id 258, but the model draws from 258 tokens .* Set {key}"):
         make_trainer(tmp_path, generation_kwargs={key: [4, 258]})
+
+
+@pytest.mark.parametrize(
+    "given", [{"bad_words_ids": [[3], [4, 258]]}, {"sequence_bias": {(258, 4): 1.0}}, {"forced_eos_token_id": 258}]
+)
+def test_sequences_beyond_the_vocabulary_are_refused_before_a_run(given: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{next(iter(given))} holds the id 258, but the model draws from 258"):
+        make_trainer(tmp_path, generation_kwargs=given)
 
 
 def test_a_shortest_completion_of_the_model_beyond_the_longest_is_refused(tmp_path: Path) -> None:
