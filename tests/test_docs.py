@@ -79,6 +79,14 @@ def test_readme_commands_run_what_they_are_for() -> None:
     assert block_after("quickstart:test").splitlines()[-1] == "pytest"
 
 
+def test_a_stranger_is_told_of_vllm_before_it_is_asked_for() -> None:
+    (block,) = blocks((ROOT / "docs" / "rollout-engines.md").read_text(), "python")
+    before, line, after = block.partition("GRPOConfig(use_vllm=True)")
+    assert (line, after.strip()) == ("GRPOConfig(use_vllm=True)", "")
+    assert "`pip install vllm` first" in before
+    exec(before, {"__name__": "docs"})
+
+
 def test_the_policy_of_the_docs_plans() -> None:
     (block,) = blocks((ROOT / "docs" / "memory-policies.md").read_text(), "python")
     scope: dict[str, object] = {"__name__": "docs"}
