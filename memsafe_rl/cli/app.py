@@ -117,3 +117,44 @@ def verify(words: Words = None, simulate: Simulate = None) -> None:
         verifying = importlib.import_module("memsafe_rl.cli.verifying")
         if not verifying.verify(training.prepare(request, simulate), Console()):
             raise typer.Exit(DIFFERENT)
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+@app.command("explain-oom", no_args_is_help=True)
+def explain_oom(
+    source: Annotated[
+        str, typer.Argument(metavar="FILE|-", help="Log, traceback or message; - reads what is piped or pasted in.")
+    ],
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            metavar="PATH",
+            help="Run folder, run file or config.json that the run had: names the tensor that was asked for.",
+        ),
+    ] = None,
+    vocab: Annotated[int | None, typer.Option(help="Rows of the output head.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences of a micro-batch.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Hidden width.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Blocks.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what an out-of-memory message means, which tensor it was, and what to change, best first.
+
+    Reads the wordings of PyTorch 1.x to 2.13 on CUDA, ROCm, XPU, MPS and the CPU; of a whole log, the last message.
+
+    Example: memsafe-rl explain-oom train.log --vocab 40960 --batch 32 --seq-len 252
+    """
+    with plain_errors():
+        explaining = importlib.import_module("memsafe_rl.cli.explaining")
+        sizes = explaining.Sizes(vocab, batch, seq_len, hidden, heads, layers, dtype)
+        found = explaining.explain(source, config, sizes)
+        if as_json:
+            typer.echo(explaining.as_json(found))
+        else:
+            explaining.show(found, Console())

@@ -1,0 +1,332 @@
+"""`memsafe-rl explain-oom` behind its flags: reads a log and a configuration, prints what the failure means."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memsafe_rl.cli.arguments import read_run_file
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.explaining import STRANDED_SHARE, Cause, Explanation, explain_message
+from memsafe_rl.memory.known_tensors import Configuration
+from memsafe_rl.memory.messages import OutOfMemoryMessage, find_message
+from memsafe_rl.units import format_bytes
+
+DTYPES: Mapping[str, tuple[tuple[str, int], ...]] = {
+    "float32": (("float32", 4),),
+    "bfloat16": (("bfloat16", 2), ("float32", 4)),
+    "float16": (("float16", 2), ("float32", 4)),
+}
+"""Types in which tensors of a run may be; half precision comes with logits and moments in float32."""
+
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+_NAMES = {
+    "vocab": ("vocab_size",),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "inner": ("intermediate_size", "n_inner", "d_ff", "ffn_dim"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim", "d_kv"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+}
+"""What configs of networks call their sizes."""
+
+_MOST_SHOWN = 4
+"""Remedies and tensors that are printed; --json has them all."""
+
+_DEFAULT_BATCH, _DEFAULT_COMPLETION = 8, 256
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes given as flags; None where they are not."""
+
+    vocab: int | None = None
+    batch: int | None = None
+    seq_len: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    layers: int | None = None
+    dtype: str | None = None
+
+
+def read_log(source: str) -> str:
+    """Reads a log.
+
+    Args:
+        source: a file, or ``-`` for standard input.
+
+    Returns:
+        Its text; bytes that are no UTF-8 are replaced.
+
+    Raises:
+        ConfigError: there is no such file, or it cannot be read.
+    """
+    try:
+        raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{source!r} cannot be read: {error.strerror}. Give a log file, or - to paste it in."
+        ) from None
+    if b"\x00" in raw[:4096]:
+        for encoding in ("utf-16", "utf-32"):
+            try:
+                return raw.decode(encoding)
+            except UnicodeDecodeError:
+                continue
+        raise ConfigError(f"{source!r} is not text. Give the log that the failed run wrote.")
+    return raw.decode("utf-8", errors="replace")
+
+
+def explain(source: str, config: str | None, sizes: Sizes) -> Explanation:
+    """Explains the last out-of-memory message of a log.
+
+    Args:
+        source: a file, or ``-`` for standard input.
+        config: a run's folder, a run file or a network's ``config.json``; None for none.
+        sizes: sizes given as flags; they count before the configuration's.
+
+    Returns:
+        The explanation.
+
+    Raises:
+        ConfigError: the log or the configuration cannot be read, or the log has no such message.
+    """
+    configuration = configuration_from(config, sizes)
+    log = read_log(source)
+    message = find_message(log)
+    if message is None:
+        lines = log.count("\n") + (not log.endswith("\n"))
+        where = "What was pasted in" if source == "-" else repr(source)
+        raise ConfigError(
+            f"{where} has no out-of-memory message in its {lines if log.strip() else 0:,} lines. Give the whole log, "
+            "or the lines from 'CUDA out of memory. Tried to allocate ...' on."
+        )
+    return explain_message(message, configuration, log)
+
+
+def configuration_from(config: str | None, sizes: Sizes) -> Configuration:
+    """Gathers the sizes of network and batch from a configuration and from flags.
+
+    Args:
+        config: a run's folder, a run file or a network's ``config.json``; None for none.
+        sizes: sizes given as flags.
+
+    Returns:
+        What is known.
+
+    Raises:
+        ConfigError: the configuration cannot be read, or a flag is no size.
+    """
+    for name, value in asdict(sizes).items():
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give a number of 1 or more.")
+    known = Configuration() if config is None else _read_configuration(Path(config))
+    dtype = None if sizes.dtype is None else _SHORT.get(sizes.dtype, sizes.dtype)
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype is {sizes.dtype!r}; write one of {', '.join((*DTYPES, *_SHORT))}.")
+    given = {
+        name: value for name in ("vocab", "hidden", "heads", "layers") if (value := getattr(sizes, name)) is not None
+    }
+    return Configuration(
+        **{
+            **vars(known),
+            **given,
+            "batch": known.batch if sizes.batch is None else (sizes.batch,),
+            "seq_len": known.seq_len if sizes.seq_len is None else (sizes.seq_len,),
+            "dtypes": known.dtypes if dtype is None else DTYPES[dtype],
+        }
+    )
+
+
+def _read_configuration(path: Path) -> Configuration:
+    if path.is_dir():
+        inside = [path / name for name in ("config.json", "adapter_config.json") if (path / name).is_file()]
+        inside += sorted(path.glob("*.y*ml"))
+        if not inside:
+            raise ConfigError(
+                f"{path} has no config.json and no run file. Give --vocab, --batch and --seq-len instead."
+            )
+        path = inside[0]
+    if path.suffix in (".yaml", ".yml"):
+        return _of_a_run(read_run_file(path))
+    content = _read_json(path)
+    base = content.get("base_model_name_or_path")
+    return _of_a_network(content) if base is None else _of_a_model(str(base))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Give a run's folder or its config.json.") from None
+    except ValueError:
+        raise ConfigError(f"{path} is not JSON. Give a run's folder, a run file (.yaml) or a config.json.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {type(content).__name__}, not the sizes of a network. Give its config.json.")
+    return content
+
+
+def _of_a_network(content: Mapping[str, Any]) -> Configuration:
+    nested = content.get("text_config")
+    sizes = nested if isinstance(nested, dict) else content
+    found = {
+        name: next((int(sizes[written]) for written in names if isinstance(sizes.get(written), int)), None)
+        for name, names in _NAMES.items()
+    }
+    if found["inner"] is None and found["hidden"] is not None and "n_embd" in sizes:
+        found["inner"] = 4 * found["hidden"]
+    dtype = str(sizes.get("dtype") or sizes.get("torch_dtype") or "")
+    return Configuration(**found, **({"dtypes": DTYPES[dtype]} if dtype in DTYPES else {}))  # type: ignore[arg-type]
+
+
+def _of_a_model(model: str) -> Configuration:
+    file = Path(model) / "config.json"
+    if file.is_file():
+        return _of_a_network(_read_json(file))
+    # Built-in configs come with transformers, which takes seconds to import.
+    known = importlib.import_module("memsafe_rl.forecast.families").known_config(model)
+    if known is None:
+        raise ConfigError(
+            f"The sizes of {model!r} are not known here: it is no folder with a config.json, and no built-in name. "
+            "Give --vocab, --hidden, --heads and --layers, or --config with the network's config.json."
+        )
+    return _of_a_network(known.to_dict())
+
+
+def _of_a_run(run: Mapping[str, Any]) -> Configuration:
+    """Reads a run file: the network, the micro-batches of other trainers, and the longest sequences."""
+    network = Configuration() if run.get("model") is None else _of_a_model(str(run["model"]))
+    batch = _number(run, "per_device_train_batch_size", _DEFAULT_BATCH)
+    group = _number(run, "num_generations", _DEFAULT_BATCH)
+    completion = _number(run, "max_completion_length", _DEFAULT_COMPLETION)
+    prompt = run.get("max_prompt_length")
+    whole = (completion + int(prompt),) if isinstance(prompt, int) else ()
+    return Configuration(
+        **{**vars(network), "batch": tuple(dict.fromkeys((batch, group))), "seq_len": (*whole, completion)}
+    )
+
+
+def _number(run: Mapping[str, Any], name: str, default: int) -> int:
+    value = run.get(name)
+    return value if isinstance(value, int) and value > 0 else default
+
+
+def as_json(found: Explanation) -> str:
+    """Writes an explanation as JSON; byte counts as they are printed in the message, in bytes.
+
+    Args:
+        found: the explanation.
+
+    Returns:
+        JSON.
+    """
+    message = {name: _bytes_of(value) for name, value in asdict(found.message).items()}
+    rest = {name: value for name, value in asdict(found).items() if name != "message"}
+    for tensor, written in zip(found.tensors, rest["tensors"], strict=True):
+        written["text"] = str(tensor)
+    return json.dumps({"message": message, **rest}, indent=2)
+
+
+def _bytes_of(value: Any) -> Any:
+    if isinstance(value, dict) and set(value) == {"count", "slack"}:
+        return value["count"]
+    if isinstance(value, (list, tuple)):
+        return [_bytes_of(entry) for entry in value]
+    return value
+
+
+def show(found: Explanation, console: Console) -> None:
+    """Prints an explanation: the figures, the reasons, what the request may be, and what to change.
+
+    Args:
+        found: the explanation.
+        console: where to.
+    """
+    message = found.message
+    console.print(Text(_heading(message), style="bold"))
+    if message.found > 1:
+        console.print(f"The last of {message.found:,} such messages, in line {message.line:,}.", style="dim")
+    console.print(_figures(found))
+    console.print(Text("\nWhy", style="bold"))
+    for reason in found.reasons:
+        if reason.cause is Cause.TENSOR and found.tensors[0].guessed:
+            continue
+        style = "bold red" if reason.decisive else "red"
+        console.print(Text.assemble(("• ", style), reason.sentence), highlight=False)
+    _show_tensors(found, console)
+    console.print(Text("\nWhat to change, best first", style="bold"))
+    for number, remedy in enumerate(found.remedies[:_MOST_SHOWN], start=1):
+        table = Table.grid(padding=(0, 1))
+        table.add_column(no_wrap=True, justify="right", min_width=12)
+        table.add_column()
+        table.add_row(Text(f"{number}.", style="bold green"), Text(remedy.action, style="bold green"))
+        table.add_row(Text("memsafe_rl", style="cyan"), Text(remedy.here))
+        table.add_row(Text("others", style="cyan"), Text(remedy.elsewhere))
+        console.print(table)
+
+
+def _heading(message: OutOfMemoryMessage) -> str:
+    asked = "Memory" if message.requested is None else str(message.requested)
+    where = "" if message.device is None else f" on {message.device}"
+    doing = "" if message.place is None else f", while in: {message.place}"
+    return f"{asked} could not be had{where} (refused by: {message.allocator}{doing})"
+
+
+def _figures(found: Explanation) -> Table:
+    message = found.message
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    share = found.stranded_share
+    judged = "" if share is None else f"{share:.1%} of what PyTorch reserved"
+    if share is not None:
+        judged += f", {'too much' if share >= STRANDED_SHARE else 'in order'} (bound {STRANDED_SHARE:.0%})"
+    budget = message.held != ()
+    rows = (
+        ("asked for", message.requested, ""),
+        ("budget" if budget else "device", message.total, ""),
+        ("allowed to this process", message.allowed, ""),
+        ("free", message.free, "what the driver would still give"),
+        ("stays held" if budget else "live tensors", message.allocated, ""),
+        ("stranded", message.stranded, judged),
+        ("private pools", message.private_pools, "part of the live tensors"),
+    )
+    for name, size, note in rows:
+        if size is not None:
+            table.add_row(name, str(size), note)
+    for name, count in (("other processes", found.neighbours_bytes), ("outside PyTorch", found.outside_bytes)):
+        if count:
+            table.add_row(name, format_bytes(count), "of this process: context, libraries" if "outside" in name else "")
+    for name, size in message.held:
+        table.add_row(f"  {name}", str(size), "")
+    return table
+
+
+def _show_tensors(found: Explanation, console: Console) -> None:
+    if not found.tensors:
+        return
+    guessed = found.tensors[0].guessed
+    if len(found.tensors) == 1 and not guessed:
+        return
+    title = "Guesses: what the size fits" if guessed else "What the size fits"
+    console.print(Text(f"\n{title}", style="bold"))
+    for tensor in found.tensors[:_MOST_SHOWN]:
+        console.print(Text.assemble(("guess: " if guessed else "• ", "yellow"), str(tensor)), highlight=False)
+    if guessed:
+        console.print(
+            "Any vocabulary fits with some number of rows; these numbers are round. In bfloat16, twice the rows. Give "
+            "--vocab and --batch, or --config, to know.",
+            style="dim",
+        )
