@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy, LadderPolicy, MemoryPolicy
     from memsafe_rl.memory.simulated import SimulatedMemory
     from memsafe_rl.trainers.config import GRPOConfig
+    from memsafe_rl.trainers.forecast_memory import forecast_memory
     from memsafe_rl.trainers.grpo import GRPOTrainer
     from memsafe_rl.types import RolloutPlan, UpdatePlan
 
@@ -31,6 +32,7 @@ _HOMES = {
     "RolloutPlan": "memsafe_rl.types",
     "SimulatedMemory": "memsafe_rl.memory.simulated",
     "UpdatePlan": "memsafe_rl.types",
+    "forecast_memory": "memsafe_rl.trainers.forecast_memory",
 }
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "RolloutPlan",
     "SimulatedMemory",
     "UpdatePlan",
+    "forecast_memory",
 ]
 
 

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Protocol
+from itertools import islice
+from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from memsafe_rl.types import Component, Phase
 
+Turn = TypeVar("Turn")
+
 _listeners: list[Listener] = []
+_turns: int | None = None
+"""Turns of a loop that are worth running; None for all."""
 _UNHEARD: AbstractContextManager[None] = nullcontext()
 """The mark that nobody hears."""
 _PLAIN = (Tensor, nn.Parameter)
@@ -65,6 +70,21 @@ def stop_listening(listener: Listener) -> None:
         listener: one passed to `listen` before.
     """
     _listeners.remove(listener)
+
+
+@contextmanager
+def among_ourselves() -> Iterator[None]:
+    """Sends the marks made inside to those only who begin to listen inside.
+
+    Yields:
+        Nothing.
+    """
+    before = _listeners.copy()
+    _listeners.clear()
+    try:
+        yield
+    finally:
+        _listeners[:] = before
 
 
 def listened_to() -> bool:
@@ -149,6 +169,33 @@ def is_on_host(tensor: Tensor) -> bool:
         False where nobody counts.
     """
     return bool(_listeners) and any(listener.is_on_host(tensor) for listener in _listeners)
+
+
+@contextmanager
+def only_bytes_matter() -> Iterator[None]:
+    """Declares that numbers computed inside are nobody's, so that of a loop's like turns the first two tell all.
+
+    Yields:
+        Nothing.
+    """
+    global _turns
+    before, _turns = _turns, 2
+    try:
+        yield
+    finally:
+        _turns = before
+
+
+def worth_running(turns: Iterable[Turn]) -> Iterator[Turn]:
+    """Gives the turns of a loop whose every turn takes and gives back the same bytes, the first being the largest.
+
+    Args:
+        turns: all of them.
+
+    Returns:
+        All of them; two where `only_bytes_matter`.
+    """
+    return islice(turns, _turns)
 
 
 def weights_of(*networks: nn.Module) -> Iterator[Tensor]:

@@ -1,8 +1,8 @@
 """Counts live tensor storage from Python, where no compiler is at hand and on fake tensors.
 
 After each operator, storages not seen before are added through a weak reference whose death subtracts them. That works
-through backward, checkpointing, saved-tensor hooks and optimizers. It does not see temporaries inside a kernel, other
-threads, or a storage resized behind the dispatcher; `CountingAllocator` does.
+through backward, checkpointing, saved-tensor hooks and optimizers. It does not see other threads, a storage resized
+behind the dispatcher, or temporaries inside a kernel but those that `workspaces` knows; `CountingAllocator` does.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.workspaces import WORKSPACES, workspace_bytes
 from memsafe_rl.types import Component
 
+_DEVICE_OF = torch.ops.prim.device.default
+"""What a fake tensor's ``device`` asks, more often than all operators together."""
 _FRESH = ("aten::lift_fresh",)
 """Operators that hand out storage made behind the dispatcher (`torch.tensor`), though it looks like a view."""
 
@@ -213,6 +216,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Runs an operator and enters the storages it made."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func is _DEVICE_OF:
+            return result
         foreign: set[int] | None = None
         for leaf in tree_leaves(result):
             for storage in storages_of(leaf) if isinstance(leaf, Tensor) else ():
@@ -224,7 +229,18 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     foreign = {s._cdata for x in inputs if isinstance(x, Tensor) for s in storages_of(x)}
                 if storage._cdata not in foreign:
                     self._enter(storage, self._component or self._unmarked, on_host=self._on_host)
+        if func.name() in WORKSPACES:
+            self._pass(workspace_bytes(func.name(), args, result))
         return result
+
+    def _pass(self, size: int) -> None:
+        """Counts bytes that were held inside an operator and are gone."""
+        if not self._on_host:
+            self._admit_growth(size, on_host=False)
+            component = self._component or self._unmarked
+            self._device.add(component, size)
+            self._device.note_peaks()
+            self._device.add(component, -size)
 
     def _rounded(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self._granularity_bytes) * self._granularity_bytes
@@ -272,11 +288,14 @@ class LimitedLedger(StorageLedger):  # type: ignore[no-untyped-call]
     Args:
         capacity_bytes: int, bytes; None for no limit.
         fail_at: the storage that is refused, counted from 1 at entry; None for none.
+        granularity_bytes: int, bytes; each storage counts as a multiple of it.
     """
 
-    def __init__(self, capacity_bytes: int | None = None, fail_at: int | None = None) -> None:
+    def __init__(
+        self, capacity_bytes: int | None = None, fail_at: int | None = None, granularity_bytes: int = 1
+    ) -> None:
         check_limits(capacity_bytes, fail_at)
-        super().__init__(on_growth=self._admit)
+        super().__init__(granularity_bytes, on_growth=self._admit)
         self._capacity_bytes = capacity_bytes
         self._fail_at = fail_at
         self.allocations = 0

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class RandomState(NamedTuple):
@@ -27,8 +28,10 @@ class RandomState(NamedTuple):
 
 def capture_random_state() -> RandomState:
     """Takes the present state; cheap enough for every step."""
-    cuda = map(_bytes_of, torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else ()
-    return RandomState(random.getstate(), tuple(np.random.get_state()), _bytes_of(torch.get_rng_state()), tuple(cuda))
+    with _disable_current_modes():  # generators have real states, where all other tensors are fake too
+        cuda = map(_bytes_of, torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else ()
+        own = _bytes_of(torch.get_rng_state())
+        return RandomState(random.getstate(), tuple(np.random.get_state()), own, tuple(cuda))
 
 
 def set_random_state(state: RandomState) -> None:
@@ -39,9 +42,10 @@ def set_random_state(state: RandomState) -> None:
     """
     random.setstate(state.python)
     np.random.set_state(state.numpy)
-    torch.set_rng_state(_tensor_of(state.torch))
-    if state.cuda:
-        torch.cuda.set_rng_state_all([_tensor_of(device) for device in state.cuda])
+    with _disable_current_modes():
+        torch.set_rng_state(_tensor_of(state.torch))
+        if state.cuda:
+            torch.cuda.set_rng_state_all([_tensor_of(device) for device in state.cuda])
 
 
 def plain_random_state(state: RandomState) -> dict[str, Any]:

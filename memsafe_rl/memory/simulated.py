@@ -71,6 +71,7 @@ class SimulatedMemory:
         capacity_bytes: int, bytes; an allocation that would pass it is refused. None for no limit.
         fail_at: the allocation that fails, counted from 1 at entry; later ones succeed. None for none.
         exact: True demands the allocator, False the ledger; None takes what is there.
+        granularity_bytes: int, bytes; each storage that the ledger counts counts as a multiple of it.
 
     Raises:
         ConfigError: the capacity is negative, or `fail_at` is under 1.
@@ -78,11 +79,19 @@ class SimulatedMemory:
     """
 
     def __init__(
-        self, capacity_bytes: int | None = None, fail_at: int | None = None, *, exact: bool | None = None
+        self,
+        capacity_bytes: int | None = None,
+        fail_at: int | None = None,
+        *,
+        exact: bool | None = None,
+        granularity_bytes: int = 1,
     ) -> None:
         self.exact = compiler_available() if exact is None else exact
         self._counter: CountingAllocator | LimitedLedger
-        self._counter = (CountingAllocator if self.exact else LimitedLedger)(capacity_bytes, fail_at)
+        if self.exact:
+            self._counter = CountingAllocator(capacity_bytes, fail_at)
+        else:
+            self._counter = LimitedLedger(capacity_bytes, fail_at, granularity_bytes)
         self._entered = False
         self._entered_at = 0.0
         self._open_phases: list[_OpenPhase] = []
@@ -257,6 +266,15 @@ class SimulatedMemory:
             True if it was made under the host mark.
         """
         return self._counter.is_on_host(tensor)
+
+    def forget_phases(self, kept: Iterable[Phase] = ()) -> None:
+        """Forgets the peaks of phases left so far.
+
+        Args:
+            kept: phases whose peaks stay.
+        """
+        wanted = set(kept)
+        self._phase_peaks = {phase: split for phase, split in self._phase_peaks.items() if phase in wanted}
 
     def __enter__(self) -> SimulatedMemory:
         self._counter.__enter__()

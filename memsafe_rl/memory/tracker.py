@@ -156,6 +156,14 @@ class MemoryTracker:
             **{**asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)},
         )
 
+    def expect(self, corrections: Mapping[str, float]) -> None:
+        """Begins with what a forecast has learnt of the estimates, as if a step had measured it.
+
+        Args:
+            corrections: per phase, measured over predicted bytes above what was held before it.
+        """
+        self._corrections.update(corrections)
+
     def record(self, event: str, **details: Any) -> None:
         """Adds an event.
 

@@ -343,6 +343,19 @@ def check_head(adapter: CausalLMAdapter) -> None:
         adapter.reference_adapter.packs_prompts = adapter.packs_prompts
 
 
+def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """Gives the context of a forward pass; left after each, its weight cache never outlives one.
+
+    Args:
+        device: where it runs.
+        dtype: the narrower type; None for none.
+
+    Returns:
+        The context.
+    """
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
 def causal_lm_of(model: nn.Module) -> Any:
     """Gives the transformers causal LM inside a model, LoRA layers in place.
 

@@ -312,7 +312,8 @@ def _from_name(
 
 def _placed(model: Any, device: torch.device) -> Any:
     """Moves a model object; a quantised one stays where it is."""
-    placed = model if _is_quantised(causal_lm_of(model)) else model.to(device)
+    there = all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
+    placed = model if there or _is_quantised(causal_lm_of(model)) else model.to(device)
     hold(Component.WEIGHTS, weights_of(placed))
     return placed
 

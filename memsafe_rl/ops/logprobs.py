@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from memsafe_rl.accounting import charge
+from memsafe_rl.accounting import charge, worth_running
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.types import Component, LinearHead, LogitsHead, TokenDistribution
 
@@ -369,7 +369,7 @@ def _widen(dtype: torch.dtype) -> torch.dtype:
 
 
 def _cuts(length: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+    return worth_running(slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
 def _part(size: int) -> int:

@@ -32,6 +32,7 @@ from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.randomness import RandomState, capture_random_state, plain_random_state, restore_random_state
 from memsafe_rl.memory.recovery import Recovery, flush_autograd
 from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.models.causal_lm import autocast
 from memsafe_rl.ops.losses import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
 from memsafe_rl.rewards.base import RewardScores
 from memsafe_rl.rollout.scoring import row_lengths, update_work
@@ -830,9 +831,7 @@ class OnPolicyTrainer(TrainerSurface):
 
     def _autocast(self) -> torch.autocast:
         """The context of every forward pass; left after each, so that its weight cache never outlives one."""
-        dtype = torch.bfloat16 if self.args.bf16 else torch.float16
-        enabled = bool(self.args.bf16 or self.args.fp16)
-        return torch.autocast(self.adapter.device.type, dtype=dtype, enabled=enabled)
+        return autocast(self.adapter.device, self.args.autocast_dtype)
 
     def _max_steps(self) -> int:
         if self.args.max_steps > 0:

@@ -322,6 +322,13 @@ class _TrainerConfig(TrainerFields, ABC):
             )
 
     @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """Type in which forward passes compute what can be narrower than the weights; None for the weights' own."""
+        if self.bf16:
+            return torch.bfloat16
+        return torch.float16 if self.fp16 else None
+
+    @property
     def caches_in_8_bits(self) -> bool:
         """Whether rollouts keep their keys and values in 8 bits."""
         return self.cache_implementation == QUANTISED_CACHE

@@ -35,6 +35,7 @@ _FREE = frozenset(
         "torch_empty_cache_steps",
         "cache_implementation",
         "pad_to_multiple_of",
+        "memory_forecast",
         "verify_plan",
         "probe_worst_case",
         "reward_timeout_seconds",

@@ -359,7 +359,21 @@ class ExperienceMaker:
         """Asks the memory policy how to cut the rollout."""
         work = self._work(prompts, self._config.num_generations)
         plan = self._policy.before_rollout(work, self._tracker.state())
-        self._tracker.adopt(_served_by(self._engine, plan), RolloutPlan)
+        self._tracker.adopt(self.served(plan), RolloutPlan)
+
+    def served(self, plan: Any) -> Any:
+        """Writes the run's engine and its cache into a plan.
+
+        Args:
+            plan: what a policy answered.
+
+        Returns:
+            The plan; what is no rollout plan comes back as it is.
+
+        Raises:
+            ConfigError: the plan asks for another engine or cache.
+        """
+        return _served_by(self._engine, plan)
 
     def _work(self, prompts: Prompts, group_size: int) -> RolloutWork:
         return RolloutWork(

@@ -132,6 +132,12 @@ class TrainerFields:
     pad_to_multiple_of: int | str | None = option(
         "auto", "Hint without effect on results: pad rows to a multiple of so many tokens; 'auto': none."
     )
+    memory_forecast: bool | None = option(
+        None,
+        "Before weights are loaded, run a step on tensors without bytes: plan by what it would hold, and refuse a run "
+        "that cannot fit; costs a few seconds. None: for a model given by name, on a CUDA device or under a budget "
+        "that is written.",
+    )
     verify_plan: bool = option(
         False,
         "Before the first step, prove on this model that the plan changes neither tokens nor gradient, failures "
@@ -460,6 +466,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "auto_find_batch_size",
         "cache_implementation",
         "pad_to_multiple_of",
+        "memory_forecast",
         "verify_plan",
         "probe_worst_case",
     ),

@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.callbacks import CompletionsTable, MetricsLog, ProgressBar, Trackers, banner
+from memsafe_rl.forecast.outcome import MemoryForecast
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.memory.monitor import meter_for
 from memsafe_rl.memory.policies import MemoryPolicy
@@ -26,6 +27,7 @@ from memsafe_rl.rollout.checks import check_settings
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.experience import ExperienceMaker
+from memsafe_rl.trainers.forecasting import foresee, wants_forecast
 from memsafe_rl.trainers.generation_options import say_what_is_left_out
 from memsafe_rl.trainers.given import RolloutFunction
 from memsafe_rl.trainers.prepare import (
@@ -117,6 +119,9 @@ class GRPOTrainer(OnPolicyTrainer):
         ranks = Ranks(self.accelerator)
         self.memory_policy = chosen_policy(memory_policy, self.args)
         recovery = Recovery(self._prepare_memory(), self.memory_policy)
+        self.forecast = self._foresee(
+            recovery.tracker, model, peft_config=peft_config, quantization_config=quantization_config
+        )
         with recovery.tracker.phase(Phase.LOAD):
             loaded = self._load(recovery, model, quantization_config, peft_config)
         maker = ExperienceMaker(
@@ -148,6 +153,24 @@ class GRPOTrainer(OnPolicyTrainer):
         if ranks.is_main and not self.args.disable_tqdm:
             banner(self._facts(recovery.tracker))
 
+    def _foresee(self, tracker: MemoryTracker, model: Any, **given: Any) -> MemoryForecast | None:
+        """Forecasts the run where its weights are still to be loaded; plans begin with what that tells."""
+        if not wants_forecast(self.args, model):
+            return None
+        forecast = foresee(
+            type(self),
+            model,
+            self.args,
+            tracker,
+            train_dataset=self.train_dataset,
+            processing_class=self.processing_class,
+            memory_policy=self.memory_policy,
+            **given,
+        )
+        if forecast is not None:
+            tracker.expect(forecast.corrections)
+        return forecast
+
     def _make_accelerator(self) -> Accelerator:
         return Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)
 
@@ -175,41 +198,46 @@ class GRPOTrainer(OnPolicyTrainer):
 
     def _load(self, recovery: Recovery, model: Any, quantization_config: Any, peft_config: Any) -> LoadedModel:
         """Loads the weights and checks the log-prob head against the model's own logits."""
-        device = self.accelerator.device
 
         def load() -> LoadedModel:
-            return load_model(
-                model,
-                model_init_kwargs=self.args.model_init_kwargs,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                trust_remote_code=self.args.trust_remote_code,
-                device=device,
-                with_reference=self.args.beta != 0,
-            )
+            return self._load_model(model, quantization_config, peft_config)
 
         # An adapter goes into a model object in place, so that only a model loaded by name can be loaded again.
         loaded = recovery.repeat(load) if isinstance(model, str) else load()
         self.model = loaded.model.eval()
-        recovery.repeat(lambda: self.rewards.to(device))
+        recovery.repeat(lambda: self.rewards.to(self.accelerator.device))
         pad = self.processing_class.pad_token_id
         adapter = CausalLMAdapter(self.model, pad_token_id=pad, reference_model=loaded.reference_model)
         self.adapter = adapter
 
-        def check() -> None:
-            with self._autocast():
-                check_head(adapter)
-
-        recovery.repeat(check)
+        recovery.repeat(lambda: self._check(adapter))
         return loaded
 
+    def _check(self, adapter: CausalLMAdapter) -> None:
+        with self._autocast():
+            check_head(adapter)
+
+    def _load_model(self, model: Any, quantization_config: Any, peft_config: Any) -> LoadedModel:
+        return load_model(
+            model,
+            model_init_kwargs=self.args.model_init_kwargs,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            trust_remote_code=self.args.trust_remote_code,
+            device=self.accelerator.device,
+            with_reference=self.args.beta != 0,
+        )
+
     def _prepare_memory(self) -> MemoryTracker:
-        device = self.accelerator.device
+        device, kind = self.accelerator.device, self._kind_of_device()
         meter = meter_for(device)
         budget = MemoryBudget.parse(self.args.memory_budget)
         total_bytes, free_bytes = meter.total_bytes(), meter.free_bytes()
         budget_bytes = budget.resolve(total_bytes=total_bytes, free_bytes=free_bytes)
-        return MemoryTracker(device.type, meter, budget_bytes, self._holders, self._optimizer_bytes)
+        return MemoryTracker(kind, meter, budget_bytes, self._holders, self._optimizer_bytes)
+
+    def _kind_of_device(self) -> str:
+        return str(self.accelerator.device.type)
 
     def _own_callbacks(self, tracker: MemoryTracker, ranks: Ranks) -> list[Any]:
         output_dir = Path(self.args.output_dir)
@@ -242,6 +270,7 @@ class GRPOTrainer(OnPolicyTrainer):
             "weights": f"{format_bytes(geometry.parameter_bytes)}, trained {format_bytes(geometry.trainable_bytes)}",
             "device": str(self.accelerator.device),
             "memory budget": format_bytes(tracker.budget_bytes),
+            **({} if self.forecast is None else {"forecast": self.forecast.sentence()}),
             "memory policy": type(self.memory_policy).__name__,
         }
 

@@ -36,7 +36,7 @@ from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.data import Prompts
 from memsafe_rl.trainers.experience import Experience
 from memsafe_rl.trainers.ranks import Ranks
-from memsafe_rl.types import Phase, Ragged, RolloutPlan, SequenceKey, Trajectory
+from memsafe_rl.types import Phase, Ragged, RolloutPlan, SequenceKey, Trajectory, UpdatePlan
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def _try(trainer: OnPolicyTrainer, longest: Longest) -> dict[str, int] | MemoryB
     error: MemoryBudgetError | None = None
     try:
         with untouched(trainer):
-            _probe(trial, longest)
+            try_longest(trial, longest)
     except MemoryBudgetError as caught:
         error = _told(caught, longest)
     _learn(trainer, trial)
@@ -180,8 +180,33 @@ def find_longest(trainer: OnPolicyTrainer) -> Longest:
     return Longest(tuple(longest.ids(given).tolist()), completion_tokens, "max_prompt_length")
 
 
-def _probe(trial: OnPolicyTrainer, longest: Longest) -> None:
-    """Tries every phase in the order of a step."""
+def plans_now(trial: OnPolicyTrainer, longest: Longest) -> tuple[RolloutPlan, UpdatePlan]:
+    """Asks for the plans that the longest rows would get now; nothing adopts them.
+
+    Args:
+        trial: the trainer.
+        longest: the longest row.
+
+    Returns:
+        Of the rollout and of an optimizer step.
+    """
+    policy, state = trial.memory_policy, trial._tracker.state()
+    rollout = trial._maker._work(_rollout_prompts(trial, longest), trial.args.num_generations)
+    rows = range(_share(trial, trial.args.step_rows))
+    update = trial._work(_longest_rows(trial, longest), rows)
+    return trial._maker.served(policy.before_rollout(rollout, state)), policy.before_update(update, state)
+
+
+def try_longest(trial: OnPolicyTrainer, longest: Longest) -> None:
+    """Tries every phase in the order of a step, on the longest rows; no weight moves.
+
+    Args:
+        trial: the trainer, whose gradients are left as they become.
+        longest: the longest row.
+
+    Raises:
+        MemoryBudgetError: they do not fit under any plan.
+    """
     config = trial.args
     if trial._maker._rollout_func is None:
         _probe_rollout(trial, longest)
@@ -208,14 +233,19 @@ def _probe(trial: OnPolicyTrainer, longest: Longest) -> None:
 def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
     """Tries a wave of the longest prompts, at its first moment and at its last, under the plan of the longest rows."""
     maker, config, group = trial._maker, trial.args, trial.args.num_generations
-    # Prompts of unequal length are padded, as those of a real wave are.
-    ids = [longest.ids(max(1, len(longest.prompt) - place % 2)) for place in range(config.prompts_per_rollout)]
-    prompts = Prompts((), (), tuple(ids))
+    prompts = _rollout_prompts(trial, longest)
+    ids = prompts.ids
     maker._plan(prompts)
     attempt = maker._attempt(maker._work(prompts, group))
     rows = [divmod(row, group) for row in range(_share(trial, config.rollout_rows))]
     geometry, sampling = trial.adapter.geometry, maker._sampling
-    two_tokens = replace(sampling, max_step_tokens=2, eos_token_ids=(), min_new_tokens=0, stops=None)
+    # An end that no row reaches, where a least length makes a copy of the logits to forbid it; else none at all.
+    delayed = sampling.eos_token_ids and min(sampling.min_new_tokens or sampling.min_length, 2)
+    ends = (geometry.vocab_size - 1,) if delayed else ()
+    least = 2 if delayed else 0
+    two_tokens = replace(
+        sampling, max_step_tokens=2, eos_token_ids=ends, min_new_tokens=least, min_length=0, stops=None
+    )
 
     def from_first_to_last(plan: RolloutPlan) -> None:
         waiting = [Candidate(prompt, len(ids[prompt]), 0, sampling.max_new_tokens) for prompt, _ in rows]
@@ -232,6 +262,12 @@ def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
 
     with trial._tracker.phase(Phase.ROLLOUT):
         attempt(from_first_to_last)
+
+
+def _rollout_prompts(trial: OnPolicyTrainer, longest: Longest) -> Prompts:
+    """Gives a rollout's prompts, of unequal length, so that they are padded as those of a real wave are."""
+    places = range(trial.args.prompts_per_rollout)
+    return Prompts((), (), tuple(longest.ids(max(1, len(longest.prompt) - place % 2)) for place in places))
 
 
 class _AtTheEnd:

@@ -59,6 +59,7 @@ NEW = {
     "reward_timeout_result",
     "reward_timeout_seconds",
     "trajectory_device",
+    "memory_forecast",
     "verify_plan",
 }
 """Settings that TRL does not have."""

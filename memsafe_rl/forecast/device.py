@@ -1,0 +1,81 @@
+"""A device on which operators give shapes and no numbers, and every storage counts as what it stands for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memsafe_rl.accounting import among_ourselves, only_bytes_matter
+from memsafe_rl.memory.simulated import SimulatedMemory
+
+CUDA_GRANULARITY_BYTES = 512
+"""Bytes of which PyTorch's CUDA allocator gives whole multiples."""
+
+
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers whoever reads a number that nobody computed: nothing is broken, nothing differs, every id is 1."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return func(*args, **(kwargs or {}))
+        dtype = args[0].dtype
+        if dtype == torch.bool:
+            return False
+        return 0.0 if dtype.is_floating_point else 1
+
+
+@contextmanager
+def fake_device(capacity_bytes: int | None = None, *, granularity_bytes: int = 1) -> Iterator[SimulatedMemory]:
+    """Has all tensors made inside be fake ones on a simulated device.
+
+    They are CPU tensors to PyTorch, so that operators choose the CPU's kernels; temporaries inside these are taken from
+    a table (`memsafe_rl.memory.workspaces`).
+
+    Args:
+        capacity_bytes: int, bytes; what would pass it is refused as a device would. None for no limit.
+        granularity_bytes: int, bytes; each storage counts as a multiple of it.
+
+    Yields:
+        The simulated device.
+    """
+    told = logging.getLogger("torch._subclasses.fake_tensor")  # prints what it also raises
+    level = told.level
+    memory = SimulatedMemory(capacity_bytes, exact=False, granularity_bytes=granularity_bytes)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with among_ourselves(), only_bytes_matter(), fake, memory, _Answers():  # type: ignore[no-untyped-call]
+        told.setLevel(logging.CRITICAL)
+        try:
+            yield memory
+        finally:
+            told.setLevel(level)
+
+
+def give_fake_weights(model: nn.Module) -> None:
+    """Replaces all parameters and buffers of a network on the meta device by fake ones on the CPU, ties kept.
+
+    Args:
+        model: a network on the meta device; to be called inside `fake_device`.
+    """
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for store in stores:
+            for name, tensor in store.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _fake_like(tensor)
+                    store[name] = made[id(tensor)]
+
+
+def _fake_like(tensor: Tensor) -> Tensor:
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake

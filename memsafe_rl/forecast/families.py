@@ -1,0 +1,166 @@
+"""Configs of common networks by name, so that a forecast needs neither a hub nor a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from memsafe_rl.errors import ConfigError
+
+
+def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _plain(
+    model_type: str, sizes: tuple[int, int, int, int, int], *, vocab: int, positions: int, tied: bool, **more: Any
+) -> dict[str, Any]:
+    """A network without ``head_dim`` of its own: hidden and inner width, layers, heads, key/value heads."""
+    hidden, inner, layers, heads, kv_heads = sizes
+    return {
+        "model_type": model_type,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": tied,
+        **more,
+    }
+
+
+def _qwen2(*sizes: int, vocab: int = 151_936, tied: bool) -> dict[str, Any]:
+    return _plain("qwen2", _five(sizes), vocab=vocab, positions=32_768, tied=tied)
+
+
+def _llama(*sizes: int, vocab: int, positions: int, tied: bool, **more: Any) -> dict[str, Any]:
+    return _plain("llama", _five(sizes), vocab=vocab, positions=positions, tied=tied, **more)
+
+
+def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
+    return {"model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads}
+
+
+def _gemma3(hidden: int, inner: int, layers: int) -> dict[str, Any]:
+    return {
+        "model_type": "gemma3_text",
+        "vocab_size": 262_144,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": True,
+    }
+
+
+def _five(sizes: tuple[int, ...]) -> tuple[int, int, int, int, int]:
+    hidden, inner, layers, heads, kv_heads = sizes
+    return hidden, inner, layers, heads, kv_heads
+
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
+    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, tied=True),
+    "Qwen/Qwen3-8B": _qwen3(4096, 12_288, 36, 32, tied=False),
+    "Qwen/Qwen3-14B": _qwen3(5120, 17_408, 40, 40, tied=False),
+    "Qwen/Qwen3-32B": _qwen3(5120, 25_600, 64, 64, tied=False),
+    "Qwen/Qwen2.5-0.5B": _qwen2(896, 4864, 24, 14, 2, tied=True),
+    "Qwen/Qwen2.5-1.5B": _qwen2(1536, 8960, 28, 12, 2, tied=True),
+    "Qwen/Qwen2.5-3B": _qwen2(2048, 11_008, 36, 16, 2, tied=True),
+    "Qwen/Qwen2.5-7B": _qwen2(3584, 18_944, 28, 28, 4, vocab=152_064, tied=False),
+    "Qwen/Qwen2.5-14B": _qwen2(5120, 13_824, 48, 40, 8, vocab=152_064, tied=False),
+    "Qwen/Qwen2.5-32B": _qwen2(5120, 27_648, 64, 40, 8, vocab=152_064, tied=False),
+    "meta-llama/Llama-3.2-1B": _llama(2048, 8192, 16, 32, 8, vocab=128_256, positions=131_072, tied=True, head_dim=64),
+    "meta-llama/Llama-3.2-3B": _llama(3072, 8192, 28, 24, 8, vocab=128_256, positions=131_072, tied=True),
+    "meta-llama/Llama-3.1-8B": _llama(4096, 14_336, 32, 32, 8, vocab=128_256, positions=131_072, tied=False),
+    "meta-llama/Llama-3.3-70B": _llama(8192, 28_672, 80, 64, 8, vocab=128_256, positions=131_072, tied=False),
+    "mistralai/Mistral-7B-v0.3": _plain(
+        "mistral", (4096, 14_336, 32, 32, 8), vocab=32_768, positions=32_768, tied=False, sliding_window=None
+    ),
+    "HuggingFaceTB/SmolLM2-135M": _llama(576, 1536, 30, 9, 3, vocab=49_152, positions=8192, tied=True),
+    "HuggingFaceTB/SmolLM2-360M": _llama(960, 2560, 32, 15, 5, vocab=49_152, positions=8192, tied=True),
+    "HuggingFaceTB/SmolLM2-1.7B": _llama(2048, 8192, 24, 32, 32, vocab=49_152, positions=8192, tied=True),
+    "google/gemma-3-270m": _gemma3(640, 2048, 18),
+    "google/gemma-3-1b": _gemma3(1152, 6912, 26),
+    "openai-community/gpt2": _gpt2(768, 12, 12),
+    "openai-community/gpt2-medium": _gpt2(1024, 24, 16),
+    "openai-community/gpt2-large": _gpt2(1280, 36, 20),
+    "openai-community/gpt2-xl": _gpt2(1600, 48, 25),
+}
+"""What the publishers' own ``config.json`` say of sizes; other fields are transformers' defaults."""
+
+_TUNED = ("-instruct", "-base", "-it", "-pt", "-instruct-2507", "-thinking-2507")
+"""Endings under which the same network is published with other weights."""
+
+
+def known_config(name: str) -> PretrainedConfig | None:
+    """Gives the config of a network that is known by name.
+
+    Args:
+        name: as on the hub, such as ``Qwen/Qwen3-4B``; case, the owner, and endings such as ``-Instruct`` are free.
+
+    Returns:
+        A transformers config of its own; None if the name is not known.
+    """
+    wanted = _short(name)
+    for known, sizes in FAMILIES.items():
+        if _short(known) == wanted:
+            settings = dict(sizes)
+            return AutoConfig.for_model(settings.pop("model_type"), **settings)
+    return None
+
+
+def config_for(model: str, *, trust_remote_code: bool = False, **places: Any) -> PretrainedConfig:
+    """Gives the config of a network: from a folder or a ``config.json``, from the names known here, or from a hub.
+
+    Args:
+        model: a folder, a file, or a name.
+        trust_remote_code: whether code that comes with the model may run.
+        places: where the files are (``revision``, ``cache_dir``, ``token`` ...).
+
+    Returns:
+        A transformers config.
+
+    Raises:
+        ConfigError: there is no such config.
+    """
+    known = None if Path(model).exists() else known_config(model)
+    if known is not None:
+        return known
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **places)
+    except (OSError, ValueError) as error:
+        names = ", ".join(FAMILIES)
+        raise ConfigError(
+            f"model={model!r} is neither a folder with a config.json, nor a name on a hub that can be reached, nor one "
+            f"of those known without it: {names}. Write one of these, or save its config.json and give its folder."
+        ) from error
+    return config
+
+
+def _short(name: str) -> str:
+    short = name.rsplit("/", 1)[-1].lower()
+    for ending in sorted(_TUNED, key=len, reverse=True):
+        short = short.removesuffix(ending)
+    return short

@@ -1,0 +1,126 @@
+"""Networks of fake weights: built from a config, with the adapters and the quantised base of a real one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from peft import PeftConfig, get_peft_model
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.forecast.device import give_fake_weights
+
+_BLOCK = 64
+"""Weights that share a scale in bitsandbytes' 4-bit formats."""
+_SCALES_BLOCK = 256
+"""Scales that share a scale of their own under double quantisation."""
+
+
+def fake_causal_lm(
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    peft_config: PeftConfig | None = None,
+    quantization_config: Any = None,
+    trust_remote_code: bool = False,
+    frozen: bool = False,
+) -> Any:
+    """Builds a causal LM of fake weights, to be called inside `fake_device`.
+
+    Args:
+        config: transformers config.
+        dtype: type of the base's weights.
+        peft_config: config of a new adapter, whose weights are float32; None for none.
+        quantization_config: transformers' `BitsAndBytesConfig` with ``load_in_4bit``; None for none.
+        trust_remote_code: whether code that comes with the model may run.
+        frozen: whether no weight is trained (a reference).
+
+    Returns:
+        The network in eval mode, a `PeftModel` where there is an adapter.
+
+    Raises:
+        ConfigError: the quantisation is of another kind.
+    """
+    if quantization_config is not None and not getattr(quantization_config, "load_in_4bit", False):
+        raise ConfigError("Only 4-bit bases (BitsAndBytesConfig(load_in_4bit=True)) can be forecast, or plain ones.")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        layers = [] if quantization_config is None else _linear_layers(model)
+        if frozen or peft_config is not None:
+            model.requires_grad_(False)
+        if peft_config is not None:
+            model = get_peft_model(model, peft_config)
+        for layer in layers:
+            _quantise(layer, quantization_config)
+    give_fake_weights(model)
+    return model.eval()
+
+
+def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
+    """Gives the config of the same network with two blocks, or one of each kind where blocks differ.
+
+    Args:
+        config: transformers config; left as it is.
+
+    Returns:
+        A config of its own.
+    """
+    shallow = copy.deepcopy(config)
+    text = shallow.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None)
+    chosen = list(dict.fromkeys(kinds)) if kinds else []
+    chosen += chosen[-1:] if len(chosen) == 1 else []
+    text.num_hidden_layers = len(chosen) or 2
+    if chosen:
+        text.layer_types = chosen
+    return shallow
+
+
+class _FourBitProduct(torch.autograd.Function):
+    """A product with weights that are unpacked for it, and again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, packed: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.given = shape, dtype, inputs.dtype
+        ctx.save_for_backward(packed)
+        weight = packed.new_empty(shape, dtype=dtype)
+        return (inputs.to(dtype) @ weight.t()).to(inputs.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (packed,) = ctx.saved_tensors
+        weight = packed.new_empty(ctx.shape, dtype=ctx.dtype)
+        return (grad.to(ctx.dtype) @ weight).to(ctx.given), None, None, None
+
+
+def _linear_layers(model: Any) -> list[nn.Linear]:
+    """Gives the layers that bitsandbytes would quantise: all linear ones but the output head."""
+    head = model.get_output_embeddings()
+    return [layer for layer in model.modules() if type(layer) is nn.Linear and layer is not head]
+
+
+def _quantise(layer: nn.Linear, settings: Any) -> None:
+    """Has a layer on the meta device hold what bitsandbytes holds of a 4-bit one, and unpack it where it is used."""
+    shape, elements = (layer.out_features, layer.in_features), layer.weight.numel()
+    compute_dtype, bias = settings.bnb_4bit_compute_dtype, layer.bias
+    layer.weight = nn.Parameter(torch.empty((elements + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
+    scales = -(-elements // _BLOCK)
+    layer.register_buffer("code", torch.empty(16))
+    if settings.bnb_4bit_use_double_quant:
+        layer.register_buffer("absmax", torch.empty(scales, dtype=torch.uint8))
+        layer.register_buffer("absmax_scales", torch.empty(-(-scales // _SCALES_BLOCK)))
+        layer.register_buffer("absmax_code", torch.empty(256))
+    else:
+        layer.register_buffer("absmax", torch.empty(scales))
+
+    def forward(inputs: Tensor) -> Tensor:
+        dtype = compute_dtype or inputs.dtype
+        product: Tensor = _FourBitProduct.apply(inputs, layer.weight, shape, dtype)  # type: ignore[no-untyped-call]
+        return product if bias is None else product + layer.bias.to(product.dtype)
+
+    layer.forward = forward  # type: ignore[method-assign, assignment]
