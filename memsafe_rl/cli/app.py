@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from memsafe_rl.cli.arguments import read_request, require
 from memsafe_rl.cli.teaching import show_train_help, show_verify_help
-from memsafe_rl.errors import MemsafeError
+from memsafe_rl.errors import ConfigError, MemsafeError
 
 DIFFERENT, MISUSED, INTERRUPTED = 1, 2, 130
 """Exit codes."""
@@ -158,3 +158,51 @@ def explain_oom(
             typer.echo(explaining.as_json(found))
         else:
             explaining.show(found, Console())
+
+
+@app.command(
+    epilog="Exit code: 0 if healthy, 1 if something is wrong or not as expected, 2 if a file cannot be read.",
+)
+def doctor(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[accelerate FILE]", help="Check a file of `accelerate launch --config_file` as well."),
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", metavar="RUN.yaml", help="Check a run file of `memsafe-rl train` as well.")
+    ] = None,
+    script: Annotated[
+        str | None,
+        typer.Option("--script", metavar="TRAIN.py", help="Check whether a script sets PyTorch's allocator in time."),
+    ] = None,
+    expect: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--expect",
+            metavar="KEY=VALUE",
+            help="A fact that must hold: torch=2.13.0, gpus>=1, gpu_free>=20GiB, ram>=64GiB, cores, python, a variable "
+            "of the environment, or a key of the files, such as distributed_type=NO. May be repeated.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Look for what costs memory, time or a run before it starts: allocator, cards, versions, threads, files.
+
+    Says "healthy" in one line, or what is wrong, where, why it hurts and what to do. Needs no GPU.
+
+    Example: memsafe-rl doctor accelerate launch.yaml --config run.yaml --expect gpus=2
+    """
+    with plain_errors():
+        words = files or []
+        if words and (words[0] != "accelerate" or len(words) != 2):
+            raise ConfigError(
+                f"'doctor {' '.join(words)}' is not understood. Write `memsafe-rl doctor accelerate FILE`."
+            )
+        examining = importlib.import_module("memsafe_rl.cli.doctor")
+        found = examining.examine(words[1] if words else None, config, script, expect or [])
+        if as_json:
+            typer.echo(examining.as_json(found))
+        else:
+            examining.show(found, Console())
+        if not found.healthy:
+            raise typer.Exit(DIFFERENT)

@@ -162,7 +162,7 @@ def _read_configuration(path: Path) -> Configuration:
         return _of_a_run(read_run_file(path))
     content = _read_json(path)
     base = content.get("base_model_name_or_path")
-    return _of_a_network(content) if base is None else _of_a_model(str(base))
+    return _of_a_network(content) if base is None else sizes_of_model(str(base))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -190,7 +190,18 @@ def _of_a_network(content: Mapping[str, Any]) -> Configuration:
     return Configuration(**found, **({"dtypes": DTYPES[dtype]} if dtype in DTYPES else {}))  # type: ignore[arg-type]
 
 
-def _of_a_model(model: str) -> Configuration:
+def sizes_of_model(model: str) -> Configuration:
+    """Finds the sizes of a network.
+
+    Args:
+        model: a folder with a ``config.json``, or a name that is known without a hub.
+
+    Returns:
+        What is known.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     file = Path(model) / "config.json"
     if file.is_file():
         return _of_a_network(_read_json(file))
@@ -206,7 +217,7 @@ def _of_a_model(model: str) -> Configuration:
 
 def _of_a_run(run: Mapping[str, Any]) -> Configuration:
     """Reads a run file: the network, the micro-batches of other trainers, and the longest sequences."""
-    network = Configuration() if run.get("model") is None else _of_a_model(str(run["model"]))
+    network = Configuration() if run.get("model") is None else sizes_of_model(str(run["model"]))
     batch = _number(run, "per_device_train_batch_size", _DEFAULT_BATCH)
     group = _number(run, "num_generations", _DEFAULT_BATCH)
     completion = _number(run, "max_completion_length", _DEFAULT_COMPLETION)

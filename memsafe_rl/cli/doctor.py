@@ -1,0 +1,400 @@
+"""`memsafe-rl doctor` behind its flags: looks at the machine and at files, prints what is wrong and what to do."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import memsafe_rl
+from memsafe_rl.cli.arguments import read_request, read_run_file
+from memsafe_rl.cli.explaining import read_log, sizes_of_model
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.trainers.health import (
+    Card,
+    Environment,
+    Expectation,
+    Finding,
+    Severity,
+    check_environment,
+    check_expectations,
+    check_script,
+    in_order,
+)
+from memsafe_rl.trainers.launch_file import check_launch_file, check_launch_memory, check_run_file
+from memsafe_rl.units import format_bytes
+
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "datasets", "trl", "vllm")
+"""Packages whose versions are looked at, installed or not."""
+
+_NAME = "memsafe-rl"
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What was looked at, and what was found.
+
+    Args:
+        findings: what is wrong, errors first.
+        expectations: what was expected of the facts.
+        facts: what is known, by the names that --expect takes.
+        summary: the machine in a few words.
+    """
+
+    findings: tuple[Finding, ...]
+    expectations: tuple[Expectation, ...]
+    facts: Mapping[str, Any]
+    summary: str
+
+    @property
+    def healthy(self) -> bool:
+        """Tells whether nothing is wrong and everything is as expected."""
+        return not self.findings and all(expectation.met for expectation in self.expectations)
+
+
+def examine(launch: str | None, run: str | None, script: str | None, expect: Sequence[str]) -> Examination:
+    """Looks at the machine, and at the files that are given.
+
+    Args:
+        launch: a file of accelerate; None for none.
+        run: a run file; None for none.
+        script: a Python script; None for none.
+        expect: facts that should hold, such as ``torch=2.13.0``.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ConfigError: a file cannot be read, or an expectation is not written as key=value.
+    """
+    environment = gather()
+    facts = dict(facts_of(environment))
+    findings = list(check_environment(environment))
+    launched = None if launch is None else read_launch_file(Path(launch))
+    settings = None if run is None else read_run_file(Path(run))
+    model = None if settings is None or settings.get("model") is None else str(settings["model"])
+    parameters = None if model is None else parameters_of(model)
+    processes = 1
+    if launch is not None:
+        findings += _of_launch_file(launched, launch, environment, parameters)
+        content = launched if isinstance(launched, Mapping) else {}
+        facts |= _spelled(content)
+        count = content.get("num_processes")
+        processes = count if isinstance(count, int) and count > 0 else 1
+    if run is not None and settings is not None:
+        findings += check_run_file(settings, run, environment, parameters=parameters, processes=processes)
+        findings += _unreadable(run)
+        facts |= _spelled(settings)
+    if script is not None:
+        findings += check_script(read_log(script), script)
+    distinct = tuple(dict.fromkeys(findings))
+    return Examination(in_order(distinct), check_expectations(expect, facts), facts, summary_of(environment))
+
+
+def _spelled(content: Mapping[Any, Any]) -> dict[str, Any]:
+    """Gives the entries of a file as facts, spelled as they were meant: YAML makes false of an unquoted NO."""
+    meant = {"distributed_type": "NO", "mixed_precision": "no"}
+    return {
+        str(key): meant[key] if value is False and key in meant else value
+        for key, value in content.items()
+        if isinstance(value, (str, int, float, bool))
+    }
+
+
+def _of_launch_file(
+    content: object, name: str, environment: Environment, parameters: int | None
+) -> tuple[Finding, ...]:
+    # accelerate takes seconds to import.
+    config = importlib.import_module("accelerate.commands.config.config_args")
+    utils = importlib.import_module("accelerate.utils")
+    cloud = isinstance(content, Mapping) and content.get("compute_environment") == "AMAZON_SAGEMAKER"
+    known = config.SageMakerConfig if cloud else config.ClusterConfig
+    kinds = utils.SageMakerDistributedType if cloud else utils.DistributedType
+    found = check_launch_file(
+        content,
+        name,
+        environment,
+        keys=tuple(known.__dataclass_fields__),
+        distributed_types=tuple(kind.value for kind in kinds),
+        precisions=tuple(kind.value for kind in utils.PrecisionType),
+    )
+    if not isinstance(content, Mapping):
+        return found
+    return (*found, *check_launch_memory(content, name, environment, parameters=parameters))
+
+
+def _unreadable(run: str) -> tuple[Finding, ...]:
+    """Finds what the trainer itself would refuse to read in a run file."""
+    try:
+        read_request([run])
+    except ConfigError as error:
+        told, _, remedy = " ".join(str(error).split()).rpartition(". ")
+        sentence = (told or remedy, remedy if told else "Correct it.")
+        return (Finding("run-file", Severity.ERROR, sentence[0], run, "Training ends with this error.", sentence[1]),)
+    return ()
+
+
+def read_launch_file(path: Path) -> object:
+    """Reads a file of accelerate.
+
+    Args:
+        path: YAML, or JSON by its ending.
+
+    Returns:
+        What it says.
+
+    Raises:
+        ConfigError: there is no such file, or it is neither.
+    """
+    if not path.is_file():
+        raise ConfigError(f"There is no file {str(path)!r}. Give the file that accelerate launch --config_file takes.")
+    try:
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}.") from None
+
+
+def parameters_of(model: str) -> int | None:
+    """Counts the weights of a network from its sizes.
+
+    Args:
+        model: a folder with a ``config.json``, or a name that is known without a hub.
+
+    Returns:
+        int; None where the sizes are not known.
+    """
+    try:
+        sizes = sizes_of_model(model)
+    except ConfigError:
+        return None
+    width, hidden, inner, heads = sizes.width_of_head, sizes.hidden, sizes.inner, sizes.heads
+    if not (width and hidden and inner and heads and sizes.vocab and sizes.layers):
+        return None
+    attention = hidden * width * (2 * heads + 2 * (sizes.kv_heads or heads))
+    return sizes.vocab * hidden + sizes.layers * (attention + 3 * hidden * inner)
+
+
+def gather() -> Environment:
+    """Looks at the machine and its software; nothing here needs a GPU or the optional ``nvidia-ml-py``.
+
+    Returns:
+        What is known.
+    """
+    memory = psutil.virtual_memory()
+    required, optional = _requirements()
+    backend, usable = _torch()
+    return Environment(
+        variables=dict(os.environ),
+        versions={name: _version(name) for name in dict.fromkeys((*PACKAGES, *map(_bare, (*required, *optional))))},
+        requirements=required,
+        optional=optional,
+        backend=backend,
+        usable_gpus=usable,
+        cards=_cards(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        host_bytes=memory.total,
+        host_free_bytes=memory.available,
+    )
+
+
+def _requirements() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Reads what this library asks for: from its metadata or, where it is not installed, the pyproject beside it."""
+    try:
+        written = importlib.metadata.requires(_NAME) or []
+    except importlib.metadata.PackageNotFoundError:
+        file = Path(memsafe_rl.__file__).parents[1] / "pyproject.toml"
+        if not file.is_file():
+            return (), ()
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        return tuple(project["dependencies"]), tuple(project["optional-dependencies"]["quantization"])
+    needed = tuple(line for line in written if "extra ==" not in line)
+    return needed, tuple(line.partition(";")[0].strip() for line in written if "quantization" in line)
+
+
+def _bare(requirement: str) -> str:
+    return requirement.partition(">")[0].partition("=")[0].partition("<")[0].partition("~")[0].partition(";")[0].strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch() -> tuple[str, int]:
+    """Tells what PyTorch is built for, and how many GPUs it can use."""
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError):
+        return "cpu", 0
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return "cuda" if torch.version.hip is None else "hip", int(torch.cuda.device_count())
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        return "xpu", int(torch.xpu.device_count())
+    return ("mps", 1) if torch.backends.mps.is_available() else ("cpu", 0)
+
+
+def _cards() -> tuple[Card, ...]:
+    """Asks NVIDIA's driver for cards and the processes on them; empty without one, or without ``nvidia-ml-py``."""
+    if ctypes.util.find_library("nvidia-ml") is None:
+        return ()
+    try:
+        driver = importlib.import_module("pynvml")
+        driver.nvmlInit()
+    except ImportError:
+        return ()
+    except driver.NVMLError:
+        return ()
+    try:
+        return tuple(_card(driver, number) for number in range(driver.nvmlDeviceGetCount()))
+    except driver.NVMLError:
+        return ()
+    finally:
+        driver.nvmlShutdown()
+
+
+def _card(driver: Any, number: int) -> Card:
+    handle = driver.nvmlDeviceGetHandleByIndex(number)
+    name = driver.nvmlDeviceGetName(handle)
+    memory = driver.nvmlDeviceGetMemoryInfo(handle)
+    others = tuple(
+        (int(process.pid), int(process.usedGpuMemory or 0))
+        for process in driver.nvmlDeviceGetComputeRunningProcesses(handle)
+        if process.pid != os.getpid()
+    )
+    return Card(name.decode() if isinstance(name, bytes) else str(name), int(memory.total), int(memory.free), others)
+
+
+def facts_of(environment: Environment) -> Mapping[str, Any]:
+    """Names what `--expect` can ask for.
+
+    Args:
+        environment: the machine.
+
+    Returns:
+        Facts by name; variables of the environment by theirs.
+    """
+    cards = environment.cards
+    own = {
+        "python": platform.python_version(),
+        "memsafe_rl": memsafe_rl.__version__,
+        "backend": environment.backend,
+        "gpus": environment.usable_gpus,
+        "gpu": cards[0].name if cards else "none",
+        "gpu_memory": format_bytes(cards[0].total_bytes) if cards else "0 B",
+        "gpu_free": format_bytes(cards[0].free_bytes) if cards else "0 B",
+        "cores": environment.cores,
+        "ram": format_bytes(environment.host_bytes),
+        "ram_free": format_bytes(environment.host_free_bytes),
+    }
+    versions = {name: version for name, version in environment.versions.items() if version is not None}
+    return {**environment.variables, **versions, **own}
+
+
+def summary_of(environment: Environment) -> str:
+    """Describes the machine in a few words.
+
+    Args:
+        environment: the machine.
+
+    Returns:
+        One line.
+    """
+    if environment.usable_gpus:
+        kinds = ", ".join(dict.fromkeys(card.name for card in environment.cards)) or environment.backend
+        gpus = f"{environment.usable_gpus} GPU(s): {kinds}"
+    else:
+        gpus = "no GPU"
+    return (
+        f"torch {environment.versions.get('torch')} for {environment.backend}, {gpus}, {environment.cores} cores, "
+        f"{format_bytes(environment.host_free_bytes)} of {format_bytes(environment.host_bytes)} RAM free"
+    )
+
+
+def as_json(found: Examination) -> str:
+    """Writes an examination as JSON.
+
+    Args:
+        found: the examination; of the environment only PyTorch's and threads' variables are told.
+
+    Returns:
+        JSON.
+    """
+    told = {key: value for key, value in found.facts.items() if key not in os.environ or _is_of_interest(key)}
+    return json.dumps(
+        {
+            "healthy": found.healthy,
+            "findings": [asdict(finding) for finding in found.findings],
+            "expectations": [asdict(expectation) for expectation in found.expectations],
+            "facts": told,
+        },
+        indent=2,
+    )
+
+
+def _is_of_interest(name: str) -> bool:
+    return name.startswith(("PYTORCH_", "CUDA_", "OMP_", "MKL_"))
+
+
+def show(found: Examination, console: Console) -> None:
+    """Prints an examination: one line if all is well, else each finding with its remedy, and what differs.
+
+    Args:
+        found: the examination.
+        console: where to.
+    """
+    if found.healthy:
+        console.print(Text.assemble(("healthy", "bold green"), f": {found.summary}"), soft_wrap=True)
+        return
+    for finding in found.findings:
+        style = "bold red" if finding.severity is Severity.ERROR else "bold yellow"
+        console.print(Text.assemble((f"{finding.severity} ", style), (finding.what, "bold")), highlight=False)
+        table = Table.grid(padding=(0, 1))
+        table.add_column(style="cyan", no_wrap=True, min_width=8, justify="right")
+        table.add_column()
+        for name, text in (("where", finding.where), ("why", finding.why), ("do", finding.remedy)):
+            table.add_row(name, Text(text))
+        console.print(table)
+    differing = [expectation for expectation in found.expectations if not expectation.met]
+    if differing:
+        _show_differences(differing, console)
+    console.print(Text(_count(found, len(differing)), style="bold"), highlight=False)
+    console.print(found.summary, style="dim", highlight=False, soft_wrap=True)
+
+
+def _show_differences(differing: Sequence[Expectation], console: Console) -> None:
+    table = Table(title="Not as expected", title_justify="left")
+    for column in ("fact", "expected", "is"):
+        table.add_column(column)
+    for expectation in differing:
+        relation = "" if expectation.relation == "=" else f"{expectation.relation} "
+        there = "not known" if expectation.actual is None else expectation.actual
+        table.add_row(expectation.key, f"{relation}{expectation.value}", there)
+    console.print(table)
+
+
+def _count(found: Examination, differing: int) -> str:
+    errors = sum(finding.severity is Severity.ERROR for finding in found.findings)
+    counts = ((errors, "error"), (len(found.findings) - errors, "warning"), (differing, "fact not as expected"))
+    told = [
+        f"{count} {name}{'s' if count > 1 and name != 'fact not as expected' else ''}"
+        for count, name in counts
+        if count
+    ]
+    return ", ".join(told)
