@@ -67,7 +67,7 @@ def read_log(source: str) -> str:
         source: a file, or ``-`` for standard input.
 
     Returns:
-        Its text; bytes that are no UTF-8 are replaced.
+        Its text; bytes that are no text are replaced.
 
     Raises:
         ConfigError: there is no such file, or it cannot be read.
@@ -78,14 +78,9 @@ def read_log(source: str) -> str:
         raise ConfigError(
             f"{source!r} cannot be read: {error.strerror}. Give a log file, or - to paste it in."
         ) from None
-    if b"\x00" in raw[:4096]:
-        for encoding in ("utf-16", "utf-32"):
-            try:
-                return raw.decode(encoding)
-            except UnicodeDecodeError:
-                continue
-        raise ConfigError(f"{source!r} is not text. Give the log that the failed run wrote.")
-    return raw.decode("utf-8", errors="replace")
+    # Windows' shells write UTF-16 with a mark in front; a log that was emptied while it was open begins with zeros.
+    encoding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
+    return raw.decode(encoding, errors="replace").replace("\x00", "")
 
 
 def explain(source: str, config: str | None, sizes: Sizes) -> Explanation:
