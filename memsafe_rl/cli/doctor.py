@@ -51,7 +51,7 @@ class Examination:
     Args:
         findings: what is wrong, errors first.
         expectations: what was expected of the facts.
-        facts: what is known, by the names that --expect takes.
+        facts: what is known, by the names that --expect takes; of the environment's variables only a few.
         summary: the machine in a few words.
     """
 
@@ -102,7 +102,9 @@ def examine(launch: str | None, run: str | None, script: str | None, expect: Seq
     if script is not None:
         findings += check_script(read_log(script), script)
     distinct = tuple(dict.fromkeys(findings))
-    return Examination(in_order(distinct), check_expectations(expect, facts), facts, summary_of(environment))
+    # The rest of the environment is nobody's business: it holds keys and tokens.
+    told = {key: value for key, value in facts.items() if key not in environment.variables or _is_of_interest(key)}
+    return Examination(in_order(distinct), check_expectations(expect, facts), told, summary_of(environment))
 
 
 def _spelled(content: Mapping[Any, Any]) -> dict[str, Any]:
@@ -331,18 +333,17 @@ def as_json(found: Examination) -> str:
     """Writes an examination as JSON.
 
     Args:
-        found: the examination; of the environment only PyTorch's and threads' variables are told.
+        found: the examination.
 
     Returns:
         JSON.
     """
-    told = {key: value for key, value in found.facts.items() if key not in os.environ or _is_of_interest(key)}
     return json.dumps(
         {
             "healthy": found.healthy,
             "findings": [asdict(finding) for finding in found.findings],
             "expectations": [asdict(expectation) for expectation in found.expectations],
-            "facts": told,
+            "facts": dict(found.facts),
         },
         indent=2,
     )
