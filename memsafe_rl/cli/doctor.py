@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import memsafe_rl
 from memsafe_rl.cli.arguments import read_request, read_run_file
 from memsafe_rl.cli.explaining import read_log, sizes_of_model
 from memsafe_rl.errors import ConfigError
@@ -219,7 +218,7 @@ def _requirements() -> tuple[tuple[str, ...], tuple[str, ...]]:
     try:
         written = importlib.metadata.requires(_NAME) or []
     except importlib.metadata.PackageNotFoundError:
-        file = Path(memsafe_rl.__file__).parents[1] / "pyproject.toml"
+        file = Path(__file__).parents[2] / "pyproject.toml"
         if not file.is_file():
             return (), ()
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
@@ -295,7 +294,7 @@ def facts_of(environment: Environment) -> Mapping[str, Any]:
     cards = environment.cards
     own = {
         "python": platform.python_version(),
-        "memsafe_rl": memsafe_rl.__version__,
+        "memsafe_rl": importlib.import_module("memsafe_rl").__version__,
         "backend": environment.backend,
         "gpus": environment.usable_gpus,
         "gpu": cards[0].name if cards else "none",
@@ -372,6 +371,7 @@ def show(found: Examination, console: Console) -> None:
         for name, text in (("where", finding.where), ("why", finding.why), ("do", finding.remedy)):
             table.add_row(name, Text(text))
         console.print(table)
+        console.print()
     differing = [expectation for expectation in found.expectations if not expectation.met]
     if differing:
         _show_differences(differing, console)
@@ -392,10 +392,11 @@ def _show_differences(differing: Sequence[Expectation], console: Console) -> Non
 
 def _count(found: Examination, differing: int) -> str:
     errors = sum(finding.severity is Severity.ERROR for finding in found.findings)
-    counts = ((errors, "error"), (len(found.findings) - errors, "warning"), (differing, "fact not as expected"))
-    told = [
-        f"{count} {name}{'s' if count > 1 and name != 'fact not as expected' else ''}"
-        for count, name in counts
-        if count
-    ]
+    warnings = len(found.findings) - errors
+    named = (
+        (errors, "error", "errors"),
+        (warnings, "warning", "warnings"),
+        (differing, "fact not as expected", "facts not as expected"),
+    )
+    told = [f"{count} {one if count == 1 else many}" for count, one, many in named if count]
     return ", ".join(told)

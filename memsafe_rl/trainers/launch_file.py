@@ -359,7 +359,7 @@ def _quantization(run: Mapping[str, Any], name: str, environment: Environment) -
 
 def _device_map(run: Mapping[str, Any], name: str, processes: int) -> Iterator[Finding]:
     places = _model_arguments(run).get("device_map", run.get("device_map"))
-    where = f"{name}: device_map"
+    where = f"{name}: model_init_kwargs.device_map"
     if isinstance(places, str) and places in ("auto", "balanced", "balanced_low_0", "sequential"):
         yield _error(
             "device-map",
