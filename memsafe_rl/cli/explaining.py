@@ -269,17 +269,22 @@ def show(found: Explanation, console: Console) -> None:
         if reason.cause is Cause.TENSOR and found.tensors[0].guessed:
             continue
         style = "bold red" if reason.decisive else "red"
-        console.print(Text.assemble(("• ", style), reason.sentence), highlight=False)
+        table = Table.grid(padding=(0, 1))
+        table.add_row(Text("•", style=style), Text(reason.sentence))
+        console.print(table)
     _show_tensors(found, console)
     console.print(Text("\nWhat to change, best first", style="bold"))
-    for number, remedy in enumerate(found.remedies[:_MOST_SHOWN], start=1):
+    shown = found.remedies[:_MOST_SHOWN]
+    for number, remedy in enumerate(shown, start=1):
         table = Table.grid(padding=(0, 1))
-        table.add_column(no_wrap=True, justify="right", min_width=12)
+        table.add_column(no_wrap=True, justify="right", min_width=10)
         table.add_column()
         table.add_row(Text(f"{number}.", style="bold green"), Text(remedy.action, style="bold green"))
         table.add_row(Text("memsafe_rl", style="cyan"), Text(remedy.here))
         table.add_row(Text("others", style="cyan"), Text(remedy.elsewhere))
         console.print(table)
+        if number < len(shown):
+            console.print()
 
 
 def _heading(message: OutOfMemoryMessage) -> str:
