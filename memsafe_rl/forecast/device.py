@@ -65,15 +65,15 @@ def give_fake_weights(model: nn.Module) -> None:
     Args:
         model: a network on the meta device; to be called inside `fake_device`.
     """
-    made: dict[int, Tensor] = {}
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # the old ones are kept, lest a new one takes over the id of one
     for module in model.modules():
         stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for store in stores:
             for name, tensor in store.items():
                 if tensor is not None:
                     if id(tensor) not in made:
-                        made[id(tensor)] = _fake_like(tensor)
-                    store[name] = made[id(tensor)]
+                        made[id(tensor)] = (tensor, _fake_like(tensor))
+                    store[name] = made[id(tensor)][1]
 
 
 def _fake_like(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -53,7 +54,9 @@ def fake_causal_lm(
         if frozen or peft_config is not None:
             model.requires_grad_(False)
         if peft_config is not None:
-            model = get_peft_model(model, peft_config)
+            with warnings.catch_warnings():  # PEFT asks transformers by an old name
+                warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+                model = get_peft_model(model, copy.deepcopy(peft_config))  # PEFT writes into it what it found
         for layer in layers:
             _quantise(layer, quantization_config)
     give_fake_weights(model)

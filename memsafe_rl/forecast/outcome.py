@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from memsafe_rl.forecast.search import Job
 from memsafe_rl.types import Component, Phase, RolloutPlan, UpdatePlan
 from memsafe_rl.units import format_bytes
 
@@ -23,6 +24,7 @@ class MemoryForecast:
         corrections: per phase, forecast over estimated bytes above what was held before it, as a run would learn them.
         prompt_tokens: longest prompt, in tokens.
         completion_tokens: longest completion, in tokens.
+        job: the sizes of the run that decide what it holds.
         assumptions: what was taken for granted, in plain sentences.
         refusal: why the run cannot fit, in plain words; None where it fits.
         seconds: time the forecast took.
@@ -36,6 +38,7 @@ class MemoryForecast:
     corrections: Mapping[str, float]
     prompt_tokens: int
     completion_tokens: int
+    job: Job
     assumptions: tuple[str, ...] = ()
     refusal: str | None = None
     seconds: float = 0.0

@@ -376,8 +376,7 @@ class OnPolicyTrainer(TrainerSurface):
         """
 
         def accumulate(plan: UpdatePlan) -> tuple[Experience, StepGradient]:
-            if plan.park_optimizer:
-                self.park_optimizer()
+            self._make_room(plan)
             placed = experience.to(plan.trajectory_device, self.adapter.device)
             gradient = accumulate_gradient(
                 self.adapter,
@@ -400,6 +399,11 @@ class OnPolicyTrainer(TrainerSurface):
         self._recovery.repeat(self._committed.complete_gradients)
         self._ranks.sum_gradients(self._committed.parameters)
         return placed, gradient
+
+    def _make_room(self, plan: UpdatePlan) -> None:
+        """Takes from the device what the plan wants elsewhere while the gradient is accumulated."""
+        if plan.park_optimizer:
+            self.park_optimizer()
 
     def _measure(self, gradient: StepGradient, terms: StepTerms) -> dict[str, float]:
         """Measures the gradient's norm and reads the step's numbers; the last thing that may be repeated."""

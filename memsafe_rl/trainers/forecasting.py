@@ -29,14 +29,16 @@ from memsafe_rl.forecast.device import CUDA_GRANULARITY_BYTES, fake_device
 from memsafe_rl.forecast.families import config_for
 from memsafe_rl.forecast.networks import fake_causal_lm, shallow_copy
 from memsafe_rl.forecast.outcome import MemoryForecast
+from memsafe_rl.forecast.search import Job
 from memsafe_rl.memory.randomness import capture_random_state, set_random_state
 from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.slices import cut_work
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.causal_lm import CausalLMAdapter, autocast, check_head
 from memsafe_rl.models.language import ScoringPath
 from memsafe_rl.models.loading import LoadedModel
-from memsafe_rl.trainers.probe import Longest, find_longest, plans_now, try_longest
-from memsafe_rl.types import Component, Phase
+from memsafe_rl.trainers.probe import Longest, find_longest, longest_work, plans_now, try_longest
+from memsafe_rl.types import Component, Phase, UpdatePlan, UpdateWork
 
 logger = logging.getLogger(__name__)
 
@@ -250,6 +252,7 @@ class _Rehearsed:
             corrections=dict(tracker.state().corrections),
             prompt_tokens=len(longest.prompt),
             completion_tokens=longest.completion_tokens,
+            job=_job(trainer, longest, memory),
             refusal=refusal,
         )
 
@@ -359,6 +362,20 @@ class _Faked:
     def _kind_of_device(self) -> str:
         return self._stands_for
 
+    def rehearse_on(self, work: UpdateWork) -> None:
+        """Says of what shape the optimizer step is whose first micro-batch stands for all.
+
+        Args:
+            work: the whole step.
+        """
+        self._rehearsed = work
+
+    def _make_room(self, plan: UpdatePlan) -> None:
+        """Makes the gradients that earlier micro-batches would have left, where the plan has several."""
+        super()._make_room(plan)  # type: ignore[misc]
+        if len(cut_work(self._rehearsed, plan.micro_batch_tokens, packed=plan.pack_prompts)) > 1:
+            self._committed.complete_gradients()  # type: ignore[attr-defined]
+
     def _own_callbacks(self, *_: Any) -> list[Any]:
         return []
 
@@ -383,7 +400,8 @@ def rehearse(trainer: Any, longest: Longest, memory: SimulatedMemory) -> None:
         for _ in range(_MOST_ROUNDS):
             memory.forget_phases({Phase.LOAD})
             held = memory.live_by_component()[Component.OPTIMIZER]
-            try_longest(trainer, longest)
+            trainer.rehearse_on(longest_work(trainer, longest))
+            try_longest(trainer, longest, micro_batches=1)
             with tracker.phase(Phase.OPTIMIZER):
                 _commit(trainer)
             planned = tracker.rollout_plan, tracker.update_plan
@@ -406,6 +424,24 @@ def _commit(trainer: Any) -> None:
                 if not optimizer.state[parameter]:
                     optimizer.init_state(group, parameter, group_index, index)
     trainer._committed.drop_gradients()
+
+
+def _job(trainer: Any, longest: Longest, memory: SimulatedMemory) -> Job:
+    """Sums up what decides the bytes of a trainer's run."""
+    args, parts = trainer.args, memory.live_by_component()
+    optimizer_bytes = parts[Component.OPTIMIZER]
+    return Job(
+        geometry=trainer.adapter.geometry,
+        prompts=args.prompts_per_rollout,
+        group_size=args.num_generations,
+        prompt_tokens=len(longest.prompt),
+        completion_tokens=longest.completion_tokens,
+        step_share=args.step_rows / args.rollout_rows,
+        scored=args.beta != 0,
+        packs_prompts=trainer.adapter.packs_prompts,
+        held_bytes=parts[Component.WEIGHTS] + optimizer_bytes,
+        optimizer_bytes=optimizer_bytes,
+    )
 
 
 def _bare(plan: Any) -> Any:

@@ -36,7 +36,7 @@ from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.data import Prompts
 from memsafe_rl.trainers.experience import Experience
 from memsafe_rl.trainers.ranks import Ranks
-from memsafe_rl.types import Phase, Ragged, RolloutPlan, SequenceKey, Trajectory, UpdatePlan
+from memsafe_rl.types import Phase, Ragged, RolloutPlan, SequenceKey, Trajectory, UpdatePlan, UpdateWork
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -192,17 +192,30 @@ def plans_now(trial: OnPolicyTrainer, longest: Longest) -> tuple[RolloutPlan, Up
     """
     policy, state = trial.memory_policy, trial._tracker.state()
     rollout = trial._maker._work(_rollout_prompts(trial, longest), trial.args.num_generations)
-    rows = range(_share(trial, trial.args.step_rows))
-    update = trial._work(_longest_rows(trial, longest), rows)
+    update = longest_work(trial, longest)
     return trial._maker.served(policy.before_rollout(rollout, state)), policy.before_update(update, state)
 
 
-def try_longest(trial: OnPolicyTrainer, longest: Longest) -> None:
+def longest_work(trial: OnPolicyTrainer, longest: Longest) -> UpdateWork:
+    """Gives the shape of an optimizer step whose rows are the longest.
+
+    Args:
+        trial: the trainer.
+        longest: the longest row.
+
+    Returns:
+        The work of one rank.
+    """
+    return trial._work(_longest_rows(trial, longest), range(_share(trial, trial.args.step_rows)))
+
+
+def try_longest(trial: OnPolicyTrainer, longest: Longest, micro_batches: int = _PROBED_MICRO_BATCHES) -> None:
     """Tries every phase in the order of a step, on the longest rows; no weight moves.
 
     Args:
         trial: the trainer, whose gradients are left as they become.
         longest: the longest row.
+        micro_batches: how many of the step's are run.
 
     Raises:
         MemoryBudgetError: they do not fit under any plan.
@@ -220,7 +233,7 @@ def try_longest(trial: OnPolicyTrainer, longest: Longest) -> None:
         _probe_scoring(trial, trajectory, max(first_tile, trial._tracker.update_plan.logprob_tile))
     plan = trial._tracker.update_plan
     cuts = cut_work(trial._work(trajectory, rows), plan.micro_batch_tokens, packed=plan.pack_prompts)
-    tried = [row for slice_rows in cuts[:_PROBED_MICRO_BATCHES] for row in slice_rows]
+    tried = [row for slice_rows in cuts[:micro_batches] for row in slice_rows]
     terms = trial._fix_terms(experience, tried)
     with trial._tracker.phase(Phase.UPDATE):
         trial._gradient(experience, tried, terms)
@@ -240,7 +253,7 @@ def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
     rows = [divmod(row, group) for row in range(_share(trial, config.rollout_rows))]
     geometry, sampling = trial.adapter.geometry, maker._sampling
     # An end that no row reaches, where a least length makes a copy of the logits to forbid it; else none at all.
-    delayed = sampling.eos_token_ids and min(sampling.min_new_tokens or sampling.min_length, 2)
+    delayed = bool(sampling.eos_token_ids) and max(sampling.min_new_tokens, sampling.min_length) > 0
     ends = (geometry.vocab_size - 1,) if delayed else ()
     least = 2 if delayed else 0
     two_tokens = replace(

@@ -1,0 +1,418 @@
+"""`memsafe-rl plan` behind its flags: what a run will hold, how it will be cut, and what else would fit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console, Group
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from memsafe_rl.cli.arguments import RunRequest
+from memsafe_rl.cli.training import Run, adapter, prepare, prompts, quantization
+from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.forecast.outcome import MemoryForecast
+from memsafe_rl.forecast.search import Job, Scout
+from memsafe_rl.memory.bands import band_of
+from memsafe_rl.memory.policies import MemoryPolicy
+from memsafe_rl.models.loading import load_tokenizer
+from memsafe_rl.trainers.forecast_memory import forecast_memory
+from memsafe_rl.trainers.prepare import chosen_policy
+from memsafe_rl.types import Component, Phase, UpdatePlan
+from memsafe_rl.units import format_bytes, parse_bytes
+
+_COMPONENTS = {
+    Component.WEIGHTS: "weights",
+    Component.GRADIENTS: "grads",
+    Component.OPTIMIZER: "optim",
+    Component.ACTIVATIONS: "activ",
+    Component.KV_CACHE: "cache",
+    Component.LOGITS: "logits",
+}
+_PROOFS = 4
+"""Forecasts that may be spent on proving one answer of a search."""
+_STEP_BACK = 0.85
+"""By how much a length is lowered that turns out not to fit."""
+_RANKS = (8, 16, 64, 256)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a user wants to know.
+
+    Args:
+        run: the run.
+        device_bytes: int, bytes of the card.
+        prompt_tokens: longest prompt, in tokens; None for what the dataset or the settings say.
+    """
+
+    run: Run
+    device_bytes: int
+    prompt_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found beside the forecast itself.
+
+    Args:
+        longest_completion: int, tokens.
+        at_limit: whether that is all that the network takes.
+        largest_group: int, completions per prompt.
+        lever: what would lower the peak most, in words.
+        cards: by GiB, the estimated peak, and whether the run fits; empty unless asked for.
+        frontier: longest completion by group size and rank; empty unless asked for.
+        proved: whether forecasts have confirmed the longest completion and the smallest card.
+        smallest_card: GiB of the smallest card that holds the run; None if none does, or nobody asked.
+    """
+
+    longest_completion: int
+    at_limit: bool
+    largest_group: int
+    lever: str
+    cards: Mapping[int, tuple[int, bool]]
+    frontier: Sequence[tuple[int, int | None, int]]
+    proved: bool = False
+    smallest_card: int | None = None
+
+
+def wish(request: RunRequest, *, gpu: str, prompt_tokens: int | None, load_in_4bit: bool) -> Wish:
+    """Reads what is asked for.
+
+    Args:
+        request: the run as `train` takes it.
+        gpu: memory of the card, such as "24GiB", "24GB" or "24".
+        prompt_tokens: longest prompt, in tokens, or None.
+        load_in_4bit: whether the base is quantised.
+
+    Returns:
+        The wish.
+
+    Raises:
+        ConfigError: something is missing or wrong; the message names it.
+    """
+    if "model" not in request.run:
+        raise ConfigError("plan needs a model. Write --model Qwen/Qwen3-4B, or a folder with a config.json.")
+    if load_in_4bit:
+        if request.run.get("quantization") not in (None, "4bit"):
+            raise ConfigError("--load-in-4bit and quantization contradict each other. Leave one of the two out.")
+        request = replace(request, run={**request.run, "quantization": "4bit"})
+    settings = {"report_to": "none", **request.settings, "use_cpu": True}
+    return Wish(prepare(replace(request, settings=settings)), _card_bytes(gpu), prompt_tokens)
+
+
+def plan(wanted: Wish, console: Console | None, *, find: bool) -> tuple[MemoryForecast, Findings]:
+    """Forecasts a run, and looks for what else would fit.
+
+    Args:
+        wanted: the run and the card.
+        console: where progress is shown; None for nowhere.
+        find: whether to search cards, groups and ranks too, and to prove what is found by further forecasts.
+
+    Returns:
+        The forecast and the findings.
+
+    Raises:
+        MemsafeError: the run cannot be forecast; the message names what to change.
+    """
+    bar = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
+    )
+    bar.disable = console is None
+    with bar:
+        task = bar.add_task("running a step on tensors without bytes")
+        ingredients = _ingredients(wanted)
+        forecast = _first_forecast(wanted, ingredients)
+        bar.update(task, description="looking for what else fits")
+        scout = _scout(wanted, forecast)
+        findings = _findings(forecast, scout, wanted)
+        if find and forecast.refusal is None:
+
+            def tell(text: str) -> None:
+                bar.update(task, description=text)
+
+            findings = _found(findings, forecast, scout, wanted, ingredients, tell)
+    return forecast, findings
+
+
+def as_json(forecast: MemoryForecast, findings: Findings) -> str:
+    """Writes what was found as one JSON object, ``predicted_peak_bytes`` at its top.
+
+    Args:
+        forecast: the forecast.
+        findings: what else was found.
+
+    Returns:
+        JSON.
+    """
+    more = {
+        "band": band_of(forecast.peak_bytes, forecast.budget_bytes).value,
+        "lever": findings.lever,
+        "longest_completion": findings.longest_completion,
+        "largest_group": findings.largest_group,
+        "proved": findings.proved,
+        "smallest_card_gib": findings.smallest_card,
+        "cards": {str(size): {"peak_bytes": peak, "fits": fits} for size, (peak, fits) in findings.cards.items()},
+        "frontier": [
+            {"num_generations": group, "lora_rank": rank, "longest_completion": tokens}
+            for group, rank, tokens in findings.frontier
+        ],
+    }
+    return json.dumps({**forecast.plain(), **more}, indent=1)
+
+
+def show(wanted: Wish, forecast: MemoryForecast, findings: Findings, console: Console) -> None:
+    """Prints what was found.
+
+    Args:
+        wanted: what was asked for.
+        forecast: the forecast.
+        findings: what else was found.
+        console: where.
+    """
+    console.print(_table(wanted, forecast))
+    style = "bold green" if forecast.fits else "bold red"
+    console.print(Text(forecast.sentence(), style=style))
+    console.print(_plan_lines(forecast))
+    for line in _finding_lines(forecast, findings):
+        console.print(line, highlight=False)
+    if findings.cards:
+        console.print(Group(_card_table(findings), _frontier_table(findings)))
+    for assumption in forecast.assumptions:
+        console.print(f"assumed: {assumption}", style="dim", highlight=False)
+    console.print(f"took {forecast.seconds:.1f} s; no weight was loaded", style="dim", highlight=False)
+
+
+def _card_bytes(text: str) -> int:
+    """Reads a card's memory; a bare number is GiB, and a card sold as 24GB has 24 GiB."""
+    plain = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gb|g)?\s*", text.lower())
+    try:
+        size = int(float(plain[1]) * 2**30) if plain else parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"--gpu: {error}") from None
+    if size < 2**20:
+        raise ConfigError(f"--gpu is {text!r}; write a card's memory, such as 24GiB.")
+    return size
+
+
+def _ingredients(wanted: Wish) -> dict[str, Any]:
+    chosen, config = wanted.run.fields, wanted.run.config
+    given: dict[str, Any] = {
+        "peft_config": adapter(chosen.peft),
+        "quantization_config": quantization(chosen.quantization, bf16=True),
+        "memory_policy": chosen_policy(chosen.memory_policy, config),
+    }
+    if wanted.prompt_tokens is None and chosen.dataset is not None:
+        given["train_dataset"] = prompts(chosen)[0]
+        given["processing_class"] = load_tokenizer(str(chosen.model), trust_remote_code=config.trust_remote_code)
+    return given
+
+
+def _forecast(wanted: Wish, given: Mapping[str, Any], **changes: Any) -> MemoryForecast:
+    """Forecasts a run, or the same run with other settings."""
+    config = copy.copy(wanted.run.config)
+    for name, value in changes.pop("settings", {}).items():
+        setattr(config, name, value)
+    return forecast_memory(
+        str(wanted.run.fields.model),
+        config,
+        **{"device_bytes": wanted.device_bytes, "prompt_tokens": wanted.prompt_tokens, **given, **changes},
+    )
+
+
+def _first_forecast(wanted: Wish, given: Mapping[str, Any]) -> MemoryForecast:
+    try:
+        return _forecast(wanted, given)
+    except (NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
+        if isinstance(error, MemsafeError):
+            raise
+        reason = str(error).split("\n")[0]
+        raise MemsafeError(
+            f"{wanted.run.fields.model} does not run on tensors without bytes ({type(error).__name__}: {reason}), so "
+            "that it cannot be forecast. Use probe_worst_case in the run itself."
+        ) from error
+
+
+def _scout(wanted: Wish, forecast: MemoryForecast) -> Scout:
+    policy: MemoryPolicy = chosen_policy(wanted.run.fields.memory_policy, wanted.run.config)
+    return Scout(policy, "cuda", forecast.budget_bytes, dict(forecast.corrections))
+
+
+def _findings(forecast: MemoryForecast, scout: Scout, wanted: Wish) -> Findings:
+    job, limit = forecast.job, forecast.job.geometry.max_positions
+    longest = scout.longest_completion(job)
+    return Findings(
+        longest_completion=longest,
+        at_limit=limit is not None and longest + job.prompt_tokens >= limit,
+        largest_group=scout.largest_group(job),
+        lever=_lever(forecast, wanted),
+        cards={},
+        frontier=(),
+    )
+
+
+def _found(
+    findings: Findings, forecast: MemoryForecast, scout: Scout, wanted: Wish, given: Mapping[str, Any], tell: Any
+) -> Findings:
+    """Searches cards, groups and ranks by estimates, and proves the longest completion and the smallest card."""
+    estimates = scout.cards(forecast.job)
+    cards = {size: (found.peak_bytes, found.fits) for size, found in estimates.items()}
+    longest, proofs = findings.longest_completion, 0
+    while longest > 1 and proofs < _PROOFS:
+        tell(f"proving completions of {longest:,} tokens")
+        if _forecast(wanted, given, settings={"max_completion_length": longest}).fits:
+            break
+        longest, proofs = int(_STEP_BACK * longest), proofs + 1
+    smallest = None
+    for size in [size for size, (_, fits) in cards.items() if fits][:_PROOFS]:
+        tell(f"proving a card of {size} GiB")
+        on_card = _forecast(wanted, given, device_bytes=size * 2**30)
+        cards[size] = (on_card.peak_bytes, on_card.fits)
+        if on_card.fits:
+            smallest = size
+            break
+    limit = forecast.job.geometry.max_positions
+    return replace(
+        findings,
+        longest_completion=longest,
+        at_limit=limit is not None and longest + forecast.job.prompt_tokens >= limit,
+        cards=cards,
+        frontier=_frontier(forecast.job, scout, wanted),
+        proved=proofs < _PROOFS,
+        smallest_card=smallest,
+    )
+
+
+def _frontier(job: Job, scout: Scout, wanted: Wish) -> list[tuple[int, int | None, int]]:
+    """Gives the longest completion by group size and, under an adapter, by rank."""
+    rank = getattr(adapter(wanted.run.fields.peft), "r", None)
+    groups = sorted({4, 8, 16, 32, job.group_size})
+    ranks: list[int | None] = [None] if rank is None else sorted({*_RANKS, rank})
+    found = []
+    for other in ranks:
+        ranked = job if other is None or rank is None else _of_rank(job, other / rank)
+        found += [(group, other, scout.longest_completion(replace(ranked, group_size=group))) for group in groups]
+    return found
+
+
+def _of_rank(job: Job, factor: float) -> Job:
+    """Gives a job whose adapter has so many times the weights, and so its gradients and optimizer state."""
+    geometry, own = job.geometry, job.geometry.trainable_bytes
+    more, state = int((factor - 1) * own), int((factor - 1) * job.optimizer_bytes)
+    weights = geometry.parameter_bytes + more
+    return replace(
+        job,
+        geometry=replace(geometry, trainable_bytes=own + more, parameter_bytes=weights),
+        held_bytes=job.held_bytes + more + state,
+        optimizer_bytes=job.optimizer_bytes + state,
+    )
+
+
+def _lever(forecast: MemoryForecast, wanted: Wish) -> str:
+    """Says what would lower the peak most, going by the largest component that something can be done about."""
+    parts = forecast.phases.get(forecast.peak_phase, {})
+    chosen, config = wanted.run.fields, wanted.run.config
+    ideas: list[tuple[int, str]] = []
+
+    def idea(component: Component, share: float, text: str) -> None:
+        ideas.append((int(share * parts.get(component, 0)), text))
+
+    trains_all, quantised = chosen.peft is None, chosen.quantization is not None
+    if trains_all:
+        taken = sum(parts.get(part, 0) for part in (Component.GRADIENTS, Component.OPTIMIZER))
+        ideas.append((taken, "train an adapter (--peft lora:16): no gradients and optimizer state of the base"))
+        if "8bit" not in str(config.optim):
+            idea(Component.OPTIMIZER, 0.75, "optimizer state in 8 bits (--optim adamw_bnb_8bit)")
+    elif not quantised:
+        idea(Component.WEIGHTS, 0.7, "a base in 4 bits (--load-in-4bit)")
+    if not config.caches_in_8_bits:
+        idea(Component.KV_CACHE, 0.45, "a cache in 8 bits (--cache-implementation quantized), which is lossy")
+    idea(Component.KV_CACHE, 0.5, "completions half as long (--max-completion-length)")
+    idea(Component.ACTIVATIONS, 0.5, "completions half as long (--max-completion-length)")
+    saved, text = max(ideas, default=(0, ""))
+    return f"{text}; saves about {format_bytes(saved)} of the peak" if saved else "nothing that this run could change"
+
+
+def _table(wanted: Wish, forecast: MemoryForecast) -> Table:
+    card, budget = format_bytes(wanted.device_bytes), format_bytes(forecast.budget_bytes)
+    title = f"{wanted.run.fields.model} on a card of {card} (budget {budget}); GiB"
+    table = Table(title=title, title_justify="left")
+    table.add_column("phase", no_wrap=True)
+    shown = [part for part in _COMPONENTS if any(parts.get(part) for parts in forecast.phases.values())]
+    for part in shown:
+        table.add_column(_COMPONENTS[part], justify="right", no_wrap=True)
+    table.add_column("other", justify="right")
+    table.add_column("peak", justify="right", style="bold")
+    for phase in (phase for phase in Phase if phase in forecast.phases):
+        parts = forecast.phases[phase]
+        other = sum(size for part, size in parts.items() if part not in shown)
+        sizes = [parts.get(part, 0) for part in shown]
+        style = "bold" if phase is forecast.peak_phase else ""
+        table.add_row(phase.value, *map(_gib, (*sizes, other, sum(parts.values()))), style=style)
+    return table
+
+
+def _gib(size: int) -> str:
+    return "" if size < 5 * 2**20 else f"{size / 2**30:.2f}"
+
+
+def _plan_lines(forecast: MemoryForecast) -> Text:
+    rollout, update = forecast.rollout_plan, forecast.update_plan
+    plain = UpdatePlan()
+    extras = [
+        name
+        for name, taken in {
+            "activations recomputed": update.checkpointing,
+            "activations offloaded": update.offload_activations,
+            "prompts packed": update.pack_prompts,
+            "optimizer parked": update.park_optimizer or rollout.park_optimizer,
+            "trajectory on the device": update.trajectory_device != plain.trajectory_device,
+            "cache in 8 bits": rollout.cache_dtype is not None,
+        }.items()
+        if taken
+    ]
+    return Text(
+        f"plan: rollouts of {rollout.rows_in_flight} rows in flight, prompts read {rollout.prefill_tokens:,} tokens at "
+        f"a time; updates of {update.micro_batch_tokens:,} tokens, logits of {update.logprob_tile:,}"
+        + (f"; {', '.join(extras)}" if extras else "")
+    )
+
+
+def _finding_lines(forecast: MemoryForecast, findings: Findings) -> list[str]:
+    share = forecast.peak_bytes / max(1, forecast.budget_bytes)
+    band = band_of(forecast.peak_bytes, forecast.budget_bytes)
+    known = "" if findings.proved else " (estimated; --find proves it)"
+    limit = ", all that the model takes" if findings.at_limit else ""
+    group = f"{findings.largest_group}" + (" or more" if findings.largest_group >= 1024 else "")
+    lines = [
+        f"band: {band.value}, {share:.0%} of the budget",
+        f"biggest lever left: {findings.lever}",
+        f"longest completion that fits: {findings.longest_completion:,} tokens{limit}{known}",
+        f"largest group that fits: {group} completions a prompt (estimated)",
+    ]
+    if findings.smallest_card is not None:
+        lines.append(f"smallest card that holds this run: {findings.smallest_card} GiB")
+    return lines
+
+
+def _card_table(findings: Findings) -> Table:
+    table = Table("card, GiB", "peak, GiB", "fits", title="cards (estimates; the smallest that fits is forecast)")
+    for size, (peak, fits) in findings.cards.items():
+        table.add_row(str(size), f"{peak / 2**30:.1f}", "yes" if fits else "no", style="" if fits else "dim")
+    return table
+
+
+def _frontier_table(findings: Findings) -> Table:
+    groups = sorted({group for group, _, _ in findings.frontier})
+    table = Table("LoRA rank", *(f"G = {group}" for group in groups), title="longest completion, tokens (estimates)")
+    ranks = list(dict.fromkeys(rank for _, rank, _ in findings.frontier))
+    for rank in ranks:
+        found = {group: tokens for group, other, tokens in findings.frontier if other == rank}
+        table.add_row("all weights" if rank is None else str(rank), *(f"{found[group]:,}" for group in groups))
+    return table
