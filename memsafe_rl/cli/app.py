@@ -119,6 +119,46 @@ def verify(words: Words = None, simulate: Simulate = None) -> None:
             raise typer.Exit(DIFFERENT)
 
 
+@app.command(
+    "plan",
+    context_settings={"ignore_unknown_options": True},
+    options_metavar="--model NAME --gpu 24GiB [CONFIG.yaml] [--name value ...]",
+    no_args_is_help=True,
+)
+def plan(
+    words: Words = None,
+    gpu: Annotated[str, typer.Option("--gpu", metavar="SIZE", help="Memory of the card, such as 24GiB.")] = "24GiB",
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option("--prompt-tokens", min=1, help="Longest prompt; else the dataset's, max_prompt_length, or 512."),
+    ] = None,
+    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="The base in 4 bits (needs --peft).")] = False,
+    find: Annotated[
+        bool, typer.Option("--find", help="Search cards, lengths, groups and ranks too, and prove what is found.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Say what a run will hold before it starts: no GPU, no weights, no hub.
+
+    Takes the run file and the flags of `memsafe-rl train`. A step is run on tensors that hold no bytes, under the plans
+    that the run would make, and every phase is counted.
+
+    Example: memsafe-rl plan --model Qwen/Qwen3-4B --gpu 24GiB --num-generations 8 --max-completion-length 1024 --peft
+    lora:16
+    """
+    with plain_errors():
+        request = read_request(words or [])
+        planning = importlib.import_module("memsafe_rl.cli.planning")
+        wanted = planning.wish(request, gpu=gpu, prompt_tokens=prompt_tokens, load_in_4bit=load_in_4bit)
+        forecast, findings = planning.plan(wanted, None if as_json else Console(stderr=True), find=find)
+        if as_json:
+            typer.echo(planning.as_json(forecast, findings))
+        else:
+            planning.show(wanted, forecast, findings, Console())
+        if not forecast.fits:
+            raise typer.Exit(DIFFERENT)
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
