@@ -246,3 +246,21 @@ def doctor(
             examining.show(found, Console())
         if not found.healthy:
             raise typer.Exit(DIFFERENT)
+
+
+@app.command()
+def monitor(
+    pid: Annotated[int | None, typer.Option("--pid", help="Process of the run.")] = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="DIR", help="The run's output_dir.")] = None,
+    as_json: Json = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl+C.")] = False,
+) -> None:
+    """Show how a run stands: card, budget, peaks by phase, retries, other processes, and what to do, if anything.
+
+    With neither --pid nor --run, your only run that is alive on this machine; with several, a list of them.
+
+    Example: memsafe-rl monitor --run outputs/run --watch
+    """
+    with plain_errors():
+        monitoring = importlib.import_module("memsafe_rl.cli.monitoring")
+        monitoring.monitor(pid, run, json_output=as_json, watch=watch, console=Console())

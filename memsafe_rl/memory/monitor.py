@@ -51,6 +51,9 @@ class MemoryMeter(Protocol):
     def live_by_component(self) -> Mapping[Component, int]:
         """Bytes held now by what they are for; empty where nobody keeps the count."""
 
+    def peak_by_component(self) -> Mapping[Component, int]:
+        """Bytes held by what they are for, at the peak of the phase left last; empty where nobody keeps the count."""
+
     def allocator_retries(self) -> int:
         """How often the allocator had to give its cache back before an allocation succeeded, ever."""
 
@@ -98,6 +101,10 @@ class CudaMeter:
         return torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
 
     def live_by_component(self) -> Mapping[Component, int]:
+        """Nothing: the allocator does not know what its blocks are for."""
+        return {}
+
+    def peak_by_component(self) -> Mapping[Component, int]:
         """Nothing: the allocator does not know what its blocks are for."""
         return {}
 
@@ -159,6 +166,10 @@ class HostMeter:
         """Nothing: the operating system does not know what pages are for."""
         return {}
 
+    def peak_by_component(self) -> Mapping[Component, int]:
+        """Nothing: the operating system does not know what pages are for."""
+        return {}
+
     def allocator_retries(self) -> int:
         """None: memory of the host is not cached in blocks that could run short."""
         return 0
@@ -214,9 +225,18 @@ class SimulatedMeter:
         """Bytes held now by what they are for."""
         return self._simulation.live_by_component()
 
+    def peak_by_component(self) -> Mapping[Component, int]:
+        """Bytes held by what they are for, at the peak of the phase left last."""
+        record = self._simulation.last_phase
+        return {} if record is None else record.components
+
     def allocator_retries(self) -> int:
         """None: a simulated device caches nothing."""
         return 0
+
+    def refusals(self) -> int:
+        """Allocations that the device has refused."""
+        return self._simulation.refusals
 
     def enforce(self, budget_bytes: int) -> None:
         """Lowers the device's capacity to the budget until `release`.

@@ -138,6 +138,11 @@ class SimulatedMemory:
         """One record for every phase left so far, in the order they were left."""
         return list(self._timeline)
 
+    @property
+    def last_phase(self) -> PhaseRecord | None:
+        """The record of the phase that was left last; None before any was."""
+        return self._timeline[-1] if self._timeline else None
+
     def live_by_component(self) -> dict[Component, int]:
         """Divides `live_bytes` by what they are for.
 

@@ -54,6 +54,8 @@ class MemoryTracker:
         self.phase_now = Phase.LOAD
         self.phase_peaks: dict[str, int] = {}
         self.phase_seconds: dict[str, float] = {}
+        self.step_parts: dict[str, dict[str, int]] = {}
+        self._parts: dict[str, Mapping[Component, int]] = {}
         self._device = device
         self._peak_bytes = 0
         self._plans: dict[type, RolloutPlan | UpdatePlan] = {}
@@ -129,6 +131,8 @@ class MemoryTracker:
             self.phase_now = before
             peak = self.meter.peak_bytes()
             self._peak_bytes = max(self._peak_bytes, peak)
+            if peak >= self.phase_peaks.get(phase, 0):
+                self._parts[phase] = self.meter.peak_by_component()
             self.phase_peaks[phase] = max(self.phase_peaks.get(phase, 0), peak)
             self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + time.perf_counter() - start
             if compared and plan is not None and plan is self._plan_of(phase):
@@ -182,7 +186,11 @@ class MemoryTracker:
         self._failures = (*self._failures, replace(failure, work=None))
 
     def drain(self) -> dict[str, float]:
-        """Gives peak bytes and seconds of every phase since the last call, under `memory/*` and `time/*`."""
+        """Gives peak bytes and seconds of every phase since the last call, under `memory/*` and `time/*`.
+
+        Who held the bytes at those peaks is in `step_parts` until the next call.
+        """
+        self.step_parts = self._divide_peaks()
         metrics = {f"memory/{name}_peak_bytes": float(peak) for name, peak in self.phase_peaks.items()}
         metrics |= {f"time/{name}_seconds": seconds for name, seconds in self.phase_seconds.items()}
         peak = max(self.phase_peaks.values(), default=self.meter.peak_bytes())
@@ -194,6 +202,7 @@ class MemoryTracker:
                 metrics[f"memory/{name}_predicted_bytes"] = float(plan.predicted_bytes[name])
         self.phase_peaks.clear()
         self.phase_seconds.clear()
+        self._parts.clear()
         self._announce(peak)
         return metrics
 
@@ -220,6 +229,19 @@ class MemoryTracker:
         for event in self._leaks.observe(self.step + 1, held, known, steps_per_rollout=steps_per_rollout):
             self.events.append(event)
             logger.warning("%s", event["sentence"])
+
+    def _divide_peaks(self) -> dict[str, dict[str, int]]:
+        """Divides each phase's peak by component: as the meter counted it, else what known owners hold and the rest."""
+        known: Mapping[Component, int] | None = None
+        divided = {}
+        for name, peak in self.phase_peaks.items():
+            parts = self._parts.get(name)
+            if not parts:
+                known = self._holders() if known is None else known
+                rest = max(0, peak - sum(known.values()))
+                parts = {**known, Component.OTHER: rest}
+            divided[str(name)] = {component.value: size for component, size in parts.items() if size > 0}
+        return divided
 
     def _announce(self, peak_bytes: int) -> None:
         """Says it when the peak enters another band of the budget, or the allocator had to tidy up."""

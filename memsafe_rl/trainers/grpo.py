@@ -12,7 +12,15 @@ from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
 from transformers.utils import logging as transformers_logging
 
-from memsafe_rl.callbacks import CompletionsTable, MetricsLog, ProgressBar, Trackers, banner
+from memsafe_rl.callbacks import (
+    CompletionsTable,
+    MetricsLog,
+    ProgressBar,
+    RunRecord,
+    StatusFile,
+    Trackers,
+    banner,
+)
 from memsafe_rl.forecast.outcome import MemoryForecast
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.memory.monitor import meter_for
@@ -241,7 +249,12 @@ class GRPOTrainer(OnPolicyTrainer):
 
     def _own_callbacks(self, tracker: MemoryTracker, ranks: Ranks) -> list[Any]:
         output_dir = Path(self.args.output_dir)
-        own: list[Any] = [MetricsLog(output_dir, tracker.events)]
+        device = self.accelerator.device
+        own: list[Any] = [
+            MetricsLog(output_dir, tracker.events),
+            RunRecord(output_dir, tracker, device, self._run_record),
+            StatusFile(output_dir, tracker, device, rank=ranks.rank, world_size=ranks.world_size),
+        ]
         if self.args.log_completions:
             own.append(
                 CompletionsTable(
@@ -255,6 +268,14 @@ class GRPOTrainer(OnPolicyTrainer):
         if not self.args.disable_tqdm:
             own.append(ProgressBar())
         return own
+
+    def _run_record(self) -> dict[str, Any]:
+        """What the run's folder says of the run besides its settings."""
+        return {
+            "facts": self._facts(self._tracker),
+            "rewards": list(self.rewards.names),
+            "forecast": None if self.forecast is None else self.forecast.plain(),
+        }
 
     def _facts(self, tracker: MemoryTracker) -> dict[str, str]:
         """What the start banner says."""

@@ -1,0 +1,533 @@
+"""`memsafe-rl monitor` behind its flags: finds a run, and reads what it and the driver tell of it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.bands import SAFE_SHARE, Band, band_of
+from memsafe_rl.memory.cards import Card, CardProcess, CardsRead, read_cards
+from memsafe_rl.status import STATUS_FILE, process_started, read_json, run_of, runs_alive, status_file
+from memsafe_rl.units import format_bytes
+
+_FRESH_SECONDS = 10.0
+"""Seconds since its last word after which a run is no longer taken for alive unseen; it speaks every second."""
+_REFRESH_SECONDS = 1.0
+_CROWDED_SHARE = 0.05
+"""Share of a card held by others from which on it is worth a word."""
+_STRANDED_SHARE = 0.2
+"""Share of reserved bytes without a tensor from which on memory is cut into pieces too small to use."""
+_ROOMY_SHARE = 0.5
+"""Share of the budget below which half of it is never used."""
+_PHASES = ("load", "rollout", "reward", "score", "update", "optimizer", "evaluate", "checkpoint")
+_BAR_CELLS = 24
+_STYLES = {Band.SAFE: "green", Band.EDGE: "yellow", Band.DANGER: "bold red"}
+
+
+class Liveness(StrEnum):
+    """Whether somebody still writes a status file."""
+
+    ALIVE = "alive"
+    SILENT = "silent"
+    GONE = "gone"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A run as it was last seen.
+
+    Args:
+        status: what it wrote of itself.
+        age_seconds: how long ago it did.
+        liveness: whether its process is still there.
+    """
+
+    status: Mapping[str, Any]
+    age_seconds: float
+    liveness: Liveness
+
+
+@dataclass(frozen=True)
+class View:
+    """What there is to see at one moment.
+
+    Args:
+        cards: the machine's cards.
+        ranks: the run's processes, the first first; none where no run was asked for or found.
+        runs: process and folder of this user's other runs.
+    """
+
+    cards: CardsRead
+    ranks: tuple[Sighting, ...] = ()
+    runs: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def run(self) -> Sighting | None:
+        """The run's first process."""
+        return self.ranks[0] if self.ranks else None
+
+
+def find_run(pid: int | None, run: str | None) -> Path | None:
+    """Finds the folder of the run that is meant.
+
+    Args:
+        pid: its process; None where it is not given.
+        run: its folder; None where it is not given.
+
+    Returns:
+        The folder; None where neither is given and not exactly one run of this user is alive.
+
+    Raises:
+        ConfigError: both are given, there is no such process or folder, or no run is to be seen there.
+    """
+    if pid is not None and run is not None:
+        raise ConfigError("--pid and --run are both given. Give one of them.")
+    if pid is not None:
+        return _run_of_process(pid)
+    if run is None:
+        alive = list(runs_alive())
+        return alive[0][1] if len(alive) == 1 else None
+    folder = Path(run)
+    if not folder.is_dir():
+        raise ConfigError(f"--run is {run!r}, and there is no such folder. Give the run's output_dir.")
+    if read_json(folder / STATUS_FILE) is None:
+        raise ConfigError(
+            f"{run!r} has no readable {STATUS_FILE}, which a run writes from its first step on. Give the output_dir of "
+            "a run of this library, and wait until it has loaded its model."
+        )
+    return folder
+
+
+def _run_of_process(pid: int) -> Path:
+    found = run_of(pid)
+    if found is not None:
+        return found
+    if process_started(pid) is None:
+        known = ", ".join(str(number) for number, _ in runs_alive()) or "none"
+        raise ConfigError(f"--pid is {pid}, and there is no such process. Runs of yours that are alive: {known}.")
+    raise ConfigError(
+        f"Process {pid} has left no word of where its run writes: it is no training run of this library, has not "
+        "loaded its model yet, or belongs to another user. Give its output_dir with --run."
+    )
+
+
+def look(run_dir: Path | None) -> View:
+    """Reads how a run, and the machine's cards, stand now.
+
+    Args:
+        run_dir: the run's folder; None for the cards alone.
+
+    Returns:
+        What there is to see.
+    """
+    cards = read_cards()
+    if run_dir is None:
+        return View(cards, runs=tuple((pid, str(folder)) for pid, folder in runs_alive()))
+    first = read_json(run_dir / STATUS_FILE) or {}
+    others = (read_json(run_dir / status_file(rank)) for rank in range(1, int(first.get("world_size", 1))))
+    now = time.time()
+    return View(cards, tuple(_seen(status, now) for status in (first, *others) if status))
+
+
+def _seen(status: Mapping[str, Any], now: float) -> Sighting:
+    age = max(0.0, now - float(status.get("written", 0.0)))
+    return Sighting(status, age, _liveness(status, age))
+
+
+def _liveness(status: Mapping[str, Any], age_seconds: float) -> Liveness:
+    """Judges by the file's age, and by the process where it is on this machine."""
+    if status.get("state") != "training":
+        return Liveness.ENDED
+    if age_seconds < _FRESH_SECONDS and status.get("host") != socket.gethostname():
+        return Liveness.ALIVE
+    here = status.get("host") == socket.gethostname()
+    if here and process_started(int(status.get("pid", -1))) != status.get("process_started"):
+        return Liveness.GONE
+    return Liveness.ALIVE if age_seconds < _FRESH_SECONDS else Liveness.SILENT
+
+
+def card_of(status: Mapping[str, Any], cards: Sequence[Card]) -> Card | None:
+    """Finds the card that a run is on.
+
+    Args:
+        status: what the run wrote of itself.
+        cards: the machine's cards.
+
+    Returns:
+        The card; None where the run is on none of them.
+    """
+    uuid = str(status.get("device", {}).get("uuid") or "")
+    return next((card for card in cards if uuid and card.uuid.removeprefix("GPU-") == uuid.removeprefix("GPU-")), None)
+
+
+def neighbours(status: Mapping[str, Any], cards: Sequence[Card]) -> tuple[CardProcess, ...]:
+    """Lists the other processes on a run's card.
+
+    Args:
+        status: what the run wrote of itself.
+        cards: the machine's cards.
+
+    Returns:
+        Processes that are not the run's.
+    """
+    card = card_of(status, cards)
+    return () if card is None else tuple(found for found in card.processes if found.pid != status.get("pid"))
+
+
+def step_peak_bytes(status: Mapping[str, Any]) -> int:
+    """Gives the peak that says how near the run is to its budget: the last step's, else the highest so far.
+
+    Args:
+        status: what the run wrote of itself.
+
+    Returns:
+        int, bytes.
+    """
+    last = status.get("last_step_peak_bytes") or {}
+    return int(max(last.values(), default=status.get("peak_bytes", 0)))
+
+
+def band(status: Mapping[str, Any]) -> Band:
+    """Tells where a run's last step lies in its budget.
+
+    Args:
+        status: what the run wrote of itself.
+
+    Returns:
+        The band.
+    """
+    return band_of(step_peak_bytes(status), max(1, int(status.get("budget_bytes", 1))))
+
+
+def advice(seen: Sighting, cards: Sequence[Card]) -> str:
+    """Says in one sentence what, if anything, is to be done; what matters most comes first.
+
+    Args:
+        seen: the run.
+        cards: the machine's cards.
+
+    Returns:
+        One sentence.
+    """
+    return _advice_on_life(seen) or _advice_on_allocator(seen.status, cards) or _advice_on_budget(seen.status)
+
+
+def _advice_on_life(seen: Sighting) -> str:
+    status, ago = seen.status, _duration(seen.age_seconds)
+    if seen.liveness is Liveness.GONE:
+        return (
+            f"Process {status.get('pid')} is gone without a word, {ago} after its last: the system killed it, or the "
+            "machine was restarted; look for the kernel's out-of-memory killer in dmesg, and go on with "
+            "resume_from_checkpoint=True."
+        )
+    if seen.liveness is Liveness.SILENT:
+        return f"The run has said nothing for {ago}, though it should every second: it is suspended or hangs."
+    if seen.liveness is Liveness.ENDED and status.get("state") == "finished":
+        return "The run has finished; memsafe-rl report shows all of it."
+    if seen.liveness is Liveness.ENDED:
+        why = str(status.get("ended_by") or "").split("\n")[0]
+        return f"The run was stopped{f' by {why}' if why else ''}; resume_from_checkpoint=True goes on with it."
+    return ""
+
+
+def _advice_on_allocator(status: Mapping[str, Any], cards: Sequence[Card]) -> str:
+    total = max(1, int(status.get("device", {}).get("total_bytes", 1)))
+    crowd = sum(found.used_bytes or 0 for found in neighbours(status, cards))
+    if crowd >= _CROWDED_SHARE * total:
+        return (
+            f"Other processes hold {format_bytes(crowd)} of this card: end them, or lower memory_budget so that plans "
+            "leave them that much."
+        )
+    reserved, allocated = status.get("reserved_bytes"), int(status.get("allocated_bytes", 0))
+    if status.get("allocator_retries"):
+        return (
+            f"The allocator gave all its cache back {status['allocator_retries']} times to find a block, which costs "
+            "speed: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start, or lower memory_budget."
+        )
+    if (
+        reserved
+        and reserved - allocated >= max(_STRANDED_SHARE * reserved, _CROWDED_SHARE * total)
+        and (band(status) is not Band.SAFE)
+    ):
+        return (
+            f"{format_bytes(reserved - allocated)} are reserved and hold no tensor: set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start."
+        )
+    return ""
+
+
+def _advice_on_budget(status: Mapping[str, Any]) -> str:
+    peak, budget = step_peak_bytes(status), max(1, int(status.get("budget_bytes", 1)))
+    found, failures = band(status), int(status.get("failures", 0))
+    if found is Band.DANGER:
+        return (
+            "The last step came close to the budget: a longer batch may fail once before a leaner plan takes over; "
+            "lower max_completion_length or raise memory_budget if that happens often."
+        )
+    if failures:
+        return (
+            f"{failures} allocations failed and their work was done again, so nothing was lost but time; later plans "
+            "know of it."
+        )
+    if found is Band.EDGE:
+        return "Little room is left, and plans keep the run within it; nothing needs to be done."
+    if step_peak_bytes(status) and peak < _ROOMY_SHARE * budget:
+        spare = format_bytes(int(SAFE_SHARE * budget) - peak)
+        return f"{spare} could be used before it gets tight: longer completions or a larger model would fit."
+    return "The run keeps well within its budget; nothing needs to be done."
+
+
+def as_json(view: View) -> str:
+    """Writes what there is to see as one JSON object; bytes throughout.
+
+    Args:
+        view: what there is to see.
+
+    Returns:
+        JSON on one line.
+    """
+    run = view.run
+    content: dict[str, Any] = {
+        "time": time.time(),
+        "cards": [asdict(card) for card in view.cards.cards],
+        "cards_source": view.cards.source,
+        "run": None if run is None else _plain(run),
+        "ranks": [_plain(seen) for seen in view.ranks[1:]],
+        "runs": [{"pid": pid, "run_dir": run_dir} for pid, run_dir in view.runs],
+    }
+    if run is not None:
+        content |= {
+            "band": str(band(run.status)),
+            "neighbours": [asdict(found) for found in neighbours(run.status, view.cards.cards)],
+            "advice": advice(run, view.cards.cards),
+        }
+    return json.dumps(content)
+
+
+def _plain(seen: Sighting) -> dict[str, Any]:
+    return {**seen.status, "liveness": str(seen.liveness), "age_seconds": round(seen.age_seconds, 3)}
+
+
+def monitor(pid: int | None, run: str | None, *, json_output: bool, watch: bool, console: Console) -> None:
+    """Shows a run once, or again and again until Ctrl+C.
+
+    Args:
+        pid: its process; None where it is not given.
+        run: its folder; None where it is not given.
+        json_output: print JSON, one object a line, instead of text.
+        watch: go on until Ctrl+C.
+        console: where to.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    folder = find_run(pid, run)
+    if not watch:
+        view = look(folder)
+        if json_output:
+            print(as_json(view))
+        else:
+            console.print(render(view))
+        return
+    try:
+        if json_output:
+            while True:
+                print(as_json(look(folder)), flush=True)
+                time.sleep(_REFRESH_SECONDS)
+        with Live(render(look(folder)), console=console, auto_refresh=False, transient=False) as live:
+            while True:
+                time.sleep(_REFRESH_SECONDS)
+                live.update(render(look(folder)), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+# ---------------------------------------------------------------------- what is printed
+
+
+def render(view: View) -> RenderableType:
+    """Sets what there is to see as text.
+
+    Args:
+        view: what there is to see.
+
+    Returns:
+        Something rich prints.
+    """
+    run = view.run
+    parts: list[RenderableType] = [] if run is None else [*_about_run(run, view)]
+    if run is None:
+        parts.append(_about_others(view.runs))
+    parts.append(_about_cards(view, run))
+    if run is not None:
+        style = _STYLES[band(run.status)] if run.liveness is Liveness.ALIVE else "bold"
+        parts.append(Text.assemble(("\n→ ", style), advice(run, view.cards.cards)))
+    return Group(*parts)
+
+
+def _about_run(seen: Sighting, view: View) -> Sequence[RenderableType]:
+    status = seen.status
+    parts: list[RenderableType] = [_heading(seen), _progress(seen), Text(""), _device(status), _phases(status)]
+    parts.append(_counters(status))
+    beside = neighbours(status, view.cards.cards)
+    for found in beside:
+        held = "an unknown amount" if found.used_bytes is None else format_bytes(found.used_bytes)
+        parts.append(Text(f"also on this card: process {found.pid} {found.name}, {held}", style="yellow"))
+    if len(view.ranks) > 1:
+        parts.append(_ranks(view.ranks))
+    return parts
+
+
+def _heading(seen: Sighting) -> Text:
+    status = seen.status
+    words = {
+        Liveness.ALIVE: ("training", "green"),
+        Liveness.SILENT: ("silent", "yellow"),
+        Liveness.GONE: ("process gone", "bold red"),
+        Liveness.ENDED: (str(status.get("state")), "bold"),
+    }
+    place = "" if status.get("host") == socket.gethostname() else f" on {status.get('host')}"
+    return Text.assemble(
+        words[seen.liveness],
+        ("  ", ""),
+        (str(status.get("run_dir")), "bold"),
+        f"  process {status.get('pid')}{place}, {_duration(seen.age_seconds)} ago",
+    )
+
+
+def _progress(seen: Sighting) -> Text:
+    status, metrics = seen.status, seen.status.get("metrics", {})
+    facts = [f"step {status.get('step', 0)} of {status.get('max_steps', '?')}"]
+    if seen.liveness in (Liveness.ALIVE, Liveness.SILENT):
+        sampling = status.get("sampling")
+        done = f" ({sampling[0]} of {sampling[1]} completions ended)" if sampling else ""
+        phase = str(status.get("phase"))
+        facts.append("between phases" if phase == "load" else f"in {phase}{done}")
+    if "step_time" in metrics:
+        facts.append(f"{metrics['step_time']:.2f} s a step")
+    if "reward" in metrics:
+        facts.append(f"reward {metrics['reward']:.3f}")
+    if "completions/mean_length" in metrics:
+        facts.append(f"{metrics['completions/mean_length']:.0f} tokens a completion")
+    return Text(" · ".join(facts))
+
+
+def _device(status: Mapping[str, Any]) -> Table:
+    device, table = status.get("device", {}), Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    capability = device.get("capability")
+    about = device.get("name", "") if capability is None else f"{device.get('name')}, capability {capability}"
+    table.add_row("device", format_bytes(int(device.get("total_bytes", 0))), about)
+    budget, peak, found = int(status.get("budget_bytes", 0)), step_peak_bytes(status), band(status)
+    share = f"the last step's peak is {peak / max(1, budget):.1%} of it: "
+    table.add_row("budget", format_bytes(budget), Text.assemble(share, (found.value, _STYLES[found])))
+    exact = status.get("counts_tensors", True)
+    whose = "live tensors" if exact else "the whole process, Python and libraries included"
+    table.add_row("allocated", format_bytes(int(status.get("allocated_bytes", 0))), whose)
+    if status.get("reserved_bytes") is not None:
+        table.add_row("reserved", format_bytes(int(status["reserved_bytes"])), "by PyTorch's allocator")
+    table.add_row("peak", format_bytes(int(status.get("peak_bytes", 0))), "since the run began")
+    if status.get("free_bytes") is not None:
+        whom = {"cuda": "for the driver", "host": "for the operating system"}.get(device.get("kind"), "on the device")
+        table.add_row("free", format_bytes(int(status["free_bytes"])), f"{whom}, after the last step")
+    return table
+
+
+def _phases(status: Mapping[str, Any]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for title in ("phase", "highest peak", "last step", "planned", "of the budget"):
+        table.add_column(title, justify="left" if title in ("phase", "of the budget") else "right", no_wrap=True)
+    last, planned = status.get("last_step_peak_bytes") or {}, status.get("predicted_bytes") or {}
+    budget = max(1, int(status.get("budget_bytes", 1)))
+    peaks = status.get("phase_peak_bytes") or {}
+    for name in sorted(peaks, key=lambda name: _PHASES.index(name) if name in _PHASES else len(_PHASES)):
+        peak = peaks[name]
+        table.add_row(
+            name,
+            format_bytes(int(peak)),
+            format_bytes(int(last[name])) if name in last else "-",
+            format_bytes(int(planned[name])) if name in planned else "-",
+            _bar(peak / budget, _STYLES[band_of(int(peak), budget)]),
+        )
+    return table
+
+
+def _bar(share: float, style: str) -> Text:
+    filled = min(_BAR_CELLS, round(share * _BAR_CELLS))
+    return Text.assemble(("█" * filled, style), ("░" * (_BAR_CELLS - filled), "dim"), f" {share:.0%}")
+
+
+def _counters(status: Mapping[str, Any]) -> Text:
+    retries, ooms = int(status.get("allocator_retries", 0)), int(status.get("allocator_ooms", 0))
+    failures, repeated = int(status.get("failures", 0)), int(status.get("retries", 0))
+    if not any((retries, ooms, failures, repeated)):
+        return Text("no allocation was refused or retried", style="dim")
+    told = f"allocator: {retries} retries, {ooms} out-of-memory errors · this run: {failures} failures survived"
+    return Text(f"{told}, {repeated} repeated under the same plan", style="yellow")
+
+
+def _ranks(ranks: Sequence[Sighting]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for title in ("rank", "process", "allocated", "last step's peak", "band"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for number, seen in enumerate(ranks):
+        found = band(seen.status)
+        state = Text(found.value, style=_STYLES[found]) if seen.liveness is Liveness.ALIVE else Text(seen.liveness)
+        allocated = format_bytes(int(seen.status.get("allocated_bytes", 0)))
+        rank = str(seen.status.get("rank", number))
+        table.add_row(rank, str(seen.status.get("pid")), allocated, format_bytes(step_peak_bytes(seen.status)), state)
+    return table
+
+
+def _about_others(runs: Sequence[tuple[int, str]]) -> Text:
+    if not runs:
+        return Text("No run of yours is alive on this machine; --run DIR shows one that has ended.\n")
+    listed = "\n".join(f"  --pid {pid}   {run_dir}" for pid, run_dir in runs)
+    return Text(f"Several runs are alive; choose one:\n{listed}\n")
+
+
+def _about_cards(view: View, run: Sighting | None) -> RenderableType:
+    if not view.cards.cards:
+        kind = "" if run is None else str(run.status.get("device", {}).get("kind"))
+        counted = {
+            "simulated": " The run's figures are those of a simulated device.",
+            "host": " The run's figures are those of host memory.",
+        }.get(kind, "")
+        return Text(f"\nNo card: {view.cards.source}.{counted}", style="dim")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title="\nCards, by " + view.cards.source)
+    table.title_justify, table.title_style = "left", "dim"
+    for title in ("card", "name", "capability", "total", "used", "free", "busy", "processes"):
+        table.add_column(title, justify="left" if title in ("card", "name", "processes") else "right")
+    own = None if run is None else card_of(run.status, view.cards.cards)
+    for card in view.cards.cards:
+        table.add_row(
+            f"{card.index}{' *' if own is not None and own.uuid == card.uuid else ''}",
+            card.name,
+            card.capability or "-",
+            *(format_bytes(size) for size in (card.total_bytes, card.used_bytes, card.free_bytes)),
+            "-" if card.utilization is None else f"{card.utilization} %",
+            ", ".join(str(found.pid) for found in card.processes) or "none",
+        )
+    return table
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
