@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,15 @@ CUDA_GRANULARITY_BYTES = 512
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers whoever reads a number that nobody computed: nothing is broken, nothing differs, every id is 1."""
+    """Answers whoever reads a number that nobody computed: nothing is broken, and everything is 1.
+
+    Args:
+        number: the answer for floats.
+    """
+
+    def __init__(self, number: float = 1.0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._number = number
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -30,7 +38,16 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dtype = args[0].dtype
         if dtype == torch.bool:
             return False
-        return 0.0 if dtype.is_floating_point else 1
+        return self._number if dtype.is_floating_point else 1
+
+
+def nothing_differs() -> AbstractContextManager[Any]:
+    """Has every difference that is read inside be 0.
+
+    Returns:
+        A context.
+    """
+    return _Answers(0.0)
 
 
 @contextmanager
@@ -51,7 +68,7 @@ def fake_device(capacity_bytes: int | None = None, *, granularity_bytes: int = 1
     level = told.level
     memory = SimulatedMemory(capacity_bytes, exact=False, granularity_bytes=granularity_bytes)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with among_ourselves(), only_bytes_matter(), fake, memory, _Answers():  # type: ignore[no-untyped-call]
+    with among_ourselves(), only_bytes_matter(), fake, memory, _Answers():
         told.setLevel(logging.CRITICAL)
         try:
             yield memory

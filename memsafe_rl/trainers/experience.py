@@ -231,6 +231,11 @@ class ExperienceMaker:
         self._sampling = replace(self._sampling, max_new_tokens=max_new_tokens, min_new_tokens=least)
 
     @property
+    def corrects_sampler(self) -> bool:
+        """Whether completions come from a sampler that is not quite the trained network, and the loss corrects it."""
+        return self._rollout_func is None and self._corrected(self._engine.is_external)
+
+    @property
     def can_round_cache(self) -> bool:
         """Whether `round_cache` would do it."""
         engine = self._engine

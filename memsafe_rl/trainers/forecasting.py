@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from memsafe_rl.accounting import charge, in_phase
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.forecast.device import CUDA_GRANULARITY_BYTES, fake_device
+from memsafe_rl.forecast.device import CUDA_GRANULARITY_BYTES, fake_device, nothing_differs
 from memsafe_rl.forecast.families import config_for
 from memsafe_rl.forecast.networks import fake_causal_lm, shallow_copy
 from memsafe_rl.forecast.outcome import MemoryForecast
@@ -306,7 +306,7 @@ def _check_shallow(model: Any, settings: Any, memory: SimulatedMemory) -> _Check
     """Checks a network with a block of each kind; a deeper one holds little more while it is checked."""
     held = memory.live_bytes
     adapter = CausalLMAdapter(model, pad_token_id=0)
-    with in_phase(Phase.ROLLOUT), autocast(adapter.device, settings.autocast_dtype):
+    with in_phase(Phase.ROLLOUT), nothing_differs(), autocast(adapter.device, settings.autocast_dtype):
         check_head(adapter)
     extra = sum(memory.phase_peaks()[Phase.ROLLOUT].values()) - held
     memory.forget_phases()
@@ -399,14 +399,14 @@ def rehearse(trainer: Any, longest: Longest, memory: SimulatedMemory) -> None:
         trainer._make_optimizer(trainer._max_steps())
         for _ in range(_MOST_ROUNDS):
             memory.forget_phases({Phase.LOAD})
-            held = memory.live_by_component()[Component.OPTIMIZER]
+            held = memory.live_bytes
             trainer.rehearse_on(longest_work(trainer, longest))
             try_longest(trainer, longest, micro_batches=1)
             with tracker.phase(Phase.OPTIMIZER):
                 _commit(trainer)
             planned = tracker.rollout_plan, tracker.update_plan
             same = [_bare(plan) for plan in planned] == [_bare(plan) for plan in plans_now(trainer, longest)]
-            if same and memory.live_by_component()[Component.OPTIMIZER] == held:
+            if same and memory.live_bytes == held:  # no optimizer has just made its state
                 return
     finally:
         tracker.release()
@@ -428,8 +428,7 @@ def _commit(trainer: Any) -> None:
 
 def _job(trainer: Any, longest: Longest, memory: SimulatedMemory) -> Job:
     """Sums up what decides the bytes of a trainer's run."""
-    args, parts = trainer.args, memory.live_by_component()
-    optimizer_bytes = parts[Component.OPTIMIZER]
+    args, optimizer_bytes = trainer.args, trainer._optimizer_bytes()[0]
     return Job(
         geometry=trainer.adapter.geometry,
         prompts=args.prompts_per_rollout,
@@ -439,7 +438,7 @@ def _job(trainer: Any, longest: Longest, memory: SimulatedMemory) -> Job:
         step_share=args.step_rows / args.rollout_rows,
         scored=args.beta != 0,
         packs_prompts=trainer.adapter.packs_prompts,
-        held_bytes=parts[Component.WEIGHTS] + optimizer_bytes,
+        held_bytes=memory.live_bytes,
         optimizer_bytes=optimizer_bytes,
     )
 

@@ -223,12 +223,13 @@ def try_longest(trial: OnPolicyTrainer, longest: Longest, micro_batches: int = _
     config = trial.args
     if trial._maker._rollout_func is None:
         _probe_rollout(trial, longest)
-    experience = Experience(_longest_rows(trial, longest), consumed=0, external=False)
+    corrected = trial._maker.corrects_sampler
+    experience = Experience(_longest_rows(trial, longest), consumed=0, external=corrected)
     trajectory = experience.trajectory
     rows = range(_share(trial, config.step_rows))
     first_tile = trial._tracker.update_plan.logprob_tile
     trial._plan_update(trajectory, rows)
-    if config.beta != 0 or config.updates_per_epoch > 1:
+    if config.beta != 0 or config.updates_per_epoch > 1 or corrected:
         # Scoring takes the tile of the update before it: in the first rollout that of no plan, later the plan's.
         _probe_scoring(trial, trajectory, max(first_tile, trial._tracker.update_plan.logprob_tile))
     plan = trial._tracker.update_plan
@@ -343,12 +344,14 @@ def _longest_rows(trial: OnPolicyTrainer, longest: Longest) -> Trajectory:
     with host_memory():
         trajectory = lay_down(prompts, completions, config.num_generations)
         unsure = Ragged(torch.full((len(trajectory.actions.flat),), -1.0), trajectory.actions.lengths)
-    needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1
+    corrected = trial._maker.corrects_sampler
+    needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1 or corrected
     return replace(
         trajectory,
         old_logprobs=unsure if needs_old else None,
         has_old=(needs_old,) * len(trajectory),
         ref_logprobs=unsure if config.beta != 0 else None,
+        importance_weights=unsure if corrected else None,
     )
 
 

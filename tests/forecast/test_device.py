@@ -1,0 +1,143 @@
+"""Tensors that hold no bytes, and networks made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from memsafe_rl.accounting import charge, worth_running
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.forecast.device import fake_device, nothing_differs
+from memsafe_rl.forecast.families import FAMILIES, config_for, known_config
+from memsafe_rl.forecast.networks import fake_causal_lm, shallow_copy
+from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.types import Component
+from tests.tiny import tiny_config
+
+PUBLISHED = {  # parameters as the publishers' model cards and safetensors count them
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "openai-community/gpt2": 124_439_808,
+    "google/gemma-3-270m": 268_098_176,
+    "google/gemma-3-1b": 999_885_952,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_known_network_has_its_published_number_of_parameters(name: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_for(name))
+    assert sum(weight.numel() for weight in model.parameters()) == PUBLISHED[name]
+
+
+def test_names_are_known_without_owner_and_with_the_usual_endings(tmp_path: Path) -> None:
+    for name in ("qwen3-4b", "Qwen/Qwen3-4B-Base", "unsloth/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-4B"):
+        found = known_config(name)
+        assert found is not None
+        assert found.hidden_size == 2560
+    assert known_config("Qwen/Qwen3-5B") is None
+    tiny_config("llama").save_pretrained(tmp_path)
+    assert config_for(str(tmp_path)).model_type == "llama"
+    with pytest.raises(ConfigError, match=r"model='no/such-model' is neither .*Qwen/Qwen3-0.6B"):
+        config_for("no/such-model")
+    assert len(FAMILIES) > 20
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gpt2", "gemma3"])
+def test_a_fake_network_holds_what_a_real_one_holds(arch: str) -> None:
+    settings: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "fan_in_fan_out": arch == "gpt2"}
+    config, lora = tiny_config(arch, layers=3), LoraConfig(**settings)
+    given = str(lora.target_modules)
+    with fake_device() as memory:
+        fakes = [fake_causal_lm(config, dtype=torch.float32, peft_config=lora) for _ in range(2)]
+        held = memory.live_bytes
+    assert str(lora.target_modules) == given  # PEFT writes into a config what it found
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    real = get_peft_model(model, LoraConfig(**settings))
+    for fake in fakes:
+        assert [(name, weight.shape, weight.requires_grad) for name, weight in fake.named_parameters()] == [
+            (name, weight.shape, weight.requires_grad) for name, weight in real.named_parameters()
+        ]
+    buffers = sum(buffer.nbytes for buffer in real.buffers())
+    assert held == 2 * (sum(weight.nbytes for weight in real.parameters()) + buffers)
+
+
+def test_a_4_bit_base_holds_half_a_byte_a_weight_and_its_scales() -> None:
+    config = tiny_config("qwen3", layers=2, hidden=64)
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    with fake_device():
+        plain = fake_causal_lm(config, dtype=torch.bfloat16)
+        packed = fake_causal_lm(config, dtype=torch.bfloat16, quantization_config=settings)
+        names = {name for name, weight in packed.named_parameters() if weight.dtype == torch.uint8}
+        wide = dict(plain.named_parameters())
+        assert {name.split(".")[-2] for name in names} == {
+            *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        }
+        for name, weight in packed.named_parameters():
+            assert weight.numel() == (wide[name].numel() // 2 if name in names else wide[name].numel())
+        scales = sum(buffer.numel() for name, buffer in packed.named_buffers() if name.endswith("absmax"))
+        assert scales == sum(wide[name].numel() for name in names) // 64
+        ids = torch.ones((2, 5), dtype=torch.int64)
+        assert packed(input_ids=ids).logits.shape == (2, 5, config.vocab_size)
+    with fake_device(), pytest.raises(ConfigError, match="Only 4-bit bases"):
+        fake_causal_lm(config, dtype=torch.bfloat16, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+
+
+def test_a_shallow_copy_has_a_block_of_each_kind() -> None:
+    config = tiny_config("gemma3", layers=6)
+    shallow = shallow_copy(config)
+    assert shallow.layer_types == ["sliding_attention", "full_attention"]
+    assert shallow.num_hidden_layers == 2
+    assert config.num_hidden_layers == 6
+    assert shallow_copy(tiny_config("gpt2", layers=6)).n_layer == 2
+
+
+def test_whole_blocks_count_and_what_does_not_fit_is_refused() -> None:
+    with fake_device(10_000, granularity_bytes=512) as memory:
+        one = torch.zeros(3)
+        assert memory.live_bytes == 512
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(10_000)
+        assert memory.live_bytes == 512
+        assert one.sum().item() == 1.0  # nobody computed it
+        with nothing_differs():
+            assert float(one.max()) == 0.0
+        assert not bool((one > 1).any())
+
+
+def test_a_kernels_own_temporaries_count() -> None:
+    def drawn(memory: SimulatedMemory) -> int:
+        values = torch.zeros(32, 90, 90)
+        before = memory.peak_bytes
+        values.logsumexp(-1)
+        return memory.peak_bytes - before
+
+    with SimulatedMemory(exact=True) as real:
+        held = drawn(real)
+    with fake_device() as fake:
+        assert drawn(fake) == held
+
+
+def test_who_counts_outside_is_not_told_of_fake_tensors() -> None:
+    with SimulatedMemory() as outside:
+        with fake_device(), charge(Component.WEIGHTS):
+            held = [torch.zeros(1000) for _ in range(3)]
+        assert outside.live_by_component()[Component.WEIGHTS] == 0
+    assert len(held) == 3
+
+
+def test_like_turns_are_run_twice_where_only_bytes_matter() -> None:
+    with fake_device():
+        assert list(worth_running(range(9))) == [0, 1]
+    assert list(worth_running(range(9))) == list(range(9))

@@ -1,0 +1,288 @@
+"""A forecast beside the run it was made for: peaks within a percent, the same plans, and no failure on the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from memsafe_rl import GRPOConfig, GRPOTrainer, MemoryBudgetError, SimulatedMemory, forecast_memory
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.forecast.outcome import MemoryForecast
+from memsafe_rl.forecast.search import Scout
+from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy
+from memsafe_rl.types import Component, Phase, RolloutPlan, UpdatePlan
+from tests.tiny import tiny_model, tiny_tokenizer
+
+ROOM = 2**30
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved network, large enough that its tensors outweigh a step's odd bytes."""
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("qwen3", vocab_size=4000, layers=4, hidden=128).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def config_for(folder: Path, **settings: Any) -> GRPOConfig:
+    defaults: dict[str, Any] = {
+        "num_generations": 4,
+        "per_device_train_batch_size": 16,
+        "max_completion_length": LENGTH,
+        "generation_kwargs": {"min_new_tokens": LENGTH},
+        "memory_forecast": True,
+        "max_steps": 2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return GRPOConfig(str(folder / "run"), **{**defaults, **settings})
+
+
+def alternating(completions: list[str], **_: Any) -> list[float]:
+    return [float(index % 2) for index in range(len(completions))]
+
+
+def trainer_for(folder: Path, peft_config: Any = None, **settings: Any) -> GRPOTrainer:
+    prompts = [f"{index:02d}".ljust(20, ".") for index in range(8)]
+    return GRPOTrainer(
+        str(folder),
+        alternating,
+        config_for(folder, **settings),
+        Dataset.from_dict({"prompt": prompts}),
+        peft_config=peft_config,
+    )
+
+
+def run(folder: Path, peft_config: Any = None, **settings: Any) -> tuple[GRPOTrainer, dict[Phase, int]]:
+    with SimulatedMemory(ROOM, exact=True) as memory:
+        trainer = trainer_for(folder, peft_config, **settings)
+        trainer.train()
+        held = {phase: sum(parts.values()) for phase, parts in memory.phase_peaks().items()}
+    return trainer, held
+
+
+def foreseen(trainer: GRPOTrainer) -> MemoryForecast:
+    assert trainer.forecast is not None
+    return trainer.forecast
+
+
+def failures(trainer: GRPOTrainer) -> list[str]:
+    return [event["event"] for event in trainer.memory_events if event["event"] in ("failure", "retry", "rung")]
+
+
+LORA = {"r": 8, "target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize(
+    ("lora", "settings"),
+    [
+        (False, {"num_iterations": 2, "beta": 0.04}),
+        (True, {"gradient_checkpointing": True, "beta": 0.04}),
+        (False, {"optim": "sgd", "gradient_checkpointing": True}),
+        (True, {"optim": "adamw_torch"}),
+        (True, {"cache_implementation": "quantized"}),
+    ],
+    ids=["full, reference copy", "LoRA, recomputed", "SGD", "LoRA, state made late", "LoRA, cache in 8 bits"],
+)
+def test_peaks_are_what_the_run_then_holds(folder: Path, lora: bool, settings: dict[str, Any]) -> None:
+    trainer, held = run(folder, LoraConfig(**LORA) if lora else None, **settings)
+    forecast = foreseen(trainer)
+    assert forecast.peak_bytes == pytest.approx(max(held.values()), rel=0.01)
+    for phase, size in forecast.phase_bytes.items():
+        assert size == pytest.approx(held[phase], rel=0.03), phase
+    assert forecast.job.geometry.trainable_bytes == trainer.adapter.geometry.trainable_bytes
+    assert forecast.job.geometry.kv_bytes(7) == trainer.adapter.geometry.kv_bytes(7)
+    assert failures(trainer) == []
+
+
+def test_a_tight_budget_needs_no_failure_to_be_kept(folder: Path) -> None:
+    trainer, held = run(folder)
+    state = foreseen(trainer).job.held_bytes + trainer.adapter.geometry.trainable_bytes
+    budget = int(state + 0.5 * (max(held.values()) - state))
+    tight, kept = run(folder, memory_budget=budget)
+    assert max(kept.values()) <= budget
+    assert failures(tight) == []
+    assert foreseen(tight).update_plan == tight._tracker.update_plan or foreseen(tight).fits
+
+
+def test_a_run_that_cannot_fit_is_refused_before_its_weights_are_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr("memsafe_rl.trainers.grpo.load_model", never)
+    with SimulatedMemory(ROOM), pytest.raises(MemoryBudgetError, match=r"before loading weights: the run does not fit"):
+        trainer_for(folder, memory_budget=3 * 2**20)
+
+
+def test_remedies_are_left_to_the_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with SimulatedMemory(ROOM), caplog.at_level(logging.WARNING):
+        trainer_for(folder, memory_budget=2**20, allow_lossy=["num_iterations"])
+    assert "going on, for allow_lossy names remedies" in caplog.text
+
+
+def test_a_network_that_cannot_be_forecast_trains_nevertheless(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("an operator without shapes\nand a long story")
+
+    monkeypatch.setattr("memsafe_rl.trainers.forecasting.fake_causal_lm", broken)
+    with SimulatedMemory(ROOM), caplog.at_level(logging.WARNING):
+        trainer = trainer_for(folder, max_steps=1)
+    assert trainer.forecast is None
+    assert "no forecast of this run's memory: RuntimeError: an operator without shapes" in caplog.text
+
+
+def test_nothing_of_the_run_is_touched(folder: Path) -> None:
+    lora = LoraConfig(**LORA)
+    before, state = lora.to_dict(), torch.get_rng_state()
+    config = config_for(folder)
+    settings = config.to_dict()
+    forecast_memory(str(folder), config, device_bytes=ROOM, prompt_tokens=20, peft_config=lora)
+    assert lora.to_dict() == before
+    assert config.to_dict() == settings
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.zeros(3).tolist() == [0.0] * 3
+
+
+def test_a_forecast_is_wanted_where_it_can_be_had(folder: Path) -> None:
+    with SimulatedMemory(ROOM):
+        assert trainer_for(folder, memory_forecast=None).forecast is None  # "auto" on a CPU
+        assert trainer_for(folder, memory_forecast=None, memory_budget="512MiB").forecast is not None
+        assert trainer_for(folder, memory_forecast=False, memory_budget="512MiB").forecast is None
+    with pytest.raises(ConfigError, match=r"memory_forecast is True, but model is a Qwen3ForCausalLM"):
+        GRPOTrainer(
+            tiny_model(),
+            alternating,
+            config_for(folder),
+            Dataset.from_dict({"prompt": ["a"] * 8}),
+            processing_class=tiny_tokenizer(),
+        )
+
+
+def on_a_card(folder: Path, **changes: Any) -> MemoryForecast:
+    given: dict[str, Any] = {"device_bytes": "1GiB", "prompt_tokens": 64, **changes}
+    config = GRPOConfig("unused", report_to="none", max_completion_length=64, **given.pop("settings", {}))
+    return forecast_memory(str(folder), config, **given)
+
+
+@pytest.fixture(scope="module")
+def parameters(folder: Path) -> int:
+    """Weights of the saved network."""
+    return sum(weight.numel() for weight in tiny_model("qwen3", vocab_size=4000, layers=4, hidden=128).parameters())
+
+
+class TestOfACard:
+    """Forecasts for a device that is not there."""
+
+    def test_the_types_of_a_cuda_device(self, folder: Path, parameters: int) -> None:
+        forecast = on_a_card(folder, peft_config=LoraConfig(**LORA))
+        adapter = forecast.job.geometry.trainable_bytes
+        assert forecast.job.held_bytes - 3 * adapter == pytest.approx(2 * parameters, rel=0.03)
+        assert "weights of the base are bfloat16" in forecast.assumptions
+        whole = on_a_card(folder)
+        assert whole.phases[Phase.UPDATE][Component.OPTIMIZER] == pytest.approx(8 * parameters, rel=0.03)
+        assert whole.phases[Phase.OPTIMIZER][Component.GRADIENTS] == pytest.approx(4 * parameters, rel=0.03)
+
+    def test_eight_bit_moments_are_a_quarter(self, folder: Path, parameters: int) -> None:
+        optimizer = on_a_card(folder, settings={"optim": "adamw_bnb_8bit"}).job.optimizer_bytes
+        assert optimizer == pytest.approx(2 * parameters, rel=0.1)
+
+    def test_a_name_is_enough(self) -> None:
+        forecast = forecast_memory(
+            "HuggingFaceTB/SmolLM2-135M-Instruct", device_bytes="24GiB", peft_config=LoraConfig(**LORA)
+        )
+        assert forecast.fits
+        assert forecast.job.geometry.parameter_bytes > 2 * 134_515_008
+
+    def test_what_is_given_of_the_prompts_is_told(self, folder: Path) -> None:
+        assert "the longest prompt has 64 tokens (as given)" in on_a_card(folder).assumptions
+        assumed = on_a_card(folder, prompt_tokens=None, settings={"max_prompt_length": 33})
+        assert assumed.prompt_tokens == 33
+        assert "the longest prompt has 33 tokens (max_prompt_length)" in assumed.assumptions
+        dataset = Dataset.from_dict({"prompt": ["abc", "a" * 17]})
+        found = on_a_card(folder, prompt_tokens=None, train_dataset=dataset, processing_class=tiny_tokenizer())
+        assert "the longest prompt has 17 tokens (the longest of train_dataset)" in found.assumptions
+
+    def test_a_length_is_assumed_where_nobody_says(self, tmp_path: Path) -> None:
+        tiny_model("qwen3", positions=2048).save_pretrained(tmp_path)
+        assumed = on_a_card(tmp_path, prompt_tokens=None)
+        assert assumed.prompt_tokens == 512
+        assert "the longest prompt has 512 tokens (assumed, for nothing says how long prompts are)" in (
+            assumed.assumptions
+        )
+
+    def test_plain_values_are_json_with_the_peak_on_top(self, folder: Path) -> None:
+        forecast = on_a_card(folder)
+        written = json.loads(json.dumps(forecast.plain()))
+        assert written["predicted_peak_bytes"] == forecast.peak_bytes == max(written["phases"].values())
+        assert written["fits"] is True
+        assert sum(written["components"]["update"].values()) == written["phases"]["update"]
+
+    @pytest.mark.parametrize(
+        ("changes", "told"),
+        [
+            ({"device_bytes": 0}, "device_bytes is 0"),
+            ({"device_bytes": "many"}, "many"),
+            ({"device": "tpu"}, "device is 'tpu'; write 'cuda' or 'cpu'"),
+            ({"prompt_tokens": 0}, "prompt_tokens is 0"),
+            ({"train_dataset": Dataset.from_dict({"prompt": ["a"]})}, "without processing_class"),
+        ],
+    )
+    def test_bad_input_is_named(self, folder: Path, changes: dict[str, Any], told: str) -> None:
+        with pytest.raises(ConfigError, match=told):
+            on_a_card(folder, **changes)
+
+
+@pytest.fixture(scope="module")
+def small_card(folder: Path) -> MemoryForecast:
+    return on_a_card(folder, device_bytes="64MiB")
+
+
+def scout_for(forecast: MemoryForecast) -> Scout:
+    return Scout(AdaptivePolicy(), "cuda", forecast.budget_bytes, dict(forecast.corrections))
+
+
+class TestSearch:
+    """What else would fit, and whether a forecast agrees."""
+
+    def test_its_estimate_is_near_the_forecast(self, small_card: MemoryForecast) -> None:
+        assert small_card.fits
+        found = scout_for(small_card).outlook(small_card.job)
+        assert found.peak_bytes == pytest.approx(small_card.peak_bytes, rel=0.15)
+
+    def test_the_longest_completion_fits_and_the_next_does_not(self, small_card: MemoryForecast) -> None:
+        job = replace(small_card.job, geometry=replace(small_card.job.geometry, max_positions=10**6))
+        scout = scout_for(small_card)
+        longest = scout.longest_completion(job)
+        assert 0 < longest < 10**6 - 64
+        fits = [scout.outlook(replace(job, completion_tokens=tokens)).fits for tokens in (longest, longest + 1)]
+        assert fits == [True, False]
+
+    def test_larger_cards_hold_what_smaller_ones_hold(self, small_card: MemoryForecast) -> None:
+        job = replace(small_card.job, held_bytes=3 * 2**30)
+        fits = [found.fits for found in scout_for(small_card).cards(job, (1, 2, 4, 24)).values()]
+        assert fits == [False, False, True, True]
+
+    def test_a_policy_that_predicts_nothing_is_named(self, small_card: MemoryForecast) -> None:
+        class Silent(FixedPolicy):
+            def before_update(self, *_: Any) -> UpdatePlan:
+                return UpdatePlan()
+
+        scout = Scout(Silent(RolloutPlan(), UpdatePlan()), "cuda", 2**34, {})
+        with pytest.raises(ConfigError, match="Silent predicts no bytes"):
+            scout.outlook(small_card.job)
