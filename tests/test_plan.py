@@ -1,0 +1,93 @@
+"""`memsafe-rl plan`: what it prints, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from memsafe_rl.cli.app import app
+from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
+
+runner = CliRunner(env={"COLUMNS": "120"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config and nothing else."""
+    path = tmp_path_factory.mktemp("config")
+    tiny_config("qwen3", vocab_size=2000, layers=2, hidden=64, positions=600).save_pretrained(path)
+    return path
+
+
+def plan(folder: Path, *words: str) -> tuple[int, str, str]:
+    result = runner.invoke(app, ["plan", "--model", str(folder), *words])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_config_alone_is_enough(folder: Path) -> None:
+    code, told, _ = plan(folder, "--gpu", "1GiB", "--max-completion-length", "64", "--prompt-tokens", "32")
+    assert code == 0
+    for line in ("fits: a peak of", "plan: rollouts of 8 rows in flight", "band: safe", "biggest lever left: "):
+        assert line in told
+    assert "longest completion that fits: 568 tokens, all that the model takes" in told
+    assert "assumed: the longest prompt has 32 tokens (as given)" in told
+    for phase in ("load", "rollout", "update", "optimizer"):
+        assert f"│ {phase}" in told
+
+
+def test_json_has_the_peak_on_top_and_what_was_found(folder: Path) -> None:
+    words = ("--gpu", "1", "--max-completion-length", "64", "--prompt-tokens", "32", "--peft", "lora:8", "--json")
+    code, written, _ = plan(folder, *words, "--find")
+    found = json.loads(written)
+    assert code == 0
+    assert found["predicted_peak_bytes"] == max(found["phases"].values())
+    assert found["longest_completion"] == 568
+    assert found["proved"] is True
+    assert found["smallest_card_gib"] == 8
+    assert {entry["lora_rank"] for entry in found["frontier"]} == {8, 16, 64, 256}
+    assert "saves about" in found["lever"]
+
+
+def test_what_cannot_fit_is_said_with_its_reason(folder: Path) -> None:
+    code, told, _ = plan(folder, "--gpu", "2MiB", "--max-completion-length", "64")
+    assert code == 1
+    assert "does not fit into 1.80 MiB" in told
+    assert "weights" in told
+
+
+def test_prompts_are_measured_where_there_are_some(tmp_path: Path) -> None:
+    tiny_model("qwen3", positions=600).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "ab"}\n{"prompt": "abcdefghijk"}\n')
+    code, told, _ = plan(tmp_path, "--gpu", "1GiB", "--dataset", str(prompts), "--max-completion-length", "32")
+    assert code == 0
+    assert "the longest prompt has 11 tokens (the longest of train_dataset)" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--gpu", "large"), "--gpu: "),
+        (("--gpu", "0"), "--gpu is '0'"),
+        (("--load-in-4bit",), "A 4-bit base cannot be trained"),
+        (("--load-in-4bit", "--quantization", "8bit"), "contradict each other"),
+        (("--num-generation", "8"), "num_generations"),
+    ],
+)
+def test_what_is_wrong_is_named(folder: Path, words: tuple[str, ...], told: str) -> None:
+    code, _, error = plan(folder, *words)
+    assert code == 2
+    assert told in " ".join(error.split())
+
+
+def test_a_model_is_needed_and_must_be_known() -> None:
+    result = runner.invoke(app, ["plan", "--gpu", "24GiB"])
+    assert result.exit_code == 2
+    assert "plan needs a model" in result.stderr
+    result = runner.invoke(app, ["plan", "--model", "nobody/nothing-7B"])
+    assert result.exit_code == 2
+    assert "is neither a folder with a config.json" in " ".join(result.stderr.split())
