@@ -1,10 +1,12 @@
 """What would common networks hold on common cards, and how long does it take to know?
 
-    python -m benchmarks.plan_cards [--models Qwen/Qwen3-4B] [--cards 24 80]
+    python -m benchmarks.plan_cards [--models Qwen/Qwen3-4B] [--cards 24 80] [--published]
 
 Writes ``benchmarks/results/plan_cards.json``: for every network, with LoRA and with LoRA on a base in 4 bits, and every
 card, what `forecast_memory` says of GRPO with 32 completions of up to 1,024 tokens (8 a prompt, prompts of 512 tokens),
-and the seconds it took, imports left out. Nothing is loaded; nothing here was measured on a card.
+and the seconds it took, imports left out. Nothing is loaded; nothing here was measured on a card. ``--published``
+forecasts the update of what prime-rl measured on one H100 (``benchmarks/baselines`` of its repository, January 2026)
+instead.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from rich.table import Table
 from transformers import BitsAndBytesConfig
 
 from benchmarks.machine import describe_machine
-from memsafe_rl import GRPOConfig, forecast_memory
+from memsafe_rl import FixedPolicy, GRPOConfig, RolloutPlan, UpdatePlan, forecast_memory
+from memsafe_rl.types import Phase
 
 RESULTS = Path(__file__).parent / "results" / "plan_cards.json"
 MODELS = (
@@ -40,6 +43,63 @@ MODELS = (
 CARDS = (8, 16, 24, 40, 80)
 KINDS = ("LoRA", "LoRA, 4 bits")
 PROMPT_TOKENS = 512
+
+
+PUBLISHED_GIB = {
+    ("Qwen/Qwen3-4B", 16_384, False): 23.30,
+    ("Qwen/Qwen3-4B", 16_384, True): 20.57,
+    ("Qwen/Qwen3-4B", 65_536, False): 41.99,
+    ("Qwen/Qwen3-4B", 65_536, True): 31.06,
+    ("Qwen/Qwen3-0.6B", 16_384, False): 5.15,
+    ("Qwen/Qwen3-0.6B", 65_536, False): 11.45,
+    ("Qwen/Qwen3-0.6B", 65_536, True): 7.92,
+}
+"""By network, tokens of a forward, and whether activations are offloaded: GiB as published, LoRA of rank 16."""
+ROW_TOKENS = 16_384
+
+
+def beside_published(folder: str) -> list[dict[str, Any]]:
+    """Forecasts the update that others have measured: as many tokens at once, activations recomputed.
+
+    Args:
+        folder: where a run would write.
+
+    Returns:
+        For each setting the published peak, and the forecast with a base in bf16 and in float32.
+    """
+    found = []
+    for (model, tokens, offloaded), published in PUBLISHED_GIB.items():
+        update = UpdatePlan(
+            micro_batch_tokens=tokens, checkpointing=True, offload_activations=offloaded, logprob_tile=1024
+        )
+        forecast = forecast_memory(
+            model,
+            GRPOConfig(
+                folder,
+                num_generations=4,
+                per_device_train_batch_size=8,
+                max_completion_length=ROW_TOKENS - PROMPT_TOKENS,
+                report_to="none",
+            ),
+            device_bytes="80GiB",
+            prompt_tokens=PROMPT_TOKENS,
+            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+            memory_policy=FixedPolicy(RolloutPlan(rows_in_flight=1, prefill_tokens=PROMPT_TOKENS), update),
+        )
+        narrow = sum(forecast.phases[Phase.UPDATE].values()) / 2**30
+        # LoRA weights are float32 already; the base is the rest, at 2 bytes a weight.
+        base = (forecast.job.geometry.parameter_bytes - forecast.job.geometry.trainable_bytes) / 2**30
+        found.append(
+            {
+                "model": model,
+                "tokens": tokens,
+                "offloaded": offloaded,
+                "published_gib": published,
+                "forecast_bf16_gib": round(narrow, 2),
+                "forecast_float32_base_gib": round(narrow + base, 2),
+            }
+        )
+    return found
 
 
 def ask(model: str, kind: str, gib: int, folder: str) -> dict[str, Any]:
@@ -93,14 +153,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--cards", nargs="*", type=int, default=list(CARDS), help="GiB")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the figures go")
+    parser.add_argument("--published", action="store_true", help="beside figures that others measured, instead")
     given = parser.parse_args(arguments)
+    if given.published:
+        with tempfile.TemporaryDirectory() as folder:
+            _keep(given.out, published=beside_published(folder))
+        return
     results: dict[str, dict[str, dict[str, Any]]] = {}
     asked = [(model, kind, gib) for model in given.models for kind in KINDS for gib in given.cards]
     with tempfile.TemporaryDirectory() as folder:
         for model, kind, gib in track(asked, "forecasting", console=Console(stderr=True)):
             results.setdefault(f"{model}, {kind}", {})[str(gib)] = ask(model, kind, gib, folder)
-            given.out.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n")
+            _keep(given.out, results=results)
     show(results, given.cards)
+
+
+def _keep(path: Path, **found: Any) -> None:
+    """Writes what was found beside what is there."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**kept, "machine": describe_machine(), **found}, indent=1) + "\n")
 
 
 def show(results: dict[str, dict[str, dict[str, Any]]], cards: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ what does not fit, so that plans are made again as in the run.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from memsafe_rl.accounting import charge, in_phase
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
@@ -90,7 +91,7 @@ def forecast_run(
     given = init.pop("config", None)
     places = {name: init[name] for name in ("revision", "cache_dir", "token", "local_files_only") if name in init}
     config = given or config_for(model, trust_remote_code=settings.trust_remote_code, **places)
-    quantization_config = quantization_config or init.get("quantization_config")
+    quantization_config = quantization_config or init.get("quantization_config") or _declared_quantization(config)
     if quantization_config is not None and peft_config is None:
         raise ConfigError("A 4-bit base cannot be trained. Pass a peft_config such as LoraConfig(r=16), or no 4 bits.")
     settings.model_init_kwargs = None
@@ -99,7 +100,7 @@ def forecast_run(
     def network(*, frozen: bool = False, shallow: bool = False) -> Any:
         return fake_causal_lm(
             shallow_copy(config) if shallow else config,
-            dtype=_base_dtype(init, device, frozen=frozen or peft_config is not None),
+            dtype=_base_dtype(init, config, device, frozen=frozen or peft_config is not None),
             peft_config=None if frozen else peft_config,
             quantization_config=quantization_config,
             trust_remote_code=settings.trust_remote_code,
@@ -111,7 +112,7 @@ def forecast_run(
     )
     with _random_state_kept(), fake_device(granularity_bytes=granularity) as memory:
         found = rehearsed.run(network, memory, device_bytes, copies=settings.beta != 0 and peft_config is None)
-    dtype = _base_dtype(init, device, frozen=peft_config is not None)
+    dtype = _base_dtype(init, config, device, frozen=peft_config is not None)
     base = f"weights of the base are {str(dtype).removeprefix('torch.')}"
     assumed = (
         rehearsed.about_prompts,
@@ -461,12 +462,29 @@ def _settings(args: Any, device: str) -> Any:
     return settings
 
 
-def _base_dtype(init: Mapping[str, Any], device: str, *, frozen: bool) -> torch.dtype:
+def _declared_quantization(config: Any) -> Any:
+    """Gives what a config says of how its weights were saved: 4 bits of bitsandbytes, or nothing."""
+    declared = getattr(config, "quantization_config", None)
+    if declared is None:
+        return None
+    plain = declared if isinstance(declared, dict) else declared.to_dict()
+    if not plain.get("load_in_4bit"):
+        raise ConfigError(
+            f"the model is saved quantised ({plain.get('quant_method', 'unknown')}), in a way that cannot be forecast. "
+            "Use probe_worst_case in the run itself."
+        )
+    known = inspect.signature(BitsAndBytesConfig).parameters
+    return BitsAndBytesConfig(**{name: value for name, value in plain.items() if name in known})
+
+
+def _base_dtype(init: Mapping[str, Any], config: Any, device: str, *, frozen: bool) -> torch.dtype:
     """Gives the type in which a named model's weights are loaded, as `load_model` does."""
     given = init.get("dtype", init.get("torch_dtype"))
+    if given == "auto":
+        given = config.dtype or torch.float32
     if isinstance(given, torch.dtype):
         return given
-    if isinstance(given, str) and given != "auto":
+    if isinstance(given, str):
         return cast(torch.dtype, getattr(torch, given))
     return torch.bfloat16 if device == "cuda" and frozen else torch.float32
 

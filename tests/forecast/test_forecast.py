@@ -19,7 +19,7 @@ from memsafe_rl.forecast.outcome import MemoryForecast
 from memsafe_rl.forecast.search import Scout
 from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy
 from memsafe_rl.types import Component, Phase, RolloutPlan, UpdatePlan
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 ROOM = 2**30
 LENGTH = 40
@@ -232,6 +232,23 @@ class TestOfACard:
         assert written["predicted_peak_bytes"] == forecast.peak_bytes == max(written["phases"].values())
         assert written["fits"] is True
         assert sum(written["components"]["update"].values()) == written["phases"]["update"]
+
+    def test_how_the_weights_were_saved_counts(self, tmp_path: Path) -> None:
+        config = tiny_config("qwen3", hidden=128, layers=4)
+        config.dtype = torch.float16
+        config.save_pretrained(tmp_path / "half")
+        half = on_a_card(tmp_path / "half", settings={"model_init_kwargs": {"dtype": "auto"}})
+        assert "weights of the base are float16" in half.assumptions
+        config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+        config.save_pretrained(tmp_path / "four")
+        lora = LoraConfig(**LORA)
+        four, plain = (on_a_card(tmp_path / name, peft_config=lora) for name in ("four", "half"))
+        weights = [found.phases[Phase.LOAD][Component.WEIGHTS] for found in (four, plain)]
+        assert weights[0] < 0.5 * weights[1]
+        config.quantization_config = {"quant_method": "awq", "bits": 4}
+        config.save_pretrained(tmp_path / "other")
+        with pytest.raises(ConfigError, match=r"saved quantised \(awq\)"):
+            on_a_card(tmp_path / "other", peft_config=lora)
 
     @pytest.mark.parametrize(
         ("changes", "told"),
