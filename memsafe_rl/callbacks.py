@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 import socket
@@ -27,6 +28,7 @@ from transformers import TrainerCallback
 from memsafe_rl.memory.readings import allocator_counters, device_facts, driver_free_bytes
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.status import RUN_FILE, STEPS_FILE, enter_index, process_started, status_file, write_json
+from memsafe_rl.summary import RunFigures
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -149,7 +151,8 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
         """
         if not self._is_main or not self._output_dir.exists():
             return
-        line = {"step": step, "seconds": time.time(), **metrics, "held_at_peak": self._tracker.step_parts}
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = {"step": step, "seconds": time.time(), **finite, "held_at_peak": self._tracker.step_parts}
         with (self._output_dir / STEPS_FILE).open("a") as file:
             file.write(json.dumps(line, default=str) + "\n")
 
@@ -465,6 +468,41 @@ def banner(facts: Mapping[str, str], console: Console | None = None) -> None:
     for name, value in facts.items():
         table.add_row(name, value)
     (console or Console(stderr=True)).print(table)
+
+
+def summary(figures: RunFigures, console: Console | None = None) -> None:
+    """Prints what a run came to: memory forecast and measured, time, and what failures cost.
+
+    Args:
+        figures: the run in a few figures, from `run_figures(trainer.history, trainer.memory_events, ...)`.
+        console: where it is printed.
+    """
+    table = Table(title="memsafe_rl: the run", show_header=False, title_justify="left", min_width=60)
+    for name, value in _summary_facts(figures).items():
+        table.add_row(name, value)
+    (console or Console(stderr=True)).print(table)
+
+
+def _summary_facts(figures: RunFigures) -> dict[str, str]:
+    facts = {"steps": f"{figures.steps} in {figures.seconds:,.1f} s"}
+    if figures.forecast_bytes is not None:
+        facts["forecast peak"] = format_bytes(figures.forecast_bytes)
+    if figures.peak_bytes is not None:
+        facts["measured peak"] = f"{format_bytes(figures.peak_bytes)}, in {figures.peak_phase}"
+    if figures.forecast_error is not None:
+        facts["error of the forecast"] = f"{figures.forecast_error:+.1%}"
+    if figures.budget_bytes is not None and figures.budget_share is not None:
+        facts["budget"] = f"{format_bytes(figures.budget_bytes)}, {figures.budget_share:.1%} used at the peak"
+    share = figures.seconds_lost / figures.seconds if figures.seconds else 0.0
+    facts["failures survived"] = f"{figures.failures}, leaner plans {figures.leaner_plans}"
+    facts["lost to memory"] = f"{figures.seconds_lost:,.2f} s, {share:.1%} of the time"
+    if figures.samples_per_second is not None:
+        facts["samples a second"] = f"{figures.samples_per_second:.2f}"
+    if figures.tokens_per_second is not None:
+        facts["tokens a second"] = f"{figures.tokens_per_second:,.0f}"
+    if figures.first_reward is not None and figures.last_reward is not None:
+        facts["reward"] = f"{figures.first_reward:.3f} at first, {figures.last_reward:.3f} at last"
+    return facts
 
 
 def _keep_writing(watched: weakref.ref[StatusFile], over: threading.Event, every_seconds: float) -> None:

@@ -264,3 +264,20 @@ def monitor(
     with plain_errors():
         monitoring = importlib.import_module("memsafe_rl.cli.monitoring")
         monitoring.monitor(pid, run, json_output=as_json, watch=watch, console=Console())
+
+
+@app.command(no_args_is_help=True)
+def report(
+    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run's output_dir.")],
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Where to write; report.html in RUN_DIR if left out."),
+    ] = None,
+) -> None:
+    """Write a run's memory and learning as one HTML page that needs no network; works while the run trains, too.
+
+    Example: memsafe-rl report outputs/run
+    """
+    with plain_errors():
+        reporting = importlib.import_module("memsafe_rl.cli.reporting")
+        typer.echo(str(reporting.report(run_dir, output)))

@@ -273,7 +273,7 @@ class GRPOTrainer(OnPolicyTrainer):
         """What the run's folder says of the run besides its settings."""
         return {
             "facts": self._facts(self._tracker),
-            "rewards": list(self.rewards.names),
+            "rollout_rows": self.args.rollout_rows,
             "forecast": None if self.forecast is None else self.forecast.plain(),
         }
 

@@ -1,0 +1,111 @@
+"""Reads what a run has left in its folder: settings, steps, logs, memory events, completions, and its last word."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.status import RUN_FILE, STATUS_FILE, STEPS_FILE, read_json
+
+_LOG_FILE, _EVENTS_FILE, _COMPLETIONS = "metrics.jsonl", "memory.jsonl", "completions"
+_PER_STEP = ("loss", "memory/peak_bytes")
+"""What a line of the log has if it is one of training and not of an evaluation or of the end."""
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What a run has written of itself.
+
+    Args:
+        path: its folder.
+        run: settings, device, forecast and versions; empty where they were not written.
+        steps: one record an optimizer step.
+        logs: what was logged, evaluations and totals included.
+        events: plans, failures, alarms.
+        completions: logged completions by step, ascending.
+        status: its last word.
+        damaged: lines that could not be read, such as one that was being written when the machine went down.
+    """
+
+    path: Path
+    run: Record
+    steps: Sequence[Record]
+    logs: Sequence[Record]
+    events: Sequence[Record]
+    completions: Mapping[int, Sequence[Record]]
+    status: Record
+    damaged: int
+
+
+def read_run(folder: Path) -> RunFolder:
+    """Reads a run's folder.
+
+    Args:
+        folder: the run's `output_dir`.
+
+    Returns:
+        What is there.
+
+    Raises:
+        ConfigError: there is no such folder, or no step of a run of this library in it.
+    """
+    if not folder.is_dir():
+        what = "a file" if folder.exists() else "not there"
+        raise ConfigError(f"{str(folder)!r} is {what}. Give the output_dir of a run, the folder with {_LOG_FILE}.")
+    steps, first = _lines(folder / STEPS_FILE)
+    logs, second = _lines(folder / _LOG_FILE)
+    events, third = _lines(folder / _EVENTS_FILE)
+    # A run of an earlier version wrote no steps; its log has them, averaged over logging_steps.
+    steps = [line for line in steps or logs if all(name in line for name in _PER_STEP)]
+    run = read_json(folder / RUN_FILE) or {}
+    if not steps and not run and not events:
+        raise ConfigError(
+            f"{str(folder)!r} holds no run: neither {STEPS_FILE} nor {_LOG_FILE} has a training step of this library. "
+            "Give the output_dir of a run that has done a step; a checkpoint's folder lies one below it."
+        )
+    return RunFolder(
+        path=folder,
+        run=run,
+        steps=steps,
+        logs=logs,
+        events=events,
+        completions=_completions(folder / _COMPLETIONS),
+        status=read_json(folder / STATUS_FILE) or {},
+        damaged=first + second + third,
+    )
+
+
+def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Reads JSON lines.
+
+    Returns:
+        Objects with a step, and how many lines are none.
+    """
+    try:
+        texts = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return [], 0
+    found = [line for line in map(_object, texts) if line is not None and isinstance(line.get("step"), (int, float))]
+    return found, sum(bool(text.strip()) for text in texts) - len(found)
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _completions(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Reads the first and the last file of completions; those between are not shown."""
+    files = sorted(folder.glob("completions_*.jsonl"))
+    chosen = dict.fromkeys([*files[:1], *files[-1:]])
+    read = [_lines(path)[0] for path in chosen]
+    return {int(rows[0]["step"]): rows for rows in read if rows}

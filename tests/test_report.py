@@ -1,0 +1,377 @@
+"""`memsafe-rl report`: one page that stands alone, with the figures of the run's own records."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import TrainerCallback
+from typer.testing import CliRunner
+
+from memsafe_rl.callbacks import summary
+from memsafe_rl.cli import app
+from memsafe_rl.cli.charts import MOST_POINTS, Limit, Mark, Series, chart, round_ticks
+from memsafe_rl.cli.reporting import page, report
+from memsafe_rl.cli.run_folder import read_run
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.summary import run_figures
+from memsafe_rl.units import format_bytes
+from tests.trainers.helpers import count_digits, make_trainer
+
+RUNNER = CliRunner()
+MIB = 2**20
+VOID = {"meta", "line", "rect", "circle", "polyline", "polygon", "path", "br"}
+
+
+class Reader(HTMLParser):
+    """Checks that elements are closed in order, and keeps what a test asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def read(html: str) -> Reader:
+    reader = Reader()
+    reader.feed(html)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def step(number: int, **metrics: Any) -> dict[str, Any]:
+    peaks = {"memory/rollout_peak_bytes": 3.0 * MIB, "memory/update_peak_bytes": 5.0 * MIB}
+    predicted = {"memory/rollout_predicted_bytes": 3.3 * MIB, "memory/update_predicted_bytes": 4.0 * MIB}
+    held = {"rollout": {"weights": MIB, "kv_cache": 2 * MIB}, "update": {"weights": MIB, "activations": 4 * MIB}}
+    rest = {"memory/peak_bytes": 5.0 * MIB, "memory/budget_bytes": 8.0 * MIB, "loss": 0.5, "step_time": 2.0}
+    drawn = {"reward": number / 10, "completions/mean_length": 7.0, "num_tokens": 100.0 * number}
+    return {"step": number, **rest, **peaks, **predicted, **drawn, "held_at_peak": held, **metrics}
+
+
+def write(folder: Path, steps: list[dict[str, Any]], events: list[dict[str, Any]] | None = None, **run: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    (folder / "memory.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events or []))
+    content = {"device": {"kind": "simulated", "name": "simulated device", "total_bytes": 9 * MIB}, "rollout_rows": 32}
+    (folder / "run.json").write_text(json.dumps({**content, "max_steps": 4, **run}))
+    return folder
+
+
+def words(folder: Path) -> str:
+    return " ".join(" ".join(read(page(read_run(folder))).words).split())
+
+
+# ------------------------------------------------------------------ a real run
+
+
+class Faults(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, device: SimulatedMemory) -> None:
+        self.device = device
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            self.device.fail_after(60)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A run of four steps with one failure, and its trainer."""
+    folder = tmp_path_factory.mktemp("runs") / "sums"
+
+    def hostile(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
+        log_extra("note", ["<script>alert('x')</script>"] * len(completions))
+        return count_digits(completions)
+
+    with SimulatedMemory(2**24, exact=False) as device:
+        options: dict[str, Any] = {"reward_funcs": hostile, "callbacks": [Faults(device)], "log_completions": True}
+        trainer = make_trainer(folder, max_steps=4, logging_steps=2, beta=0.1, **options)
+        trainer.train()
+    return folder, trainer
+
+
+def test_every_step_is_recorded_with_who_held_the_bytes(run: tuple[Path, Any]) -> None:
+    folder, trainer = run
+    recorded = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in recorded] == [1, 2, 3, 4]
+    for line, known in zip(recorded, trainer.history, strict=True):
+        assert line["memory/update_peak_bytes"] == known["memory/update_peak_bytes"]
+        assert line["reward"] == known["reward"]
+        held = line["held_at_peak"]
+        assert set(held) >= {"rollout", "update", "optimizer"}
+        for phase, parts in held.items():
+            assert sum(parts.values()) == line[f"memory/{phase}_peak_bytes"]
+        assert held["update"]["weights"] == held["rollout"]["weights"] > 0
+        assert held["update"]["activations"] > 0
+        assert held["rollout"]["kv_cache"] > 0
+
+
+def test_the_report_of_a_real_run_stands_alone_and_runs_nothing(run: tuple[Path, Any]) -> None:
+    folder, trainer = run
+    found = RUNNER.invoke(app, ["report", str(folder)])
+    assert found.exit_code == 0, found.output
+    html = (folder / "report.html").read_text()
+    assert found.stdout.strip() == str(folder / "report.html")
+    reader = read(html)
+    assert not {"script", "img", "link", "iframe", "object"} & set(reader.tags)
+    assert not [value for name, value in reader.attributes if name in ("src", "srcset") or name.startswith("on")]
+    outside = [value for name, value in reader.attributes if name == "href" and not str(value).startswith("#")]
+    assert outside == []
+    assert "url(" not in html
+    assert "default-src 'none'" in html
+    assert "&lt;script&gt;alert" in html
+    told = " ".join(reader.words)
+    highest = max(int(step["memory/update_peak_bytes"]) for step in trainer.history)
+    for expected in (format_bytes(highest), "hostile", "kv cache", "activations", "micro_batch_tokens", "torch"):
+        assert expected in told
+    for title in ("Memory", "Forecast against measured", "Learning", "Throughput", "Completions", "Configuration"):
+        assert title in told
+    assert "1 allocation failed" in told
+    assert "learning_rate" in told
+
+
+def test_a_run_that_dies_leaves_the_failure_in_its_folder(tmp_path: Path) -> None:
+    class Strike(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                device.set_capacity(device.live_bytes + 1000)
+
+    with SimulatedMemory(2**24, exact=False) as device, pytest.raises(Exception, match="does not fit"):
+        make_trainer(tmp_path, max_steps=3, callbacks=[Strike()]).train()
+    told = words(tmp_path)
+    assert "Stopped by MemoryBudgetError" in told
+    assert "refused in rollout" in told
+
+
+# ------------------------------------------------------------------ figures
+
+
+def test_figures_are_those_of_the_records() -> None:
+    failure = {
+        "event": "failure",
+        "step": 1,
+        "seconds_lost": 0.5,
+        "phase": "update",
+        "requested_bytes": MIB,
+        "tries": 1,
+    }
+    forecast = {"event": "forecast", "step": 0, "predicted_peak_bytes": 6 * MIB, "phases": {}}
+    rung = {"event": "rung", "step": 1, "phase": "update", "changes": {"micro_batch_tokens": [64, 32]}}
+    found = run_figures([step(1), step(2)], [forecast, failure, failure, rung], rollout_rows=32)
+    assert (found.steps, found.seconds, found.failures, found.leaner_plans) == (2, 4.0, 2, 1)
+    assert (found.peak_bytes, found.peak_phase, found.budget_bytes) == (5 * MIB, "update", 8 * MIB)
+    assert found.seconds_lost == 1.0
+    assert found.budget_share == 0.625
+    assert found.forecast_error == pytest.approx(0.2)
+    assert (found.samples, found.samples_per_second, found.tokens_per_second) == (64, 16.0, 50.0)
+    assert (found.first_reward, found.last_reward) == (0.1, 0.2)
+
+
+def test_a_resumed_run_does_not_count_tokens_of_the_part_before() -> None:
+    assert run_figures([step(11), step(12)], []).tokens_per_second == 25.0
+
+
+def test_a_run_without_a_step_has_no_figures() -> None:
+    found = run_figures([], [])
+    assert (found.peak_bytes, found.budget_share, found.forecast_error, found.samples_per_second) == (None,) * 4
+
+
+def test_the_summary_says_what_the_run_came_to() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    events = [{"event": "forecast", "predicted_peak_bytes": 6 * MIB}, {"event": "failure", "seconds_lost": 0.5}]
+    summary(run_figures([step(1), step(2)], events, rollout_rows=32), console)
+    assert isinstance(console.file, io.StringIO)
+    told = console.file.getvalue()
+    for expected in ("6.00 MiB", "5.00 MiB, in update", "+20.0%", "62.5% used", "0.50 s, 12.5%", "16.00"):
+        assert expected in told
+
+
+# ------------------------------------------------------------------ the page
+
+
+def test_forecast_and_plans_are_compared_with_what_was_measured(tmp_path: Path) -> None:
+    forecast = {"event": "forecast", "step": 0, "predicted_peak_bytes": 6 * MIB, "phases": {"update": 6 * MIB}}
+    told = words(write(tmp_path, [step(1), step(2)], [forecast]))
+    assert "update 6.00 MiB 5.00 MiB +20.0% 2 -20.0% -20.0% -20.0%" in told
+    assert "rollout - 3.00 MiB - 2 +10.0% +10.0% +10.0%" in told
+
+
+def test_events_are_told_at_the_step_they_belong_to_and_alike_ones_once(tmp_path: Path) -> None:
+    alarm = {"event": "alarm", "kind": "allocator_retries", "sentence": "The allocator <tidied> up."}
+    plan = {"event": "plan", "kind": "update", "micro_batch_tokens": 64, "checkpointing": False, "predicted_bytes": {}}
+    events = [
+        {**plan, "step": 0},
+        {**plan, "step": 1, "micro_batch_tokens": 60},
+        {**plan, "step": 2, "micro_batch_tokens": 60, "checkpointing": True},
+        {**alarm, "step": 0},
+        {**alarm, "step": 2},
+        {"event": "failure", "step": 1, "phase": "update", "requested_bytes": MIB, "tries": 1, "seconds_lost": 0.25},
+        {"event": "concession", "step": 2, "remedy": "x", "changes": {"max_completion_length": [64, 32]}},
+    ]
+    folder = write(tmp_path, [step(n) for n in (1, 2, 3)], events)
+    told, html = words(folder), page(read_run(folder))
+    assert "2 times, from step 1 to 3, first: The allocator <tidied> up." in told
+    assert "1 allocation failed; the work was done again, which cost 250 ms." in told
+    assert "max_completion_length 64 → 32" in told
+    assert "step 2: 1.00 MiB refused in update, try 1; 0.25 s lost" in told
+    assert "update: checkpointing no → yes" in told
+    assert "64 → 60" not in told  # lengths alone move sizes by as much
+    assert html.count('class="mark plan"') == 2
+    assert html.count('class="mark failure"') == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts", "said"),
+    [("cuda", True, "the rest: activations, caches, logits, gradients"), ("host", False, "whatever else the process")],
+)
+def test_where_only_owners_are_known_the_rest_is_called_the_rest(
+    tmp_path: Path, kind: str, counts: bool, said: str
+) -> None:
+    held = {"update": {"weights": MIB, "other": 4 * MIB}}
+    device = {"kind": kind, "name": "L4", "total_bytes": 9 * MIB}
+    folder = write(tmp_path, [step(1, held_at_peak=held)], device=device, counts_tensors=counts)
+    assert said in words(folder)
+
+
+def test_a_folder_of_an_earlier_version_is_reported_from_its_log(tmp_path: Path) -> None:
+    lines = [{**step(1), "held_at_peak": None}, {"step": 1, "eval_reward": 0.5}, {"step": 1, "train_runtime": 3.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "lo')
+    told = words(tmp_path)
+    assert "1 unreadable line(s) left out" in told
+    assert "whoever held it" in told
+    assert "Reward in evaluations" in told
+    assert "This run wrote no run.json" in told
+
+
+def test_numbers_that_are_none_break_nothing(tmp_path: Path) -> None:
+    odd = step(2, reward=None, kl=float("nan"), loss=float("inf"))
+    assert "steps 3" in words(write(tmp_path, [step(1), odd, step(3, **{"rewards/judge/mean": None})]))
+
+
+def test_completions_are_shown_best_and_worst_and_escaped(tmp_path: Path) -> None:
+    write(tmp_path, [step(1)])
+    (tmp_path / "completions").mkdir()
+    rows = [
+        {
+            "step": 1,
+            "prompt": [{"role": "user", "content": f"<b>{n}</b>"}],
+            "completion": f"answer {n}\x07",
+            "advantage": n,
+        }
+        for n in range(9)
+    ]
+    (tmp_path / "completions" / "completions_00001.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    html = page(read_run(tmp_path))
+    assert "<b>8" not in html
+    told = " ".join(read(html).words)
+    assert "user: <b>8</b>" in told
+    assert "answer 8\\x07" in told
+    assert [n for n in range(9) if f"answer {n}" in told] == [0, 1, 2, 6, 7, 8]
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "empty", "foreign", "not a log"])
+def test_a_folder_without_a_run_is_an_error_with_a_remedy(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "x"
+    if kind == "file":
+        folder.write_text("x")
+    elif kind != "missing":
+        folder.mkdir()
+    if kind == "foreign":
+        (folder / "trainer_state.json").write_text("{}")
+    if kind == "not a log":
+        (folder / "metrics.jsonl").write_text('[1]\n{"step": 1, "accuracy": 0.5}\n')
+    found = RUNNER.invoke(app, ["report", str(folder)])
+    assert found.exit_code == 2
+    assert "Give the output_dir" in found.stderr
+    assert not (folder / "report.html").exists()
+
+
+def test_the_page_goes_where_it_is_sent(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", [step(1)])
+    assert report(str(folder), str(tmp_path / "a.html")) == tmp_path / "a.html"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        report(str(folder), str(tmp_path / "nowhere" / "a.html"))
+
+
+# ------------------------------------------------------------------ charts
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "base", "ticks"),
+    [
+        (0.0, 1.0, 10.0, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)),
+        (0.0, 7.3 * MIB, 2.0, (0, 2 * MIB, 4 * MIB, 6 * MIB, 8 * MIB)),
+        (3.0, 3.0, 10.0, (3.0, 4.0, 5.0, 6.0)),
+        (-0.3, 0.9, 10.0, (-0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)),
+    ],
+)
+def test_ticks_are_round_and_span_the_range(low: float, high: float, base: float, ticks: tuple[float, ...]) -> None:
+    found = round_ticks(low, high, base)
+    assert found[0] <= low
+    assert found[-1] >= high
+    assert found == pytest.approx(ticks)
+
+
+def heights(svg: str) -> list[float]:
+    """Gives the upper edge of the first layer, step by step."""
+    points = re.findall(r'<polygon class="layer c\d" points="([^"]+)"', svg)[0].split()
+    return [float(point.split(",")[1]) for point in points[: len(points) // 2 : 2]]
+
+
+def test_layers_are_as_high_as_their_values() -> None:
+    svg = chart([1, 2], [Series("a", [2.0, 4.0], 0), Series("b", [1.0, None], 1)], write=str, label="x", stacked=True)
+    first, second = heights(svg)
+    floor, top = 280 - 26, 30  # of a drawing of 280 units, with the axis up to 4
+    assert floor - first == pytest.approx((floor - top) / 2, abs=0.1)
+    assert second == pytest.approx(top, abs=0.1)
+    assert "together: 3.0" in svg
+
+
+def test_long_runs_keep_their_highest_moment_and_few_points() -> None:
+    values: list[float | None] = [1.0] * 5000
+    values[3210] = 9.0
+    svg = chart(list(range(1, 5001)), [Series("peak", values, 0)], write=str, label="x", stacked=True)
+    assert len(heights(svg)) <= MOST_POINTS
+    assert "peak: 9.0" in svg
+    assert len(svg) < 100_000
+
+
+def test_a_limit_far_above_all_values_is_said_and_not_drawn() -> None:
+    near = chart([1], [Series("a", [5.0], 0)], write=str, label="x", limit=Limit(8.0, "budget"))
+    far = chart([1], [Series("a", [5.0], 0)], write=str, label="x", limit=Limit(800.0, "budget"))
+    assert 'class="limit"' in near
+    assert 'class="limit"' not in far
+    assert "far above this scale" in far
+
+
+def test_marks_and_labels_are_escaped() -> None:
+    svg = chart([1, 2], [Series("<a>", [1.0, 2.0], 0)], write=str, label='"x"', marks=[Mark(1, "failure", "<b>")])
+    read(svg)
+    assert "<a>" not in svg
+    assert "&lt;b&gt;" in svg
