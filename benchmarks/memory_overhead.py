@@ -137,6 +137,7 @@ class Bench:
                 report_to="none",
                 use_cpu=True,
                 disable_tqdm=True,
+                alarms=False,
             ),
             train_dataset=Dataset.from_dict(
                 {"prompt": [f"{a} and {b}" + "?" * (a + b) for a in range(4) for b in range(4)]}

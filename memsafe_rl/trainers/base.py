@@ -36,6 +36,7 @@ from memsafe_rl.models.causal_lm import autocast
 from memsafe_rl.ops.losses import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
 from memsafe_rl.rewards.base import RewardScores
 from memsafe_rl.rollout.scoring import row_lengths, update_work
+from memsafe_rl.trainers.alarms import AlarmWatch
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.continuity import check_same_run, run_facts
 from memsafe_rl.trainers.data import PromptSource
@@ -121,6 +122,8 @@ class OnPolicyTrainer(TrainerSurface):
         self._random_before_step: RandomState | None = None
         self._pending: dict[str, list[float]] = defaultdict(list)
         self._concessions: list[Concession] = []
+        self._alarms = AlarmWatch(self.args.alarm_rules)
+        self._judged: dict[str, float] = {}
         self._callbacks = CallbackHandler(
             [DefaultFlowCallback(), *callbacks], self.model, self.processing_class, None, None
         )
@@ -462,7 +465,9 @@ class OnPolicyTrainer(TrainerSurface):
         for name, values in scores.metrics.items():
             self._pending[name].append(sum(values) / len(values))
         for name, seconds in scores.seconds.items():
-            self._pending[f"time/reward/{name}_seconds"].append(seconds)
+            metric = f"time/reward/{name}_seconds"
+            self._pending[metric].append(seconds)
+            self._judged[metric] = self._judged.get(metric, 0.0) + seconds
         for name, timeouts in scores.timeouts.items():
             self._pending[f"rewards/{name}/timeouts"].append(timeouts)
 
@@ -505,6 +510,7 @@ class OnPolicyTrainer(TrainerSurface):
     def _begin_step(self) -> None:
         self._step_started = time.perf_counter()
         self._tracker.step = self.state.global_step
+        self._judged.clear()  # an evaluation's rewards may take longer
         self._random_before_step = self._recovery.repeat(capture_random_state)
         self._last_learning_rate = self._committed.learning_rate
         self.control = self._callbacks.on_step_begin(self.args, self.state, self.control)
@@ -537,6 +543,15 @@ class OnPolicyTrainer(TrainerSurface):
         self.history.append({"step": float(self.state.global_step), "epoch": self._epoch(), **metrics})
         for name, value in metrics.items():
             self._pending[name].append(value)
+        self._sound_alarms(metrics)
+
+    def _sound_alarms(self, metrics: Mapping[str, float]) -> None:
+        """Says it when the step broke a rule of `alarms` that held before."""
+        events = self._alarms.observe(self.state.global_step, {**metrics, **self._judged}, self.memory_events)
+        for event in events:
+            self.memory_events.append(event)
+            if self._ranks.is_main:
+                logger.warning("step %d: %s", event["step"], event["sentence"])
 
     def _finish_step(self, metrics: dict[str, float]) -> None:
         """Logs, evaluates, saves and stops as callbacks say."""
@@ -689,6 +704,7 @@ class OnPolicyTrainer(TrainerSurface):
         self.history = []
         self._cursor, self._experience, self._waiting, self._table = Cursor(), None, (), ()
         self._entropy = EntropyControl(self.args.entropy_coef)
+        self._alarms = AlarmWatch(self.args.alarm_rules)
         self._pending.clear()
 
     def _end(self, started: float, first: int) -> TrainResult:
@@ -762,6 +778,7 @@ class OnPolicyTrainer(TrainerSurface):
             "cursor": asdict(self._cursor),
             "entropy": list(self._entropy),
             "memory": self._tracker.state_dict(),
+            "alarms": self._alarms.state_dict(),
             "history": self.history,
             "experience": self._experience_facts(),
             "waiting": plain_groups(self._waiting),
@@ -818,6 +835,7 @@ class OnPolicyTrainer(TrainerSurface):
         self._cursor = Cursor(**loop["cursor"])
         self._entropy = EntropyControl(*loop["entropy"])
         self._tracker.load_state_dict(loop["memory"])
+        self._alarms.load_state_dict(loop["alarms"])
         if self.args.memory_budget == "auto":
             self._tracker.budget_bytes = loop["memory"]["budget_bytes"]
         if trajectory is not None:

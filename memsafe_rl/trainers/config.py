@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import Field, dataclass, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_type_hints
 
 import torch
 from accelerate import PartialState
@@ -28,6 +28,7 @@ from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.rollout.checks import check_least_tokens
 from memsafe_rl.rollout.drawing import text_stops
 from memsafe_rl.rollout.engines.settings import check_options, refuse_missing_vllm
+from memsafe_rl.trainers.alarms import NO_ALARMS, AlarmRules, read_rules
 from memsafe_rl.trainers.checks import (
     CHOICES,
     ESTIMATORS_OF_KL,
@@ -54,6 +55,10 @@ _SPELLINGS: dict[str, dict[Any, str]] = {
     "logging_strategy": {False: "no", "false": "no"},
     "resume_from_checkpoint": {True: "true", False: "none"},
     "memory_budget": {None: "auto"},
+    "alarms": {
+        **dict.fromkeys((False, "false", "off", "no"), NO_ALARMS),
+        **dict.fromkeys((True, "true", "on", "yes"), "none"),
+    },
 }
 """Other ways to write a value: TRL's booleans, and YAML's reading of a bare ``no``."""
 
@@ -396,6 +401,7 @@ class _TrainerConfig(TrainerFields, ABC):
                 "depends on how a batch is cut. Set router_aux_loss_coef=0.0."
             )
         _ = self.kl_stop_rule
+        _ = self.alarm_rules
 
     def _check_saving(self) -> None:
         if not self.load_best_model_at_end or self.save_strategy == "best":
@@ -501,6 +507,11 @@ class _TrainerConfig(TrainerFields, ABC):
         check_choice("unit of kl_stop", rule.unit, UNITS_OF_KL)
         check_choice("estimator of kl_stop", rule.estimator, ESTIMATORS_OF_KL)
         return rule
+
+    @property
+    def alarm_rules(self) -> AlarmRules:
+        """What `alarms` means."""
+        return read_rules(cast(dict[str, Any] | None, self.alarms), has_reference=self.beta != 0)
 
     def _generation(self) -> dict[str, Any]:
         return self.generation_kwargs or {}

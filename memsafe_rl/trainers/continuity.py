@@ -44,6 +44,7 @@ _FREE = frozenset(
         "overlap_async_rewards",
         "num_completions_to_print",
         "trust_remote_code",
+        "alarms",
     }
 )
 _FREE_BEGINNINGS = ("log_", "logging_", "save_", "eval_", "gradient_checkpointing")

@@ -13,11 +13,13 @@ if TYPE_CHECKING:  # what a validated configuration holds
     Filled = str
     Size = int | str
     Words = tuple[str, ...]
+    Rules = dict[str, Any] | bool | None
 else:  # what a user may write: text on a command line, None where a default is filled in
     Settings = dict[str, Any] | str | None
     Filled = str | None
     Size = int | str | None
     Words = tuple[str, ...] | str | None
+    Rules = dict[str, Any] | str | None
 
 
 def option(default: Any, text: str, **parsing: Any) -> Any:
@@ -195,6 +197,12 @@ class TrainerFields:
     log_completions: bool = option(False, "Show a table of prompts, completions and rewards at every log.")
     num_completions_to_print: int | None = option(None, "Rows of that table; None: all.")
     log_unique_prompts: bool = option(False, "Show each prompt once in that table.")
+    alarms: Rules = option(
+        None,
+        "Limits from which an alarm is given, once an episode: truncation (share, 0.05), judge_seconds (6), "
+        "equal_rewards (share of groups, 0.9), kl ([low, high] in nats per token, off), throughput_drop (share lost, "
+        "0.5), retries (in 20 steps, 3); null switches one off, false all; None: these.",
+    )
 
     # Randomness, device and data
     seed: int = option(42, "Seed of everything random; samples depend on it alone, not on how work is cut.")
@@ -504,6 +512,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "log_completions",
         "num_completions_to_print",
         "log_unique_prompts",
+        "alarms",
     ),
 }
 """The settings as help shows them: each in one group, what matters most first."""

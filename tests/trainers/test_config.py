@@ -42,6 +42,7 @@ OURS = {field.name: field for field in dataclasses.fields(GRPOFields)}
 THEIRS = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
 
 NEW = {
+    "alarms",
     "allow_lossy",
     "dynamic_sampling",
     "dynamic_sampling_max_rounds",

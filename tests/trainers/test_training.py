@@ -32,7 +32,7 @@ def gradient_of(trainer: GRPOTrainer) -> torch.Tensor:
 
 
 def test_a_run_learns_logs_and_reports(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, max_steps=3, num_iterations=2)
+    trainer = make_trainer(tmp_path, max_steps=3, num_iterations=2, alarms=False)
     before = weights(trainer)
     result = trainer.train()
     assert result.global_step == 3

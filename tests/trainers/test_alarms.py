@@ -1,0 +1,339 @@
+"""Each rule of `alarms` speaks once an episode, says what to do, and can be switched off; a real run gives them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import HfArgumentParser
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.trainers import base
+from memsafe_rl.trainers.alarms import ALARMS, STEPS_TO_END, WINDOW_STEPS, AlarmRules, AlarmWatch
+from memsafe_rl.trainers.config import GRPOConfig
+from tests.trainers.helpers import make_trainer
+
+OFF = AlarmRules(**dict.fromkeys(ALARMS))  # type: ignore[arg-type]
+HEALTHY = {"completions/clipped_ratio": 0.0, "frac_reward_zero_std": 0.0, "reward": 0.5, "kl": 0.05, "step_time": 4.0}
+
+
+def heard(watch: AlarmWatch, name: str, values: list[float | None], **others: float) -> list[int]:
+    """Gives the steps at which the values of one metric gave alarms; None for a step without it."""
+    steps = []
+    for step, value in enumerate(values, start=1):
+        metrics = {**HEALTHY, **others, name: value}
+        known = {key: number for key, number in metrics.items() if number is not None}
+        steps += [event["step"] for event in watch.observe(step, known)]
+    return steps
+
+
+# Each rule: from which value, once an episode, and what it says
+
+
+@pytest.mark.parametrize(
+    ("rules", "metric", "fine", "broken"),
+    [
+        (AlarmRules(), "completions/clipped_ratio", 0.049, 0.05),
+        (AlarmRules(), "time/reward/judge_seconds", 5.9, 6.0),
+        (AlarmRules(), "frac_reward_zero_std", 0.89, 0.9),
+        (AlarmRules(kl=(0.02, 0.06)), "kl", 0.06, 0.061),
+        (AlarmRules(kl=(0.02, 0.06)), "kl", 0.02, 0.019),
+    ],
+)
+def test_a_broken_rule_speaks_once_until_it_has_held(
+    rules: AlarmRules, metric: str, fine: float, broken: float
+) -> None:
+    flickering = [fine, broken, broken, fine, fine, broken]
+    over = [fine] * STEPS_TO_END
+    assert heard(AlarmWatch(rules), metric, [*flickering, *over, broken, broken]) == [2, 7 + STEPS_TO_END]
+
+
+def test_a_healthy_run_is_silent() -> None:
+    watch = AlarmWatch(AlarmRules(kl=(0.02, 0.06)))
+    assert [watch.observe(step, HEALTHY) for step in range(1, 60)] == [[]] * 59
+
+
+def test_steps_that_do_not_tell_neither_begin_nor_end_an_episode() -> None:
+    values: list[float | None] = [0.5, *[None] * (STEPS_TO_END + 1), 0.5]
+    assert heard(AlarmWatch(AlarmRules()), "completions/clipped_ratio", values) == [1]
+    assert heard(AlarmWatch(AlarmRules(kl=(0.02, 0.06))), "kl", [float("nan"), None, 0.05]) == []
+
+
+def test_the_event_has_value_limit_and_a_sentence_with_the_remedy() -> None:
+    (event,) = AlarmWatch(AlarmRules()).observe(7, {**HEALTHY, "completions/clipped_ratio": 0.125})
+    sentence = event.pop("sentence")
+    assert event == {"event": "alarm", "kind": "truncation", "step": 7, "value": 0.125, "limit": 0.05}
+    assert sentence.startswith(
+        "12.5% of the rollout's completions were cut off at max_completion_length (alarm from 5.0%)"
+    )
+    assert "mask_truncated_completions=True" in sentence
+
+
+def test_the_slowest_judge_is_named() -> None:
+    seconds = {"time/reward/toxicity_seconds": 7.25, "time/reward/judge_seconds": 8.5, "time/reward_seconds": 20.0}
+    (event,) = AlarmWatch(AlarmRules()).observe(1, {**HEALTHY, **seconds})
+    assert (event["kind"], event["reward"], event["value"]) == ("judge_seconds", "judge", 8.5)
+    assert event["sentence"].startswith("The reward function judge took 8.5 s for a rollout (alarm from 6 s)")
+    assert "async" in event["sentence"]
+    assert "reward_timeout_seconds" in event["sentence"]
+
+
+def test_equal_rewards_say_what_they_are() -> None:
+    (event,) = AlarmWatch(AlarmRules()).observe(1, {**HEALTHY, "frac_reward_zero_std": 1.0, "reward": 0.0})
+    assert event["kind"] == "equal_rewards"
+    assert event["sentence"].startswith(
+        "In 100.0% of the groups all rewards are equal (alarm from 90.0%), the mean reward"
+    )
+    assert "being 0:" in event["sentence"]
+    assert "dynamic_sampling=True" in event["sentence"]
+
+
+def test_a_run_begins_at_its_reference_without_an_alarm() -> None:
+    rules = AlarmRules(kl=(0.02, 0.06))
+    assert heard(AlarmWatch(rules), "kl", [0.0, 0.001, 0.01, 0.03, 0.01]) == [5]
+    watch = AlarmWatch(rules)
+    (above,) = watch.observe(1, {**HEALTHY, "kl": 0.25})
+    assert (above["kind"], above["value"], above["limit"]) == ("kl", 0.25, [0.02, 0.06])
+    assert "is 0.25 nats per token, above its band of 0.02 to 0.06" in above["sentence"]
+    assert above["sentence"].endswith("raise beta or lower learning_rate.")
+    watch = AlarmWatch(rules)
+    watch.observe(1, HEALTHY)
+    (below,) = watch.observe(2, {**HEALTHY, "kl": 0.01})
+    assert below["sentence"].endswith("lower beta or raise learning_rate.")
+
+
+# Throughput
+
+
+def test_throughput_is_the_last_steps_against_those_before() -> None:
+    # The usual 4 s; half the speed is 8 s. One slow step is no fall, a second within three is.
+    assert heard(AlarmWatch(AlarmRules()), "step_time", [*[4.0] * 8, 9.0, *[4.0] * 8, 8.0, 4.0, 8.0, 8.0]) == [20]
+    assert heard(AlarmWatch(AlarmRules()), "step_time", [*[4.0] * 8, *[7.9] * 6]) == []
+    # Fewer than five steps before are not known well enough.
+    assert heard(AlarmWatch(AlarmRules()), "step_time", [1.0, 1.0, 1.0, 9.0, 9.0, 9.0]) == []
+    # A slow creep is compared with what was just before, a lasting slowness becomes the usual.
+    assert heard(AlarmWatch(AlarmRules()), "step_time", [4.0 * 1.02**step for step in range(200)]) == []
+    assert heard(AlarmWatch(AlarmRules()), "step_time", [*[4.0] * 20, *[9.0] * 60]) == [22]
+
+
+def test_a_fall_that_costs_less_than_a_second_is_noise() -> None:
+    assert heard(AlarmWatch(AlarmRules()), "step_time", [*[0.1] * 20, *[1.0] * 5]) == []
+
+
+def test_only_steps_that_begin_a_rollout_are_compared() -> None:
+    watch = AlarmWatch(AlarmRules())
+    events = []
+    for step in range(40):
+        rollout = {"completions/clipped_ratio": 0.0, "step_time": 9.0}
+        events += watch.observe(step + 1, rollout if step % 4 == 0 else {"step_time": 1.0})
+    assert events == []
+
+
+def test_throughput_names_the_phase_that_became_slow() -> None:
+    watch = AlarmWatch(AlarmRules())
+    usual = {**HEALTHY, "time/rollout_seconds": 2.0, "time/reward_seconds": 0.5, "time/update_seconds": 1.5}
+    slow = {**usual, "step_time": 10.0, "time/reward_seconds": 6.5, "time/evaluate_seconds": 99.0}
+    events = [event for step in range(12) for event in watch.observe(step + 1, usual if step < 10 else slow)]
+    assert [(event["kind"], event["value"]) for event in events] == [("throughput_drop", 0.6)]
+    assert "takes 10.0 s where it took 4.0 s: throughput fell by 60.0% (alarm from 50.0%)" in events[0]["sentence"]
+    assert "mostly in the reward phase (from 0.5 to 6.5 s)" in events[0]["sentence"]
+    assert "reward_timeout_seconds" in events[0]["sentence"]
+
+
+# Work done again
+
+
+def test_failures_within_the_window_are_counted() -> None:
+    def failure(step: int) -> dict[str, Any]:
+        return {"event": "failure", "step": step}
+
+    watch = AlarmWatch(AlarmRules())
+    events = [failure(0), failure(0), {"event": "plan", "step": 3}]
+    assert watch.observe(4, HEALTHY, events) == []
+    events.append(failure(WINDOW_STEPS))
+    # The first two belong to the first step, which the last twenty no longer hold.
+    assert watch.observe(WINDOW_STEPS + 1, HEALTHY, events) == []
+    events += [failure(WINDOW_STEPS + 1), failure(WINDOW_STEPS + 1)]
+    (alarm,) = watch.observe(WINDOW_STEPS + 2, HEALTHY, events)
+    assert (alarm["kind"], alarm["value"], alarm["limit"]) == ("retries", 3, 3)
+    assert alarm["sentence"].startswith("Memory ran out 3 times in the last 20 steps (alarm from 3)")
+    assert "memory_budget" in alarm["sentence"]
+    assert watch.observe(WINDOW_STEPS + 3, HEALTHY, events) == []
+
+
+# Off, and kept over a resume
+
+
+@pytest.mark.parametrize("name", ALARMS)
+def test_one_rule_can_be_off_alone(name: str) -> None:
+    def sick(step: int) -> dict[str, float]:
+        bad = {
+            "completions/clipped_ratio": 1.0,
+            "frac_reward_zero_std": 1.0,
+            "kl": 9.0,
+            "time/reward/judge_seconds": 60.0,
+        }
+        return {**HEALTHY, **bad, "step_time": 4.0 if step < 10 else 40.0}
+
+    failures = [{"event": "failure", "step": 0}] * 5
+
+    def kinds(rules: AlarmRules) -> set[str]:
+        watch = AlarmWatch(rules)
+        return {event["kind"] for step in range(12) for event in watch.observe(step + 1, sick(step), failures)}
+
+    every = AlarmRules(kl=(0.02, 0.06))
+    assert kinds(every) == set(ALARMS)
+    assert kinds(replace(every, **{name: None})) == set(ALARMS) - {name}
+    assert kinds(OFF) == set()
+
+
+def test_the_state_goes_through_json_and_the_episode_with_it() -> None:
+    values: list[dict[str, float]] = [{**HEALTHY, "step_time": 4.0, "completions/clipped_ratio": 0.5}] * 12
+    values += [{**HEALTHY, "step_time": 9.0, "completions/clipped_ratio": 0.5, "kl": 0.01}] * 4
+    rules = AlarmRules(kl=(0.02, 0.06))
+    whole, before, after = AlarmWatch(rules), AlarmWatch(rules), AlarmWatch(rules)
+    expected = [whole.observe(step, metrics) for step, metrics in enumerate(values)]
+    found = [before.observe(step, metrics) for step, metrics in enumerate(values[:13])]
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    found += [after.observe(step, metrics) for step, metrics in enumerate(values[13:], start=13)]
+    assert found == expected
+    assert [event["kind"] for events in expected for event in events] == ["truncation", "kl", "throughput_drop"]
+
+
+# The setting
+
+
+@pytest.mark.parametrize("given", [None, True, "true", "on", {}])
+def test_the_rules_there_are_without_a_word(given: Any) -> None:
+    assert GRPOConfig(alarms=given).alarm_rules == AlarmRules(0.05, 6.0, 0.9, None, 0.5, 3)
+
+
+@pytest.mark.parametrize("given", [False, "false", "off", "No", dict.fromkeys(ALARMS), dict.fromkeys(ALARMS, False)])
+def test_all_rules_off(given: Any) -> None:
+    config = GRPOConfig(alarms=given)
+    assert config.alarm_rules == OFF
+    assert GRPOConfig(**config.to_dict()).alarm_rules == OFF
+
+
+def test_limits_are_set_by_name_and_the_others_stay() -> None:
+    config = GRPOConfig(
+        beta=0.04, alarms={"truncation": "0.1", "kl": [0.02, 0.06], "retries": None, "judge_seconds": 30}
+    )
+    assert config.alarm_rules == AlarmRules(0.1, 30, 0.9, (0.02, 0.06), 0.5, None)
+    assert GRPOConfig(alarms='{"equal_rewards": 0.5}').alarm_rules == AlarmRules(equal_rewards=0.5)
+    parser = HfArgumentParser(GRPOConfig)
+    (parsed,) = parser.parse_args_into_dataclasses(["--alarms", '{"truncation": null}'])
+    assert parsed.alarm_rules == AlarmRules(truncation=None)
+    assert parser.parse_args_into_dataclasses(["--alarms", "false"])[0].alarm_rules == OFF
+
+
+@pytest.mark.parametrize(
+    ("alarms", "message"),
+    [
+        ({"truncaton": 0.1}, "There is no alarm 'truncaton'. Did you mean 'truncation'?"),
+        ({"loss": 1}, "There is no alarm 'loss'. What there is: truncation, judge_seconds, equal_rewards, kl, "),
+        ({"truncation": 5}, "alarms['truncation'] is 5; it must be more than 0 and at most 1, or None for no alarm."),
+        ({"judge_seconds": 0}, "alarms['judge_seconds'] is 0; it must be more than 0, or None for no alarm."),
+        ({"judge_seconds": "slow"}, "alarms['judge_seconds'] is 'slow'; it must be a number or none."),
+        ({"truncation": True}, "alarms['truncation'] is True; it must be a number or none."),
+        ({"throughput_drop": 1}, "alarms['throughput_drop'] is 1; it must be more than 0 and less than 1"),
+        ({"retries": 0}, "alarms['retries'] is 0; it must be at least 1"),
+        ({"kl": 0.1}, "alarms['kl'] is 0.1; it must be a list or none."),
+        ({"kl": [0.06, 0.02]}, "alarms['kl'] is [0.06, 0.02]; it must be [low, high] in nats per token"),
+        ({"kl": [0.06]}, "alarms['kl'] is [0.06]; it must be [low, high] in nats per token"),
+        ({"kl": [0, float("inf")]}, "it must be [low, high] in nats per token"),
+        (0.05, "alarms is 0.05; it must be a mapping"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_remedy(alarms: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig(beta=0.04, alarms=alarms)
+    assert message in str(caught.value)
+
+
+def test_a_band_for_the_kl_needs_a_reference() -> None:
+    with pytest.raises(
+        ConfigError, match=r"alarms has kl=\[0\.02, 0\.06\], but beta is 0.*Set beta above 0, or kl_stop"
+    ):
+        GRPOConfig(alarms={"kl": [0.02, 0.06]})
+
+
+# Real runs
+
+
+def alarms_of(trainer: Any) -> list[dict[str, Any]]:
+    return [event for event in trainer.memory_events if event["event"] == "alarm"]
+
+
+def test_a_run_whose_completions_are_cut_off_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(tmp_path, max_steps=3, alarms={"equal_rewards": None})
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert min(step["completions/clipped_ratio"] for step in trainer.history) >= 0.05
+    (alarm,) = alarms_of(trainer)
+    assert (alarm["kind"], alarm["step"]) == ("truncation", 1)
+    assert alarm["value"] == trainer.history[0]["completions/clipped_ratio"]
+    assert [f"step 1: {alarm['sentence']}"] == [text for text in caplog.messages if "cut off" in text]
+    written = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
+    assert [event for event in written if event["event"] == "alarm"] == [alarm]
+
+
+def test_a_run_with_alarms_off_is_silent(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=2, alarms=False)
+    trainer.train()
+    assert alarms_of(trainer) == []
+
+
+def test_a_slow_judge_is_heard_in_training_and_not_in_evaluation(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def judge(completions: list[str], **_: Any) -> list[float]:
+        asked.append(len(completions))
+        time.sleep(0.0 if len(completions) == 8 else 0.3)
+        return [float(row) for row in range(len(completions))]
+
+    settings: dict[str, Any] = {"reward_funcs": judge, "eval_dataset": [{"prompt": "1+1="}], "num_generations_eval": 3}
+    only = {"truncation": None, "judge_seconds": 0.25}
+    quiet = make_trainer(tmp_path / "a", eval_strategy="steps", eval_steps=1, alarms=only, **settings)
+    quiet.train()
+    assert sorted(set(asked)) == [3, 8]
+    assert alarms_of(quiet) == []
+    settings["per_device_train_batch_size"] = 4
+    loud = make_trainer(tmp_path / "b", alarms=only, **settings)
+    loud.train()
+    assert [(alarm["kind"], alarm["step"], alarm["reward"]) for alarm in alarms_of(loud)] == [
+        ("judge_seconds", 1, "judge")
+    ]
+
+
+def test_failed_allocations_are_counted_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulate, calls = base.accumulate_gradient, itertools.count()
+
+    def failing_twice(*arguments: Any, **named: Any) -> Any:
+        if next(calls) in (0, 2):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return accumulate(*arguments, **named)
+
+    monkeypatch.setattr(base, "accumulate_gradient", failing_twice)
+    trainer = make_trainer(tmp_path, max_steps=3, alarms={"truncation": None, "retries": 2})
+    trainer.train()
+    assert [(alarm["kind"], alarm["step"], alarm["value"]) for alarm in alarms_of(trainer)] == [("retries", 2, 2)]
+
+
+def test_a_resumed_run_goes_on_with_the_episode(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"alarms": {"equal_rewards": None}, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(tmp_path, max_steps=1, **settings).train()
+    resumed = make_trainer(tmp_path, max_steps=3, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert len(resumed.history) == 3
+    assert alarms_of(resumed) == []
+    other = make_trainer(tmp_path, max_steps=3, **{**settings, "alarms": {"equal_rewards": 0.001}})
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))  # the rules are free to change
+    assert other.state.global_step == 3
