@@ -28,7 +28,7 @@ from transformers import TrainerCallback
 from memsafe_rl.memory.readings import allocator_counters, device_facts, driver_free_bytes
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.status import RUN_FILE, STEPS_FILE, enter_index, process_started, status_file, write_json
-from memsafe_rl.summary import RunFigures
+from memsafe_rl.summary import RunFigures, phase_peaks
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -187,10 +187,11 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
         self._device = device
         self._every_seconds = every_seconds
         self._fixed: dict[str, Any] = {"rank": rank, "world_size": world_size}
-        self._now: dict[str, Any] = {}
+        self._now: dict[str, Any] = {"metrics": {}}
         self._peaks: dict[str, int] = {}
         self._counted = {"failure": 0, "retry": 0}
         self._seen = 0
+        self._asked = -self._every_seconds
         self._entry: Path | None = None
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
@@ -209,7 +210,7 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
             "counts_tensors": self._tracker.meter.is_exact,
         }
         self._now = {"state": "training", "step": state.global_step, "sampling": None, "metrics": {}}
-        self._peaks, self._seen = {}, 0
+        self._peaks, self._seen, self._asked = {}, 0, -self._every_seconds
         self._counted = dict.fromkeys(self._counted, 0)
         self._ask_driver()
         if not self.write():
@@ -228,11 +229,8 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
             step: optimizer steps done.
             metrics: the step's metrics.
         """
-        last = {
-            name.removeprefix("memory/").removesuffix("_peak_bytes"): int(value)
-            for name, value in metrics.items()
-            if name.startswith("memory/") and name.endswith("_peak_bytes")
-        }
+        shown = {name: metrics[name] for name in _SHOWN_METRICS if name in metrics}
+        last = phase_peaks(metrics)
         for name, peak in last.items():
             self._peaks[name] = max(self._peaks.get(name, 0), peak)
         self._now = {
@@ -240,7 +238,7 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
             "step": step,
             "sampling": None,
             "last_step_peak_bytes": last,
-            "metrics": {name: metrics[name] for name in _SHOWN_METRICS if name in metrics},
+            "metrics": {**self._now["metrics"], **shown},  # later passes over a rollout have no reward of their own
         }
         self._ask_driver()
 
@@ -288,6 +286,9 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
 
     def _ask_driver(self) -> None:
         # In this thread and between phases: a driver that is asked while another thread captures a graph breaks it.
+        if time.monotonic() - self._asked < self._every_seconds:
+            return
+        self._asked = time.monotonic()
         self._now = {**self._now, "free_bytes": driver_free_bytes(self._tracker.meter, self._device)}
 
     def snapshot(self) -> dict[str, Any]:

@@ -380,8 +380,8 @@ def render(view: View) -> RenderableType:
 
 def _about_run(seen: Sighting, view: View) -> Sequence[RenderableType]:
     status = seen.status
-    parts: list[RenderableType] = [_heading(seen), _progress(seen), Text(""), _device(status), _phases(status)]
-    parts.append(_counters(status))
+    parts: list[RenderableType] = [_heading(seen), _progress(seen), Text(""), _device(status)]
+    parts += [Text(""), _phases(status), Text(""), _counters(status)]
     beside = neighbours(status, view.cards.cards)
     for found in beside:
         held = "an unknown amount" if found.used_bytes is None else format_bytes(found.used_bytes)
@@ -477,8 +477,10 @@ def _counters(status: Mapping[str, Any]) -> Text:
     failures, repeated = int(status.get("failures", 0)), int(status.get("retries", 0))
     if not any((retries, ooms, failures, repeated)):
         return Text("no allocation was refused or retried", style="dim")
-    told = f"allocator: {retries} retries, {ooms} out-of-memory errors · this run: {failures} failures survived"
-    return Text(f"{told}, {repeated} repeated under the same plan", style="yellow")
+    told = (
+        f"allocator: {retries} retries, {ooms} out-of-memory errors · run: {failures} failures, {repeated} done again"
+    )
+    return Text(told, style="yellow")
 
 
 def _ranks(ranks: Sequence[Sighting]) -> Table:
