@@ -231,12 +231,14 @@ def test_events_are_told_at_the_step_they_belong_to_and_alike_ones_once(tmp_path
         {**plan, "step": 2, "micro_batch_tokens": 60, "checkpointing": True},
         {**alarm, "step": 0},
         {**alarm, "step": 2},
+        {**alarm, "step": 2, "kind": "leak", "component": "activations", "sentence": "It leaks."},
         {"event": "failure", "step": 1, "phase": "update", "requested_bytes": MIB, "tries": 1, "seconds_lost": 0.25},
         {"event": "concession", "step": 2, "remedy": "x", "changes": {"max_completion_length": [64, 32]}},
     ]
     folder = write(tmp_path, [step(n) for n in (1, 2, 3)], events)
     told, html = words(folder), page(read_run(folder))
     assert "2 times, from step 1 to 3, first: The allocator <tidied> up." in told
+    assert "step 2 It leaks." in told
     assert "1 allocation failed; the work was done again, which cost 250 ms." in told
     assert "max_completion_length 64 → 32" in told
     assert "step 2: 1.00 MiB refused in update, try 1; 0.25 s lost" in told

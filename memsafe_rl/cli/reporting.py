@@ -227,12 +227,14 @@ def _phase_lines(records: Sequence[Record]) -> list[Series]:
 
 
 def _placed(events: Sequence[Record]) -> list[Record]:
-    """Gives events the number of the step they belong to; most are written with the number of steps done before."""
-    after = ("kl_stop", "forecast")
-    return [
-        {**event, "at": event["step"] + (0 if event.get("event") in after or event.get("kind") == "leak" else 1)}
-        for event in events
-    ]
+    """Gives events the number of the step they belong to."""
+    return [{**event, "at": event["step"] + (0 if _is_after_its_step(event) else 1)} for event in events]
+
+
+def _is_after_its_step(event: Record) -> bool:
+    """Tells whether an event was written once its step was done; most carry the number of steps done before."""
+    kind = event.get("event")
+    return kind in ("kl_stop", "forecast") or (kind == "alarm" and event.get("kind") != "allocator_retries")
 
 
 def _memory_marks(events: Sequence[Record], steps: Sequence[float]) -> list[Mark]:
