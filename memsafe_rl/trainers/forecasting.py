@@ -31,6 +31,7 @@ from memsafe_rl.forecast.families import config_for
 from memsafe_rl.forecast.networks import fake_causal_lm, shallow_copy
 from memsafe_rl.forecast.outcome import MemoryForecast
 from memsafe_rl.forecast.search import Job
+from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.memory.randomness import capture_random_state, set_random_state
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.memory.slices import cut_work
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_ROUNDS = 3
 """Rounds after which plans are taken as they are, should corrections still change them."""
+_UNLIMITED_BYTES = 2**60
 _ANY_PROMPT = 512
 """Tokens of the longest prompt where nobody says."""
 
@@ -236,7 +238,9 @@ class _Rehearsed:
         checked = _check_shallow(network(shallow=True), self._settings, memory)
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, reference = network(), network(frozen=True) if copies else None
-        memory.set_capacity(max(device_bytes, memory.live_bytes))
+        budget = MemoryBudget.parse(self._settings.memory_budget)
+        self._settings.memory_budget = budget.resolve(total_bytes=device_bytes, free_bytes=device_bytes)
+        memory.set_capacity(_UNLIMITED_BYTES)  # the budget is kept from the optimizer's state on
         trainer = self._trainer(model, reference, checked)
         tracker, refusal = trainer._tracker, None
         longest = self._longest(trainer)

@@ -42,6 +42,9 @@ from memsafe_rl.units import format_bytes
 logger = logging.getLogger(__name__)
 
 _TOKENIZE_BATCH = 512
+_LONGEST = "the longest of train_dataset"
+_TOKENIZED = 8192
+"""Prompts that are tokenized in search of the longest one; of more, those with the most characters."""
 _STREAM_SAMPLE = 512
 """Examples of a stream that are read in search of its longest prompt."""
 _PROBED_MICRO_BATCHES = 2
@@ -138,9 +141,10 @@ def _try(trainer: OnPolicyTrainer, longest: Longest) -> dict[str, int] | MemoryB
 
 
 def find_longest(trainer: OnPolicyTrainer) -> Longest:
-    """Finds the longest row that a run may meet, by tokenizing every prompt of its dataset.
+    """Finds the longest row that a run may meet, by tokenizing the prompts of its dataset.
 
-    Of a stream, `max_prompt_length` counts as the longest prompt; without one, the longest of the first 512 examples.
+    Of more than 8,192 prompts without a `max_prompt_length`, those with the most characters are tokenized. Of a
+    stream, `max_prompt_length` counts as the longest prompt; without one, the longest of the first 512 examples.
 
     Args:
         trainer: holds dataset, tokenizer and settings.
@@ -154,9 +158,10 @@ def find_longest(trainer: OnPolicyTrainer) -> Longest:
     reader, dataset = trainer._maker._read_prompts, cast(Any, trainer).train_dataset
     completion_tokens = trainer.args.max_completion_length
     if isinstance(dataset, Dataset):
+        # Under a limit, prompts that pass it may be the longest texts of all, and are none of the run's.
+        dataset, source = _long_ones(dataset) if reader.limit is None else (dataset, _LONGEST)
         starts = range(0, len(dataset), _TOKENIZE_BATCH)
         batches: Iterable[Any] = (dataset[start : start + _TOKENIZE_BATCH]["prompt"] for start in starts)
-        source = "the longest of train_dataset"
     else:
         batches = [[example["prompt"] for example in trainer._source.take(0, _STREAM_SAMPLE)]]
         source = f"the longest of the stream's first {_STREAM_SAMPLE}"
@@ -178,6 +183,15 @@ def find_longest(trainer: OnPolicyTrainer) -> Longest:
     if isinstance(dataset, Dataset) or given is None:
         return longest
     return Longest(tuple(longest.ids(given).tolist()), completion_tokens, "max_prompt_length")
+
+
+def _long_ones(dataset: Dataset) -> tuple[Dataset, str]:
+    """Gives the part of a dataset in which its longest prompt lies, going by characters where there are many rows."""
+    if len(dataset) <= _TOKENIZED:
+        return dataset, _LONGEST
+    sizes = [len(str(prompt)) for prompt in dataset["prompt"]]
+    longest = sorted(range(len(sizes)), key=lambda row: -sizes[row])[:_TOKENIZED]
+    return dataset.select(longest), f"of the {_TOKENIZED:,} longest texts of train_dataset"
 
 
 def plans_now(trial: OnPolicyTrainer, longest: Longest) -> tuple[RolloutPlan, UpdatePlan]:

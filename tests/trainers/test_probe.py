@@ -424,3 +424,13 @@ def test_ranks_are_checked_alone_and_end_together(tmp_path: Path) -> None:
     assert zero["error"].startswith(
         "MemsafeError: Rank 1 ended the run: MemoryBudgetError: The worst case does not fit"
     )
+
+
+def test_of_many_prompts_those_with_the_most_characters_are_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memsafe_rl.trainers.probe._TOKENIZED", 3)
+    prompts = ["a" * (1 + length % 17) for length in range(40)]
+    found = find_longest(make_trainer(tmp_path, train_dataset=Dataset.from_dict({"prompt": prompts})))
+    assert len(found.prompt) == 17
+    assert found.source == "of the 3 longest texts of train_dataset"
