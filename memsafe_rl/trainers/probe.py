@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -42,7 +43,6 @@ from memsafe_rl.units import format_bytes
 logger = logging.getLogger(__name__)
 
 _TOKENIZE_BATCH = 512
-_LONGEST = "the longest of train_dataset"
 _TOKENIZED = 8192
 """Prompts that are tokenized in search of the longest one; of more, those with the most characters."""
 _STREAM_SAMPLE = 512
@@ -143,8 +143,8 @@ def _try(trainer: OnPolicyTrainer, longest: Longest) -> dict[str, int] | MemoryB
 def find_longest(trainer: OnPolicyTrainer) -> Longest:
     """Finds the longest row that a run may meet, by tokenizing the prompts of its dataset.
 
-    Of more than 8,192 prompts without a `max_prompt_length`, those with the most characters are tokenized. Of a
-    stream, `max_prompt_length` counts as the longest prompt; without one, the longest of the first 512 examples.
+    Of more than 8,192 prompts that the run takes, those with the most characters are tokenized. Of a stream,
+    `max_prompt_length` counts as the longest prompt; without one, the longest of the first 512 examples.
 
     Args:
         trainer: holds dataset, tokenizer and settings.
@@ -158,8 +158,7 @@ def find_longest(trainer: OnPolicyTrainer) -> Longest:
     reader, dataset = trainer._maker._read_prompts, cast(Any, trainer).train_dataset
     completion_tokens = trainer.args.max_completion_length
     if isinstance(dataset, Dataset):
-        # Under a limit, prompts that pass it may be the longest texts of all, and are none of the run's.
-        dataset, source = _long_ones(dataset) if reader.limit is None else (dataset, _LONGEST)
+        dataset, source = _longest_first(dataset)
         starts = range(0, len(dataset), _TOKENIZE_BATCH)
         batches: Iterable[Any] = (dataset[start : start + _TOKENIZE_BATCH]["prompt"] for start in starts)
     else:
@@ -172,7 +171,7 @@ def find_longest(trainer: OnPolicyTrainer) -> Longest:
         for ids in reader.ids(batch)
         if truncated or limit is None or len(ids) <= limit
     )
-    found: list[int] = max(rows, key=len, default=[])
+    found: list[int] = max(islice(rows, _TOKENIZED) if isinstance(dataset, Dataset) else rows, key=len, default=[])
     if not found:
         raise DataError(
             f"none of the prompts looked at has at most {limit} tokens, so that there is no worst case to try. Raise "
@@ -185,13 +184,13 @@ def find_longest(trainer: OnPolicyTrainer) -> Longest:
     return Longest(tuple(longest.ids(given).tolist()), completion_tokens, "max_prompt_length")
 
 
-def _long_ones(dataset: Dataset) -> tuple[Dataset, str]:
-    """Gives the part of a dataset in which its longest prompt lies, going by characters where there are many rows."""
+def _longest_first(dataset: Dataset) -> tuple[Dataset, str]:
+    """Sorts a dataset by characters where it has more rows than are tokenized, and says what is then looked at."""
     if len(dataset) <= _TOKENIZED:
-        return dataset, _LONGEST
+        return dataset, "the longest of train_dataset"
     sizes = [len(str(prompt)) for prompt in dataset["prompt"]]
-    longest = sorted(range(len(sizes)), key=lambda row: -sizes[row])[:_TOKENIZED]
-    return dataset.select(longest), f"of the {_TOKENIZED:,} longest texts of train_dataset"
+    order = sorted(range(len(sizes)), key=lambda row: -sizes[row])
+    return dataset.select(order), f"of the {_TOKENIZED:,} longest texts of train_dataset"
 
 
 def plans_now(trial: OnPolicyTrainer, longest: Longest) -> tuple[RolloutPlan, UpdatePlan]:
