@@ -17,6 +17,7 @@ from transformers import DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from memsafe_rl.accounting import charge, is_on_host, weights_of
+from memsafe_rl.callbacks import summary
 from memsafe_rl.checkpoint import (
     checkpoint_folder,
     drop_old_checkpoints,
@@ -36,6 +37,7 @@ from memsafe_rl.models.causal_lm import autocast
 from memsafe_rl.ops.losses import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
 from memsafe_rl.rewards.base import RewardScores
 from memsafe_rl.rollout.scoring import row_lengths, update_work
+from memsafe_rl.summary import run_figures
 from memsafe_rl.trainers.alarms import AlarmWatch
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.continuity import check_same_run, run_facts
@@ -721,6 +723,8 @@ class OnPolicyTrainer(TrainerSurface):
             self._load_best()
         self.log(dict(totals))
         self.control = self._callbacks.on_train_end(self.args, self.state, self.control)
+        if self._ranks.is_main and not self.args.disable_tqdm:
+            summary(run_figures(self.history[first:], self.memory_events, rollout_rows=self.args.rollout_rows))
         last = self.history[-1] if self.history else {}
         return TrainResult(self.state.global_step, totals["train_loss"], {**last, **totals})
 
@@ -835,7 +839,8 @@ class OnPolicyTrainer(TrainerSurface):
         self._cursor = Cursor(**loop["cursor"])
         self._entropy = EntropyControl(*loop["entropy"])
         self._tracker.load_state_dict(loop["memory"])
-        self._alarms.load_state_dict(loop["alarms"])
+        if "alarms" in loop:  # checkpoints of before there were any
+            self._alarms.load_state_dict(loop["alarms"])
         if self.args.memory_budget == "auto":
             self._tracker.budget_bytes = loop["memory"]["budget_bytes"]
         if trajectory is not None:
