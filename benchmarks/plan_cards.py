@@ -5,7 +5,7 @@
 Writes ``benchmarks/results/plan_cards.json``: for every network, with LoRA and with LoRA on a base in 4 bits, and every
 card, what `forecast_memory` says of GRPO with 32 completions of up to 1,024 tokens (8 a prompt, prompts of 512 tokens),
 and the seconds it took, imports left out. Nothing is loaded; nothing here was measured on a card. ``--published``
-forecasts the update of what prime-rl measured on one H100 (``benchmarks/baselines`` of its repository, January 2026)
+forecasts the update of what prime-rl measured on one H100 (the baselines of its repository, January 2026)
 instead.
 """
 

@@ -104,6 +104,8 @@ def wish(request: RunRequest, *, gpu: str, prompt_tokens: int | None, load_in_4b
             raise ConfigError("--load-in-4bit and quantization contradict each other. Leave one of the two out.")
         request = replace(request, run={**request.run, "quantization": "4bit"})
     settings = {"report_to": "none", **request.settings, "use_cpu": True}
+    if not settings.get("fp16"):
+        settings.setdefault("bf16", True)  # a card's default, of which this machine knows nothing
     return Wish(prepare(replace(request, settings=settings)), _card_bytes(gpu), prompt_tokens)
 
 

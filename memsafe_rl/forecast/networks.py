@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
     chosen += chosen[-1:] if len(chosen) == 1 else []
     text.num_hidden_layers = len(chosen) or 2
     if chosen:
-        text.layer_types = chosen
+        with suppress(AttributeError):  # where it follows from the number of blocks
+            text.layer_types = chosen
     return shallow
 
 

@@ -45,8 +45,11 @@ class MemoryForecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the run stays within its budget."""
-        return self.refusal is None and self.peak_bytes <= self.budget_bytes
+        """Whether the run stays within its budget, which counts once it is loaded, and loads on its device."""
+        peaks = self.phase_bytes
+        load = peaks.pop(Phase.LOAD, 0)
+        within = max(peaks.values(), default=0) <= self.budget_bytes
+        return self.refusal is None and within and load <= self.device_bytes
 
     @property
     def phase_bytes(self) -> dict[Phase, int]:

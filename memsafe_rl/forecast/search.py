@@ -62,8 +62,11 @@ class Job:
     @property
     def update(self) -> UpdateWork:
         """The shape of an optimizer step, every row as long as it can become."""
-        rows = max(1, round(self.prompts * self.group_size * self.step_share))
-        shared = tuple(row // self.group_size for row in range(rows)) if self.packs_prompts else ()
+        whole = self.prompts * self.group_size
+        rows = max(1, round(whole * self.step_share))
+        # Of a rollout of several steps, rows are shuffled: each step's share few prompts.
+        spread = range(0, whole, max(1, whole // rows))[:rows]
+        shared = tuple(row // self.group_size for row in spread) if self.packs_prompts else ()
         length = self.prompt_tokens + self.completion_tokens
         return UpdateWork((length,) * rows, (self.completion_tokens,) * rows, self.geometry, shared)
 

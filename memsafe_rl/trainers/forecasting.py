@@ -167,6 +167,7 @@ def foresee(
         MemoryBudgetError: the run cannot fit, and `allow_lossy` names no remedy that could be taken.
     """
     settings = copy.copy(args)
+    object.__setattr__(settings, "_filled", dict(args._filled))
     settings.memory_budget = tracker.budget_bytes
     device = args.device.type
     try:
@@ -457,6 +458,7 @@ def _settings(args: Any, device: str) -> Any:
     if device not in ("cuda", "cpu"):
         raise ConfigError(f"device is {device!r}; write 'cuda' or 'cpu'.")
     settings = copy.copy(args)
+    object.__setattr__(settings, "_filled", dict(args._filled))  # settings that are set are taken out of it
     left_open = "bf16" in settings._filled
     settings.use_cpu, settings.report_to, settings.disable_tqdm = True, "none", True
     settings.verify_plan = settings.probe_worst_case = settings.memory_forecast = False

@@ -219,7 +219,7 @@ def longest_work(trial: OnPolicyTrainer, longest: Longest) -> UpdateWork:
     Returns:
         The work of one rank.
     """
-    return trial._work(_longest_rows(trial, longest), range(_share(trial, trial.args.step_rows)))
+    return trial._work(_longest_rows(trial, longest), _step_rows(trial))
 
 
 def try_longest(trial: OnPolicyTrainer, longest: Longest, micro_batches: int = _PROBED_MICRO_BATCHES) -> None:
@@ -239,7 +239,7 @@ def try_longest(trial: OnPolicyTrainer, longest: Longest, micro_batches: int = _
     corrected = trial._maker.corrects_sampler
     experience = Experience(_longest_rows(trial, longest), consumed=0, external=corrected)
     trajectory = experience.trajectory
-    rows = range(_share(trial, config.step_rows))
+    rows = _step_rows(trial)
     first_tile = trial._tracker.update_plan.logprob_tile
     trial._plan_update(trajectory, rows)
     if config.beta != 0 or config.updates_per_epoch > 1 or corrected:
@@ -247,7 +247,7 @@ def try_longest(trial: OnPolicyTrainer, longest: Longest, micro_batches: int = _
         _probe_scoring(trial, trajectory, max(first_tile, trial._tracker.update_plan.logprob_tile))
     plan = trial._tracker.update_plan
     cuts = cut_work(trial._work(trajectory, rows), plan.micro_batch_tokens, packed=plan.pack_prompts)
-    tried = [row for slice_rows in cuts[:micro_batches] for row in slice_rows]
+    tried = [rows[place] for places in cuts[:micro_batches] for place in places]
     terms = trial._fix_terms(experience, tried)
     with trial._tracker.phase(Phase.UPDATE):
         trial._gradient(experience, tried, terms)
@@ -276,7 +276,7 @@ def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
 
     def from_first_to_last(plan: RolloutPlan) -> None:
         waiting = [Candidate(prompt, len(ids[prompt]), 0, sampling.max_new_tokens) for prompt, _ in rows]
-        first = rows[: admit(waiting, plan, geometry, rows=0, prompt_bytes=0)]
+        first = rows[: _in_flight(trial.adapter, waiting, plan)]
         ending = _AtTheEnd(trial.adapter, longest.row_tokens - 2)
         # The cache that transformers' generate keeps, where that decodes, is out of reach.
         own_cache = not isinstance(trial.adapter, CausalLMAdapter) or trial.adapter.path.decodes
@@ -289,6 +289,23 @@ def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
 
     with trial._tracker.phase(Phase.ROLLOUT):
         attempt(from_first_to_last)
+
+
+def _in_flight(adapter: ModelAdapter, waiting: Sequence[Candidate], plan: RolloutPlan) -> int:
+    """Counts the sequences that are decoded together in the end: prompts are read a few at a time, and join."""
+    geometry, count = adapter.geometry, 0
+    while True:
+        read = {one.prompt: geometry.prompt_kv_bytes(one.prompt_tokens) for one in waiting[:count]}
+        more = admit(waiting[count:], plan, geometry, rows=count, prompt_bytes=sum(read.values()))
+        count += more
+        if not more or not adapter.joins:
+            return count
+
+
+def _step_rows(trial: OnPolicyTrainer) -> Sequence[int]:
+    """Gives the rows of an optimizer step: of a rollout of several steps they are shuffled, and share few prompts."""
+    steps = max(1, trial.args.rollout_rows // trial.args.step_rows)
+    return range(0, trial.args.rollout_rows, steps)[: _share(trial, trial.args.step_rows)]
 
 
 def _rollout_prompts(trial: OnPolicyTrainer, longest: Longest) -> Prompts:

@@ -107,6 +107,77 @@ def test_peaks_are_what_the_run_then_holds(folder: Path, lora: bool, settings: d
     assert failures(trainer) == []
 
 
+def test_prompts_that_are_read_a_few_at_a_time_count_once_they_are_all_there(tmp_path: Path) -> None:
+    tiny_model("qwen3", vocab_size=2000, layers=4, hidden=128, positions=1024).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    policy = FixedPolicy(RolloutPlan(rows_in_flight=16, prefill_tokens=512, score_tokens=512), UpdatePlan())
+    with SimulatedMemory(ROOM, exact=True) as memory:
+        settings: dict[str, Any] = {"max_completion_length": 8, "max_steps": 1}
+        settings["generation_kwargs"] = {"min_new_tokens": 8}
+        prompts = Dataset.from_dict({"prompt": [f"{index:02d}".ljust(400, ".") for index in range(8)]})
+        trainer = GRPOTrainer(
+            str(tmp_path),
+            alternating,
+            config_for(tmp_path, num_generations=4, per_device_train_batch_size=32, **settings),
+            prompts,
+            memory_policy=policy,
+        )
+        trainer.train()
+        held = sum(memory.phase_peaks()[Phase.ROLLOUT].values())
+    assert foreseen(trainer).phase_bytes[Phase.ROLLOUT] == pytest.approx(held, rel=0.03)
+
+
+def test_rows_of_a_rollout_of_several_steps_share_few_prompts(folder: Path) -> None:
+    packed = FixedPolicy(RolloutPlan(), UpdatePlan(pack_prompts=True))
+    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "steps_per_generation": 4}
+    settings |= {"max_completion_length": 8, "generation_kwargs": None}
+    with SimulatedMemory(ROOM):
+        forecast = forecast_memory(
+            str(folder), config_for(folder, **settings), device_bytes=ROOM, prompt_tokens=60, memory_policy=packed
+        )
+    assert len(set(forecast.job.update.prompts)) == 4
+    alone = forecast_memory(
+        str(folder),
+        config_for(folder, **settings),
+        device_bytes=ROOM,
+        prompt_tokens=60,
+        memory_policy=FixedPolicy(RolloutPlan(), UpdatePlan(pack_prompts=False)),
+    )
+    ours, unshared = (found.phases[Phase.UPDATE][Component.ACTIVATIONS] for found in (forecast, alone))
+    assert ours > 0.8 * unshared
+
+
+def test_the_same_settings_give_the_same_forecast_again(folder: Path) -> None:
+    config = GRPOConfig("unused", report_to="none", max_completion_length=16)
+    first, second = (
+        forecast_memory(str(folder), config, device_bytes="8GiB", prompt_tokens=16).peak_bytes for _ in range(2)
+    )
+    assert first == second
+
+
+def test_what_the_check_at_start_holds_is_held_to_the_device_alone(folder: Path) -> None:
+    forecast = on_a_card(folder)
+    load = forecast.phase_bytes[Phase.LOAD]
+    others = max(size for phase, size in forecast.phase_bytes.items() if phase is not Phase.LOAD)
+    parts = {**forecast.phases, Phase.LOAD: {Component.WEIGHTS: 2 * others}}
+    raised = replace(forecast, phases=parts, budget_bytes=others, device_bytes=2 * others)
+    assert load < 2 * others
+    assert raised.fits
+    assert not replace(raised, device_bytes=2 * others - 1).fits
+    assert not replace(raised, budget_bytes=others - 1).fits
+
+
+def test_weights_that_do_not_fit_are_a_refusal(folder: Path) -> None:
+    forecast = on_a_card(folder, device_bytes=2**20)
+    assert not forecast.fits
+    assert "does not fit into 921.60 KiB" in forecast.sentence()
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"eval_strategy": "steps", "eval_steps": 1}], ids=str)
+def test_settings_that_change_what_is_drawn_or_when_are_forecast(folder: Path, settings: dict[str, Any]) -> None:
+    assert on_a_card(folder, settings=settings).fits
+
+
 def test_a_tight_budget_needs_no_failure_to_be_kept(folder: Path) -> None:
     trainer, held = run(folder)
     state = foreseen(trainer).job.held_bytes + trainer.adapter.geometry.trainable_bytes
