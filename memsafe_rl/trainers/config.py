@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import Field, dataclass, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, get_type_hints
 
 import torch
 from accelerate import PartialState
@@ -128,6 +128,12 @@ class _TrainerConfig(TrainerFields, ABC):
     def __post_init__(self) -> None:
         self._filled: dict[str, Any] = {}
         self.validate()
+
+    def __copy__(self) -> Self:
+        """Gives the same settings, which remember by themselves what was filled in: setting one makes it given."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__, _filled=dict(self._filled))
+        return twin
 
     @abstractmethod
     def _check_algorithm(self) -> None:

@@ -112,7 +112,8 @@ def forecast_run(
     rehearsed = _Rehearsed(
         _faked(trainer_class), device, settings, train_dataset, processing_class, prompt_tokens, memory_policy
     )
-    with _random_state_kept(), fake_device(granularity_bytes=granularity) as memory:
+    # The budget is kept from the optimizer's state on; before that nothing is refused.
+    with _random_state_kept(), fake_device(_UNLIMITED_BYTES, granularity_bytes=granularity) as memory:
         found = rehearsed.run(network, memory, device_bytes, copies=settings.beta != 0 and peft_config is None)
     dtype = _base_dtype(init, config, device, frozen=peft_config is not None)
     base = f"weights of the base are {str(dtype).removeprefix('torch.')}"
@@ -167,7 +168,6 @@ def foresee(
         MemoryBudgetError: the run cannot fit, and `allow_lossy` names no remedy that could be taken.
     """
     settings = copy.copy(args)
-    object.__setattr__(settings, "_filled", dict(args._filled))
     settings.memory_budget = tracker.budget_bytes
     device = args.device.type
     try:
@@ -241,7 +241,6 @@ class _Rehearsed:
             model, reference = network(), network(frozen=True) if copies else None
         budget = MemoryBudget.parse(self._settings.memory_budget)
         self._settings.memory_budget = budget.resolve(total_bytes=device_bytes, free_bytes=device_bytes)
-        memory.set_capacity(_UNLIMITED_BYTES)  # the budget is kept from the optimizer's state on
         trainer = self._trainer(model, reference, checked)
         tracker, refusal = trainer._tracker, None
         longest = self._longest(trainer)
@@ -458,7 +457,6 @@ def _settings(args: Any, device: str) -> Any:
     if device not in ("cuda", "cpu"):
         raise ConfigError(f"device is {device!r}; write 'cuda' or 'cpu'.")
     settings = copy.copy(args)
-    object.__setattr__(settings, "_filled", dict(args._filled))  # settings that are set are taken out of it
     left_open = "bf16" in settings._filled
     settings.use_cpu, settings.report_to, settings.disable_tqdm = True, "none", True
     settings.verify_plan = settings.probe_worst_case = settings.memory_forecast = False

@@ -751,3 +751,15 @@ def test_every_setting_is_read_by_someone(name: str) -> None:
 
 def test_fields_alone_need_nothing_heavy() -> None:
     assert {field.name for field in dataclasses.fields(GRPOFields)} == set(OURS)
+
+
+def test_a_copy_remembers_by_itself_what_was_filled_in(tmp_path: Path) -> None:
+    config = GRPOConfig(str(tmp_path), report_to="none")
+    filled = dict(config._filled)
+    twin = copy.copy(config)
+    assert twin.to_dict() == config.to_dict()
+    assert "bf16" in filled
+    twin.bf16 = True
+    assert config._filled == filled
+    assert "bf16" not in twin._filled
+    assert config.bf16 is False
