@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.workspaces import WORKSPACES, workspace_bytes
+from memsafe_rl.memory.workspaces import WORKSPACES
 from memsafe_rl.types import Component
 
 _DEVICE_OF = torch.ops.prim.device.default
@@ -229,8 +229,9 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     foreign = {s._cdata for x in inputs if isinstance(x, Tensor) for s in storages_of(x)}
                 if storage._cdata not in foreign:
                     self._enter(storage, self._component or self._unmarked, on_host=self._on_host)
-        if func.name() in WORKSPACES:
-            self._pass(workspace_bytes(func.name(), args, result))
+        workspace = WORKSPACES.get(func.name())
+        if workspace is not None:
+            self._pass(workspace(args, result))
         return result
 
     def _pass(self, size: int) -> None:

@@ -8,33 +8,18 @@ from typing import Any
 from torch import Tensor
 
 
-def _exponentials(args: tuple[Any, ...], result: Any) -> int:
+def _exponentials(args: tuple[Any, ...], result: Tensor) -> int:
     """``logsumexp`` keeps the exponentials of its whole input, and the peaks they are relative to."""
     return int(args[0].nbytes + result.nbytes)
 
 
-def _probabilities(args: tuple[Any, ...], _: Any) -> int:
+def _probabilities(args: tuple[Any, ...], _: Tensor) -> int:
     """``multinomial`` draws by dividing a copy of the probabilities by noise."""
     return int(args[0].nbytes)
 
 
-WORKSPACES: Mapping[str, Callable[[tuple[Any, ...], Any], int]] = {
+WORKSPACES: Mapping[str, Callable[[tuple[Any, ...], Tensor], int]] = {
     "aten::logsumexp": _exponentials,
     "aten::multinomial": _probabilities,
 }
 """By operator, the bytes that its kernel holds for a moment besides its arguments and results; others hold a few."""
-
-
-def workspace_bytes(name: str, args: tuple[Any, ...], result: Any) -> int:
-    """Gives the bytes an operator's kernel held besides its arguments and results.
-
-    Args:
-        name: of the operator, such as ``aten::logsumexp``.
-        args: its arguments.
-        result: what it gave.
-
-    Returns:
-        int, bytes; 0 where it holds next to nothing.
-    """
-    found = WORKSPACES.get(name)
-    return found(args, result) if found is not None and isinstance(result, Tensor) else 0
