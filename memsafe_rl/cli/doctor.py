@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import importlib
 import importlib.metadata
 import json
@@ -23,6 +22,7 @@ from rich.text import Text
 from memsafe_rl.cli.arguments import read_request, read_run_file
 from memsafe_rl.cli.explaining import read_log, sizes_of_model
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.cards import read_cards
 from memsafe_rl.trainers.health import (
     Card,
     Environment,
@@ -252,34 +252,12 @@ def _torch() -> tuple[str, int]:
 
 
 def _cards() -> tuple[Card, ...]:
-    """Asks NVIDIA's driver for cards and the processes on them; empty without one, or without ``nvidia-ml-py``."""
-    if ctypes.util.find_library("nvidia-ml") is None:
-        return ()
-    try:
-        driver = importlib.import_module("pynvml")
-        driver.nvmlInit()
-    except ImportError:
-        return ()
-    except driver.NVMLError:
-        return ()
-    try:
-        return tuple(_card(driver, number) for number in range(driver.nvmlDeviceGetCount()))
-    except driver.NVMLError:
-        return ()
-    finally:
-        driver.nvmlShutdown()
-
-
-def _card(driver: Any, number: int) -> Card:
-    handle = driver.nvmlDeviceGetHandleByIndex(number)
-    name = driver.nvmlDeviceGetName(handle)
-    memory = driver.nvmlDeviceGetMemoryInfo(handle)
-    others = tuple(
-        (int(process.pid), int(process.usedGpuMemory or 0))
-        for process in driver.nvmlDeviceGetComputeRunningProcesses(handle)
-        if process.pid != os.getpid()
-    )
-    return Card(name.decode() if isinstance(name, bytes) else str(name), int(memory.total), int(memory.free), others)
+    """Asks the driver for cards and the other processes on them; empty without one."""
+    found = []
+    for card in read_cards().cards:
+        others = tuple((one.pid, one.used_bytes or 0) for one in card.processes if one.pid != os.getpid())
+        found.append(Card(card.name, card.total_bytes, card.free_bytes, others))
+    return tuple(found)
 
 
 def facts_of(environment: Environment) -> Mapping[str, Any]:

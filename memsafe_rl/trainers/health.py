@@ -122,7 +122,7 @@ class Environment:
         optional: what it asks for where a feature is used.
         backend: what PyTorch is built for: ``cuda``, ``hip``, ``xpu``, ``mps`` or ``cpu``.
         usable_gpus: int, GPUs that PyTorch can use.
-        cards: GPUs as the driver reports them; empty without a driver, or without ``nvidia-ml-py``.
+        cards: GPUs as the driver reports them; empty without a driver.
         cores: int, cores that this process may use.
         host_bytes: int, bytes of RAM.
         host_free_bytes: int, bytes of RAM that are available.
