@@ -63,7 +63,6 @@ class Findings:
 
     Args:
         longest_completion: int, tokens.
-        at_limit: whether that is all that the network takes.
         largest_group: int, completions per prompt.
         lever: what would lower the peak most, in words.
         cards: by GiB, the estimated peak, and whether the run fits; empty unless asked for.
@@ -73,7 +72,6 @@ class Findings:
     """
 
     longest_completion: int
-    at_limit: bool
     largest_group: int
     lever: str
     cards: Mapping[int, tuple[int, bool]]
@@ -247,12 +245,9 @@ def _scout(wanted: Wish, forecast: MemoryForecast) -> Scout:
 
 
 def _findings(forecast: MemoryForecast, scout: Scout, wanted: Wish) -> Findings:
-    job, limit = forecast.job, forecast.job.geometry.max_positions
-    longest = scout.longest_completion(job)
     return Findings(
-        longest_completion=longest,
-        at_limit=limit is not None and longest + job.prompt_tokens >= limit,
-        largest_group=scout.largest_group(job),
+        longest_completion=scout.longest_completion(forecast.job),
+        largest_group=scout.largest_group(forecast.job),
         lever=_lever(forecast, wanted),
         cards={},
         frontier=(),
@@ -279,11 +274,9 @@ def _found(
         if on_card.fits:
             smallest = size
             break
-    limit = forecast.job.geometry.max_positions
     return replace(
         findings,
         longest_completion=longest,
-        at_limit=limit is not None and longest + forecast.job.prompt_tokens >= limit,
         cards=cards,
         frontier=_frontier(forecast.job, scout, wanted),
         proved=proofs < _PROOFS,
@@ -390,7 +383,9 @@ def _finding_lines(forecast: MemoryForecast, findings: Findings) -> list[str]:
     share = forecast.peak_bytes / max(1, forecast.budget_bytes)
     band = band_of(forecast.peak_bytes, forecast.budget_bytes)
     known = "" if findings.proved else " (estimated; --find proves it)"
-    limit = ", all that the model takes" if findings.at_limit else ""
+    most = forecast.job.geometry.max_positions
+    whole = most is not None and findings.longest_completion + forecast.job.prompt_tokens >= most
+    limit = ", all that the model takes" if whole else ""
     group = f"{findings.largest_group}" + (" or more" if findings.largest_group >= 1024 else "")
     lines = [
         f"band: {band.value}, {share:.0%} of the budget",

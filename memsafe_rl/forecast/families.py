@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> d
 
 
 def _plain(
-    model_type: str, sizes: tuple[int, int, int, int, int], *, vocab: int, positions: int, tied: bool, **more: Any
+    model_type: str, sizes: Sequence[int], *, vocab: int, positions: int, tied: bool, **more: Any
 ) -> dict[str, Any]:
     """A network without ``head_dim`` of its own: hidden and inner width, layers, heads, key/value heads."""
     hidden, inner, layers, heads, kv_heads = sizes
@@ -46,11 +46,11 @@ def _plain(
 
 
 def _qwen2(*sizes: int, vocab: int = 151_936, tied: bool) -> dict[str, Any]:
-    return _plain("qwen2", _five(sizes), vocab=vocab, positions=32_768, tied=tied)
+    return _plain("qwen2", sizes, vocab=vocab, positions=32_768, tied=tied)
 
 
 def _llama(*sizes: int, vocab: int, positions: int, tied: bool, **more: Any) -> dict[str, Any]:
-    return _plain("llama", _five(sizes), vocab=vocab, positions=positions, tied=tied, **more)
+    return _plain("llama", sizes, vocab=vocab, positions=positions, tied=tied, **more)
 
 
 def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
@@ -71,11 +71,6 @@ def _gemma3(hidden: int, inner: int, layers: int) -> dict[str, Any]:
         "max_position_embeddings": 32_768,
         "tie_word_embeddings": True,
     }
-
-
-def _five(sizes: tuple[int, ...]) -> tuple[int, int, int, int, int]:
-    hidden, inner, layers, heads, kv_heads = sizes
-    return hidden, inner, layers, heads, kv_heads
 
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
