@@ -35,25 +35,28 @@ from memsafe_rl.types import UpdatePlan
 logger = logging.getLogger(__name__)
 
 
-def own_config(args: Any, model: Any) -> GRPOConfig:
+def own_config(args: Any, model: Any, trainer: Any) -> GRPOConfig:
     """Gives a valid configuration of this library's.
 
     Args:
         args: what the user passed; None for the defaults.
         model: names the run's folder when there is no configuration.
+        trainer: class of the trainer, whose ``config_class`` it must be.
 
     Returns:
         The configuration, validated.
 
     Raises:
-        ConfigError: it is another library's, or not valid.
+        ConfigError: it is another library's or another trainer's, or not valid.
     """
+    wanted: type[GRPOConfig] = trainer.config_class
+    name = trainer.__name__
     if args is None:
-        return GRPOConfig(output_dir=f"{_name_of(model)}-GRPO")
-    if not isinstance(args, GRPOConfig):
+        return wanted(output_dir=f"{_name_of(model)}-{name.removesuffix('Trainer')}")
+    if not isinstance(args, wanted):
         raise ConfigError(
-            f"args is a {type(args).__module__}.{type(args).__name__}. Use the GRPOConfig of memsafe_rl: "
-            "`from memsafe_rl import GRPOConfig, GRPOTrainer`."
+            f"args is a {type(args).__module__}.{type(args).__name__}. Use the {wanted.__name__} of memsafe_rl: "
+            f"`from memsafe_rl import {wanted.__name__}, {name}`."
         )
     args.validate()
     return args

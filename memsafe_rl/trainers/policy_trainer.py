@@ -1,0 +1,302 @@
+"""From what a user passes to a trainer that is ready: the same constructor for every algorithm."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from datasets import Dataset, IterableDataset
+from transformers.utils import logging as transformers_logging
+
+from memsafe_rl.callbacks import (
+    CompletionsTable,
+    MetricsLog,
+    ProgressBar,
+    RunRecord,
+    StatusFile,
+    Trackers,
+    banner,
+)
+from memsafe_rl.forecast.outcome import MemoryForecast
+from memsafe_rl.memory.budget import MemoryBudget
+from memsafe_rl.memory.monitor import meter_for
+from memsafe_rl.memory.policies import MemoryPolicy
+from memsafe_rl.memory.recovery import Recovery
+from memsafe_rl.memory.tracker import MemoryTracker
+from memsafe_rl.models.causal_lm import CausalLMAdapter, causal_lm_of, check_head
+from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
+from memsafe_rl.rewards.base import RewardRunner
+from memsafe_rl.rewards.calls import Patience
+from memsafe_rl.rollout.checks import check_settings
+from memsafe_rl.trainers.base import OnPolicyTrainer
+from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.experience import ExperienceMaker
+from memsafe_rl.trainers.forecasting import foresee, wants_forecast
+from memsafe_rl.trainers.generation_options import say_what_is_left_out
+from memsafe_rl.trainers.given import RolloutFunction
+from memsafe_rl.trainers.prepare import (
+    check_together,
+    chosen_policy,
+    evaluation_prompts,
+    model_facts,
+    own_config,
+    prompt_reader,
+    refuse_unsupported,
+    rollout_engine,
+    text_dataset,
+    training_prompts,
+)
+from memsafe_rl.trainers.probe import probe_worst_case
+from memsafe_rl.trainers.ranks import Ranks
+from memsafe_rl.trainers.verify import require_proof
+from memsafe_rl.trainers.weights import read_weights, write_weights
+from memsafe_rl.types import Phase, SamplingSettings
+from memsafe_rl.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyTrainer(OnPolicyTrainer):
+    """A trainer with TRL's arguments; its algorithm says which configuration it takes.
+
+    Args and errors are those of `GRPOTrainer`.
+    """
+
+    config_class: ClassVar[type[GRPOConfig]]
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any,
+        args: GRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] | None = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunction | None = None,
+        environment_factory: Any = None,
+        memory_policy: MemoryPolicy | str | None = None,
+    ) -> None:
+        self.args = own_config(args, model, type(self))
+        refuse_unsupported(tools=tools, environment_factory=environment_factory)
+        _set_log_level(self.args.get_process_log_level())
+        set_seed(self.args.seed)
+        facts = model_facts(self.args, model)
+        self.processing_class = load_tokenizer(
+            model, processing_class, trust_remote_code=self.args.trust_remote_code, **_revision(self.args)
+        )
+        reader = prompt_reader(self.args, self.processing_class, facts)
+        self.train_dataset = text_dataset(self.args, train_dataset, "train_dataset")
+        source = training_prompts(self.args, self.train_dataset, reader)
+        self.rewards = self._prepare_rewards(reward_funcs, reward_processing_classes)
+        check_together(self.args, self.train_dataset, self.rewards, rollout_func)
+        eval_dataset = evaluation_prompts(self.args, eval_dataset, reader, self.rewards)
+
+        self.accelerator = self._make_accelerator()
+        ranks = Ranks(self.accelerator)
+        self.memory_policy = chosen_policy(memory_policy, self.args)
+        recovery = Recovery(self._prepare_memory(), self.memory_policy)
+        self.forecast = self._foresee(
+            recovery.tracker, model, peft_config=peft_config, quantization_config=quantization_config
+        )
+        with recovery.tracker.phase(Phase.LOAD):
+            loaded = self._load(recovery, model, quantization_config, peft_config)
+        maker = ExperienceMaker(
+            config=self.args,
+            adapter=self.adapter,
+            engine=rollout_engine(self.args, self.adapter, recovery.tracker),
+            tokenizer=self.processing_class,
+            read_prompts=reader,
+            rewards=self.rewards,
+            policy=self.memory_policy,
+            recovery=recovery,
+            ranks=ranks,
+            sampling=self._sampling_settings(),
+            autocast=self._autocast,
+            rollout_func=rollout_func,
+            owner=self,
+        )
+        self._assemble(
+            adapter=self.adapter,
+            reference_model=loaded.reference_model,
+            source=source,
+            maker=maker,
+            recovery=recovery,
+            ranks=ranks,
+            eval_dataset=eval_dataset,
+            callbacks=[*self._own_callbacks(recovery.tracker, ranks), *_listed(callbacks)],
+            optimizers=optimizers or (None, None),
+        )
+        if ranks.is_main and not self.args.disable_tqdm:
+            banner(self._facts(recovery.tracker))
+
+    def _foresee(self, tracker: MemoryTracker, model: Any, **given: Any) -> MemoryForecast | None:
+        """Forecasts the run where its weights are still to be loaded; plans begin with what that tells."""
+        if not wants_forecast(self.args, model):
+            return None
+        forecast = foresee(
+            type(self),
+            model,
+            self.args,
+            tracker,
+            train_dataset=self.train_dataset,
+            processing_class=self.processing_class,
+            memory_policy=self.memory_policy,
+            **given,
+        )
+        if forecast is not None:
+            tracker.expect(forecast.corrections)
+        return forecast
+
+    def _make_accelerator(self) -> Accelerator:
+        return Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)
+
+    def _sampling_settings(self) -> SamplingSettings:
+        """Gives how tokens are drawn; what the configuration leaves open, the model's generation config says."""
+        declared = getattr(causal_lm_of(self.model), "generation_config", None)
+        say_what_is_left_out(declared)
+        ends = eos_token_ids(self.processing_class, self.model)
+        settings = self.args.sampling_settings(ends, tokenizer=self.processing_class, declared=declared)
+        check_settings(settings, self.adapter.geometry.vocab_size)
+        return settings
+
+    def _prepare_rewards(self, reward_funcs: Any, reward_processing_classes: Any) -> RewardRunner:
+        return RewardRunner(
+            reward_funcs,
+            reward_processing_classes,
+            self.args.reward_weights,
+            model_init_kwargs=self.args.model_init_kwargs,
+            trust_remote_code=self.args.trust_remote_code,
+            chat_template_kwargs=self.args.chat_template_kwargs,
+            patience=Patience(
+                self.args.reward_timeout_seconds, self.args.reward_retries, self.args.reward_timeout_result == "none"
+            ),
+        )
+
+    def _load(self, recovery: Recovery, model: Any, quantization_config: Any, peft_config: Any) -> LoadedModel:
+        """Loads the weights and checks the log-prob head against the model's own logits."""
+
+        def load() -> LoadedModel:
+            return self._load_model(model, quantization_config, peft_config)
+
+        # An adapter goes into a model object in place, so that only a model loaded by name can be loaded again.
+        loaded = recovery.repeat(load) if isinstance(model, str) else load()
+        self.model = loaded.model.eval()
+        recovery.repeat(lambda: self.rewards.to(self.accelerator.device))
+        pad = self.processing_class.pad_token_id
+        adapter = CausalLMAdapter(self.model, pad_token_id=pad, reference_model=loaded.reference_model)
+        self.adapter = adapter
+
+        recovery.repeat(lambda: self._check(adapter))
+        return loaded
+
+    def _check(self, adapter: CausalLMAdapter) -> None:
+        with self._autocast():
+            check_head(adapter)
+
+    def _load_model(self, model: Any, quantization_config: Any, peft_config: Any) -> LoadedModel:
+        return load_model(
+            model,
+            model_init_kwargs=self.args.model_init_kwargs,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            trust_remote_code=self.args.trust_remote_code,
+            device=self.accelerator.device,
+            with_reference=self.args.beta != 0,
+        )
+
+    def _prepare_memory(self) -> MemoryTracker:
+        device, kind = self.accelerator.device, self._kind_of_device()
+        meter = meter_for(device)
+        budget = MemoryBudget.parse(self.args.memory_budget)
+        total_bytes, free_bytes = meter.total_bytes(), meter.free_bytes()
+        budget_bytes = budget.resolve(total_bytes=total_bytes, free_bytes=free_bytes)
+        return MemoryTracker(kind, meter, budget_bytes, self._holders, self._optimizer_bytes)
+
+    def _kind_of_device(self) -> str:
+        return str(self.accelerator.device.type)
+
+    def _own_callbacks(self, tracker: MemoryTracker, ranks: Ranks) -> list[Any]:
+        output_dir = Path(self.args.output_dir)
+        device = self.accelerator.device
+        own: list[Any] = [
+            MetricsLog(output_dir, tracker.events),
+            RunRecord(output_dir, tracker, device, self._run_record),
+            StatusFile(output_dir, tracker, device, rank=ranks.rank, world_size=ranks.world_size),
+        ]
+        if self.args.log_completions:
+            own.append(
+                CompletionsTable(
+                    output_dir,
+                    limit=self.args.num_completions_to_print,
+                    unique_prompts=self.args.log_unique_prompts,
+                )
+            )
+        if self.args.trackers and ranks.is_main:
+            own.append(Trackers(self.accelerator, project=self.args.project, run_name=self.args.run_name))
+        if not self.args.disable_tqdm:
+            own.append(ProgressBar())
+        return own
+
+    def _run_record(self) -> dict[str, Any]:
+        """What the run's folder says of the run besides its settings."""
+        return {
+            "facts": self._facts(self._tracker),
+            "rollout_rows": self.args.rollout_rows,
+            "forecast": None if self.forecast is None else self.forecast.plain(),
+        }
+
+    def _facts(self, tracker: MemoryTracker) -> dict[str, str]:
+        """What the start banner says."""
+        geometry = self.adapter.geometry
+        lora = getattr(self.model, "peft_config", {})
+        adapters = ", ".join(f"{type(config).__name__} r={getattr(config, 'r', '-')}" for config in lora.values())
+        return {
+            "effective batch": f"{self.args.step_rows} completions an optimizer step",
+            "group size": f"{self.args.num_generations} completions a prompt",
+            "generations": f"{self.args.rollout_rows} a rollout, learnt from {self.args.num_iterations} time(s)",
+            "completion length": f"at most {self.args.max_completion_length} tokens",
+            "adapter": adapters or "none, all weights are trained",
+            "weights": f"{format_bytes(geometry.parameter_bytes)}, trained {format_bytes(geometry.trainable_bytes)}",
+            "device": str(self.accelerator.device),
+            "memory budget": format_bytes(tracker.budget_bytes),
+            **({} if self.forecast is None else {"forecast": self.forecast.sentence()}),
+            "memory policy": type(self.memory_policy).__name__,
+        }
+
+    def _rehearse(self) -> None:
+        if self.args.verify_plan:
+            require_proof(self)
+        if self.args.probe_worst_case:
+            probe_worst_case(self)
+
+    def _write_weights(self, folder: Path) -> None:
+        write_weights(self.model, self.processing_class, folder)
+
+    def _load_weights(self, folder: Path) -> None:
+        read_weights(self.model, folder)
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+
+
+def _revision(config: GRPOConfig) -> dict[str, str]:
+    revision = (config.model_init_kwargs or {}).get("revision")
+    return {"revision": revision} if revision else {}
+
+
+def _set_log_level(level: int) -> None:
+    logging.getLogger("memsafe_rl").setLevel(level)
+    transformers_logging.set_verbosity(level)
