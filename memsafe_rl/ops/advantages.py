@@ -6,6 +6,7 @@ Axes: ``P`` groups, ``G`` rows of a group, ``B`` = P·G rows, ``F`` reward funct
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -66,6 +67,110 @@ def group_advantages(
     return AdvantageResult(advantages_B.nan_to_num(nan=0.0).float(), rewards_B.float(), std_B.float(), unscored_B)
 
 
+def estimated_advantages(
+    rewards_BF: Tensor,
+    weights_F: Tensor,
+    group_size: int,
+    *,
+    estimator: str = "group",
+    scale_rewards: str = "group",
+    aggregation: str = "sum_then_normalize",
+) -> AdvantageResult:
+    """Judges every row by the estimator of a name.
+
+    Args:
+        rewards_BF: (B, F), groups one after the other; NaN where a function gave None.
+        weights_F: (F,).
+        group_size: rows G of a group; B is a multiple of it.
+        estimator: "group" for `group_advantages`, or a key of `ESTIMATORS`, given the weighted sums in float64.
+        scale_rewards: for "group" alone.
+        aggregation: for "group" alone.
+
+    Returns:
+        Advantages, 0 for a row without any score; rewards; the deviation of each row's group; which rows have no score.
+
+    Raises:
+        ConfigError: If ``estimator``, ``scale_rewards`` or ``aggregation`` is unknown.
+        DataError: If B is not a multiple of ``group_size``.
+    """
+    if estimator == "group":
+        return group_advantages(rewards_BF, weights_F, group_size, scale_rewards, aggregation)
+    _check(rewards_BF, group_size, scale_rewards, aggregation)
+    _known("advantage_estimator", estimator, ("group", *ESTIMATORS))
+    scores_BF, weights_F = rewards_BF.double(), weights_F.to(rewards_BF.device).double()
+    unscored_B = scores_BF.isnan().all(1)
+    rewards_B = _weighted_sum(scores_BF, weights_F, unscored_B)
+    groups_PG = rewards_B.view(-1, group_size)
+    advantages_B = ESTIMATORS[estimator](groups_PG).reshape(-1)
+    std_B = _nanstd(groups_PG).expand(groups_PG.shape).reshape(-1)
+    return AdvantageResult(advantages_B.nan_to_num(nan=0.0).float(), rewards_B.float(), std_B.float(), unscored_B)
+
+
+def leave_one_out(rewards_PG: Tensor) -> Tensor:
+    """Compares each row with the mean of the others of its group: ``A_i = r_i - mean_{j != i} r_j``.
+
+    RLOO (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8); equal to ``G / (G - 1) (r_i - mean r)``.
+
+    Args:
+        rewards_PG: (P, G), NaN for a row that was not scored, which counts for nothing.
+
+    Returns:
+        (P, G); 0 for the only scored row of a group.
+    """
+    scored_P1 = rewards_PG.isnan().logical_not().sum(-1, keepdim=True)
+    return _centred(rewards_PG) * scored_P1 / (scored_P1 - 1).clamp(min=1)
+
+
+def centred_in_group(rewards_PG: Tensor) -> Tensor:
+    """Compares each row with the mean of its group and divides by nothing: ``A_i = r_i - mean r``.
+
+    Dr. GRPO (Liu et al. 2025, arXiv:2503.20783); `group_advantages` with ``scale_rewards="none"`` is the same.
+
+    Args:
+        rewards_PG: (P, G), NaN for a row that was not scored.
+
+    Returns:
+        (P, G).
+    """
+    return _centred(rewards_PG)
+
+
+def normalised_in_batch(rewards_PG: Tensor) -> Tensor:
+    """Compares each row with the whole rollout: ``A = (r - mean r) / (std r + 1e-4)`` over all rows of all ranks.
+
+    REINFORCE++ (Hu et al. 2025, arXiv:2501.03262); with ``beta`` the KL is a term of the loss, as in GRPO.
+
+    Args:
+        rewards_PG: (P, G), NaN for a row that was not scored.
+
+    Returns:
+        (P, G).
+    """
+    rewards_B = rewards_PG.reshape(-1)
+    return (_centred(rewards_B) / (_nanstd(rewards_B) + _EPSILON)).view(rewards_PG.shape)
+
+
+def group_baseline_normalised_in_batch(rewards_PG: Tensor) -> Tensor:
+    """Compares each row with its group, and then with the whole rollout: REINFORCE++-baseline (arXiv:2501.03262).
+
+    Args:
+        rewards_PG: (P, G), NaN for a row that was not scored.
+
+    Returns:
+        (P, G).
+    """
+    return normalised_in_batch(_centred(rewards_PG))
+
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rloo": leave_one_out,
+    "dr_grpo": centred_in_group,
+    "reinforce++": normalised_in_batch,
+    "reinforce++-baseline": group_baseline_normalised_in_batch,
+}
+"""Estimators by their names in the configuration, from rewards in groups to advantages; "group" is none of them."""
+
+
 def zero_spread_groups(rewards: Tensor, group_size: int) -> Tensor:
     """Finds groups that teach nothing because all their scores are equal (DAPO's dynamic sampling, arXiv:2503.14476).
 
@@ -108,14 +213,15 @@ def _nanstd(values: Tensor) -> Tensor:
 
 
 def _check(rewards_BF: Tensor, group_size: int, scale_rewards: str, aggregation: str) -> None:
-    for field, value, known in (
-        ("scale_rewards", scale_rewards, SCALES),
-        ("multi_objective_aggregation", aggregation, AGGREGATIONS),
-    ):
-        if value not in known:
-            raise ConfigError(f"`{field}` is {value!r}, which is not known. Set it to one of {', '.join(known)}.")
+    _known("scale_rewards", scale_rewards, SCALES)
+    _known("multi_objective_aggregation", aggregation, AGGREGATIONS)
     if len(rewards_BF) % group_size:
         raise DataError(
             f"{len(rewards_BF)} rewarded rows cannot be cut into groups of {group_size}. "
             "Give every prompt the same number of completions."
         )
+
+
+def _known(field: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"`{field}` is {value!r}, which is not known. Set it to one of {', '.join(known)}.")

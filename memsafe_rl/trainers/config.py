@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import Field, dataclass, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, get_type_hints
 
 import torch
 from accelerate import PartialState
@@ -123,8 +123,6 @@ class _TrainerConfig(TrainerFields, ABC):
     A subclass is a dataclass that adds its fields and `_check_algorithm`.
     """
 
-    _least_group: ClassVar[int] = 1
-
     def __post_init__(self) -> None:
         self._filled: dict[str, Any] = {}
         self.validate()
@@ -138,6 +136,11 @@ class _TrainerConfig(TrainerFields, ABC):
     @abstractmethod
     def _check_algorithm(self) -> None:
         """Checks what only this trainer has."""
+
+    @property
+    def _least_group(self) -> int:
+        """Completions of a prompt that its advantages compare."""
+        return 1
 
     # Names: setting an unknown one would otherwise do nothing at all.
 
@@ -715,15 +718,31 @@ class GRPOConfig(RefusedFields, _TrainerConfig, GRPOFields):
     `gradient_checkpointing` is None, since the plan decides; `bf16` is False on a device without it.
     """
 
-    _least_group: ClassVar[int] = 2
+    @property
+    def _least_group(self) -> int:
+        """Completions of a prompt that its advantages compare; REINFORCE++ compares those of the whole rollout."""
+        return 1 if self.advantage_estimator == "reinforce++" else 2
 
     def _check_algorithm(self) -> None:
-        if self.scale_rewards != "none" and self.num_generations == 2:
+        self._check_estimator()
+        scaled = self.advantage_estimator == "group" and self.scale_rewards != "none"
+        if scaled and self.num_generations == 2:
             _warn(
                 "num_generations is 2 with scaled rewards: every advantage is then 0 or +-0.707, and the size of the "
                 "rewards is lost. Set num_generations to 4 or more, or scale_rewards='none'."
             )
         self._check_level()
+
+    def _check_estimator(self) -> None:
+        """Refuses settings of the estimator "group" beside another one, which would not read them."""
+        if self.advantage_estimator == "group":
+            return
+        for name, default in (("scale_rewards", "group"), ("multi_objective_aggregation", "sum_then_normalize")):
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r} with advantage_estimator={self.advantage_estimator!r}, which "
+                    f"has a scale of its own. Leave {name} out, or set advantage_estimator='group'."
+                )
 
     def _check_level(self) -> None:
         sequence = self.importance_sampling_level == "sequence"

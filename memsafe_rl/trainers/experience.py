@@ -20,7 +20,7 @@ from memsafe_rl.memory.host import to_device, to_host
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.recovery import Attempt, Recovery
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.ops.advantages import group_advantages, zero_spread_groups
+from memsafe_rl.ops.advantages import estimated_advantages, zero_spread_groups
 from memsafe_rl.ops.evaluation import sample_metrics
 from memsafe_rl.ops.importance import importance_weights
 from memsafe_rl.rewards.base import PendingScores, RewardRunner
@@ -617,12 +617,13 @@ class ExperienceMaker:
         return self._repeat(part)
 
     def _advantages(self, samples: Samples) -> AdvantageResult:
-        return group_advantages(
+        return estimated_advantages(
             samples.rewards_BF,
             torch.tensor(self._rewards.weights, dtype=torch.float32),
             samples.group_size,
-            self._config.scale_rewards,
-            self._config.multi_objective_aggregation,
+            estimator=self._config.advantage_estimator,
+            scale_rewards=self._config.scale_rewards,
+            aggregation=self._config.multi_objective_aggregation,
         )
 
     def _scored_unrewarded(self, samples: Samples, answers: Answers) -> Trajectory:

@@ -326,6 +326,11 @@ class TrainerFields:
 class GRPOFields(TrainerFields):
     """Settings of group-relative policy optimization; names, defaults and meanings are TRL 1.16's."""
 
+    advantage_estimator: str = option(
+        "group",
+        "Advantages of rewards: 'group' (as scale_rewards says), 'rloo', 'dr_grpo', 'reinforce++' or "
+        "'reinforce++-baseline'.",
+    )
     scale_rewards: str = option(
         "group", "Divide advantages by the deviation of the 'group', of the 'batch', or not at all ('none')."
     )
@@ -410,6 +415,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "reward_retries",
         "reward_timeout_result",
         "overlap_async_rewards",
+        "advantage_estimator",
         "scale_rewards",
         "multi_objective_aggregation",
     ),

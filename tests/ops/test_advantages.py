@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.ops.advantages import group_advantages, zero_spread_groups
+from memsafe_rl.ops.advantages import ESTIMATORS, estimated_advantages, group_advantages, zero_spread_groups
 
 NAN = math.nan
 ONE = torch.ones(1)
@@ -101,3 +101,55 @@ def test_zero_spread_groups():
 def test_what_cannot_work_is_refused(change, error, words):
     with pytest.raises(error, match=words):
         advantages(column(1.0, 3.0, 0.0, 0.0), **change)
+
+
+def estimated(rewards, estimator, group_size=2, weights=ONE):
+    return estimated_advantages(rewards, weights, group_size, estimator=estimator)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("rloo", [-1.5, 0.0, 1.5, 0.0, 0.0, 0.0]),  # 1 - mean(2, 3), 2 - mean(1, 3), 3 - mean(1, 2)
+        ("dr_grpo", [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0]),
+        ("reinforce++", [(r - 1.0) / (math.sqrt(1.6) + 1e-4) for r in (1, 2, 3, 0, 0, 0)]),
+        ("reinforce++-baseline", [r / (math.sqrt(0.4) + 1e-4) for r in (-1, 0, 1, 0, 0, 0)]),
+    ],
+)
+def test_estimators_by_hand(estimator, expected):
+    result = estimated(column(1.0, 2.0, 3.0, 0.0, 0.0, 0.0), estimator, group_size=3)
+    torch.testing.assert_close(result.advantages_B, torch.tensor(expected))
+    assert result.advantages_B.dtype == torch.float32
+    assert result.std_B.tolist() == [1, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_estimators_leave_rows_out_that_no_function_scored(estimator):
+    missing = estimated(torch.tensor([[1.0, 4.0], [NAN, NAN], [NAN, 2.0], [3.0, 0.0]]), estimator, 4, torch.ones(2))
+    without = estimated(column(5.0, 2.0, 3.0), estimator, 3)
+    torch.testing.assert_close(missing.advantages_B[[0, 2, 3]], without.advantages_B)
+    assert missing.advantages_B[1] == 0
+    assert missing.unscored_B.tolist() == [False, True, False, False]
+    alone = estimated(column(1.0, NAN), estimator)
+    assert not alone.advantages_B.any()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_estimators_give_exactly_zero_for_equal_rewards(estimator):
+    assert not estimated(torch.full((14, 1), 1 / 3).double(), estimator, 7, torch.tensor([0.7])).advantages_B.any()
+
+
+def test_the_estimator_named_group_is_what_there_was():
+    rewards = torch.rand(12, 2, generator=torch.Generator().manual_seed(0))
+    for scale in ("group", "batch", "none"):
+        given = estimated_advantages(rewards, torch.ones(2), 4, scale_rewards=scale)
+        assert torch.equal(given.advantages_B, advantages(rewards, 4, scale, torch.ones(2)).advantages_B)
+    assert torch.equal(
+        estimated(rewards, "dr_grpo", 4, torch.ones(2)).advantages_B,
+        advantages(rewards, 4, "none", torch.ones(2)).advantages_B,
+    )
+
+
+def test_an_unknown_estimator_is_refused():
+    with pytest.raises(ConfigError, match=r"'gae'.*group, rloo, dr_grpo"):
+        estimated(column(1.0, 2.0), "gae")

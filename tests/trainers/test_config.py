@@ -42,6 +42,7 @@ OURS = {field.name: field for field in dataclasses.fields(GRPOFields)}
 THEIRS = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
 
 NEW = {
+    "advantage_estimator",
     "alarms",
     "allow_lossy",
     "dynamic_sampling",
@@ -763,3 +764,13 @@ def test_a_copy_remembers_by_itself_what_was_filled_in(tmp_path: Path) -> None:
     assert config._filled == filled
     assert "bf16" not in twin._filled
     assert config.bf16 is False
+
+
+def test_another_estimator_has_its_own_scale_and_least_group():
+    with pytest.raises(ConfigError, match=r"scale_rewards is 'batch' with advantage_estimator='rloo'.*'group'"):
+        GRPOConfig(advantage_estimator="rloo", scale_rewards="batch")
+    with pytest.raises(ConfigError, match="advantage_estimator is 'gae'"):
+        GRPOConfig(advantage_estimator="gae")
+    assert GRPOConfig(advantage_estimator="reinforce++", num_generations=1).num_generations == 1
+    with pytest.raises(ConfigError, match="num_generations is 1"):
+        GRPOConfig(advantage_estimator="rloo", num_generations=1)

@@ -31,6 +31,20 @@ def gradient_of(trainer: GRPOTrainer) -> torch.Tensor:
     return torch.cat([p.grad.flatten().double() for p in trainer.model.parameters() if p.grad is not None])
 
 
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce++"])
+def test_a_run_takes_its_advantages_from_the_estimator_it_names(estimator: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, advantage_estimator=estimator, per_device_train_batch_size=16)
+    trainer._begin(None)
+    experience = trainer._roll_out()
+    rewards = torch.tensor([row["count_digits"] for row in experience.table], dtype=torch.float64)
+    groups = rewards.view(-1, 4)
+    expected = {
+        "rloo": (groups - groups.mean(1, keepdim=True)).flatten() * 4 / 3,
+        "reinforce++": (rewards - rewards.mean()) / (rewards.std() + 1e-4),
+    }[estimator]
+    torch.testing.assert_close(experience.trajectory.advantages, expected.float())
+
+
 def test_a_run_learns_logs_and_reports(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_steps=3, num_iterations=2, alarms=False)
     before = weights(trainer)
