@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 PAD_ID, EOS_ID = 0, 1
 
@@ -59,6 +66,41 @@ def small_qwen3(
             num_attention_heads=hidden // head_dim,
             num_key_value_heads=hidden // (2 * head_dim),
             head_dim=head_dim,
+            **{**settings, **config},
+        )
+    )
+
+
+def small_t5(
+    vocab_size: int, *, hidden: int = 64, layers: int = 2, head_dim: int = 16, seed: int = 0, **config: Any
+) -> PreTrainedModel:
+    """Makes a random T5, the same for the same arguments.
+
+    Args:
+        vocab_size: rows of the embedding, which is the output head's too.
+        hidden: width.
+        layers: blocks of the encoder, and of the decoder.
+        head_dim: width of a head; there are as many as make up the width.
+        seed: of the weights.
+        config: settings of `T5Config` that are to be others than here.
+
+    Returns:
+        The model, fp32.
+    """
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {
+        "d_ff": 2 * hidden,
+        "pad_token_id": PAD_ID,
+        "eos_token_id": EOS_ID,
+        "decoder_start_token_id": PAD_ID,
+    }
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=vocab_size,
+            d_model=hidden,
+            d_kv=head_dim,
+            num_heads=hidden // head_dim,
+            num_layers=layers,
             **{**settings, **config},
         )
     )

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
@@ -32,7 +31,13 @@ from memsafe_rl.models.attention import Reading, grouped_attention
 from memsafe_rl.models.cache import CausalDecodeState, growing_cache, is_trimmable, transit_cache
 from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, block_of, layer_windows, longer_block
 from memsafe_rl.models.heads import given_logits, logit_maps
-from memsafe_rl.models.language import LanguageAdapter, Route, ScoringPath, refuse_prompt_learning
+from memsafe_rl.models.language import (
+    LanguageAdapter,
+    Route,
+    ScoringPath,
+    is_encoder_decoder,
+    language_model_of,
+)
 from memsafe_rl.models.packed_attention import attending
 from memsafe_rl.models.packing import pack_rows
 from memsafe_rl.models.plain_decoding import Choose, generate_plainly
@@ -368,16 +373,10 @@ def causal_lm_of(model: nn.Module) -> Any:
     Raises:
         ConfigError: PEFT's prompt learning or adaption prompt, or an encoder-decoder.
     """
-    if isinstance(model, PeftModel):
-        for config in model.peft_config.values():
-            refuse_prompt_learning(config)
-        model = model.get_base_model()
-    config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"{type(model).__name__} is an encoder-decoder; only causal (decoder-only) models are supported yet."
-        )
-    return model
+    lm = language_model_of(model)
+    if is_encoder_decoder(lm):
+        raise ConfigError(f"{type(lm).__name__} is an encoder-decoder; use Seq2SeqAdapter for it.")
+    return lm
 
 
 def _warn_of_rope_that_reads_lengths(config: Any) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from torch import nn
 
 from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.models.language import is_encoder_decoder, language_model_of
 from memsafe_rl.models.seq2seq import Seq2SeqAdapter, check_seq2seq
+
+LanguageModelAdapter = CausalLMAdapter | Seq2SeqAdapter
 
 
 def adapter_for(
     model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None
-) -> CausalLMAdapter | Seq2SeqAdapter:
+) -> LanguageModelAdapter:
     """Wraps a causal LM or an encoder-decoder.
 
     Args:
@@ -24,11 +27,11 @@ def adapter_for(
     Raises:
         ConfigError: no adapter can use the model.
     """
-    kind = Seq2SeqAdapter if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else CausalLMAdapter
+    kind = Seq2SeqAdapter if is_encoder_decoder(language_model_of(model)) else CausalLMAdapter
     return kind(model, pad_token_id=pad_token_id, reference_model=reference_model)
 
 
-def check_adapter(adapter: CausalLMAdapter | Seq2SeqAdapter) -> None:
+def check_adapter(adapter: LanguageModelAdapter) -> None:
     """Compares an adapter's own paths with its model's logits; see `check_head` and `check_seq2seq`.
 
     Args:

@@ -85,6 +85,7 @@ class LanguageAdapter(ABC):
         path: ScoringPath,
         joins: bool,
         cross_layers: int = 0,
+        start_token_id: int | None = None,
         reference_adapter: Self | None = None,
     ) -> None:
         """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off.
@@ -96,6 +97,7 @@ class LanguageAdapter(ABC):
             path: how rows are scored, until the check at start.
             joins: whether prompts are kept once for their groups.
             cross_layers: layers that attend to what an encoder read.
+            start_token_id: what a decoder reads before a completion; None where it reads the prompt.
             reference_adapter: of a frozen copy that answers for the reference; None where a PEFT adapter is switched.
         """
         self.model = model
@@ -108,6 +110,7 @@ class LanguageAdapter(ABC):
         self._key_bytes: int | None = None
         self.reference_adapter: Self | None = reference_adapter
         self._lm = lm
+        self.start_token_id = start_token_id
         self._cross_layers = cross_layers
         self._attention_configs = attention_configs(lm)
         self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
@@ -373,6 +376,37 @@ class LanguageAdapter(ABC):
         logits_BV = naive_logits(TokenDistribution(hidden_BD, nothing_B, (), self._head()))
         claim(Component.LOGITS, [logits_BV])
         return logits_BV
+
+
+def language_model_of(model: nn.Module) -> Any:
+    """Gives the transformers model inside a model, LoRA layers in place.
+
+    Args:
+        model: a transformers model, or a `PeftModel` around one.
+
+    Returns:
+        The causal LM or encoder-decoder.
+
+    Raises:
+        ConfigError: PEFT's prompt learning or adaption prompt.
+    """
+    if isinstance(model, PeftModel):
+        for config in model.peft_config.values():
+            refuse_prompt_learning(config)
+        model = model.get_base_model()
+    return model
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Says whether an encoder reads the prompts, by a model's config.
+
+    Args:
+        model: a transformers model, or a config.
+
+    Returns:
+        False where prompt and completion are one sequence.
+    """
+    return bool(getattr(getattr(model, "config", model), "is_encoder_decoder", False))
 
 
 def refuse_prompt_learning(config: Any) -> None:

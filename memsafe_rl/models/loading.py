@@ -1,4 +1,4 @@
-"""Loads causal LMs, their references and tokenizers, and what a config says before any weight is read."""
+"""Loads language models, their references and tokenizers, and what a config says before any weight is read."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -23,9 +24,14 @@ from transformers import (
 
 from memsafe_rl.accounting import charge, hold, weights_of
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.causal_lm import causal_lm_of
 from memsafe_rl.models.geometry import max_positions
-from memsafe_rl.models.language import REFERENCE_ADAPTER, refuse_prompt_learning, refuse_trained_bias
+from memsafe_rl.models.language import (
+    REFERENCE_ADAPTER,
+    is_encoder_decoder,
+    language_model_of,
+    refuse_prompt_learning,
+    refuse_trained_bias,
+)
 from memsafe_rl.types import Component
 
 logger = logging.getLogger(__name__)
@@ -49,6 +55,21 @@ class ModelFacts:
     max_positions: int | None
     vocab_size: int
     router_aux_loss_coef: float
+
+    def room_for_prompt(self, new_tokens: int) -> int | None:
+        """Counts the tokens of the longest prompt that the network accepts.
+
+        Args:
+            new_tokens: longest completion, in tokens.
+
+        Returns:
+            int, tokens, all of the context where an encoder reads the prompts, and 0 or less where the completion
+            alone passes it; None if unbounded.
+        """
+        limit = self.max_positions
+        if limit is None or (is_encoder_decoder(self.config) and new_tokens <= limit):
+            return limit
+        return limit - new_tokens
 
 
 @dataclass(frozen=True)
@@ -80,12 +101,12 @@ def read_config(
         What the config says.
 
     Raises:
-        ConfigError: there is no such model, or it is an encoder-decoder.
+        ConfigError: there is no such model.
     """
     _check_kind(model)
     arguments = dict(model_init_kwargs or {})
     if not isinstance(model, str):
-        config = causal_lm_of(model).config
+        config = language_model_of(model).config
     elif arguments.get("config") is not None:
         config = arguments["config"]
     else:
@@ -97,11 +118,6 @@ def read_config(
                 f"model={model!r} has no config that can be read ({_first_line(error)}). Give a folder with a "
                 "config.json, or the name of a model on a hub that can be reached."
             ) from error
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"model={_name(model)!r} is an encoder-decoder ({config.model_type}); only causal (decoder-only) models "
-            "are supported yet."
-        )
     text = config.get_text_config(decoder=True)
     return ModelFacts(config, max_positions(config), int(text.vocab_size), _router_coefficient(text))
 
@@ -149,7 +165,7 @@ def load_model(
     device = torch.device(device)
 
     def load(frozen: bool) -> Any:
-        return _from_name(cast(str, model), arguments, trust_remote_code, device, frozen=frozen)
+        return _from_name(cast(str, model), facts.config, arguments, trust_remote_code, device, frozen=frozen)
 
     with charge(Component.WEIGHTS):
         base: Any = load(frozen=peft_config is not None) if isinstance(model, str) else _placed(model, device)
@@ -235,7 +251,7 @@ def eos_token_ids(tokenizer: Any, model: nn.Module) -> tuple[int, ...]:
     Returns:
         Distinct ids; empty if none is declared, so that only the length ends a completion (said in a warning).
     """
-    declared = getattr(getattr(causal_lm_of(model), "generation_config", None), "eos_token_id", None)
+    declared = getattr(getattr(language_model_of(model), "generation_config", None), "eos_token_id", None)
     listed = declared if isinstance(declared, (list, tuple)) else [declared]
     ids = tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed) if token is not None))
     if not ids:
@@ -286,7 +302,7 @@ def _check_kind(model: Any) -> None:
 
 
 def _from_name(
-    name: str, arguments: Mapping[str, Any], trust_remote_code: bool, device: torch.device, *, frozen: bool
+    name: str, config: Any, arguments: Mapping[str, Any], trust_remote_code: bool, device: torch.device, *, frozen: bool
 ) -> Any:
     settings = {"trust_remote_code": trust_remote_code, **arguments}
     if "dtype" not in settings:
@@ -295,10 +311,11 @@ def _from_name(
     # bitsandbytes quantises on the way to the device, so weights must be told at once where they go.
     if settings.get("quantization_config") is not None:
         settings.setdefault("device_map", {"": device})
+    kind = AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, **settings)
+        model = kind.from_pretrained(name, **settings)
     except (OSError, ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"model={name!r} cannot be loaded as a causal LM: {_first_line(error)}") from error
+        raise ConfigError(f"model={name!r} cannot be loaded by {kind.__name__}: {_first_line(error)}") from error
     places = getattr(model, "hf_device_map", None) or {}
     if len(set(places.values())) > 1:
         raise ConfigError(
@@ -313,7 +330,7 @@ def _from_name(
 def _placed(model: Any, device: torch.device) -> Any:
     """Moves a model object; a quantised one stays where it is."""
     there = all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
-    placed = model if there or _is_quantised(causal_lm_of(model)) else model.to(device)
+    placed = model if there or _is_quantised(language_model_of(model)) else model.to(device)
     hold(Component.WEIGHTS, weights_of(placed))
     return placed
 
@@ -350,7 +367,7 @@ def _is_quantised(model: Any) -> bool:
 def _name(model: str | nn.Module) -> str:
     if isinstance(model, str):
         return model
-    return str(getattr(causal_lm_of(model).config, "_name_or_path", "") or type(model).__name__)
+    return str(getattr(language_model_of(model).config, "_name_or_path", "") or type(model).__name__)
 
 
 def _first_line(error: Exception) -> str:

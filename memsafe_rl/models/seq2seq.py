@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import EncoderDecoderCache
@@ -30,7 +29,13 @@ from memsafe_rl.models.geometry import decoder_config
 from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, block_of, layer_windows
 from memsafe_rl.models.heads import given_logits, logit_maps
 from memsafe_rl.models.implementations import attention_configs
-from memsafe_rl.models.language import LanguageAdapter, Route, ScoringPath, refuse_prompt_learning
+from memsafe_rl.models.language import (
+    LanguageAdapter,
+    Route,
+    ScoringPath,
+    is_encoder_decoder,
+    language_model_of,
+)
 from memsafe_rl.models.plain_decoding import Choose, generate_plainly
 from memsafe_rl.types import Component, TokenDistribution, Trajectory
 
@@ -39,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 class Seq2SeqAdapter(LanguageAdapter):
     """An encoder-decoder of transformers behind the `ModelAdapter` protocol."""
+
+    start_token_id: int
 
     def __init__(self, model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> None:
         """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off.
@@ -67,9 +74,9 @@ class Seq2SeqAdapter(LanguageAdapter):
             path=ScoringPath(Route.MASKED, logit_maps(lm.config)[0]),
             joins=True,
             cross_layers=len(windows),
+            start_token_id=start_token_of(lm),
             reference_adapter=copy,
         )
-        self.start_token_id = start_token_of(lm)
         self._attention_configs = attention_configs(lm.get_decoder())
         self._windows = windows
         self._takes_positions = "position_ids" in inspect.signature(lm.get_decoder().forward).parameters
@@ -329,13 +336,10 @@ def seq2seq_of(model: nn.Module) -> Any:
     Raises:
         ConfigError: PEFT's prompt learning or adaption prompt, or no encoder-decoder.
     """
-    if isinstance(model, PeftModel):
-        for config in model.peft_config.values():
-            refuse_prompt_learning(config)
-        model = model.get_base_model()
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ConfigError(f"{type(model).__name__} is no encoder-decoder; use CausalLMAdapter for it.")
-    return model
+    lm = language_model_of(model)
+    if not is_encoder_decoder(lm):
+        raise ConfigError(f"{type(lm).__name__} is no encoder-decoder; use CausalLMAdapter for it.")
+    return lm
 
 
 def start_token_of(lm: Any) -> int:

@@ -29,25 +29,31 @@ class Drawer:
 
     Args:
         settings: how tokens are drawn.
+        start_token_id: what a decoder reads before a completion, where an encoder reads the prompts; None where prompt
+            and completion are one sequence.
 
     Attributes:
         needs_history: whether a call needs the tokens so far. Either way no value of an accelerator's tensor is read.
         needs_prompt_lengths: whether a call needs the lengths of the prompts.
         stops_by_text: whether a completion can end by a stop string, so that `ends_by_text` must be asked.
         text_window: tokens at the end of a history that `ends_by_text` looks at; 0 if it looks at none.
+        reads_on: whether a completion goes on with its prompt's text, so that a stop string may begin there.
         keeps_model_logprobs: whether the model's own log-probs differ from those of the distribution sampled from.
 
     Raises:
         ConfigError: a setting lies outside its range.
     """
 
-    def __init__(self, settings: SamplingSettings) -> None:
+    def __init__(self, settings: SamplingSettings, start_token_id: int | None = None) -> None:
+        self._start_token_id = start_token_id
+        self.reads_on = start_token_id is None
         self._greedy = settings.temperature == 0
         self._temperature = 1.0 if self._greedy else float(settings.temperature)
         self._processors = processors_of(settings)
         self._stops = settings.stops
         self.needs_history = any(processor.needs_history for processor in self._processors)
-        self.needs_prompt_lengths = any(processor.needs_lengths for processor in self._processors)
+        asked = any(processor.needs_lengths for processor in self._processors)
+        self.needs_prompt_lengths = asked or (self.needs_history and not self.reads_on)
         self.stops_by_text = settings.stops is not None
         self.text_window = 0 if settings.stops is None else settings.stops.window
         self.keeps_model_logprobs = bool(self._processors)
@@ -85,7 +91,7 @@ class Drawer:
             self._draw_processed(
                 logits_BV[tile],
                 keys_B4[tile],
-                Rows(positions_B[tile], (prompt_lengths or ())[tile], (histories or ())[tile]),
+                self._rows(positions_B[tile], (prompt_lengths or ())[tile], (histories or ())[tile]),
             )
             for tile in tiles
         ]
@@ -113,7 +119,7 @@ class Drawer:
         """
         if not self._processors:
             return logits_BV.float() / self._temperature
-        return self._process(logits_BV, Rows(positions_B, prompt_lengths or (), histories or ()))
+        return self._process(logits_BV, self._rows(positions_B, prompt_lengths or (), histories or ()))
 
     def ends_by_text(self, histories: Sequence[Tensor]) -> list[bool]:
         """Tells which rows' last token completed a stop string; eos tokens are not its concern.
@@ -121,8 +127,8 @@ class Drawer:
         As in transformers' `generate`, a string may begin in the prompt, and the last token may reach past its end.
 
         Args:
-            histories: per row the prompt and completion tokens, the one just drawn included, (length,) int64 on the
-                host; the last `text_window` of them will do.
+            histories: per row the prompt (unless not `reads_on`) and completion tokens, the one just drawn included,
+                (length,) int64 on the host; the last `text_window` of them will do.
 
         Returns:
             One answer a row; all False if `stops_by_text` is.
@@ -134,6 +140,11 @@ class Drawer:
         for row_L, tail in zip(window_BL, tails, strict=True):
             row_L[len(row_L) - len(tail) :] = tail
         return [bool(ended) for ended in self._stops.ends(window_BL).tolist()]
+
+    def _rows(self, positions_B: Tensor, prompt_lengths: Sequence[int], histories: Sequence[Tensor]) -> Rows:
+        if self._start_token_id is None:
+            return Rows(positions_B, prompt_lengths, histories)
+        return Rows.of_decoder(positions_B, prompt_lengths, histories, self._start_token_id)
 
     def _process(self, logits_BV: Tensor, rows: Rows) -> Tensor:
         own_copy = any(processor.in_place for processor in self._processors)

@@ -78,7 +78,7 @@ def generate_by_transformers(
         rows = [_Row(read[place], len(prompts[place[0]]), keys[place[0]][place[1]], earlier[place]) for place in places]
         _run_wave(adapter, rows, settings)
         with host_memory():
-            keeps_own = Drawer(settings).keeps_model_logprobs
+            keeps_own = Drawer(settings, adapter.start_token_id).keeps_model_logprobs
             return {place: row.completion(keeps_own) for place, row in zip(places, rows, strict=True)}
 
     while waiting:
@@ -149,9 +149,10 @@ class _Row:
         """Index of the next token in its completion."""
         return len(self.read) - self.prompt_tokens + len(self.ids)
 
-    def history(self) -> Tensor:
+    def history(self, *, with_prompt: bool = True) -> Tensor:
         """Gives prompt and completion, (length,) int64 on the host."""
-        return torch.cat([self.read, torch.tensor(self.ids, dtype=torch.int64)])
+        first = 0 if with_prompt else self.prompt_tokens
+        return torch.cat([self.read[first:], torch.tensor(self.ids, dtype=torch.int64)])
 
     def completion(self, keeps_model_logprobs: bool) -> Completion:
         """Gives what was drawn, now and before."""
@@ -166,7 +167,7 @@ class _Row:
 
 def _run_wave(adapter: LanguageAdapter, rows: Sequence[_Row], settings: SamplingSettings) -> None:
     """Draws rows of one length to their ends; what they have drawn is all that is left of it."""
-    draw, eos = Drawer(settings), frozenset(settings.eos_token_ids)
+    draw, eos = Drawer(settings, adapter.start_token_id), frozenset(settings.eos_token_ids)
     steps = [settings.max_new_tokens - row.position for row in rows]
     if settings.max_step_tokens is not None:
         steps = [min(left, settings.max_step_tokens) for left in steps]
@@ -216,7 +217,8 @@ def _end_by_text(rows: Sequence[_Row], draw: Drawer) -> None:
     if not draw.stops_by_text:
         return
     running = [row for row in rows if not row.finished]
-    for row, end in zip(running, draw.ends_by_text([row.history() for row in running]), strict=True):
+    texts = [row.history(with_prompt=draw.reads_on) for row in running]
+    for row, end in zip(running, draw.ends_by_text(texts), strict=True):
         row.finished, row.ended = end, row.ended or end
 
 

@@ -140,10 +140,10 @@ class _Sequence:
     ended: bool = False
     finished: bool = False
 
-    def history(self, window: int = 0) -> Tensor:
+    def history(self, window: int = 0, *, with_prompt: bool = True) -> Tensor:
         """Gives prompt and completion, or the last tokens of them, (length,) int64 on the host."""
         drawn = torch.tensor(self.ids[-window:], dtype=torch.int64)
-        if window and len(drawn) >= window:
+        if not with_prompt or (window and len(drawn) >= window):
             return drawn
         return torch.cat([self.prompt_ids[-(window - len(drawn)) :] if window else self.prompt_ids, drawn])
 
@@ -186,7 +186,7 @@ class _RunningBatch:
         settings: SamplingSettings,
         progress: Progress | None,
     ) -> None:
-        self.draw = Drawer(settings)
+        self.draw = Drawer(settings, adapter.start_token_id if isinstance(adapter, LanguageAdapter) else None)
         self._adapter, self._sequences, self._settings, self._progress = adapter, sequences, settings, progress
         self._eos = frozenset(settings.eos_token_ids)
         self._most = settings.max_new_tokens if settings.max_step_tokens is None else settings.max_step_tokens
@@ -350,7 +350,8 @@ class _RunningBatch:
             return
         with host_memory():
             running = [one for one in rows if not one.finished]
-            ends = self.draw.ends_by_text([one.history(self.draw.text_window) for one in running])
+            tails = [one.history(self.draw.text_window, with_prompt=self.draw.reads_on) for one in running]
+            ends = self.draw.ends_by_text(tails)
         for one, end in zip(running, ends, strict=True):
             one.finished, one.ended = end, one.ended or end
 

@@ -34,17 +34,44 @@ class Rows:
 
     Args:
         positions_B: (B,) int64 on the device, index of the token to be drawn in its completion.
-        prompt_lengths: tokens of each row's prompt; empty if no processor asks for it.
-        histories: per row the prompt and completion tokens so far, (length,) int64 on the host; empty if no processor
-            asks for them.
+        prompt_lengths: tokens of each row's prompt, or 1 for a decoder's start token; empty if no processor asks for
+            it.
+        histories: per row the prompt (or a decoder's start token) and completion tokens so far, (length,) int64 on the
+            host; empty if no processor asks for them.
+        sources: what an encoder read for each row, (length,) int64 on the host; None where histories begin with the
+            prompts.
     """
 
     positions_B: Tensor
     prompt_lengths: Sequence[int]
     histories: Sequence[Tensor]
+    sources: Sequence[Tensor] | None = None
+
+    @classmethod
+    def of_decoder(
+        cls, positions_B: Tensor, prompt_lengths: Sequence[int], histories: Sequence[Tensor], start_token_id: int
+    ) -> Rows:
+        """Gives rows as `generate` shows them where an encoder reads the prompts and a decoder begins by itself.
+
+        Args:
+            positions_B: (B,) int64 on the device.
+            prompt_lengths: tokens of each row's prompt.
+            histories: per row the prompt and completion tokens so far, (length,) int64 on the host; or none.
+            start_token_id: what the decoder reads first.
+
+        Returns:
+            Rows whose histories begin with the start token.
+        """
+        start_1 = torch.tensor([start_token_id])
+        pairs = list(zip(histories, prompt_lengths, strict=False))
+        drawn = [torch.cat([start_1, history[length:]]) for history, length in pairs]
+        sources = [history[:length] for history, length in pairs]
+        return cls(positions_B, [1] * len(prompt_lengths), drawn, sources)
 
     def prompts(self) -> list[Tensor]:
         """Gives the tokens of each row's prompt, (length,) int64 on the host."""
+        if self.sources is not None:
+            return list(self.sources)
         pairs = zip(self.histories, self.prompt_lengths, strict=True)
         return [history[:length] for history, length in pairs]
 

@@ -27,7 +27,8 @@ from memsafe_rl.memory.monitor import meter_for
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.recovery import Recovery
 from memsafe_rl.memory.tracker import MemoryTracker
-from memsafe_rl.models.causal_lm import CausalLMAdapter, causal_lm_of, check_head
+from memsafe_rl.models.choice import LanguageModelAdapter, adapter_for, check_adapter
+from memsafe_rl.models.language import language_model_of
 from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import Patience
@@ -162,7 +163,7 @@ class PolicyTrainer(OnPolicyTrainer):
 
     def _sampling_settings(self) -> SamplingSettings:
         """Gives how tokens are drawn; what the configuration leaves open, the model's generation config says."""
-        declared = getattr(causal_lm_of(self.model), "generation_config", None)
+        declared = getattr(language_model_of(self.model), "generation_config", None)
         say_what_is_left_out(declared)
         ends = eos_token_ids(self.processing_class, self.model)
         settings = self.args.sampling_settings(ends, tokenizer=self.processing_class, declared=declared)
@@ -193,15 +194,15 @@ class PolicyTrainer(OnPolicyTrainer):
         self.model = loaded.model.eval()
         recovery.repeat(lambda: self.rewards.to(self.accelerator.device))
         pad = self.processing_class.pad_token_id
-        adapter = CausalLMAdapter(self.model, pad_token_id=pad, reference_model=loaded.reference_model)
+        adapter = adapter_for(self.model, pad_token_id=pad, reference_model=loaded.reference_model)
         self.adapter = adapter
 
         recovery.repeat(lambda: self._check(adapter))
         return loaded
 
-    def _check(self, adapter: CausalLMAdapter) -> None:
+    def _check(self, adapter: LanguageModelAdapter) -> None:
         with self._autocast():
-            check_head(adapter)
+            check_adapter(adapter)
 
     def _load_model(self, model: Any, quantization_config: Any, peft_config: Any) -> LoadedModel:
         return load_model(

@@ -13,6 +13,7 @@ from memsafe_rl.memory.policies import AdaptivePolicy, LadderPolicy, MemoryPolic
 from memsafe_rl.memory.presets import PRESETS, preset
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.models.language import is_encoder_decoder, language_model_of
 from memsafe_rl.models.loading import ModelFacts, read_config
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rollout.engine import RolloutEngine
@@ -81,7 +82,8 @@ def model_facts(config: GRPOConfig, model: Any) -> ModelFacts:
             f"the model declares router_aux_loss_coef={facts.router_aux_loss_coef}, a balance loss that cannot be "
             "split over micro-batches. Set router_aux_loss_coef=0.0 to train without it."
         )
-    if facts.max_positions is not None and facts.max_positions <= config.max_completion_length:
+    room = facts.room_for_prompt(config.max_completion_length)
+    if room is not None and room <= 0:
         raise ConfigError(
             f"max_completion_length is {config.max_completion_length} but the model's context is "
             f"{facts.max_positions} tokens. Lower max_completion_length below {facts.max_positions}."
@@ -100,7 +102,7 @@ def prompt_reader(config: GRPOConfig, tokenizer: Any, facts: ModelFacts) -> Prom
     Returns:
         The reader.
     """
-    room = None if facts.max_positions is None else facts.max_positions - config.max_completion_length
+    room = facts.room_for_prompt(config.max_completion_length)
     limits = [limit for limit in (room, config.max_prompt_length) if limit is not None]
     return PromptTokenizer(
         tokenizer,
@@ -309,6 +311,14 @@ def rollout_engine(config: GRPOConfig, adapter: ModelAdapter, tracker: MemoryTra
     Raises:
         ConfigError: it cannot serve this network on this device.
     """
+
+    if is_encoder_decoder(language_model_of(adapter.model)):
+        for name in ("use_vllm", "use_transformers_continuous_batching"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"{name} is True, but {type(language_model_of(adapter.model)).__name__} is an encoder-decoder, "
+                    "which only this library's own engine samples. Leave it out."
+                )
 
     def room() -> int:
         return tracker.budget_bytes - tracker.meter.live_bytes()

@@ -29,7 +29,7 @@ from memsafe_rl.memory.recovery import under
 from memsafe_rl.memory.slices import cut_work, packing_saves
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
-from memsafe_rl.models.causal_lm import CausalLMAdapter
+from memsafe_rl.models.language import LanguageAdapter
 from memsafe_rl.rollout.admission import Candidate, admit
 from memsafe_rl.rollout.generation import eval_mode, generate
 from memsafe_rl.rollout.scoring import score_all, update_work
@@ -279,7 +279,7 @@ def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
         first = rows[: _in_flight(trial.adapter, waiting, plan)]
         ending = _AtTheEnd(trial.adapter, longest.row_tokens - 2)
         # The cache that transformers' generate keeps, where that decodes, is out of reach.
-        own_cache = not isinstance(trial.adapter, CausalLMAdapter) or trial.adapter.path.decodes
+        own_cache = not isinstance(trial.adapter, LanguageAdapter) or trial.adapter.path.decodes
         tried = cast(ModelAdapter, ending) if own_cache else trial.adapter
         generate(tried, *_samples(ids, first), two_tokens, under(plan))
         if not ending.stretched and longest.completion_tokens > 2:  # a cache that only grows by reading

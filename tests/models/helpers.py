@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,18 @@ def make_rows(
         group_of_row=order,
         finished=(True,) * len(prompts),
     )
+
+
+def exact_norms(model: Any) -> None:
+    """Has the norms of T5 and its kin take their means in the weights' type; they take float32 even under float64."""
+    for module in model.modules():
+        if type(module).__name__ in ("T5LayerNorm", "MT5LayerNorm", "UMT5LayerNorm"):
+            module.forward = partial(_exact_norm, module)
+
+
+def _exact_norm(module: Any, hidden: Tensor) -> Tensor:
+    variance = hidden.pow(2).mean(-1, keepdim=True)
+    return module.weight * (hidden * torch.rsqrt(variance + module.variance_epsilon))
 
 
 def naive_row_logits(model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig, T5Config
+from transformers import AutoModelForCausalLM, BartConfig, BitsAndBytesConfig, MixtralConfig, T5Config
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models import loading
@@ -82,9 +82,15 @@ def test_a_config_is_read_without_weights(folder: str, tmp_path: Path) -> None:
 def test_what_a_config_shows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no config that can be read"):
         read_config(str(tmp_path / "nothing"))
+
+
+def test_where_an_encoder_reads_the_prompts_they_take_no_room_from_completions(tmp_path: Path) -> None:
     T5Config(d_model=16).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"encoder-decoder \(t5\)"):
-        read_config(str(tmp_path))
+    assert read_config(str(tmp_path)).room_for_prompt(500) is None
+    BartConfig(d_model=16, max_position_embeddings=64).save_pretrained(tmp_path)
+    facts = read_config(str(tmp_path))
+    assert [facts.room_for_prompt(tokens) for tokens in (1, 64, 65)] == [64, 64, -1]
+    assert read_config(tiny_model(positions=64)).room_for_prompt(60) == 4
 
 
 QUANTISED = BitsAndBytesConfig(load_in_4bit=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -47,10 +47,11 @@ from memsafe_rl.types import (
     RolloutWork,
     SamplingSettings,
     SequenceKey,
+    TextStops,
     Trajectory,
 )
 from tests.memory.test_estimator import LEAST, MOST
-from tests.models.helpers import PAD, assert_close, logprobs_of
+from tests.models.helpers import PAD, assert_close, exact_norms, logprobs_of
 from tests.rollout.test_kv_bound import _Watch
 from tests.tiny import tiny_model
 
@@ -100,17 +101,11 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any
             for module in model.modules():  # biases by distance and of the output start at next to nothing
                 if hasattr(module, "relative_attention_bias"):
                     module.relative_attention_bias.weight.normal_()
-                if dtype is torch.float64 and type(module).__name__ in ("T5LayerNorm", "MT5LayerNorm", "UMT5LayerNorm"):
-                    module.forward = partial(_exact_norm, module)
             if hasattr(model, "final_logits_bias"):
                 model.final_logits_bias.normal_()
+    if dtype is torch.float64:
+        exact_norms(model)
     return model.to(dtype).eval()
-
-
-def _exact_norm(module: Any, hidden: Tensor) -> Tensor:
-    """T5's norm takes its mean in float32 even where all else is float64."""
-    variance = hidden.pow(2).mean(-1, keepdim=True)
-    return module.weight * (hidden * torch.rsqrt(variance + module.variance_epsilon))
 
 
 def adapter_of(family: str, dtype: torch.dtype = torch.float64) -> Seq2SeqAdapter:
@@ -242,6 +237,52 @@ def test_a_stretched_cache_is_as_wide_as_rows_that_were_read() -> None:
 
 SETTINGS = SamplingSettings(max_new_tokens=40, eos_token_ids=tuple(range(2, 9)))
 GROUP = 5
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 2},
+        {"encoder_repetition_penalty": 3.0},
+        {"encoder_no_repeat_ngram_size": 1},
+        {"min_length": 6},
+        {"forced_bos_token_id": 77, "begin_suppress_tokens": (5, 6)},
+        {"forced_eos_token_ids": (1,)},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.filterwarnings("ignore")
+def test_processors_see_what_the_decoder_has_read(family: str, asked: dict[str, Any]) -> None:
+    """And those of the encoder, the prompt; as in `generate`."""
+    adapter, prompts = adapter_of(family), [torch.tensor([9]), *prompts_of((5, 9))]
+    settings = SamplingSettings(NEW, (1,), temperature=0.0, **asked)
+    keys = [[SequenceKey(0, 0, prompt, 0)] for prompt in range(3)]
+    rows = generate(adapter, prompts, keys, settings, under(RolloutPlan()))
+    asked = {
+        ("forced_eos_token_id" if name == "forced_eos_token_ids" else name): value for name, value in asked.items()
+    }
+    asked = {name: list(value) if isinstance(value, tuple) else value for name, value in asked.items()}
+    wanted = []
+    for prompt in prompts:
+        made = adapter.model.generate(prompt[None], max_new_tokens=NEW, do_sample=False, eos_token_id=1, **asked)
+        wanted.append(made[0, 1:].tolist())
+    assert [row.ids.tolist() for row in rows] == wanted
+
+
+def test_a_stop_string_does_not_begin_in_what_the_encoder_read() -> None:
+    adapter, window = adapter_of("t5"), 3
+    seen: list[list[int]] = []
+
+    def ends(window_BL: Tensor) -> Tensor:
+        seen.extend(window_BL.tolist())
+        return torch.zeros(len(window_BL), dtype=torch.bool)
+
+    settings = SamplingSettings(2, (1,), temperature=0.0, stops=TextStops(("x",), ends, window))
+    (row,) = generate(adapter, prompts_of((9,)), [[SequenceKey(0, 0, 0, 0)]], settings, under(RolloutPlan()))
+    drawn = row.ids.tolist()
+    assert seen == [[TextStops.filler] * (window - count) + drawn[:count] for count in range(1, len(drawn) + 1)]
 
 
 def keys_of(prompts: int) -> list[list[SequenceKey]]:

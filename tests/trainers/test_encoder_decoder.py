@@ -1,0 +1,128 @@
+"""GRPO on encoder-decoders: the same loop, the same exactness, and prompts that an encoder reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import BartConfig, BartForConditionalGeneration
+
+from benchmarks.small import small_t5
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.seq2seq import Seq2SeqAdapter
+from tests.models.helpers import exact_norms
+from tests.tiny import tiny_tokenizer
+from tests.trainers.helpers import cut, make_trainer, relative, weights
+
+VOCAB_SIZE = 258
+LORA = {"r": 4, "target_modules": ["q", "v", "wo"], "task_type": "SEQ_2_SEQ_LM"}
+
+
+def tiny_t5(**config: Any) -> Any:
+    model = small_t5(VOCAB_SIZE, hidden=32, head_dim=8, **config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.mul_(2.0)
+    return model
+
+
+def tiny_bart() -> Any:
+    torch.manual_seed(0)
+    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    widths = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "forced_eos_token_id": None}
+    return BartForConditionalGeneration(
+        BartConfig(vocab_size=VOCAB_SIZE, decoder_start_token_id=2, **sizes, **widths, **ids)
+    )
+
+
+MODELS = {"t5": tiny_t5, "bart": tiny_bart}
+
+
+def gradient_of(trainer: Any) -> torch.Tensor:
+    """Weights moved by one plain SGD step are the gradient."""
+    before = weights(trainer)
+    trainer.train()
+    return weights(trainer) - before
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_a_run_learns_and_resumes_bitwise(kind: str, beta: float, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 4, "num_iterations": 2, "beta": beta, "save_strategy": "steps"}
+    settings |= {"save_steps": 1}
+    whole = make_trainer(tmp_path / "whole", model=MODELS[kind](), **settings)
+    assert isinstance(whole.adapter, Seq2SeqAdapter)
+    whole.train()
+    assert whole.history[0]["approx_kl/k3_token"] == 0.0  # the first ratio is exactly 1
+    assert whole.history[1]["approx_kl/k3_token"] > 0.0
+    first = make_trainer(tmp_path / "parts", model=MODELS[kind](), **{**settings, "max_steps": 3})
+    first.train()
+    second = make_trainer(tmp_path / "parts", model=MODELS[kind](), **settings)
+    second.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(second), weights(whole))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
+def test_no_cut_changes_the_gradient(dtype: torch.dtype, peft: Any, tmp_path: Path) -> None:
+    bound = 1e-6 if dtype is torch.float32 else 1e-12
+    settings: dict[str, Any] = {"max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 1.0}
+    settings |= {"beta": 0.04, "num_generations": 4, "per_device_train_batch_size": 16}
+    plans = {
+        "whole": cut(),
+        "one row": cut(1),
+        "few": cut(40),
+        "recomputed": cut(24, checkpointing=True),
+        "on the host": cut(24, offload_activations=True, trajectory_device="device"),
+        "two in flight": cut(64, rows_in_flight=2),
+    }
+    found = {}
+    for name, policy in plans.items():
+        adapter = None if peft is None else LoraConfig(**peft)
+        torch.manual_seed(0)
+        model = tiny_t5().to(dtype)
+        if dtype is torch.float64:
+            exact_norms(model)
+        trainer = make_trainer(tmp_path / name, model=model, policy=policy, peft_config=adapter, **settings)
+        if peft is not None:
+            generator = torch.Generator().manual_seed(3)
+            with torch.no_grad():
+                for weight_name, weight in trainer.model.named_parameters():
+                    if "lora_B" in weight_name:
+                        weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+        if dtype is torch.float64:
+            trainer.model.to(dtype)
+        found[name] = gradient_of(trainer)
+    whole = found.pop("whole")
+    assert whole.norm() > 0
+    for name, other in found.items():
+        assert relative(other, whole) <= bound, name
+
+
+def test_a_model_is_loaded_by_its_folder(tmp_path: Path) -> None:
+    tiny_t5().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    trainer = make_trainer(tmp_path / "run", model=str(tmp_path / "model"), processing_class=None, max_steps=1)
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    again = make_trainer(tmp_path / "more", model=str(tmp_path / "saved"), max_steps=1)
+    assert torch.equal(weights(again), weights(trainer))
+
+
+def test_a_prompt_may_be_as_long_as_the_encoder_takes(tmp_path: Path) -> None:
+    """Encoder and decoder have positions of their own."""
+    prompts = [{"prompt": "1" * 64} for _ in range(4)]
+    trainer = make_trainer(tmp_path, model=tiny_bart(), max_steps=1, max_completion_length=60, train_dataset=prompts)
+    assert trainer.train().global_step == 1
+    with pytest.raises(ConfigError, match=r"max_completion_length is 65.*64 tokens"):
+        make_trainer(tmp_path, model=tiny_bart(), max_completion_length=65)
+
+
+def test_other_engines_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"use_transformers_continuous_batching.*encoder-decoder"):
+        make_trainer(tmp_path, model=tiny_t5(), use_transformers_continuous_batching=True)
