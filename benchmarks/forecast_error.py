@@ -28,11 +28,13 @@ from rich.progress import track
 from rich.table import Table
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     PretrainedConfig,
     Qwen3Config,
+    T5Config,
 )
 
 from benchmarks.machine import describe_machine
@@ -61,8 +63,19 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_SIZES, **_IDS, tie_word_embeddings=False),
     "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=256, n_layer=4, n_head=8, n_positions=512, **_IDS),
     "gemma3": Gemma3TextConfig(**{**_SIZES, "num_hidden_layers": 3}, **_IDS, **_MIXED),
+    "t5": T5Config(
+        vocab_size=VOCAB,
+        d_model=256,
+        d_ff=768,
+        d_kv=32,
+        num_layers=4,
+        num_heads=8,
+        decoder_start_token_id=PAD_ID,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
+    ),
 }
-"""Small networks of each family; an encoder-decoder joins them once trainers take it."""
+"""Small networks of each family."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +225,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for setting in track(wanted, "forecasting and running", console=Console(stderr=True)):
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(FAMILIES[setting.family], dtype=torch.float32)
+            config = FAMILIES[setting.family]
+            kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+            model = kind.from_config(config, dtype=torch.float32)
             model.save_pretrained(folder)
             del model
             found = measure(setting, Path(folder))

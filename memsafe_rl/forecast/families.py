@@ -73,6 +73,33 @@ def _gemma3(hidden: int, inner: int, layers: int) -> dict[str, Any]:
     }
 
 
+def _t5(width: int, inner: int, layers: int, heads: int, *, head_dim: int = 64, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "t5",
+        "d_model": width,
+        "d_kv": head_dim,
+        "d_ff": inner,
+        "num_layers": layers,
+        "num_heads": heads,
+        "vocab_size": 32_128,
+        "decoder_start_token_id": 0,
+        **more,
+    }
+
+
+def _flan_t5(width: int, inner: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    return _t5(width, inner, layers, heads, feed_forward_proj="gated-gelu", tie_word_embeddings=False, **more)
+
+
+def _bart(width: int, layers: int, heads: int) -> dict[str, Any]:
+    stacks = {
+        f"{stack}_{name}": value
+        for stack in ("encoder", "decoder")
+        for name, value in {"layers": layers, "attention_heads": heads, "ffn_dim": 4 * width}.items()
+    }
+    return {"model_type": "bart", "d_model": width, "vocab_size": 50_265, "decoder_start_token_id": 2, **stacks}
+
+
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
     "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
@@ -102,6 +129,19 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "openai-community/gpt2-medium": _gpt2(1024, 24, 16),
     "openai-community/gpt2-large": _gpt2(1280, 36, 20),
     "openai-community/gpt2-xl": _gpt2(1600, 48, 25),
+    "google-t5/t5-small": _t5(512, 2048, 6, 8),
+    "google-t5/t5-base": _t5(768, 3072, 12, 12),
+    "google-t5/t5-large": _t5(1024, 4096, 24, 16),
+    "google-t5/t5-3b": _t5(1024, 16_384, 24, 32, head_dim=128),
+    "google/flan-t5-small": _flan_t5(512, 1024, 8, 6),
+    "google/flan-t5-base": _flan_t5(768, 2048, 12, 12),
+    "google/flan-t5-large": _flan_t5(1024, 2816, 24, 16),
+    "google/flan-t5-xl": _flan_t5(2048, 5120, 24, 32),
+    "google/flan-t5-xxl": _flan_t5(4096, 10_240, 24, 64),
+    "google/mt5-small": _flan_t5(512, 1024, 8, 6, vocab_size=250_112),
+    "google/mt5-base": _flan_t5(768, 2048, 12, 12, vocab_size=250_112),
+    "facebook/bart-base": _bart(768, 6, 12),
+    "facebook/bart-large": _bart(1024, 12, 16),
 }
 """What the publishers' own ``config.json`` say of sizes; other fields are transformers' defaults."""
 

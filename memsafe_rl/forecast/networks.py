@@ -11,18 +11,21 @@ import torch
 from peft import PeftConfig, get_peft_model
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.forecast.device import give_fake_weights
+from memsafe_rl.models.language import is_encoder_decoder
 
 _BLOCK = 64
 """Weights that share a scale in bitsandbytes' 4-bit formats."""
+_DEPTHS = ("num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+"""What an encoder-decoder's config calls the blocks of its stacks."""
 _SCALES_BLOCK = 256
 """Scales that share a scale of their own under double quantisation."""
 
 
-def fake_causal_lm(
+def fake_language_model(
     config: PretrainedConfig,
     *,
     dtype: torch.dtype,
@@ -31,7 +34,7 @@ def fake_causal_lm(
     trust_remote_code: bool = False,
     frozen: bool = False,
 ) -> Any:
-    """Builds a causal LM of fake weights, to be called inside `fake_device`.
+    """Builds a causal LM or an encoder-decoder of fake weights, to be called inside `fake_device`.
 
     Args:
         config: transformers config.
@@ -49,8 +52,9 @@ def fake_causal_lm(
     """
     if quantization_config is not None and not getattr(quantization_config, "load_in_4bit", False):
         raise ConfigError("Only 4-bit bases (BitsAndBytesConfig(load_in_4bit=True)) can be forecast, or plain ones.")
+    kind = AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         layers = [] if quantization_config is None else _linear_layers(model)
         if frozen or peft_config is not None:
             model.requires_grad_(False)
@@ -74,6 +78,11 @@ def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
         A config of its own.
     """
     shallow = copy.deepcopy(config)
+    if is_encoder_decoder(shallow):
+        for name in _DEPTHS:
+            if getattr(shallow, name, None) is not None:
+                setattr(shallow, name, 2)
+        return shallow
     text = shallow.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None)
     chosen = list(dict.fromkeys(kinds)) if kinds else []

@@ -28,7 +28,7 @@ from memsafe_rl.accounting import charge, in_phase
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.forecast.device import CUDA_GRANULARITY_BYTES, fake_device, nothing_differs
 from memsafe_rl.forecast.families import config_for
-from memsafe_rl.forecast.networks import fake_causal_lm, shallow_copy
+from memsafe_rl.forecast.networks import fake_language_model, shallow_copy
 from memsafe_rl.forecast.outcome import MemoryForecast
 from memsafe_rl.forecast.search import Job
 from memsafe_rl.memory.budget import MemoryBudget
@@ -36,7 +36,8 @@ from memsafe_rl.memory.randomness import capture_random_state, set_random_state
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.memory.slices import cut_work
 from memsafe_rl.memory.tracker import MemoryTracker
-from memsafe_rl.models.causal_lm import CausalLMAdapter, autocast, check_head
+from memsafe_rl.models.causal_lm import autocast
+from memsafe_rl.models.choice import LanguageModelAdapter, adapter_for, check_adapter
 from memsafe_rl.models.language import ScoringPath
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.trainers.probe import Longest, find_longest, longest_work, plans_now, try_longest
@@ -100,7 +101,7 @@ def forecast_run(
     granularity = CUDA_GRANULARITY_BYTES if device == "cuda" else 1
 
     def network(*, frozen: bool = False, shallow: bool = False) -> Any:
-        return fake_causal_lm(
+        return fake_language_model(
             shallow_copy(config) if shallow else config,
             dtype=_base_dtype(init, config, device, frozen=frozen or peft_config is not None),
             peft_config=None if frozen else peft_config,
@@ -310,9 +311,9 @@ class _Checked(NamedTuple):
 def _check_shallow(model: Any, settings: Any, memory: SimulatedMemory) -> _Checked:
     """Checks a network with a block of each kind; a deeper one holds little more while it is checked."""
     held = memory.live_bytes
-    adapter = CausalLMAdapter(model, pad_token_id=0)
+    adapter = adapter_for(model, pad_token_id=0)
     with in_phase(Phase.ROLLOUT), nothing_differs(), autocast(adapter.device, settings.autocast_dtype):
-        check_head(adapter)
+        check_adapter(adapter)
     extra = sum(memory.phase_peaks()[Phase.ROLLOUT].values()) - held
     memory.forget_phases()
     return _Checked(adapter.path, adapter.joins, adapter.packs_prompts, extra)
@@ -354,7 +355,7 @@ class _Faked:
     def _load_model(self, model: Any, *_: Any) -> LoadedModel:
         return LoadedModel(model, self._reference, 0.0)
 
-    def _check(self, adapter: CausalLMAdapter) -> None:
+    def _check(self, adapter: LanguageModelAdapter) -> None:
         """Takes over what the check of a shallow network found, and sizes the cache."""
         checked = self._checked
         for other in (adapter, adapter.reference_adapter):

@@ -7,13 +7,13 @@ from memsafe_rl.trainers.policy_trainer import PolicyTrainer
 
 
 class GRPOTrainer(PolicyTrainer):
-    """Trains a causal language model with Group Relative Policy Optimization (Shao et al. 2024, arXiv 2402.03300).
+    """Trains a language model with Group Relative Policy Optimization (Shao et al. 2024, arXiv 2402.03300).
 
     Takes TRL's arguments with TRL's meanings; how the work is cut to fit memory is the memory policy's business and
     never changes what is learnt.
 
     Args:
-        model: a name or path for `AutoModelForCausalLM`, or a model (a `PeftModel` too).
+        model: a name or path of a causal LM or an encoder-decoder (T5, BART), or a model (a `PeftModel` too).
         reward_funcs: a reward function or a list of them: callables, sync or async, reward models, or their names.
         args: the configuration; None for the defaults.
         train_dataset: a `datasets` dataset with a `prompt` column, plain or conversational.

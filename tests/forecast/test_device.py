@@ -14,7 +14,7 @@ from memsafe_rl.accounting import charge, worth_running
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.forecast.device import fake_device, nothing_differs
 from memsafe_rl.forecast.families import FAMILIES, config_for, known_config
-from memsafe_rl.forecast.networks import fake_causal_lm, shallow_copy
+from memsafe_rl.forecast.networks import fake_language_model, shallow_copy
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.types import Component
 from tests.tiny import tiny_config
@@ -60,7 +60,7 @@ def test_a_fake_network_holds_what_a_real_one_holds(arch: str) -> None:
     config, lora = tiny_config(arch, layers=3), LoraConfig(**settings)
     given = str(lora.target_modules)
     with fake_device() as memory:
-        fakes = [fake_causal_lm(config, dtype=torch.float32, peft_config=lora) for _ in range(2)]
+        fakes = [fake_language_model(config, dtype=torch.float32, peft_config=lora) for _ in range(2)]
         held = memory.live_bytes
     assert str(lora.target_modules) == given  # PEFT writes into a config what it found
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -77,8 +77,8 @@ def test_a_4_bit_base_holds_half_a_byte_a_weight_and_its_scales() -> None:
     config = tiny_config("qwen3", layers=2, hidden=64)
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
     with fake_device():
-        plain = fake_causal_lm(config, dtype=torch.bfloat16)
-        packed = fake_causal_lm(config, dtype=torch.bfloat16, quantization_config=settings)
+        plain = fake_language_model(config, dtype=torch.bfloat16)
+        packed = fake_language_model(config, dtype=torch.bfloat16, quantization_config=settings)
         names = {name for name, weight in packed.named_parameters() if weight.dtype == torch.uint8}
         wide = dict(plain.named_parameters())
         assert {name.split(".")[-2] for name in names} == {
@@ -91,7 +91,7 @@ def test_a_4_bit_base_holds_half_a_byte_a_weight_and_its_scales() -> None:
         ids = torch.ones((2, 5), dtype=torch.int64)
         assert packed(input_ids=ids).logits.shape == (2, 5, config.vocab_size)
     with fake_device(), pytest.raises(ConfigError, match="Only 4-bit bases"):
-        fake_causal_lm(config, dtype=torch.bfloat16, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+        fake_language_model(config, dtype=torch.bfloat16, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
 
 
 def test_a_shallow_copy_has_a_block_of_each_kind() -> None:

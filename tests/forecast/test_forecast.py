@@ -211,7 +211,7 @@ def test_a_network_that_cannot_be_forecast_trains_nevertheless(
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("an operator without shapes\nand a long story")
 
-    monkeypatch.setattr("memsafe_rl.trainers.forecasting.fake_causal_lm", broken)
+    monkeypatch.setattr("memsafe_rl.trainers.forecasting.fake_language_model", broken)
     with SimulatedMemory(ROOM), caplog.at_level(logging.WARNING):
         trainer = trainer_for(folder, max_steps=1)
     assert trainer.forecast is None
