@@ -39,7 +39,7 @@ from memsafe_rl.rewards.base import RewardScores
 from memsafe_rl.rollout.scoring import row_lengths, update_work
 from memsafe_rl.summary import run_figures
 from memsafe_rl.trainers.alarms import AlarmWatch
-from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.continuity import check_same_run, run_facts
 from memsafe_rl.trainers.data import PromptSource
 from memsafe_rl.trainers.experience import Experience, ExperienceMaker
@@ -82,7 +82,7 @@ class OnPolicyTrainer(TrainerSurface):
     A subclass prepares the parts in its constructor and calls `_assemble`.
     """
 
-    args: GRPOConfig
+    args: TrainerConfig
     model: Any
     processing_class: Any
     adapter: ModelAdapter

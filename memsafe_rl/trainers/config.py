@@ -117,7 +117,7 @@ def _say_once(message: str) -> None:
     logger.warning(message)
 
 
-class _TrainerConfig(TrainerFields, ABC):
+class TrainerConfig(TrainerFields, ABC):
     """What the configurations of all trainers do: fill in defaults, check, and answer callbacks.
 
     A subclass is a dataclass that adds its fields and `_check_algorithm`.
@@ -136,6 +136,19 @@ class _TrainerConfig(TrainerFields, ABC):
     @abstractmethod
     def _check_algorithm(self) -> None:
         """Checks what only this trainer has."""
+
+    @abstractmethod
+    def loss_settings(self) -> LossSettings:
+        """Gives the part of the configuration that the loss reads."""
+
+    @abstractmethod
+    def advantage_settings(self) -> dict[str, str]:
+        """Gives what `ops.advantages.estimated_advantages` reads: estimator, scale_rewards and aggregation."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference is needed."""
+        return self.beta != 0
 
     @property
     def _least_group(self) -> int:
@@ -394,7 +407,7 @@ class _TrainerConfig(TrainerFields, ABC):
             )
 
     def _check_reference(self) -> None:
-        if self.sync_ref_model and self.beta == 0:
+        if self.sync_ref_model and not self.has_reference:
             raise ConfigError(
                 "sync_ref_model is True, but beta is 0, so that there is no reference. "
                 "Set beta above 0 or sync_ref_model=False."
@@ -520,7 +533,7 @@ class _TrainerConfig(TrainerFields, ABC):
     @property
     def alarm_rules(self) -> AlarmRules:
         """What `alarms` means."""
-        return read_rules(cast(dict[str, Any] | None, self.alarms), has_reference=self.beta != 0)
+        return read_rules(cast(dict[str, Any] | None, self.alarms), has_reference=self.has_reference)
 
     def _generation(self) -> dict[str, Any]:
         return self.generation_kwargs or {}
@@ -708,7 +721,7 @@ def _is_multiple(whole: float, part: float) -> bool:
 
 @_named
 @dataclass
-class GRPOConfig(RefusedFields, _TrainerConfig, GRPOFields):
+class GRPOConfig(RefusedFields, TrainerConfig, GRPOFields):
     """Settings of `GRPOTrainer`, under TRL 1.16's names, with its defaults and meanings.
 
     Every setting here is honoured; any other one of TRL or transformers is refused by name when the object is made or
@@ -761,6 +774,14 @@ class GRPOConfig(RefusedFields, _TrainerConfig, GRPOFields):
                 f"importance_sampling_level is 'sequence' and loss_type {self.loss_type!r} sums over tokens, so that "
                 "long completions weigh more. Set loss_type='grpo' for the loss of the GSPO paper."
             )
+
+    def advantage_settings(self) -> dict[str, str]:
+        """Gives the part of the configuration that advantages read."""
+        return {
+            "estimator": self.advantage_estimator,
+            "scale_rewards": self.scale_rewards,
+            "aggregation": self.multi_objective_aggregation,
+        }
 
     def loss_settings(self) -> LossSettings:
         """Gives the part of the configuration that the loss reads."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.config import TrainerConfig
 
 _FREE = frozenset(
     {
@@ -59,7 +59,7 @@ _BATCHES = frozenset(
 """How rows are laid out over ranks and accumulation steps may change; `step_rows` and `rollout_rows` may not."""
 
 
-def run_facts(config: GRPOConfig, examples: Sequence[Mapping[str, Any]], prompts: int | None) -> dict[str, Any]:
+def run_facts(config: TrainerConfig, examples: Sequence[Mapping[str, Any]], prompts: int | None) -> dict[str, Any]:
     """Gives everything that decides what a run computes, as plain values.
 
     Args:

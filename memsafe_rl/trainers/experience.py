@@ -28,7 +28,7 @@ from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.engines.native import NativeEngine
 from memsafe_rl.rollout.generation import generate
 from memsafe_rl.rollout.scoring import score_all, update_work
-from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.data import Prompts, PromptSource, PromptTokenizer
 from memsafe_rl.trainers.given import GivenRollout, RolloutFunction, read_rollout
 from memsafe_rl.trainers.partial import Gathered, OpenGroup, begin_groups, gather_groups, groups_from, joined_prompts
@@ -191,7 +191,7 @@ class ExperienceMaker:
     def __init__(
         self,
         *,
-        config: GRPOConfig,
+        config: TrainerConfig,
         adapter: ModelAdapter,
         engine: RolloutEngine,
         tokenizer: Any,
@@ -386,7 +386,7 @@ class ExperienceMaker:
             group_size=group_size,
             max_new_tokens=self._sampling.max_new_tokens,
             geometry=self._adapter.geometry,
-            scored=self._config.beta != 0,
+            scored=self._config.has_reference,
         )
 
     def _draw(
@@ -621,9 +621,7 @@ class ExperienceMaker:
             samples.rewards_BF,
             torch.tensor(self._rewards.weights, dtype=torch.float32),
             samples.group_size,
-            estimator=self._config.advantage_estimator,
-            scale_rewards=self._config.scale_rewards,
-            aggregation=self._config.multi_objective_aggregation,
+            **self._config.advantage_settings(),
         )
 
     def _scored_unrewarded(self, samples: Samples, answers: Answers) -> Trajectory:
@@ -675,7 +673,7 @@ class ExperienceMaker:
 
     def _score_everyone(self, trajectory: Trajectory, *, external: bool) -> Trajectory:
         """Adds what no reward changes: reference log-probs, and old ones that correct another sampler."""
-        corrected, referred = self._corrected(external), self._config.beta != 0
+        corrected, referred = self._corrected(external), self._config.has_reference
         if not (corrected or referred):
             return trajectory
         everyone = list(range(len(trajectory)))

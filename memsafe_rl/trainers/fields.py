@@ -320,6 +320,15 @@ class TrainerFields:
     entropy_coef_max: float = option(1.0, "Greatest coefficient that steering reaches.")
     entropy_coef_delta: float = option(0.005, "Change of the coefficient per optimizer step.")
     entropy_target: float = option(0.2, "Entropy per token, in nats, above which the bonus is off.")
+    top_entropy_quantile: float = option(
+        1.0, "Share of tokens, by entropy, that the loss keeps, over an optimizer step; 1: all."
+    )
+    use_bias_correction_kl: bool = option(True, "Multiply the KL to the reference by the ratio.")
+    delta: float | None = option(None, "Upper bound of the ratio before clipping (two-sided clipping); None: none.")
+    dynamic_sampling: bool = option(
+        False, "Draw further prompts in place of groups whose rewards are all equal, which teach nothing (DAPO)."
+    )
+    dynamic_sampling_max_rounds: int = option(3, "Further draws per rollout at most.")
 
 
 @dataclass
@@ -339,13 +348,8 @@ class GRPOFields(TrainerFields):
     )
     loss_type: str = option("dapo", "Loss: grpo, dr_grpo, dapo, bnpo, cispo, sapo, luspo or vespo.")
     importance_sampling_level: str = option("token", "Ratios per 'token' or per 'sequence' (GSPO).")
-    delta: float | None = option(None, "Upper bound of the ratio before clipping (two-sided clipping); None: none.")
     off_policy_mask_threshold: float | None = option(
         None, "Drop rows with a negative advantage and a greater mean KL to the sampler, in nats; None: keep all."
-    )
-    use_bias_correction_kl: bool = option(True, "Multiply the KL to the reference by the ratio.")
-    top_entropy_quantile: float = option(
-        1.0, "Share of tokens, by entropy, that the loss keeps, over an optimizer step; 1: all."
     )
     sapo_temperature_pos: float = option(1.0, "Temperature of SAPO's gate for positive advantages.")
     sapo_temperature_neg: float = option(1.05, "Temperature of SAPO's gate for the others.")
@@ -353,10 +357,6 @@ class GRPOFields(TrainerFields):
     vespo_lambda_pos: float = option(3.0, "Decay of VESPO's weight for positive advantages.")
     vespo_k_neg: float = option(3.0, "Power of VESPO's weight for negative advantages.")
     vespo_lambda_neg: float = option(2.0, "Decay of VESPO's weight for negative advantages.")
-    dynamic_sampling: bool = option(
-        False, "Draw further prompts in place of groups whose rewards are all equal, which teach nothing (DAPO)."
-    )
-    dynamic_sampling_max_rounds: int = option(3, "Further draws per rollout at most.")
 
 
 GROUPS: dict[str, tuple[str, ...]] = {

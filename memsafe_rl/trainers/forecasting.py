@@ -115,7 +115,7 @@ def forecast_run(
     )
     # The budget is kept from the optimizer's state on; before that nothing is refused.
     with _random_state_kept(), fake_device(_UNLIMITED_BYTES, granularity_bytes=granularity) as memory:
-        found = rehearsed.run(network, memory, device_bytes, copies=settings.beta != 0 and peft_config is None)
+        found = rehearsed.run(network, memory, device_bytes, copies=settings.has_reference and peft_config is None)
     dtype = _base_dtype(init, config, device, frozen=peft_config is not None)
     base = f"weights of the base are {str(dtype).removeprefix('torch.')}"
     assumed = (
@@ -442,7 +442,7 @@ def _job(trainer: Any, longest: Longest, memory: SimulatedMemory) -> Job:
         prompt_tokens=len(longest.prompt),
         completion_tokens=longest.completion_tokens,
         step_share=args.step_rows / args.rollout_rows,
-        scored=args.beta != 0,
+        scored=args.has_reference,
         packs_prompts=trainer.adapter.packs_prompts,
         held_bytes=memory.live_bytes,
         optimizer_bytes=optimizer_bytes,

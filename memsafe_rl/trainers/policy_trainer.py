@@ -34,7 +34,7 @@ from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import Patience
 from memsafe_rl.rollout.checks import check_settings
 from memsafe_rl.trainers.base import OnPolicyTrainer
-from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.experience import ExperienceMaker
 from memsafe_rl.trainers.forecasting import foresee, wants_forecast
 from memsafe_rl.trainers.generation_options import say_what_is_left_out
@@ -67,13 +67,13 @@ class PolicyTrainer(OnPolicyTrainer):
     Args and errors are those of `GRPOTrainer`.
     """
 
-    config_class: ClassVar[type[GRPOConfig]]
+    config_class: ClassVar[type[TrainerConfig]]
 
     def __init__(
         self,
         model: Any,
         reward_funcs: Any,
-        args: GRPOConfig | None = None,
+        args: TrainerConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
@@ -212,7 +212,7 @@ class PolicyTrainer(OnPolicyTrainer):
             peft_config=peft_config,
             trust_remote_code=self.args.trust_remote_code,
             device=self.accelerator.device,
-            with_reference=self.args.beta != 0,
+            with_reference=self.args.has_reference,
         )
 
     def _prepare_memory(self) -> MemoryTracker:
@@ -293,7 +293,7 @@ def _listed(callbacks: Any) -> list[Any]:
     return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
 
 
-def _revision(config: GRPOConfig) -> dict[str, str]:
+def _revision(config: TrainerConfig) -> dict[str, str]:
     revision = (config.model_init_kwargs or {}).get("revision")
     return {"revision": revision} if revision else {}
 

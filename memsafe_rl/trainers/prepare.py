@@ -20,7 +20,7 @@ from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.engines.continuous import ContinuousEngine
 from memsafe_rl.rollout.engines.native import NativeEngine
 from memsafe_rl.rollout.engines.vllm import VLLMEngine, VLLMSettings
-from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.data import (
     IndexedPrompts,
     PromptSource,
@@ -36,7 +36,7 @@ from memsafe_rl.types import UpdatePlan
 logger = logging.getLogger(__name__)
 
 
-def own_config(args: Any, model: Any, trainer: Any) -> GRPOConfig:
+def own_config(args: Any, model: Any, trainer: Any) -> TrainerConfig:
     """Gives a valid configuration of this library's.
 
     Args:
@@ -50,7 +50,7 @@ def own_config(args: Any, model: Any, trainer: Any) -> GRPOConfig:
     Raises:
         ConfigError: it is another library's or another trainer's, or not valid.
     """
-    wanted: type[GRPOConfig] = trainer.config_class
+    wanted: type[TrainerConfig] = trainer.config_class
     name = trainer.__name__
     if args is None:
         return wanted(output_dir=f"{_name_of(model)}-{name.removesuffix('Trainer')}")
@@ -63,7 +63,7 @@ def own_config(args: Any, model: Any, trainer: Any) -> GRPOConfig:
     return args
 
 
-def model_facts(config: GRPOConfig, model: Any) -> ModelFacts:
+def model_facts(config: TrainerConfig, model: Any) -> ModelFacts:
     """Reads what must be known of a model before it is loaded, and refuses what cannot be trained.
 
     Args:
@@ -91,7 +91,7 @@ def model_facts(config: GRPOConfig, model: Any) -> ModelFacts:
     return facts
 
 
-def prompt_reader(config: GRPOConfig, tokenizer: Any, facts: ModelFacts) -> PromptTokenizer:
+def prompt_reader(config: TrainerConfig, tokenizer: Any, facts: ModelFacts) -> PromptTokenizer:
     """Makes what turns prompts into ids, with the longest prompt that leaves room for a completion.
 
     Args:
@@ -112,7 +112,7 @@ def prompt_reader(config: GRPOConfig, tokenizer: Any, facts: ModelFacts) -> Prom
     )
 
 
-def text_dataset(config: GRPOConfig, dataset: Any, name: str) -> Dataset | IterableDataset:
+def text_dataset(config: TrainerConfig, dataset: Any, name: str) -> Dataset | IterableDataset:
     """Checks a dataset's form, and drops every column but the prompt if `remove_unused_columns` asks for it.
 
     Args:
@@ -134,7 +134,9 @@ def text_dataset(config: GRPOConfig, dataset: Any, name: str) -> Dataset | Itera
     return checked.select_columns(["prompt"]) if drops else checked
 
 
-def training_prompts(config: GRPOConfig, dataset: Dataset | IterableDataset, reader: PromptTokenizer) -> PromptSource:
+def training_prompts(
+    config: TrainerConfig, dataset: Dataset | IterableDataset, reader: PromptTokenizer
+) -> PromptSource:
     """Checks the prompts of the training set and makes them readable by position.
 
     Args:
@@ -165,7 +167,7 @@ def training_prompts(config: GRPOConfig, dataset: Dataset | IterableDataset, rea
     )
 
 
-def evaluation_prompts(config: GRPOConfig, dataset: Any, reader: PromptTokenizer, rewards: RewardRunner) -> Any:
+def evaluation_prompts(config: TrainerConfig, dataset: Any, reader: PromptTokenizer, rewards: RewardRunner) -> Any:
     """Checks every evaluation set, and leaves out what is filtered.
 
     Args:
@@ -205,7 +207,7 @@ def evaluation_prompts(config: GRPOConfig, dataset: Any, reader: PromptTokenizer
 
 
 def check_together(
-    config: GRPOConfig, dataset: Any, rewards: RewardRunner, rollout_func: RolloutFunction | None
+    config: TrainerConfig, dataset: Any, rewards: RewardRunner, rollout_func: RolloutFunction | None
 ) -> None:
     """Refuses what is right alone and wrong together.
 
@@ -236,14 +238,14 @@ def check_together(
         _check_partial(config, alone=not foreign and rollout_func is None)
     foreign = foreign or config.caches_in_8_bits
     corrected = (foreign or partly or rollout_func is not None) and config.vllm_importance_sampling_correction
-    if config.loss_type == "vespo" and corrected and mode.startswith("sequence"):
+    if config.loss_settings().loss_type == "vespo" and corrected and mode.startswith("sequence"):
         raise ConfigError(
             f"vllm_importance_sampling_mode is {mode!r} with loss_type 'vespo' and another sampler. Set it to "
             "'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False."
         )
 
 
-def _check_partial(config: GRPOConfig, *, alone: bool) -> None:
+def _check_partial(config: TrainerConfig, *, alone: bool) -> None:
     told = f"partial_rollout_tokens is {config.partial_rollout_tokens}, but "
     if not alone:
         raise ConfigError(f"{told}only this library's own engine goes on with completions. Leave one out.")
@@ -264,7 +266,7 @@ def _check_partial(config: GRPOConfig, *, alone: bool) -> None:
     )
 
 
-def chosen_policy(given: MemoryPolicy | str | None, config: GRPOConfig) -> MemoryPolicy:
+def chosen_policy(given: MemoryPolicy | str | None, config: TrainerConfig) -> MemoryPolicy:
     """Gives the memory policy of a run.
 
     Args:
@@ -297,7 +299,7 @@ def chosen_policy(given: MemoryPolicy | str | None, config: GRPOConfig) -> Memor
     return preset(str(given))
 
 
-def rollout_engine(config: GRPOConfig, adapter: ModelAdapter, tracker: MemoryTracker) -> RolloutEngine:
+def rollout_engine(config: TrainerConfig, adapter: ModelAdapter, tracker: MemoryTracker) -> RolloutEngine:
     """Gives the engine that draws completions.
 
     Args:
@@ -339,7 +341,7 @@ def rollout_engine(config: GRPOConfig, adapter: ModelAdapter, tracker: MemoryTra
     return engine
 
 
-def _forward_dtype(config: GRPOConfig, adapter: ModelAdapter) -> str:
+def _forward_dtype(config: TrainerConfig, adapter: ModelAdapter) -> str:
     """Names the type in which forward passes compute."""
     if config.bf16 or config.fp16:
         return "bfloat16" if config.bf16 else "float16"

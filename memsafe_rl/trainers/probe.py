@@ -242,7 +242,7 @@ def try_longest(trial: OnPolicyTrainer, longest: Longest, micro_batches: int = _
     rows = _step_rows(trial)
     first_tile = trial._tracker.update_plan.logprob_tile
     trial._plan_update(trajectory, rows)
-    if config.beta != 0 or config.updates_per_epoch > 1 or corrected:
+    if config.has_reference or config.updates_per_epoch > 1 or corrected:
         # Scoring takes the tile of the update before it: in the first rollout that of no plan, later the plan's.
         _probe_scoring(trial, trajectory, max(first_tile, trial._tracker.update_plan.logprob_tile))
     plan = trial._tracker.update_plan
@@ -350,7 +350,10 @@ def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory, tile: int) ->
     plan, tracker = trial._tracker.rollout_plan, trial._tracker
     work = update_work(trial.adapter, trajectory, range(len(trajectory)))
     rows = cut_work(work, plan.score_tokens, packed=packing_saves(work))[0]
-    with tracker.phase(Phase.SCORE), trial.adapter.reference() if trial.args.beta != 0 else _itself(trial) as adapter:
+    with (
+        tracker.phase(Phase.SCORE),
+        trial.adapter.reference() if trial.args.has_reference else _itself(trial) as adapter,
+    ):
         score_all(
             adapter,
             trajectory,
@@ -380,7 +383,7 @@ def _longest_rows(trial: OnPolicyTrainer, longest: Longest) -> Trajectory:
         trajectory,
         old_logprobs=unsure if needs_old else None,
         has_old=(needs_old,) * len(trajectory),
-        ref_logprobs=unsure if config.beta != 0 else None,
+        ref_logprobs=unsure if config.has_reference else None,
         importance_weights=unsure if corrected else None,
     )
 

@@ -12,7 +12,7 @@ from transformers import TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 if TYPE_CHECKING:
-    from memsafe_rl.trainers.config import GRPOConfig
+    from memsafe_rl.trainers.config import TrainerConfig
 
 _ABSENT = {
     "push_to_hub": "nothing is pushed to a hub; save_model() writes a folder that huggingface_hub can upload",
@@ -31,7 +31,7 @@ _OVERRIDES_IGNORED = ("compute_loss", "training_step", "_generate_and_score_comp
 class TrainerSurface:
     """Methods and attributes of transformers' `Trainer` that need nothing of the loop."""
 
-    args: GRPOConfig
+    args: TrainerConfig
     model: Any
     processing_class: Any
     accelerator: Accelerator
