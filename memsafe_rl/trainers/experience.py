@@ -29,8 +29,9 @@ from memsafe_rl.rollout.engines.native import NativeEngine
 from memsafe_rl.rollout.generation import generate
 from memsafe_rl.rollout.scoring import score_all, update_work
 from memsafe_rl.trainers.config import TrainerConfig
-from memsafe_rl.trainers.data import Prompts, PromptSource, PromptTokenizer
+from memsafe_rl.trainers.data import Prompts, PromptSource
 from memsafe_rl.trainers.given import GivenRollout, RolloutFunction, read_rollout
+from memsafe_rl.trainers.kinds import Kind
 from memsafe_rl.trainers.partial import Gathered, OpenGroup, begin_groups, gather_groups, groups_from, joined_prompts
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.update import contributes
@@ -176,8 +177,7 @@ class ExperienceMaker:
         config: the run's configuration.
         adapter: the model.
         engine: draws completions.
-        tokenizer: decodes completions.
-        read_prompts: tokenizes prompts.
+        kind: reads prompts and shows completions.
         rewards: the reward functions.
         policy: plans every rollout.
         recovery: repeats what runs out of memory, and tracks the run's memory.
@@ -194,8 +194,7 @@ class ExperienceMaker:
         config: TrainerConfig,
         adapter: ModelAdapter,
         engine: RolloutEngine,
-        tokenizer: Any,
-        read_prompts: PromptTokenizer,
+        kind: Kind,
         rewards: RewardRunner,
         policy: MemoryPolicy,
         recovery: Recovery,
@@ -208,8 +207,8 @@ class ExperienceMaker:
         self._config = config
         self._adapter = adapter
         self._engine = engine
-        self._tokenizer = tokenizer
-        self._read_prompts = read_prompts
+        self._kind = kind
+        self._read_prompts = kind.reader
         self._rewards = rewards
         self._policy = policy
         self._recovery = recovery
@@ -415,7 +414,7 @@ class ExperienceMaker:
     ) -> tuple[Samples, Answers]:
         """Has this rank's rows rewarded, and joins all ranks' rows; rewards may still be under way."""
         work = self._work(prompts, group_size)
-        texts = self._texts(prompts, [completion.ids for completion in given.completions])
+        texts = self._kind.shown(prompts, given.completions)
         answering = Phase.REWARD if phase is Phase.ROLLOUT else phase
         with self._tracker.phase(answering):
             pending = self._reward(prompts, group_size, mine, given, texts, work)
@@ -555,15 +554,9 @@ class ExperienceMaker:
             raise AssertionError("called only with a rollout_func")
         repeated = [prompts.prompts[row // group_size] for row in mine]
         output = self._rollout_func(copy.deepcopy(repeated), self._owner)
-        ends = {*self._sampling.eos_token_ids, self._tokenizer.pad_token_id}
+        ends = {*self._sampling.eos_token_ids, self._kind.processing_class.pad_token_id}
         vocab_size = self._adapter.geometry.vocab_size
         return self._recovery.repeat(lambda: read_rollout(output, rows=len(mine), vocab_size=vocab_size, ends=ends))
-
-    def _texts(self, prompts: Prompts, ids: Sequence[Tensor]) -> list[Any]:
-        texts = self._tokenizer.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
-        if isinstance(prompts.prompts[0], str):
-            return list(texts)
-        return [[{"role": "assistant", "content": text}] for text in texts]
 
     def _reward(
         self,

@@ -27,35 +27,28 @@ from memsafe_rl.memory.monitor import meter_for
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.recovery import Recovery
 from memsafe_rl.memory.tracker import MemoryTracker
-from memsafe_rl.models.choice import LanguageModelAdapter, adapter_for, check_adapter
-from memsafe_rl.models.language import language_model_of
-from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
+from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import Patience
-from memsafe_rl.rollout.checks import check_settings
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.experience import ExperienceMaker
 from memsafe_rl.trainers.forecasting import foresee, wants_forecast
-from memsafe_rl.trainers.generation_options import say_what_is_left_out
 from memsafe_rl.trainers.given import RolloutFunction
+from memsafe_rl.trainers.kinds import kind_of
 from memsafe_rl.trainers.prepare import (
     check_together,
     chosen_policy,
     evaluation_prompts,
-    model_facts,
     own_config,
-    prompt_reader,
     refuse_unsupported,
-    rollout_engine,
     text_dataset,
     training_prompts,
 )
 from memsafe_rl.trainers.probe import probe_worst_case
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.verify import require_proof
-from memsafe_rl.trainers.weights import read_weights, write_weights
-from memsafe_rl.types import Phase, SamplingSettings
+from memsafe_rl.types import Phase
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -91,11 +84,8 @@ class PolicyTrainer(OnPolicyTrainer):
         refuse_unsupported(tools=tools, environment_factory=environment_factory)
         _set_log_level(self.args.get_process_log_level())
         set_seed(self.args.seed)
-        facts = model_facts(self.args, model)
-        self.processing_class = load_tokenizer(
-            model, processing_class, trust_remote_code=self.args.trust_remote_code, **_revision(self.args)
-        )
-        reader = prompt_reader(self.args, self.processing_class, facts)
+        self._kind = kind_of(model)(self.args, model, processing_class)
+        self.processing_class, reader = self._kind.processing_class, self._kind.reader
         self.train_dataset = text_dataset(self.args, train_dataset, "train_dataset")
         source = training_prompts(self.args, self.train_dataset, reader)
         self.rewards = self._prepare_rewards(reward_funcs, reward_processing_classes)
@@ -114,14 +104,13 @@ class PolicyTrainer(OnPolicyTrainer):
         maker = ExperienceMaker(
             config=self.args,
             adapter=self.adapter,
-            engine=rollout_engine(self.args, self.adapter, recovery.tracker),
-            tokenizer=self.processing_class,
-            read_prompts=reader,
+            engine=self._kind.engine(self.adapter, recovery.tracker),
+            kind=self._kind,
             rewards=self.rewards,
             policy=self.memory_policy,
             recovery=recovery,
             ranks=ranks,
-            sampling=self._sampling_settings(),
+            sampling=self._kind.sampling_settings(self.adapter),
             autocast=self._autocast,
             rollout_func=rollout_func,
             owner=self,
@@ -161,15 +150,6 @@ class PolicyTrainer(OnPolicyTrainer):
     def _make_accelerator(self) -> Accelerator:
         return Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)
 
-    def _sampling_settings(self) -> SamplingSettings:
-        """Gives how tokens are drawn; what the configuration leaves open, the model's generation config says."""
-        declared = getattr(language_model_of(self.model), "generation_config", None)
-        say_what_is_left_out(declared)
-        ends = eos_token_ids(self.processing_class, self.model)
-        settings = self.args.sampling_settings(ends, tokenizer=self.processing_class, declared=declared)
-        check_settings(settings, self.adapter.geometry.vocab_size)
-        return settings
-
     def _prepare_rewards(self, reward_funcs: Any, reward_processing_classes: Any) -> RewardRunner:
         return RewardRunner(
             reward_funcs,
@@ -193,26 +173,20 @@ class PolicyTrainer(OnPolicyTrainer):
         loaded = recovery.repeat(load) if isinstance(model, str) else load()
         self.model = loaded.model.eval()
         recovery.repeat(lambda: self.rewards.to(self.accelerator.device))
-        pad = self.processing_class.pad_token_id
-        adapter = adapter_for(self.model, pad_token_id=pad, reference_model=loaded.reference_model)
-        self.adapter = adapter
-
-        recovery.repeat(lambda: self._check(adapter))
+        self.adapter = self._kind.adapt(loaded)
+        recovery.repeat(lambda: self._check(self.adapter))
         return loaded
 
-    def _check(self, adapter: LanguageModelAdapter) -> None:
+    def _check(self, adapter: Any) -> None:
         with self._autocast():
-            check_adapter(adapter)
+            self._kind.check(adapter)
 
     def _load_model(self, model: Any, quantization_config: Any, peft_config: Any) -> LoadedModel:
-        return load_model(
+        return self._kind.load(
             model,
-            model_init_kwargs=self.args.model_init_kwargs,
+            self.accelerator.device,
             quantization_config=quantization_config,
             peft_config=peft_config,
-            trust_remote_code=self.args.trust_remote_code,
-            device=self.accelerator.device,
-            with_reference=self.args.has_reference,
         )
 
     def _prepare_memory(self) -> MemoryTracker:
@@ -281,21 +255,16 @@ class PolicyTrainer(OnPolicyTrainer):
             probe_worst_case(self)
 
     def _write_weights(self, folder: Path) -> None:
-        write_weights(self.model, self.processing_class, folder)
+        self._kind.save(self.model, folder)
 
     def _load_weights(self, folder: Path) -> None:
-        read_weights(self.model, folder)
+        self._kind.restore(self.model, folder)
 
 
 def _listed(callbacks: Any) -> list[Any]:
     if callbacks is None:
         return []
     return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-
-
-def _revision(config: TrainerConfig) -> dict[str, str]:
-    revision = (config.model_init_kwargs or {}).get("revision")
-    return {"revision": revision} if revision else {}
 
 
 def _set_log_level(level: int) -> None:
