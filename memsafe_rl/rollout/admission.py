@@ -19,7 +19,8 @@ class Candidate(NamedTuple):
         prompt: index of its prompt; samples of a prompt stand side by side.
         prompt_tokens: length of the prompt.
         drawn_tokens: tokens it has drawn before.
-        max_new_tokens: most tokens it may draw in all.
+        max_new_tokens: most tokens it may draw in all; where prompts are kept once, that any row of the batch may draw,
+            since rows are as wide as the widest.
     """
 
     prompt: int
@@ -76,7 +77,7 @@ def _most_rows(
     if plan.kv_bytes is None:
         return most
     if not geometry.shares_prompts:
-        return min(most, plan.kv_bytes // max(1, row_bytes(waiting[0], geometry)))
+        return min(most, plan.kv_bytes // max(1, *(row_bytes(one, geometry) for one in waiting)))
     prompts: dict[int, int] = {}
     for count, one in enumerate(waiting[:most]):
         prompts.setdefault(one.prompt, geometry.prompt_kv_bytes(waiting[0].prompt_tokens))

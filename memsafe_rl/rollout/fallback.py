@@ -33,6 +33,7 @@ def generate_by_transformers(
     progress: Progress | None = None,
     *,
     begun: Sequence[Sequence[Completion | None]] | None = None,
+    limits: Sequence[int] | None = None,
 ) -> list[Completion]:
     """Samples completions by `generate`; `memsafe_rl.rollout.generation` calls it, in eval mode, with what it checked.
 
@@ -49,6 +50,7 @@ def generate_by_transformers(
         attempt: runs a wave under the plan in force: its ``rows_in_flight``, ``kv_bytes`` and ``prefill_tokens``.
         progress: told of sequences that ended; None for nobody.
         begun: for each sample, a completion that is gone on with unless it has ended; None where there is none.
+        limits: for each prompt, its longest completion, in tokens; None for ``max_new_tokens`` of all.
 
     Returns:
         Completions on the host, prompt by prompt, samples in the order of the keys.
@@ -57,6 +59,7 @@ def generate_by_transformers(
         ConfigError: the plan cannot be carried out.
         MemsafeError: the network gave a row no distribution to draw from.
     """
+    most = [settings.max_new_tokens] * len(prompts) if limits is None else limits
     with host_memory():
         earlier = {
             (prompt, sample): None if begun is None else begun[prompt][sample]
@@ -67,15 +70,19 @@ def generate_by_transformers(
     ended = {
         place: one
         for place, one in earlier.items()
-        if one is not None and (one.finished or len(one.ids) >= settings.max_new_tokens)
+        if one is not None and (one.finished or len(one.ids) >= most[place[0]])
     }
     waiting = sorted((place for place in earlier if place not in ended), key=lambda place: -len(read[place]))
 
     def run_next(plan: RolloutPlan) -> dict[_Place, Completion]:
         check_rollout_plan(plan)
         alike = _alike(waiting, prompts) if adapter.geometry.source_bytes is not None else waiting
-        places = next_wave(alike, [len(read[place]) for place in alike], settings.max_new_tokens, adapter, plan)
-        rows = [_Row(read[place], len(prompts[place[0]]), keys[place[0]][place[1]], earlier[place]) for place in places]
+        longest = max(most[place[0]] for place in alike)
+        places = next_wave(alike, [len(read[place]) for place in alike], longest, adapter, plan)
+        rows = [
+            _Row(read[place], len(prompts[place[0]]), keys[place[0]][place[1]], most[place[0]], earlier[place])
+            for place in places
+        ]
         _run_wave(adapter, rows, settings)
         with host_memory():
             keeps_own = Drawer(settings, adapter.start_token_id).keeps_model_logprobs
@@ -130,12 +137,14 @@ class _Row:
         read: (length,) int64, prompt and what was drawn before.
         prompt_tokens: length of the prompt.
         key: name of its random stream.
+        limit: longest completion, in tokens.
         earlier: what was drawn before; None for nothing.
     """
 
     read: Tensor
     prompt_tokens: int
     key: SequenceKey
+    limit: int
     earlier: Completion | None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -168,7 +177,7 @@ class _Row:
 def _run_wave(adapter: LanguageAdapter, rows: Sequence[_Row], settings: SamplingSettings) -> None:
     """Draws rows of one length to their ends; what they have drawn is all that is left of it."""
     draw, eos = Drawer(settings, adapter.start_token_id), frozenset(settings.eos_token_ids)
-    steps = [settings.max_new_tokens - row.position for row in rows]
+    steps = [row.limit - row.position for row in rows]
     if settings.max_step_tokens is not None:
         steps = [min(left, settings.max_step_tokens) for left in steps]
     with host_memory():

@@ -44,6 +44,7 @@ def generate(
     progress: Progress | None = None,
     *,
     begun: Sequence[Sequence[Completion | None]] | None = None,
+    limits: Sequence[int] | None = None,
 ) -> list[Completion]:
     """Samples completions for every prompt, without gradient, in eval mode, in a running batch that fits the plan.
 
@@ -63,6 +64,7 @@ def generate(
         attempt: runs a span under the plan in force: its ``rows_in_flight``, ``kv_bytes`` and ``prefill_tokens``.
         progress: told of sequences that ended; None for nobody.
         begun: for each sample, a completion that is gone on with unless it has ended; None where there is none.
+        limits: for each prompt, its longest completion, in tokens, at most ``max_new_tokens``; None for that.
 
     Returns:
         Completions on the host, prompt by prompt, samples in the order of the keys.
@@ -74,12 +76,15 @@ def generate(
             differ in number.
         MemsafeError: the network gave a row no distribution to draw from.
     """
-    _check([int(prompt.shape[0]) for prompt in prompts], keys, settings, adapter.geometry)
+    limits = _limits(limits, len(prompts), settings.max_new_tokens)
+    _check([int(prompt.shape[0]) for prompt in prompts], keys, settings, adapter.geometry, limits)
     if isinstance(adapter, LanguageAdapter) and not adapter.path.decodes:
         with torch.no_grad(), eval_mode(adapter.model):
-            return generate_by_transformers(adapter, prompts, keys, settings, attempt, progress, begun=begun)
+            return generate_by_transformers(
+                adapter, prompts, keys, settings, attempt, progress, begun=begun, limits=limits
+            )
     with host_memory():
-        sequences = _sequences(prompts, keys, begun, settings.max_new_tokens)
+        sequences = _sequences(prompts, keys, begun, limits)
     batch = _RunningBatch(adapter, sequences, settings, progress)
     try:
         with torch.no_grad(), eval_mode(adapter.model):
@@ -118,6 +123,7 @@ class _Sequence:
         prompt: index of the prompt.
         prompt_ids: (length,) int64, on the host.
         key: name of its random stream.
+        limit: longest completion, in tokens.
         ids: tokens drawn.
         logprobs: nats, of the distribution sampled from.
         model_logprobs: nats, of the model's own.
@@ -131,6 +137,7 @@ class _Sequence:
     prompt: int
     prompt_ids: Tensor
     key: SequenceKey
+    limit: int
     ids: array[int] = field(default_factory=lambda: array("q"))
     logprobs: array[float] = field(default_factory=lambda: array("d"))
     model_logprobs: array[float] = field(default_factory=lambda: array("d"))
@@ -191,6 +198,7 @@ class _RunningBatch:
         self._eos = frozenset(settings.eos_token_ids)
         self._most = settings.max_new_tokens if settings.max_step_tokens is None else settings.max_step_tokens
         self._order = sorted(range(len(sequences)), key=lambda place: -len(sequences[place].prompt_ids))
+        self._longest = max((one.limit for one in sequences), default=0)
         self._told = 0
         self.give_up()
 
@@ -239,8 +247,9 @@ class _RunningBatch:
         template = self._template
         if template is not None and not alike[0].ids and alike[0].prompt == template.prompt:
             alike = [one for one in alike if one.prompt == template.prompt]
+        shared = self._longest if self._adapter.geometry.shares_prompts else 0
         candidates = [
-            Candidate(one.prompt, len(one.prompt_ids), len(one.ids), self._settings.max_new_tokens) for one in alike
+            Candidate(one.prompt, len(one.prompt_ids), len(one.ids), max(one.limit, shared)) for one in alike
         ]
         held = 0 if self._state is None else self._adapter.prompt_bytes(self._state)
         count = admit(candidates, plan, self._adapter.geometry, rows=len(self._rows), prompt_bytes=held)
@@ -343,7 +352,7 @@ class _RunningBatch:
         one.ids.append(token)
         one.ties += tied
         one.finished = token in self._eos
-        one.ended = one.finished or len(one.ids) >= min(self._settings.max_new_tokens, one.first + self._most)
+        one.ended = one.finished or len(one.ids) >= min(one.limit, one.first + self._most)
 
     def _end_by_text(self, rows: Sequence[_Sequence]) -> None:
         if not self.draw.stops_by_text:
@@ -360,7 +369,7 @@ class _RunningBatch:
         ended = [one for one in self._rows if one.ended]
         if len(ended) == len(self._rows) or (ended and len(ended) * _COMPACT_SHARE >= len(self._rows)):
             return True
-        return any(len(one.ids) + one.idle >= self._settings.max_new_tokens for one in ended)
+        return any(len(one.ids) + one.idle >= one.limit for one in ended)
 
     def _drop_ended(self) -> None:
         """Takes rows that have ended out of the cache."""
@@ -387,21 +396,21 @@ def _sequences(
     prompts: Sequence[Tensor],
     keys: Sequence[Sequence[SequenceKey]],
     begun: Sequence[Sequence[Completion | None]] | None,
-    max_new_tokens: int,
+    limits: Sequence[int],
 ) -> list[_Sequence]:
     """Lists all samples, prompt by prompt, with what was drawn of them before."""
     sequences = []
     for index, prompt in enumerate(prompts):
         prompt_ids = prompt.cpu()
         for sample, key in enumerate(keys[index]):
-            one = _Sequence(index, prompt_ids, key)
+            one = _Sequence(index, prompt_ids, key, limits[index])
             earlier = None if begun is None else begun[index][sample]
             if earlier is not None:
                 one.ids.extend(earlier.ids.tolist())
                 one.logprobs.extend(earlier.logprobs.tolist())
                 one.model_logprobs.extend(earlier.model_logprobs.tolist())
                 one.ties, one.first = earlier.ties, len(one.ids)
-                one.finished, one.ended = earlier.finished, earlier.finished or len(one.ids) >= max_new_tokens
+                one.finished, one.ended = earlier.finished, earlier.finished or len(one.ids) >= one.limit
             sequences.append(one)
     return sequences
 
@@ -411,6 +420,7 @@ def _check(
     keys: Sequence[Sequence[SequenceKey]],
     settings: SamplingSettings,
     geometry: ModelGeometry,
+    limits: Sequence[int],
 ) -> None:
     check_settings(settings, geometry.vocab_size)
     if len(lengths) != len(keys):
@@ -419,8 +429,19 @@ def _check(
         if length == 0:
             raise DataError(f"Prompt {index} has 0 tokens; give it at least one, such as the tokenizer's bos token.")
         limit = geometry.max_positions
-        if limit is not None and geometry.positions(length, settings.max_new_tokens) > limit:
-            raise DataError(_too_long(index, length, settings.max_new_tokens, limit, geometry.source_bytes is None))
+        if limit is not None and geometry.positions(length, limits[index]) > limit:
+            raise DataError(_too_long(index, length, limits[index], limit, geometry.source_bytes is None))
+
+
+def _limits(limits: Sequence[int] | None, prompts: int, max_new_tokens: int) -> Sequence[int]:
+    """Gives each prompt's longest completion; refuses limits that the settings do not allow."""
+    if limits is None:
+        return [max_new_tokens] * prompts
+    if len(limits) != prompts or not all(1 <= limit <= max_new_tokens for limit in limits):
+        raise DataError(
+            f"limits {list(limits)} for {prompts} prompts; give each one from 1 to max_new_tokens ({max_new_tokens})."
+        )
+    return limits
 
 
 def _too_long(index: int, length: int, new_tokens: int, limit: int, one_sequence: bool) -> str:

@@ -68,9 +68,23 @@ class NativeEngine:
         settings: SamplingSettings,
         attempt: Attempt[RolloutPlan],
         progress: Progress | None = None,
+        *,
+        limits: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """Draws one completion for every key, as `RolloutEngine.generate` says."""
-        return generate(self._adapter, prompts, keys, settings, attempt, progress)
+        """Draws one completion for every key, as `RolloutEngine.generate` says.
+
+        Args:
+            prompts: P tensors (length,) int64, on any device.
+            keys: for each prompt, one key per sample wanted.
+            settings: how tokens are drawn.
+            attempt: runs a piece of work under the plan in force.
+            progress: told of sequences that ended; None for nobody.
+            limits: for each prompt, its longest completion, in tokens; None for ``max_new_tokens`` of all.
+
+        Returns:
+            Completions on the host, prompt by prompt, samples in the order of the keys.
+        """
+        return generate(self._adapter, prompts, keys, settings, attempt, progress, limits=limits)
 
     def release(self) -> None:
         """Does nothing: every wave gives its bytes back."""
