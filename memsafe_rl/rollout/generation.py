@@ -248,9 +248,7 @@ class _RunningBatch:
         if template is not None and not alike[0].ids and alike[0].prompt == template.prompt:
             alike = [one for one in alike if one.prompt == template.prompt]
         shared = self._longest if self._adapter.geometry.shares_prompts else 0
-        candidates = [
-            Candidate(one.prompt, len(one.prompt_ids), len(one.ids), max(one.limit, shared)) for one in alike
-        ]
+        candidates = [Candidate(one.prompt, len(one.prompt_ids), len(one.ids), max(one.limit, shared)) for one in alike]
         held = 0 if self._state is None else self._adapter.prompt_bytes(self._state)
         count = admit(candidates, plan, self._adapter.geometry, rows=len(self._rows), prompt_bytes=held)
         return alike[:count]

@@ -1,0 +1,242 @@
+"""Conversations as token ids: what comes behind a turn is added to the ids that the model drew, which are never redone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.rollout.episodes.protocol import Action, Message, ToolCall
+
+_MARK = "\u241fturn\u241f"
+"""Stands for what a turn said while its surroundings are rendered; nobody writes this."""
+_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+"""How Qwen, SmolLM3 and Hermes write a call: JSON with "name" and "arguments"."""
+
+Conversation = str | Sequence[Message]
+"""A prompt, plain or conversational."""
+
+
+class Dialect(Protocol):
+    """Between messages and token ids."""
+
+    def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Gives the ids of a whole conversation, up to where the next turn begins.
+
+        Args:
+            messages: the conversation.
+            schemas: tools that the model may call.
+
+        Returns:
+            Token ids.
+        """
+
+    def following(
+        self, turn: Message, last_id: int, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
+    ) -> list[int] | None:
+        """Gives the ids that stand between a turn that the model drew and its next one.
+
+        Args:
+            turn: the turn as a message.
+            last_id: its last token.
+            messages: what was said after it.
+            schemas: tools that the model may call.
+
+        Returns:
+            Token ids; None where the conversation is rendered otherwise once these messages follow.
+        """
+
+    def read(self, context: Sequence[int], ids: Sequence[int], schemas: Sequence[Mapping[str, Any]]) -> Action:
+        """Reads a turn that the model drew.
+
+        Args:
+            context: ids before it.
+            ids: its ids.
+            schemas: tools that the model may call.
+
+        Returns:
+            What it said and which tools it calls.
+        """
+
+
+class PlainText:
+    """Conversations that are one running text; there are no roles and no tools.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Gives the ids of a whole text; see `Dialect.first`."""
+        if schemas:
+            raise ConfigError("Tools need conversational prompts, but a prompt is plain text. Pass lists of messages.")
+        return list(self._tokenizer(text="".join(message["content"] for message in messages))["input_ids"])
+
+    def following(
+        self,
+        turn: Message,  # noqa: ARG002
+        last_id: int,  # noqa: ARG002
+        messages: Sequence[Message],
+        schemas: Sequence[Mapping[str, Any]],  # noqa: ARG002
+    ) -> list[int]:
+        """Gives the ids of a text that follows; see `Dialect.following`."""
+        text = "".join(message["content"] for message in messages)
+        return list(self._tokenizer(text=text, add_special_tokens=False)["input_ids"])
+
+    def read(
+        self,
+        context: Sequence[int],  # noqa: ARG002
+        ids: Sequence[int],
+        schemas: Sequence[Mapping[str, Any]],  # noqa: ARG002
+    ) -> Action:
+        """Reads a turn; see `Dialect.read`."""
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return Action(text, message={"role": "assistant", "content": text})
+
+
+class Chat:
+    """Conversations in a tokenizer's chat template.
+
+    Args:
+        tokenizer: a transformers tokenizer with a chat template; its `response_template` reads turns where it has one,
+            else ``<tool_call>`` with JSON inside is read as a call.
+        template_kwargs: extra arguments of the chat template.
+
+    Raises:
+        DataError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise DataError(
+                "the prompts are conversations but the tokenizer has no chat template. Set "
+                "processing_class.chat_template, or pass prompts as plain text."
+            )
+        self._tokenizer = tokenizer
+        self._kwargs = dict(template_kwargs or {})
+        self._closing: str | None = None
+
+    def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Gives the ids of a whole conversation; see `Dialect.first`."""
+        rendered = self._tokenizer.apply_chat_template(
+            list(messages), tools=list(schemas) or None, add_generation_prompt=True, return_dict=True, **self._kwargs
+        )
+        return list(rendered["input_ids"])
+
+    def following(
+        self, turn: Message, last_id: int, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
+    ) -> list[int] | None:
+        """Gives the ids between two turns; see `Dialect.following`.
+
+        They are found in how a stand-in for the turn is rendered, with and without what follows: if the one is the
+        beginning of the other, the rest is what follows any turn.
+        """
+        asked = {"role": "user", "content": "?"}
+        stand_in = {"role": "assistant", "content": _MARK, **_calls_only(turn)}
+        before = self._text([asked, stand_in], schemas)
+        after = self._text([asked, stand_in, *messages], schemas, goes_on=True)
+        if not after.startswith(before) or _MARK not in before:
+            return None
+        closing = self._turn_end(asked, before)
+        end = self._tokenizer.decode([last_id])
+        text = closing.removeprefix(end) + after[len(before) :]
+        return list(self._tokenizer(text=text, add_special_tokens=False)["input_ids"])
+
+    def _turn_end(self, asked: Message, rendered: str) -> str:
+        """What the template writes behind a turn, with its own end-of-turn token."""
+        if self._closing is None:
+            alone = self._text([asked, {"role": "assistant", "content": _MARK}], ())
+            self._closing = alone[alone.rindex(_MARK) + len(_MARK) :]
+        return self._closing if rendered.endswith(self._closing) else ""
+
+    def read(self, context: Sequence[int], ids: Sequence[int], schemas: Sequence[Mapping[str, Any]]) -> Action:
+        """Reads a turn; see `Dialect.read`."""
+        if not schemas:
+            text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+            return Action(text, message={"role": "assistant", "content": text})
+        try:
+            if getattr(self._tokenizer, "response_template", None) is not None:
+                message = self._tokenizer.parse_response(list(ids), prefix=list(context), tools=list(schemas))
+            else:
+                message = _read_calls(self._tokenizer.decode(list(ids), skip_special_tokens=False), self._ends())
+            return _action(message)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+            return Action(text, message={"role": "assistant", "content": text}, malformed=True)
+
+    def _ends(self) -> list[str]:
+        return [token for token in self._tokenizer.all_special_tokens if "tool_call" not in token]
+
+    def _text(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], *, goes_on: bool = False) -> str:
+        rendered = self._tokenizer.apply_chat_template(
+            copy.deepcopy(list(messages)),
+            tools=list(schemas) or None,
+            add_generation_prompt=goes_on,
+            tokenize=False,
+            **self._kwargs,
+        )
+        return str(rendered)
+
+
+def check_tools(chat: Chat, schemas: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses a chat template that does not tell the model of its tools, or does not show it their results.
+
+    Args:
+        chat: renders.
+        schemas: the tools.
+
+    Raises:
+        ConfigError: the template leaves a tool or a result out.
+    """
+    name = str(schemas[0].get("function", schemas[0]).get("name"))
+    asked: Message = {"role": "user", "content": "?"}
+    call = {"type": "function", "function": {"name": name, "arguments": {}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    told = chat._text([asked], schemas)
+    shown = chat._text([asked, turn, {"role": "tool", "name": name, "content": _MARK}], schemas)
+    for what, missing in (("the tools", name not in told), ("the results of tools", _MARK not in shown)):
+        if missing:
+            raise ConfigError(
+                f"The chat template leaves out {what}, so the model could not use {name!r}. Set "
+                "processing_class.chat_template to one that renders `tools` and messages of the role 'tool'."
+            )
+
+
+def _calls_only(turn: Message) -> Message:
+    return {"tool_calls": turn["tool_calls"]} if turn.get("tool_calls") else {}
+
+
+def _read_calls(text: str, ends: Sequence[str]) -> Message:
+    """Reads JSON calls between tags; raises ValueError where they cannot be read."""
+    for end in ends:
+        text = text.replace(end, "")
+    calls = [json.loads(found) for found in _TOOL_CALL.findall(text)]
+    rest = _TOOL_CALL.sub("", text).strip()
+    if "<tool_call>" in rest:
+        raise ValueError("a call is not closed")
+    message: Message = {"role": "assistant", "content": rest}
+    if calls:
+        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return message
+
+
+def _action(message: Any) -> Action:
+    """Turns a parsed message into an action; raises ValueError where a call has no name or no arguments."""
+    if not isinstance(message, Mapping):
+        raise ValueError("no message")
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        name, arguments = function["name"], function.get("arguments", {})
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            raise ValueError("a call has no name, or no arguments by name")
+        calls.append(ToolCall(name, dict(arguments)))
+    text = message.get("content") or ""
+    kept = {name: value for name, value in message.items() if name != "tool_calls" or value}
+    return Action(str(text), tuple(calls), {"role": "assistant", **kept, "content": str(text)})

@@ -1,0 +1,176 @@
+"""Tools in TRL's form: typed functions that the model calls, and environments whose public methods are tools."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.failures import is_out_of_memory
+from memsafe_rl.rollout.episodes.protocol import Action, Environment, Message, Observation, Step, Tool, ToolCall
+
+_OWN = ("reset", "get_reward")
+"""Methods of an environment in TRL's form that the trainer calls, not the model."""
+
+
+def tool_schemas(tools: Sequence[Tool | Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Describes tools as chat templates want them.
+
+    Args:
+        tools: typed functions with Google docstrings, or JSON schemas.
+
+    Returns:
+        One JSON schema each.
+
+    Raises:
+        ConfigError: a function lacks type hints or a docstring.
+    """
+    return [dict(tool) if isinstance(tool, Mapping) else _schema(tool) for tool in tools]
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    name = getattr(tool, "__name__", repr(tool))
+    try:
+        return dict(get_json_schema(tool))
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"The tool {name!r} cannot be described to the model: {error} Give every argument a type hint and a line "
+            "in the docstring's Args."
+        ) from error
+
+
+def methods_of(instance: Any) -> list[Tool]:
+    """Gives the tools of an environment in TRL's form.
+
+    Args:
+        instance: the environment.
+
+    Returns:
+        Its public methods, without `reset` and `get_reward`, by name.
+    """
+    members = inspect.getmembers(type(instance), predicate=inspect.isfunction)
+    return [getattr(instance, name) for name, _ in members if name not in _OWN and not name.startswith("_")]
+
+
+class ToolEnvironment(Environment):
+    """Calls the tools that the agent names, and ends where it names none; TRL's meaning of tools and environments.
+
+    What a tool raises becomes its result, ``{"error": ...}``, as does a tool that there is not.
+
+    Args:
+        tools: functions.
+        instance: an environment in TRL's form: `reset(**columns)`, maybe `get_reward()`, and methods that are tools.
+        user: who answers when no tool is called; None to end there.
+
+    Raises:
+        ConfigError: two tools have one name, or the instance has no `reset`.
+    """
+
+    def __init__(self, tools: Sequence[Tool] = (), instance: Any = None, user: Any = None) -> None:
+        if instance is not None and not callable(getattr(instance, "reset", None)):
+            raise ConfigError(
+                f"environment_factory gave a {type(instance).__name__}, which has no method `reset`. Define "
+                "`reset(**columns)`, or derive it from memsafe_rl.Environment."
+            )
+        self.instance = instance
+        functions = [*tools, *([] if instance is None else methods_of(instance))]
+        self.tools = functions
+        self.blocking = bool(getattr(instance, "blocking", False))
+        self.user = user
+        self._functions: dict[str, Tool] = {}
+        for tool in functions:
+            name = getattr(tool, "__name__", type(tool).__name__)
+            if name in self._functions:
+                raise ConfigError(f"Two tools are called {name!r}. Rename one: the model calls tools by their names.")
+            self._functions[name] = tool
+
+    @property
+    def name(self) -> str:
+        """Names the column of its rewards: the class of the instance."""
+        return type(self if self.instance is None else self.instance).__name__
+
+    def reset(self, example: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
+        """Begins an episode.
+
+        Args:
+            example: the columns that the instance's `reset` is given.
+
+        Returns:
+            What the instance's `reset` gives.
+        """
+        return None if self.instance is None else self.instance.reset(**example)
+
+    def reward(self) -> float | None | Awaitable[float | None]:
+        """Gives what the instance's `get_reward` does.
+
+        Returns:
+            The reward; None where it has no such method.
+        """
+        judge: Callable[[], Any] | None = getattr(self.instance, "get_reward", None)
+        return None if judge is None else judge()
+
+    def step(self, action: Action) -> Step | Awaitable[Step]:
+        """Calls the tools of an action in their order.
+
+        Args:
+            action: what the agent did.
+
+        Returns:
+            One message a call; a coroutine if a tool is async.
+        """
+        if not action.calls:
+            return Step(done=True)
+        results = [self._call(call) for call in action.calls]
+        if any(inspect.isawaitable(result) for result in results):
+            return self._awaited(action.calls, results)
+        return _told(action.calls, results)
+
+    def _call(self, call: ToolCall) -> Any:
+        function = self._functions.get(call.name)
+        if function is None:
+            return _Failed(f"Unknown tool {call.name!r}; there are {', '.join(sorted(self._functions))}.")
+        try:
+            return function(**call.arguments)
+        except Exception as error:
+            return _failed(error)
+
+    async def _awaited(self, calls: Sequence[ToolCall], results: Sequence[Any]) -> Step:
+        known = []
+        for result in results:
+            try:
+                known.append(await result if inspect.isawaitable(result) else result)
+            except Exception as error:
+                known.append(_failed(error))
+        return _told(calls, known)
+
+
+class _Failed(dict[str, str]):
+    """The result of a call that failed."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(error=reason)
+
+
+def _failed(error: Exception) -> _Failed:
+    """Turns what a tool raised into its result; memory that ran out is no answer."""
+    if is_out_of_memory(error):
+        raise error
+    return _Failed(str(error))
+
+
+def _told(calls: Sequence[ToolCall], results: Sequence[Any]) -> Step:
+    messages: list[Message] = [
+        {"role": "tool", "name": call.name, "content": result if _is_content(result) else str(result)}
+        for call, result in zip(calls, results, strict=True)
+    ]
+    return Step(messages, failures=sum(isinstance(result, _Failed) for result in results))
+
+
+def _is_content(result: Any) -> bool:
+    """Whether a result is the parts of a message already."""
+    return isinstance(result, list) and bool(result) and all(isinstance(one, dict) and "type" in one for one in result)

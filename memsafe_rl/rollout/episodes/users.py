@@ -1,0 +1,136 @@
+"""The user's side: a model, a script, or a service far away."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memsafe_rl.errors import MemsafeError
+from memsafe_rl.rewards.calls import Patience
+from memsafe_rl.rollout.episodes.protocol import Message, User
+
+logger = logging.getLogger(__name__)
+
+Reply = Callable[[list[Message]], str | Awaitable[str | None] | None]
+"""Takes the conversation as the user sees it (what the agent said has the role "user", what the user said
+"assistant"); gives what the user says next, None to end the episode."""
+
+STOPS = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
+"""What a simulated user says to end the conversation, as in tau2-bench."""
+
+
+_ENDLESS = Patience()
+
+
+class UserTimeoutError(MemsafeError, TimeoutError):
+    """A user took longer to answer than it may."""
+
+
+@dataclass(frozen=True)
+class CallableUser(User):
+    """A user whose words a function gives.
+
+    Args:
+        reply: the function, sync or async.
+        stops: strings that end the episode.
+        blocking: whether the function blocks, as a request does: it is called in a thread then, those of all episodes
+            at the same time.
+        patience: how long an async function is waited for; one that took longer every time ends the episode as
+            truncated where `gives_none`, else the run.
+    """
+
+    reply: Reply
+    stops: Sequence[str] = STOPS
+    blocking: bool = False
+    patience: Patience = _ENDLESS
+
+    def answer(self, messages: list[Message]) -> Any:
+        """Calls the function.
+
+        Args:
+            messages: the conversation as the user sees it.
+
+        Returns:
+            The user's words, None, or a coroutine of them.
+        """
+        output = self.reply(messages)
+        return self._awaited(output, messages) if inspect.isawaitable(output) else output
+
+    async def _awaited(self, first: Awaitable[Any], messages: list[Message]) -> Any:
+        output: Any = first
+        for left in reversed(range(self.patience.retries + 1)):
+            try:
+                async with asyncio.timeout(self.patience.timeout_seconds) as timer:
+                    return await output
+            except TimeoutError:
+                if not timer.expired():
+                    raise
+            logger.warning("A user did not answer within %g seconds.", self.patience.timeout_seconds)
+            output = self.reply(messages) if left else None
+        if self.patience.gives_none:
+            return NO_ANSWER
+        raise UserTimeoutError(
+            f"A user did not answer within {self.patience.timeout_seconds:g} seconds, asked "
+            f"{self.patience.retries + 1} time(s). Raise the timeout or the retries of its Patience, or set gives_none "
+            "to end such episodes."
+        )
+
+
+NO_ANSWER = object()
+"""What a user gives that took too long."""
+
+
+@dataclass(frozen=True)
+class ModelUser(User):
+    """A user whose words a model draws: the base model, with the trained adapter off, or another role of the hub.
+
+    Args:
+        system: what the user is told, or a function of the task.
+        role: "base", the name of a PEFT adapter, or a role registered with the run's `ModelHub`.
+        max_tokens: longest answer, in tokens.
+        stops: strings that end the episode.
+        temperature: of its draws; None for the run's.
+    """
+
+    system: str | Callable[[Mapping[str, Any]], str]
+    role: str = "base"
+    max_tokens: int = 128
+    stops: Sequence[str] = STOPS
+    temperature: float | None = None
+
+    def instructions(self, example: Mapping[str, Any]) -> str:
+        """Gives what the user is told in an episode.
+
+        Args:
+            example: the task.
+
+        Returns:
+            A system message.
+        """
+        return self.system if isinstance(self.system, str) else self.system(example)
+
+    def manner(self) -> ModelUser:
+        """Gives what users must have in common to draw in one call.
+
+        Returns:
+            This user without its instructions; users whose ones are equal draw together.
+        """
+        return replace(self, system="", stops=())
+
+
+def as_seen_by_user(messages: Sequence[Message]) -> list[Message]:
+    """Turns a conversation round: the user sees its own words as the assistant's, and nothing of tools.
+
+    Args:
+        messages: the conversation as the agent sees it.
+
+    Returns:
+        What was said between the two; what the agent said beside calling a tool stays, the calls and their results go.
+    """
+    flipped = {"user": "assistant", "assistant": "user"}
+    said = (message for message in messages if message["role"] in flipped and message.get("content"))
+    return [{"role": flipped[message["role"]], "content": message["content"]} for message in said]
