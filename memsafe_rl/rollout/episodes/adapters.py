@@ -1,4 +1,4 @@
-"""Environments of other libraries, by their shape alone: gymnasium's loop, and tau2-bench's half-duplex conversations."""
+"""Environments of other libraries, by their shape alone: gymnasium, and tau2-bench in half-duplex."""
 
 from __future__ import annotations
 

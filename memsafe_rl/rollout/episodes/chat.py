@@ -1,4 +1,4 @@
-"""Conversations as token ids: what comes behind a turn is added to the ids that the model drew, which are never redone."""
+"""Conversations as token ids: what follows a turn is added to the ids that the model drew, which stay as they are."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Environment(ABC):
         """
         del messages
 
-    def reward(self) -> float | None | Awaitable[float | None]:
+    def reward(self) -> float | Awaitable[float | None] | None:
         """Judges the episode, once, after its end.
 
         Returns:

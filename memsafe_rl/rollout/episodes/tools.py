@@ -105,7 +105,7 @@ class ToolEnvironment(Environment):
         """
         return None if self.instance is None else self.instance.reset(**example)
 
-    def reward(self) -> float | None | Awaitable[float | None]:
+    def reward(self) -> float | Awaitable[float | None] | None:
         """Gives what the instance's `get_reward` does.
 
         Returns:
