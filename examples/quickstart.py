@@ -105,7 +105,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
     return Qwen3ForCausalLM(config)
 
 
-def warm_up(model: Any, tokenizer: Any, train: Sequence[dict[str, str]], settings: WarmUp, seed: int) -> None:
+def warm_up(
+    model: Any, tokenizer: Any, train: Sequence[dict[str, str]], settings: WarmUp, seed: int, loss_of: Any = None
+) -> None:
     """Teaches the model to answer: well at first, then partly wrong, so that it knows more than it shows.
 
     Args:
@@ -114,6 +116,7 @@ def warm_up(model: Any, tokenizer: Any, train: Sequence[dict[str, str]], setting
         train: mappings with "question" and "answer".
         settings: how long and how wrong.
         seed: of batches and wrong answers.
+        loss_of: computes the loss of a batch; None for `answer_loss`.
     """
     draw = random.Random(seed)
     answers = sorted({item["answer"] for item in train})
@@ -125,7 +128,7 @@ def warm_up(model: Any, tokenizer: Any, train: Sequence[dict[str, str]], setting
         wrong_share = settings.wrong_share if step >= settings.right_steps else 0.0
         batch = draw.choices(train, k=settings.batch)
         labels = [draw.choice(answers) if draw.random() < wrong_share else item["answer"] for item in batch]
-        loss = answer_loss(model, tokenizer, [item["question"] for item in batch], labels)
+        loss = (loss_of or answer_loss)(model, tokenizer, [item["question"] for item in batch], labels)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -112,7 +112,7 @@ def greedy_accuracy(model: Any, tokenizer: Any, dataset: Dataset, *, new_tokens:
     """Answers every question with the likeliest tokens.
 
     Args:
-        model: a causal language model.
+        model: a causal language model, or an encoder-decoder.
         tokenizer: its tokenizer.
         dataset: "prompt" and "answer".
         new_tokens: longest answer, in tokens.
@@ -128,7 +128,8 @@ def greedy_accuracy(model: Any, tokenizer: Any, dataset: Dataset, *, new_tokens:
         ids = model.generate(
             **inputs.to(model.device), max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
         )
-        answers = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        first = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+        answers = tokenizer.batch_decode(ids[:, first:], skip_special_tokens=True)
         right += sum(map(is_right, answers, rows["answer"]))
     return right / len(dataset)
 
