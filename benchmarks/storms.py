@@ -20,7 +20,7 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import TrainerCallback
 
-from benchmarks.small import byte_tokenizer, small_qwen3
+from benchmarks.small import byte_tokenizer, small_qwen3, small_t5
 from memsafe_rl import (
     AdaptivePolicy,
     FixedPolicy,
@@ -69,6 +69,7 @@ class Scene:
     Args:
         name: for people.
         policy: cuts the work; one that knows no leaner plan meets a fault at a time.
+        encodes: whether an encoder reads the prompts (a T5), else a Qwen3 is trained.
         lora: whether an adapter is trained.
         dropout: rate of dropout in the update; 0 for none.
         settings: fields of `GRPOConfig`.
@@ -76,6 +77,7 @@ class Scene:
 
     name: str
     policy: MemoryPolicy
+    encodes: bool = False
     lora: bool = False
     dropout: float = 0.0
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -133,6 +135,8 @@ SCENES = (
         HalvingPolicy(*_plans(8, 128)),
         settings={"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1},
     ),
+    Scene("T5, KL to a copy", FixedPolicy(*_plans(8, 64)), encodes=True, settings={"beta": 0.05}),
+    Scene("T5, LoRA, recomputed, leaner plans", HalvingPolicy(*_plans(8, 128, checkpointing=True)), True, lora=True),
 )
 
 
@@ -358,13 +362,13 @@ def spread(spans: Sequence[tuple[str, int, int]], most: int) -> list[int]:
 
 
 def build_model(scene: Scene) -> Any:
-    """Makes a tiny Qwen3 whose logits are far from uniform."""
-    model = small_qwen3(VOCAB_SIZE, hidden=32)
+    """Makes a tiny network whose logits are far from uniform."""
+    model = (small_t5 if scene.encodes else small_qwen3)(VOCAB_SIZE, hidden=32)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 2:
                 weight.mul_(3.0)
-    for layer in model.model.layers:
+    for layer in [] if scene.encodes else model.model.layers:
         layer.self_attn.attention_dropout = scene.dropout
     return model
 
@@ -798,8 +802,9 @@ def _make_trainer(
         "log_level": "error",
     }
     prompts = [f"{n}+{n % 7}=" + " " * (n % 5) for n in range(24)]
-    targets = ["q_proj", "v_proj", "down_proj"]
-    adapter = LoraConfig(r=4, lora_dropout=scene.dropout, target_modules=targets, task_type="CAUSAL_LM")
+    targets = ["q", "v", "wo"] if scene.encodes else ["q_proj", "v_proj", "down_proj"]
+    kind = "SEQ_2_SEQ_LM" if scene.encodes else "CAUSAL_LM"
+    adapter = LoraConfig(r=4, lora_dropout=scene.dropout, target_modules=targets, task_type=kind)
     return GRPOTrainer(
         build_model(scene),
         reward,
