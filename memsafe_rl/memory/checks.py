@@ -11,7 +11,7 @@ from memsafe_rl.types import RolloutPlan, UpdatePlan, UpdateWork
 
 _PLACES = ("device", "host")
 _CACHE_DTYPES = (None, "int8")
-_ENGINES = ("native", "vllm", "continuous")
+_ENGINES = ("native", "vllm", "continuous", "denoising")
 
 
 def check_rollout_plan(plan: RolloutPlan) -> None:

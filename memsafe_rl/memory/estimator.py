@@ -15,7 +15,16 @@ from bisect import bisect_right
 from collections.abc import Mapping
 
 from memsafe_rl.memory.slices import measure_slices, packing_saves
-from memsafe_rl.types import SCORE_ELEMENTS, Component, ModelGeometry, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+from memsafe_rl.types import (
+    SCORE_ELEMENTS,
+    Component,
+    ModelGeometry,
+    RolloutPlan,
+    RolloutWork,
+    UnitBytes,
+    UpdatePlan,
+    UpdateWork,
+)
 
 Parts = Mapping[Component, int]
 
@@ -40,6 +49,9 @@ _NOISE_BYTES = 8 * 8
 """Bytes of noise and its temporaries, per row and per square root of the vocabulary."""
 _SCORE_COPIES = 3
 """Copies of the scores: those over prompts, those over completions, and both joined."""
+_STATES_AT_ONCE = 5
+"""Tensors of a state's size in a denoising step besides the network's own: state, next state, mean, difference, and its
+square or noise."""
 _STORED_BYTES = 8 + 8 + 1 + 3 * 4
 """Bytes of one stored token: its id, a share of its prompt's, its mask, and three log-probs."""
 
@@ -76,6 +88,8 @@ def update_parts(work: UpdateWork, plan: UpdatePlan) -> Parts:
         Bytes by component, at the moment of the highest sum.
     """
     geometry = work.geometry
+    if geometry.unit is not None:
+        return _unit_update_parts(work, plan, geometry.unit)
     tokens, actions, count, _ = measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts)
     block, width = block_activation_bytes(geometry), geometry.hidden_size * geometry.compute_bytes
     inner = geometry.intermediate_size * geometry.compute_bytes
@@ -115,6 +129,9 @@ def wave_rows(work: RolloutWork, plan: RolloutPlan) -> tuple[int, int]:
         Rows and prompts, each at least 1.
     """
     longest = max(work.prompt_tokens, default=1)
+    if work.geometry.unit is not None:
+        rows = max(1, min(work.rows, plan.rows_in_flight))
+        return rows, _prompts_of(work, rows)
     if work.geometry.shares_prompts:
         most = max(1, min(work.rows, plan.rows_in_flight))
         if plan.kv_bytes is not None:
@@ -163,6 +180,8 @@ def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:
     geometry = work.geometry
     longest = max(work.prompt_tokens, default=1)
     rows, prompts = wave_rows(work, plan)
+    if geometry.unit is not None:
+        return {Component.ACTIVATIONS: rows * (geometry.unit.forward + _STATES_AT_ONCE * geometry.unit.state)}
     slots, layers = longest + work.max_new_tokens, max(1, geometry.layers)
     prompt_cache = prompts * geometry.prompt_kv_bytes(longest)
     decoding, spreading = _forward_bytes(geometry) * rows, rows * geometry.kv_bytes(longest)
@@ -198,6 +217,9 @@ def score_parts(work: RolloutWork | UpdateWork, plan: RolloutPlan, tile: int = D
     """
     geometry = work.geometry
     rows = _rows_to_score(work)
+    if geometry.unit is not None:
+        pairs = measure_slices(rows, plan.score_tokens, packed=False).tokens
+        return {Component.ACTIVATIONS: pairs * (geometry.unit.forward + _STATES_AT_ONCE * geometry.unit.state)}
     slices = measure_slices(rows, plan.score_tokens, packed=packing_saves(rows))
     tokens = slices.tokens
     logits = _tile_bytes(geometry, min(tile, plan.score_tokens, slices.actions))
@@ -208,6 +230,25 @@ def score_parts(work: RolloutWork | UpdateWork, plan: RolloutPlan, tile: int = D
         if forward > hidden + logits
         else {Component.ACTIVATIONS: hidden, Component.LOGITS: logits}
     )
+
+
+def _unit_update_parts(work: UpdateWork, plan: UpdatePlan, unit: UnitBytes) -> Parts:
+    """Estimates an optimizer step of a network whose (row, column) pairs are run one by one.
+
+    Two moments compete: the beginning of a backward pass (all that the pairs keep) and the end of the last one (all
+    gradients).
+    """
+    pairs, _, count, total = measure_slices(work, plan.micro_batch_tokens, packed=False)
+    kept = min(unit.kept, unit.recomputed + unit.forward) if plan.checkpointing else unit.kept
+    if plan.offload_activations:
+        kept = min(kept, unit.forward)
+    gradients = work.geometry.trainable_bytes
+    earlier = gradients if count > 1 else 0
+    states = _STATES_AT_ONCE * unit.state
+    stored = total * unit.state if plan.trajectory_device == "device" else 0
+    moments = ((pairs * (kept + states), earlier), (pairs * (unit.forward + states), gradients))
+    activations, held = max(moments, key=sum)
+    return {Component.ACTIVATIONS: activations, Component.GRADIENTS: held, Component.TRAJECTORY: stored}
 
 
 def _prompts_of(work: RolloutWork, rows: int) -> int:
@@ -223,6 +264,8 @@ def _shared_cache_bytes(work: RolloutWork, rows: int) -> int:
 def _rows_to_score(work: RolloutWork | UpdateWork) -> UpdateWork:
     if isinstance(work, UpdateWork):
         return work
+    if work.geometry.unit is not None:
+        return UpdateWork((work.max_new_tokens,) * work.rows, (work.max_new_tokens,) * work.rows, work.geometry)
     rows = tuple(prompt + work.max_new_tokens for prompt in work.prompt_tokens for _ in range(work.group_size))
     return UpdateWork(rows, (work.max_new_tokens,) * len(rows), work.geometry)
 

@@ -148,10 +148,12 @@ class AdaptivePolicy(MemoryPolicy):
         Returns:
             The plan; when nothing fits, the smallest one: a single row, checkpointed.
         """
-        longest, packs = max(work.row_tokens, default=1), _packs(self.pack_prompts, work)
+        packs = _packs(self.pack_prompts, work)
         tokens = min(full_speed_tokens(memory.device, work.geometry), sum(work.row_tokens))
         fast = UpdatePlan(
-            micro_batch_tokens=full_speed_packed_tokens(memory.device, work) if packs else max(longest, tokens),
+            micro_batch_tokens=full_speed_packed_tokens(memory.device, work)
+            if packs
+            else max(work.least_tokens, tokens),
             logprob_tile=full_speed_tile(work),
             checkpointing=bool(self.checkpointing),
             pack_prompts=packs,

@@ -60,6 +60,8 @@ def _offload(plan: UpdatePlan, work: Work) -> UpdatePlan | None:  # noqa: ARG001
 def _smaller_tile(plan: UpdatePlan, work: Work) -> UpdatePlan | None:
     most = plan.logprob_tile
     if isinstance(work, UpdateWork):
+        if work.geometry.unit is not None:
+            return None  # there are no logits
         most = measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts).actions
     tile = min(plan.logprob_tile, most) // 2
     return replace(plan, logprob_tile=tile) if tile >= 1 else None
@@ -68,8 +70,8 @@ def _smaller_tile(plan: UpdatePlan, work: Work) -> UpdatePlan | None:
 def _smaller_micro_batch(plan: UpdatePlan, work: Work, share: float = 0.5) -> UpdatePlan | None:
     least, tokens = 1, plan.micro_batch_tokens
     if isinstance(work, UpdateWork) and work.row_tokens:
-        least = max(work.row_tokens)
-        tokens = min(tokens, least * len(work.row_tokens))
+        least = work.least_tokens
+        tokens = min(tokens, max(work.row_tokens) * len(work.row_tokens))
         if plan.pack_prompts and work.prompts:
             tokens = min(tokens, max(least, packed_tokens(work, range(len(work.prompts)))))
     return replace(plan, micro_batch_tokens=max(least, int(share * tokens))) if tokens > least else None
@@ -91,6 +93,8 @@ def _smaller_waves(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
 def _fewer_prompts(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
     if not isinstance(work, RolloutWork):
         return replace(plan, prefill_tokens=plan.prefill_tokens // 2) if plan.prefill_tokens > 1 else None
+    if work.geometry.unit is not None:
+        return None  # its prompts are no tokens
     longest = max(work.prompt_tokens, default=1)
     prompts = -(-read_tokens(work, plan) // longest)
     if prompts > 1:
@@ -110,9 +114,10 @@ def _fewer_rewarded(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
 
 
 def _tokens_of(work: Work) -> int:
-    """Tokens of all rows as long as the longest; 0 where the work is not known."""
+    """Tokens, or pairs, of all rows as long as the longest; 0 where the work is not known."""
     if isinstance(work, RolloutWork):
-        return work.rows * (max(work.prompt_tokens, default=0) + work.max_new_tokens)
+        prompt = 0 if work.geometry.unit is not None else max(work.prompt_tokens, default=0)
+        return work.rows * (prompt + work.max_new_tokens)
     return 0 if work is None else len(work.row_tokens) * max(work.row_tokens, default=0)
 
 

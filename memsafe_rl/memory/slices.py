@@ -1,9 +1,10 @@
-"""How rows are cut into slices by tokens: row by row, or with one copy of a prompt for all its completions."""
+"""How work is cut into slices: rows by tokens, rows behind one copy of each prompt, or rows × columns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from memsafe_rl.types import UpdateWork
@@ -91,6 +92,27 @@ def cut_work(work: UpdateWork, budget: int, *, packed: bool) -> list[list[int]]:
     return cut_by_prompt(work, budget) if packed and work.prompts else cut_by_tokens(work.row_tokens, budget)
 
 
+def cut_columns(rows: int, columns: Sequence[int], budget: int) -> list[tuple[list[int], list[int]]]:
+    """Cuts rows × columns into rectangles, whole columns first, so that a column's rows stay together where they fit.
+
+    Rectangles are of like size: 7 rows of which 6 would fit are cut into 4 and 3.
+
+    Args:
+        rows: how many rows there are.
+        columns: the columns to run.
+        budget: (row, column) pairs of a rectangle; at least one in any case.
+
+    Returns:
+        Rectangles as indices of rows and columns; every pair once; the same for the same arguments.
+    """
+    if rows == 0:
+        return []
+    columns_at_once = max(1, budget // rows)
+    row_pieces = _even(range(rows), -(-rows // max(1, min(rows, budget))))
+    column_pieces = _even(columns, -(-len(columns) // columns_at_once))
+    return [(piece, chosen) for chosen in column_pieces for piece in row_pieces]
+
+
 def packing_saves(work: UpdateWork) -> bool:
     """Whether rows share enough of their prompts that packing them is worth while.
 
@@ -128,7 +150,16 @@ def measure_slices(work: UpdateWork, budget: int, *, packed: bool) -> Slices:
     Returns:
         The largest slice and the number of slices; one empty slice when there are no rows.
     """
+    if work.geometry.unit is not None:
+        return _measured_pairs(len(work.row_tokens), max(work.row_tokens, default=0), budget)
     return _measured(work.row_tokens, work.action_tokens, work.prompts if packed else (), budget)
+
+
+@lru_cache(maxsize=256)
+def _measured_pairs(rows: int, columns: int, budget: int) -> Slices:
+    sizes = [len(piece) * len(chosen) for piece, chosen in cut_columns(rows, range(columns), budget)]
+    found = max(sizes, default=1), max(sizes, default=1), len(sizes), sum(sizes)
+    return Slices(*(max(1, count) for count in found))
 
 
 @lru_cache(maxsize=256)
@@ -144,6 +175,13 @@ def _measured(
     actions = [sum(action_tokens[row] for row in rows) for rows in slices]
     found = max(tokens, default=1), max(actions, default=1), len(slices), sum(tokens)
     return Slices(*(max(1, count) for count in found))
+
+
+def _even(items: Sequence[int], pieces: int) -> list[list[int]]:
+    """Cuts a sequence into so many pieces whose lengths differ by at most 1, the longer ones first."""
+    length, longer = divmod(len(items), max(1, pieces))
+    starts = [place * length + min(place, longer) for place in range(pieces + 1)]
+    return [list(items[start:end]) for start, end in pairwise(starts)]
 
 
 def _pieces(work: UpdateWork, budget: int) -> list[tuple[int, list[int]]]:

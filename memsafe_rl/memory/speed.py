@@ -18,6 +18,8 @@ _FULL_SPEED_TOKENS = 16384
 _CPU_FULL_SPEED_ELEMENTS = 2**18
 """Elements of a hidden state beyond which a CPU gains no speed worth its memory: on two cores a model of width 576 took
 8.4 s for 2,048 tokens at a time (2.3 GiB) and 9.5 s for 512 (0.6 GiB)."""
+_FULL_SPEED_ELEMENTS = 2**25
+"""Elements of a hidden state beyond which no accelerator gains speed worth its memory: 16,384 tokens of width 2,048."""
 _CPU_TOKENS = (256, 512)
 """Least and most tokens of a CPU's full speed, whatever the width: what a piece costs besides its tokens is worth about
 fifty of them. A model of width 256 with rows of 30 to 210 tokens took 2.5 s of one core for 512 at a time (146 MB), 2.7
@@ -63,8 +65,11 @@ def full_speed_tokens(device: str, geometry: ModelGeometry) -> int:
         geometry: sizes of the network.
 
     Returns:
-        Tokens.
+        Tokens; (row, column) pairs where these are run one by one, whose ``hidden_size`` is the elements of a pair.
     """
+    if geometry.unit is not None:
+        elements = _CPU_FULL_SPEED_ELEMENTS if device == "cpu" else _FULL_SPEED_ELEMENTS
+        return max(1, elements // max(1, geometry.hidden_size))
     if device != "cpu":
         return _FULL_SPEED_TOKENS
     least, most = _CPU_TOKENS
@@ -102,7 +107,9 @@ def full_speed_rows(device: str, work: RolloutWork) -> int:
         Sequences, at most those there are.
     """
     worth = _FULL_SPEED_ROWS
-    if device == "cpu":
+    if work.geometry.unit is not None:
+        worth = min(worth, full_speed_tokens(device, work.geometry))
+    elif device == "cpu":
         slots = max(work.prompt_tokens, default=1) + work.max_new_tokens
         row_bytes = work.geometry.kv_bytes(slots) + 4 * work.geometry.vocab_size
         worth = min(worth, max(_LEAST_ROWS, _CPU_ROWS_BYTES // row_bytes))
@@ -118,6 +125,8 @@ def full_speed_tile(work: UpdateWork) -> int:
     Returns:
         Tokens.
     """
+    if work.geometry.unit is not None:
+        return _LEAST_TILE  # there are no logits
     return max(_LEAST_TILE, min(sum(work.action_tokens), _TILE_BYTES // (4 * work.geometry.vocab_size)))
 
 
@@ -177,7 +186,8 @@ def score_time(work: RolloutWork, plan: RolloutPlan, fastest: RolloutPlan) -> fl
     Returns:
         Relative time, 1 or more.
     """
-    total = work.rows * (max(work.prompt_tokens, default=1) + work.max_new_tokens)
+    prompt = 0 if work.geometry.unit is not None else max(work.prompt_tokens, default=1)
+    total = work.rows * (prompt + work.max_new_tokens)
     time = _slowness(min(total, fastest.score_tokens), min(total, plan.score_tokens), _FIXED_SHARE)
     return time * (_LEAST_COST if plan.park_optimizer else 1.0)
 

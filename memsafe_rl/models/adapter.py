@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from memsafe_rl.types import ModelGeometry, TokenDistribution, Trajectory
+from memsafe_rl.types import Distribution, ModelGeometry, TokenDistribution, Trajectory
 
 
 class DecodeState(Protocol):
@@ -23,18 +23,16 @@ class DecodeState(Protocol):
         """Bytes of the cache."""
 
 
-class ModelAdapter(Protocol):
-    """A network as the rollout and the trainer use it.
+class ScoringAdapter(Protocol):
+    """A network whose stored actions can be scored and learnt from, whatever an action is.
 
     Attributes:
         model: the network that is trained, as the user knows it (a `PeftModel` when there is one).
-        joins: whether a prompt is kept once for its group, and rows of several caches can be put together.
         time_separable: whether columns of a trajectory can be scored one by one (diffusion: True, tokens: False).
         packs_prompts: whether `distribution` can take one copy of a prompt for all its completions.
     """
 
     model: nn.Module
-    joins: bool
     time_separable: bool
     packs_prompts: bool
 
@@ -45,6 +43,53 @@ class ModelAdapter(Protocol):
     @property
     def geometry(self) -> ModelGeometry:
         """Sizes from which bytes are counted."""
+
+    def distribution(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        columns: Sequence[int] | None = None,
+        *,
+        packed: bool = False,
+    ) -> Distribution:
+        """Runs the network over stored rows, up to its output head.
+
+        Args:
+            trajectory: the store.
+            rows: indices of the rows wanted.
+            columns: columns wanted, ascending; None for all, and always None unless the adapter is `time_separable`.
+            packed: whether rows lie end to end behind one copy of each prompt; only where ``packs_prompts``.
+
+        Returns:
+            The distribution at every action of these rows and columns; carries a graph if gradients are enabled.
+        """
+
+    def reference(self) -> AbstractContextManager[ScoringAdapter]:
+        """Gives the reference network: this one with its LoRA adapter off, or a frozen copy.
+
+        Returns:
+            A context; what it yields may be this very adapter, so its distributions must be used inside.
+        """
+
+    def recompute(self, enabled: bool) -> AbstractContextManager[None]:
+        """Recomputes each block's activations in the backward pass of what is run inside, in eval mode too.
+
+        Args:
+            enabled: False changes nothing.
+
+        Returns:
+            A context for the forward; the backward may run outside.
+        """
+
+
+class ModelAdapter(ScoringAdapter, Protocol):
+    """A network that draws tokens one after another, as the rollout and the trainer use it.
+
+    Attributes:
+        joins: whether a prompt is kept once for its group, and rows of several caches can be put together.
+    """
+
+    joins: bool
 
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
         """Reads prompts and fills a cache.
@@ -133,14 +178,19 @@ class ModelAdapter(Protocol):
         """
 
     def distribution(
-        self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None, *, packed: bool = False
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        columns: Sequence[int] | None = None,
+        *,
+        packed: bool = False,
     ) -> TokenDistribution:
         """Runs the network over stored rows, up to its output head.
 
         Args:
             trajectory: the store.
             rows: indices of the rows wanted.
-            columns: columns wanted; only for a `time_separable` adapter.
+            columns: must be None.
             packed: whether rows lie end to end behind one copy of each prompt; only where ``packs_prompts``.
 
         Returns:
@@ -152,14 +202,4 @@ class ModelAdapter(Protocol):
 
         Returns:
             A context; what it yields may be this very adapter, so its distributions must be used inside.
-        """
-
-    def recompute(self, enabled: bool) -> AbstractContextManager[None]:
-        """Recomputes each block's activations in the backward pass of what is run inside, in eval mode too.
-
-        Args:
-            enabled: False changes nothing.
-
-        Returns:
-            A context for the forward; the backward may run outside.
         """

@@ -75,7 +75,12 @@ class CausalLMAdapter(LanguageAdapter):
         _warn_of_rope_that_reads_lengths(lm.config)
 
     def distribution(
-        self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None, *, packed: bool = False
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        columns: Sequence[int] | None = None,
+        *,
+        packed: bool = False,
     ) -> TokenDistribution:
         """Runs the network over stored rows, up to its output head.
 

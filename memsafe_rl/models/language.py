@@ -119,7 +119,12 @@ class LanguageAdapter(ABC):
 
     @abstractmethod
     def distribution(
-        self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None, *, packed: bool = False
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        columns: Sequence[int] | None = None,
+        *,
+        packed: bool = False,
     ) -> TokenDistribution:
         """Runs the network over stored rows, up to its output head; see `ModelAdapter.distribution`."""
 
@@ -326,14 +331,8 @@ class LanguageAdapter(ABC):
                 f"{type(self.model).__name__} has neither a PEFT adapter nor a frozen copy, so there is no reference. "
                 "Pass reference_model, or set beta=0."
             )
-        refuse_trained_bias(self.model.peft_config.values())
-        flags = [(weight, weight.requires_grad) for weight in self.model.parameters()]
-        try:
-            with _reference_weights(self.model):
-                yield self
-        finally:
-            for weight, requires_grad in flags:
-                weight.requires_grad_(requires_grad)
+        with as_reference(self.model):
+            yield self
 
     def recompute(self, enabled: bool) -> AbstractContextManager[None]:
         """Recomputes each block's activations in the backward pass of what is run inside, in any mode.
@@ -442,6 +441,31 @@ def refuse_trained_bias(configs: Any) -> None:
                 f"peft_config.bias is {bias!r}: the base's biases are trained, so switching the adapter off does not "
                 "give the reference. Set bias='none', or beta=0."
             )
+
+
+@contextmanager
+def as_reference(model: Any) -> Iterator[None]:
+    """Makes a model under PEFT its own reference: by its adapter named "ref", else with adapters off.
+
+    What PEFT changes on the way (active adapter, ``requires_grad``) is as before afterwards, after an error too.
+
+    Args:
+        model: a `PeftModel`.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ConfigError: PEFT trains biases of the base, which cannot be switched off.
+    """
+    refuse_trained_bias(model.peft_config.values())
+    flags = [(weight, weight.requires_grad) for weight in model.parameters()]
+    try:
+        with _reference_weights(model):
+            yield
+    finally:
+        for weight, requires_grad in flags:
+            weight.requires_grad_(requires_grad)
 
 
 @contextmanager

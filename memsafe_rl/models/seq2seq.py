@@ -82,7 +82,12 @@ class Seq2SeqAdapter(LanguageAdapter):
         self._takes_positions = "position_ids" in inspect.signature(lm.get_decoder().forward).parameters
 
     def distribution(
-        self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None, *, packed: bool = False
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        columns: Sequence[int] | None = None,
+        *,
+        packed: bool = False,
     ) -> TokenDistribution:
         """Runs the network over stored rows, up to its output head; the encoder reads each of their prompts once.
 

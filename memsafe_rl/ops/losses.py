@@ -65,13 +65,14 @@ class LossForm:
 
     Args:
         surrogate: gives the loss of each action, (B, T) or (B, 1), before masks and KL.
-        reduce: gives the micro-batch's share of the step's loss from the losses (B, T|1) and the mask (B, T).
+        reduce: gives the micro-batch's share of the step's loss from the losses (B, T|1), the mask (B, T) and the
+            counted actions of each whole row (B,).
         measure: gives the numbers reported for this loss.
         weighs_sampler: whether the surrogate itself uses the importance weights; if not, they multiply its result.
     """
 
     surrogate: Callable[[Ratios], Tensor]
-    reduce: Callable[[Tensor, Tensor, Denominators, LossSettings], Tensor]
+    reduce: Callable[[Tensor, Tensor, Tensor, Denominators, LossSettings], Tensor]
     measure: Callable[[Ratios], Measures]
     weighs_sampler: bool = False
 
@@ -117,7 +118,7 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, denominators: Denomi
     kl_BT = reference_kl(inputs, ratios) if settings.beta != 0.0 else None
     if kl_BT is not None:
         losses = losses + settings.beta * kl_BT
-    policy_share = form.reduce(losses, inputs.mask_BT, denominators, settings)
+    policy_share = form.reduce(losses, inputs.mask_BT, _row_counts(inputs), denominators, settings)
     loss = policy_share
     if inputs.entropy_coef != 0.0:
         loss = loss - inputs.entropy_coef * entropy_bonus(inputs, denominators)
@@ -131,7 +132,8 @@ def reference_kl(inputs: LossInputs, ratios: Ratios) -> Tensor:
     """Gives the KL to the reference per action, (B, T), nats: k3, times the ratio under ``use_bias_correction_kl``.
 
     ``exp(d) - d - 1`` with ``d = log pi_ref - log pi`` (Schulman 2020, "Approximating KL Divergence"); the ratio makes
-    it and its gradient unbiased when the old network sampled (DeepSeek-V3.2, arXiv:2512.02556).
+    it and its gradient unbiased when the old network sampled (DeepSeek-V3.2, arXiv:2512.02556). A KL in closed form
+    is an expectation already, so that it takes the place of both as it is.
 
     Args:
         inputs: the micro-batch.
@@ -141,8 +143,10 @@ def reference_kl(inputs: LossInputs, ratios: Ratios) -> Tensor:
         (B, T), nats, with gradient.
 
     Raises:
-        ConfigError: If there are no reference log-probs.
+        ConfigError: If there are neither reference log-probs nor a KL in closed form.
     """
+    if inputs.kl_BT is not None:
+        return inputs.kl_BT
     if inputs.ref_logprobs_BT is None:
         beta = ratios.settings.beta
         raise ConfigError(f"`beta` is {beta} but there are no reference log-probs. Score the reference, or set beta=0.")
@@ -365,7 +369,9 @@ def vespo_weights(ratios: Ratios) -> Tensor:
     return log_phi.exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def mean_of_row_means(losses: Tensor, mask_BT: Tensor, denominators: Denominators, settings: LossSettings) -> Tensor:
+def mean_of_row_means(
+    losses: Tensor, mask_BT: Tensor, counts_B: Tensor, denominators: Denominators, settings: LossSettings
+) -> Tensor:
     """Averages each row over its actions, then rows: ``sum_b (1 / |o_b|) sum_t l / N_rows``.
 
     GRPO, arXiv:2402.03300, eq. 3.
@@ -373,6 +379,7 @@ def mean_of_row_means(losses: Tensor, mask_BT: Tensor, denominators: Denominator
     Args:
         losses: (B, T|1).
         mask_BT: (B, T), 1 where an action counts.
+        counts_B: (B,), counted actions of each whole row.
         denominators: counts over the whole step.
         settings: the configuration.
 
@@ -380,10 +387,12 @@ def mean_of_row_means(losses: Tensor, mask_BT: Tensor, denominators: Denominator
         Scalar.
     """
     del settings
-    return _row_mean(losses, mask_BT).sum() / max(denominators.rows, 1)
+    return _row_mean(losses, mask_BT, counts_B).sum() / max(denominators.rows, 1)
 
 
-def mean_of_tokens(losses: Tensor, mask_BT: Tensor, denominators: Denominators, settings: LossSettings) -> Tensor:
+def mean_of_tokens(
+    losses: Tensor, mask_BT: Tensor, counts_B: Tensor, denominators: Denominators, settings: LossSettings
+) -> Tensor:
     """Averages over all actions of the step: ``sum l / N_tokens``.
 
     DAPO, arXiv:2503.14476, eq. 8. BNPO, which divides by the tokens of its own batch, is the same over a step.
@@ -391,17 +400,20 @@ def mean_of_tokens(losses: Tensor, mask_BT: Tensor, denominators: Denominators, 
     Args:
         losses: (B, T|1).
         mask_BT: (B, T), 1 where an action counts.
+        counts_B: (B,), counted actions of each whole row.
         denominators: counts over the whole step.
         settings: the configuration.
 
     Returns:
         Scalar.
     """
-    del settings
+    del settings, counts_B
     return (losses * mask_BT).sum() / max(denominators.tokens, 1)
 
 
-def mean_of_slots(losses: Tensor, mask_BT: Tensor, denominators: Denominators, settings: LossSettings) -> Tensor:
+def mean_of_slots(
+    losses: Tensor, mask_BT: Tensor, counts_B: Tensor, denominators: Denominators, settings: LossSettings
+) -> Tensor:
     """Divides by a constant: ``sum l / (N_rows · max_completion_length)``.
 
     Dr. GRPO, arXiv:2503.20783.
@@ -409,16 +421,20 @@ def mean_of_slots(losses: Tensor, mask_BT: Tensor, denominators: Denominators, s
     Args:
         losses: (B, T|1).
         mask_BT: (B, T), 1 where an action counts.
+        counts_B: (B,), counted actions of each whole row.
         denominators: counts over the whole step.
         settings: the configuration.
 
     Returns:
         Scalar.
     """
+    del counts_B
     return (losses * mask_BT).sum() / (max(denominators.rows, 1) * settings.max_completion_length)
 
 
-def mean_of_row_sums(losses: Tensor, mask_BT: Tensor, denominators: Denominators, settings: LossSettings) -> Tensor:
+def mean_of_row_sums(
+    losses: Tensor, mask_BT: Tensor, counts_B: Tensor, denominators: Denominators, settings: LossSettings
+) -> Tensor:
     """Sums each row, then averages rows: ``sum l / N_rows``.
 
     LUSPO, arXiv:2602.05261: a row of one ratio weighs by its length.
@@ -426,13 +442,14 @@ def mean_of_row_sums(losses: Tensor, mask_BT: Tensor, denominators: Denominators
     Args:
         losses: (B, T|1).
         mask_BT: (B, T), 1 where an action counts.
+        counts_B: (B,), counted actions of each whole row.
         denominators: counts over the whole step.
         settings: the configuration.
 
     Returns:
         Scalar.
     """
-    del settings
+    del settings, counts_B
     return (losses * mask_BT).sum() / max(denominators.rows, 1)
 
 
@@ -554,7 +571,7 @@ def _common_sums(inputs: LossInputs, ratios: Ratios, kl_BT: Tensor | None) -> di
     log_ratio_B = log_ratio_BT.sum(1)
     sums = {
         "log_ratio": log_ratio_B.sum(),
-        "log_ratio_rows": _row_mean(log_ratio_BT, mask_BT).sum(),
+        "log_ratio_rows": _row_mean(log_ratio_BT, mask_BT, _row_counts(inputs)).sum(),
         "approx_kl": (log_ratio_BT.expm1() - log_ratio_BT).sum(),
         "approx_kl_rows": (log_ratio_B.expm1() - log_ratio_B).sum(),
     }
@@ -581,9 +598,15 @@ def _by_sign(positive: Tensor, if_positive: float, otherwise: float, ratios: Rat
     return torch.where(positive, like.new_full((), if_positive), like.new_full((), otherwise))
 
 
-def _row_mean(values: Tensor, mask_BT: Tensor) -> Tensor:
-    """Averages (B, T|1) over counted actions, (B,); 0 for a row without any."""
-    return (values * mask_BT).sum(1) / mask_BT.sum(1).clamp(min=1)
+def _row_mean(values: Tensor, mask_BT: Tensor, counts_B: Tensor | None = None) -> Tensor:
+    """Averages (B, T|1) over counted actions, (B,); 0 for a row without any. Given counts are those of whole rows."""
+    counts_B = mask_BT.sum(1) if counts_B is None else counts_B
+    return (values * mask_BT).sum(1) / counts_B.clamp(min=1)
+
+
+def _row_counts(inputs: LossInputs) -> Tensor:
+    """Gives the counted actions of each whole row, (B,)."""
+    return inputs.mask_BT.sum(1) if inputs.row_counts_B is None else inputs.row_counts_B
 
 
 def _total(values: Tensor, mask_BT: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def hash_fields(keys_BK: Tensor, positions_B: Tensor) -> Tensor:
     return word_B
 
 
-def uniform_noise(words_B: Tensor, slots: int) -> Tensor:
+def uniform_noise(words_B: Tensor, slots: int, *, first: int = 0) -> Tensor:
     """Gives each row's uniforms: the SplitMix64 stream that starts at its word.
 
     ``u_s = (floor(mix(h + (s + 1) gamma) / 2^12) + 1/2) / 2^52``: exact in float64, and neither 0 nor 1.
@@ -133,11 +133,12 @@ def uniform_noise(words_B: Tensor, slots: int) -> Tensor:
     Args:
         words_B: (B,) int64, from `hash_fields`.
         slots: numbers per row.
+        first: index of the first of them in the stream.
 
     Returns:
         (B, slots) float64, in (0, 1).
     """
-    steps = torch.arange(1, slots + 1, device=words_B.device) * _GAMMA
+    steps = torch.arange(first + 1, first + slots + 1, device=words_B.device) * _GAMMA
     bits = _shift_right(_mix(words_B[:, None] + steps), 12)
     return (bits.double() + 0.5) * 2.0**-52
 

@@ -1,31 +1,45 @@
-"""Scores stored rows under a network, in slices by tokens; the slices never change a log-prob beyond rounding.
+"""Scores stored rows under a network, in slices; the slices never change a log-prob beyond rounding.
 
-Axes: ``B`` rows, ``T`` completion tokens, ``M`` completion tokens of several rows laid end to end.
+Rows of tokens are cut by tokens, rows of denoising steps into rows × columns.
+
+Axes: ``B`` rows, ``T`` completion tokens or denoising steps, ``M`` those of several rows laid end to end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.host import to_host
 from memsafe_rl.memory.recovery import Attempt
-from memsafe_rl.memory.slices import cut_work, packing_saves
-from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.memory.slices import cut_columns, cut_work, packing_saves
+from memsafe_rl.models.adapter import ScoringAdapter
+from memsafe_rl.ops.gaussian import gaussian_entropies, gaussian_kl, gaussian_logprobs
 from memsafe_rl.ops.logprobs import token_logprobs
 from memsafe_rl.ops.masking import pad_rows
 from memsafe_rl.rollout.generation import eval_mode
-from memsafe_rl.types import RolloutPlan, TokenDistribution, TokenScores, Trajectory, UpdateWork
+from memsafe_rl.types import (
+    Distribution,
+    GaussianDistribution,
+    RolloutPlan,
+    TokenScores,
+    Trajectory,
+    UpdateWork,
+)
 
 
 class RowScores(NamedTuple):
     """Scores of one row's actions, on the host.
 
     Args:
-        logprobs: (T,), nats.
-        entropies: (T,), nats; None unless wanted.
+        logprobs: (T,), nats; 0 in columns that were not wanted.
+        entropies: (T,), nats; likewise; None unless wanted.
     """
 
     logprobs: Tensor
@@ -33,42 +47,50 @@ class RowScores(NamedTuple):
 
 
 def score_rows(
-    adapter: ModelAdapter,
+    adapter: ScoringAdapter,
     trajectory: Trajectory,
     rows: Sequence[int],
+    columns: Sequence[int] | None = None,
     *,
     temperature: float,
     tile: int,
     with_entropy: bool = False,
+    with_kl: bool = False,
     packed: bool = False,
 ) -> TokenScores:
     """Scores the actions of some rows in one forward; carries a graph if gradients are enabled.
 
-    Equals log-softmax over full ``[B, T, V]`` logits divided by the temperature, gathered at the actions.
+    Equals log-softmax over full ``[B, T, V]`` logits divided by the temperature, gathered at the actions; for states of
+    a denoising chain, the log-density of the scheduler's Gaussian, which knows no temperature.
 
     Args:
         adapter: the network.
         trajectory: the store.
         rows: indices of the rows wanted.
+        columns: columns wanted, ascending; None for all, and always None for tokens.
         temperature: divides the logits, as in the rollout.
         tile: completion tokens whose logits exist at the same time.
         with_entropy: whether entropies are wanted.
+        with_kl: whether the KL to the reference is wanted in closed form, which only a denoiser has; its reference is
+            run first, without gradient.
         packed: whether rows lie behind one copy of each of their prompts; only where the network can.
 
     Returns:
-        Log-probs and entropies, padded with 0 to the longest of these rows.
+        Log-probs, entropies and KL, padded with 0 to the longest of these rows.
     """
-    distribution = _distribution(adapter, trajectory, rows, packed)
-    logprobs_M, entropies_M = token_logprobs(
-        distribution, temperature=temperature, tile=tile, with_entropy=with_entropy
-    )
+    means = _reference_means(adapter, trajectory, rows, columns) if with_kl else None
+    distribution = adapter.distribution(trajectory, rows, columns, packed=packed)
+    if means is not None and isinstance(distribution, GaussianDistribution):
+        distribution = replace(distribution, reference_means=means)
+    logprobs_M, entropies_M = _logprobs(distribution, temperature, tile, with_entropy)
+    kl_M = gaussian_kl(distribution) if means is not None and isinstance(distribution, GaussianDistribution) else None
     lengths = distribution.lengths
-    entropies_BT = None if entropies_M is None else pad_rows(entropies_M, lengths, 0.0)
-    return TokenScores(pad_rows(logprobs_M, lengths, 0.0), entropies_BT)
+    rest = (None if values_M is None else pad_rows(values_M, lengths, 0.0) for values_M in (entropies_M, kl_M))
+    return TokenScores(pad_rows(logprobs_M, lengths, 0.0), *rest)
 
 
 def score_all(
-    adapter: ModelAdapter,
+    adapter: ScoringAdapter,
     trajectory: Trajectory,
     rows: Sequence[int],
     *,
@@ -80,7 +102,8 @@ def score_all(
     """Scores the actions of any number of rows without gradient, in eval mode, a slice at a time.
 
     A slice is what is repeated when memory runs out; earlier slices are kept, on the host. Rows are packed behind one
-    copy of each of their prompts where the network can and they share enough of them.
+    copy of each of their prompts where the network can and they share enough of them. Where columns are scored one by
+    one, those in which no row counts are left out.
 
     Args:
         adapter: the network.
@@ -88,7 +111,8 @@ def score_all(
         rows: indices of the rows wanted.
         temperature: divides the logits, as in the rollout.
         attempt: runs a slice under the plan in force: its ``score_tokens`` (prompt and completion, padding included)
-            are the tokens of one forward, packed ones where rows are packed; a longer row goes alone.
+            are the tokens of one forward, packed ones where rows are packed; a longer row goes alone. Where columns
+            are scored one by one they are the (row, column) pairs of one forward.
         tile: completion tokens whose logits exist at the same time; never more than ``score_tokens``, so that a plan
             can go on shrinking when a row is alone.
         with_entropy: whether entropies are wanted.
@@ -96,6 +120,9 @@ def score_all(
     Returns:
         Scores of each row's own actions, on the host, in the order of ``rows``.
     """
+    if adapter.time_separable:
+        with torch.no_grad(), eval_mode(adapter.model):
+            return _score_columns(adapter, trajectory, rows, attempt, with_entropy)
     packed = packing_saves(update_work(adapter, trajectory, rows))
     scores: dict[int, RowScores] = {}
     waiting = list(range(len(rows)))
@@ -121,7 +148,7 @@ def row_lengths(trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
 
 
 def update_work(
-    adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True
+    adapter: ScoringAdapter, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True
 ) -> UpdateWork:
     """Gives the shape of rows, as a memory policy may know it.
 
@@ -134,6 +161,9 @@ def update_work(
     Returns:
         Their lengths, and who shares a prompt with whom.
     """
+    if adapter.time_separable:
+        columns = (len(trajectory.counted_columns),) * len(rows)
+        return UpdateWork(columns, columns, adapter.geometry)
     shares = packable and adapter.packs_prompts
     return UpdateWork(
         row_tokens=tuple(row_lengths(trajectory, rows)),
@@ -143,14 +173,72 @@ def update_work(
     )
 
 
-def _distribution(
-    adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], packed: bool
-) -> TokenDistribution:
-    return adapter.distribution(trajectory, rows, packed=True) if packed else adapter.distribution(trajectory, rows)
+def _score_columns(
+    adapter: ScoringAdapter,
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    attempt: Attempt[RolloutPlan],
+    with_entropy: bool,
+) -> list[RowScores]:
+    """Scores rows × columns, a rectangle at a time; what is left of one that was cut waits before the others."""
+    lengths = trajectory.action_lengths(rows)
+    with host_memory():
+        scores = [torch.zeros(2, length, dtype=torch.float64) for length in lengths]
+    waiting = [(list(range(len(rows))), list(trajectory.counted_columns))]
+
+    def score_next(plan: RolloutPlan) -> tuple[list[int], list[int], Tensor]:
+        places, columns = waiting[0]
+        piece, chosen = cut_columns(len(places), columns, plan.score_tokens)[0]
+        found = _score_rectangle(adapter, trajectory, [rows[places[index]] for index in piece], chosen)
+        return [places[index] for index in piece], chosen, found
+
+    while waiting:
+        if not all(waiting[0]):
+            waiting.pop(0)
+            continue
+        done, columns, found_2BT = attempt(score_next)
+        with host_memory():
+            for index, place in enumerate(done):
+                scores[place][:, columns] = found_2BT[:, index].double()
+        places, all_columns = waiting.pop(0)
+        rest = [place for place in places if place not in set(done)]
+        waiting[:0] = [(rest, columns), (places, [column for column in all_columns if column not in set(columns)])]
+    return [RowScores(one_2T[0], one_2T[1] if with_entropy else None) for one_2T in scores]
+
+
+def _score_rectangle(
+    adapter: ScoringAdapter, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int]
+) -> Tensor:
+    """Gives log-probs and entropies of some rows and columns, (2, B, T) on the host."""
+    logprobs_M, entropies_M = _logprobs(adapter.distribution(trajectory, rows, columns), 1.0, 1, True)
+    if entropies_M is None:
+        raise AssertionError("entropies were asked for")
+    return to_host(torch.stack([logprobs_M, entropies_M])).view(2, len(rows), len(columns))
+
+
+def _reference_means(
+    adapter: ScoringAdapter, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int] | None
+) -> Tensor:
+    """Runs the reference on the same states, without gradient."""
+    with torch.no_grad(), adapter.reference() as reference:
+        distribution = reference.distribution(trajectory, rows, columns)
+    if not isinstance(distribution, GaussianDistribution):
+        raise ConfigError("A KL in closed form is asked for, but tokens have none. Score the reference's log-probs.")
+    # Autocast keeps weights that it has cast, and without gradient it has cast them without a graph.
+    torch.clear_autocast_cache()
+    return distribution.means
+
+
+def _logprobs(
+    distribution: Distribution, temperature: float, tile: int, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    if isinstance(distribution, GaussianDistribution):
+        return gaussian_logprobs(distribution), gaussian_entropies(distribution) if with_entropy else None
+    return token_logprobs(distribution, temperature=temperature, tile=tile, with_entropy=with_entropy)
 
 
 def _score_slice(
-    adapter: ModelAdapter,
+    adapter: ScoringAdapter,
     trajectory: Trajectory,
     rows: Sequence[int],
     temperature: float,
@@ -159,10 +247,8 @@ def _score_slice(
     packed: bool,
 ) -> list[RowScores]:
     """Scores one slice; a function of its own, so that its hidden states are gone before the next slice's forward."""
-    distribution = _distribution(adapter, trajectory, rows, packed)
-    logprobs_M, entropies_M = token_logprobs(
-        distribution, temperature=temperature, tile=tile, with_entropy=with_entropy
-    )
+    distribution = adapter.distribution(trajectory, rows, packed=packed)
+    logprobs_M, entropies_M = _logprobs(distribution, temperature, tile, with_entropy)
     lengths = list(distribution.lengths)
     logprobs = torch.split(logprobs_M.cpu(), lengths)
     entropies = [None] * len(lengths) if entropies_M is None else torch.split(entropies_M.cpu(), lengths)

@@ -1,18 +1,22 @@
-"""The gradient of one optimizer step, cut into micro-batches whose shares add up exactly."""
+"""The gradient of one optimizer step, cut into micro-batches whose shares add up exactly.
+
+Axes: ``B`` rows, ``T`` completion tokens or denoising steps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.host import offloaded
 from memsafe_rl.memory.recovery import Attempt
-from memsafe_rl.memory.slices import cut_work, packed_tokens
-from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.memory.slices import cut_columns, cut_work, packed_tokens
+from memsafe_rl.models.adapter import ScoringAdapter
 from memsafe_rl.ops.losses import entropy_threshold, high_entropy_mask, policy_loss
 from memsafe_rl.rollout.scoring import score_all, score_rows, update_work
 from memsafe_rl.trainers.ranks import Ranks
@@ -23,6 +27,7 @@ from memsafe_rl.types import (
     LossSettings,
     Ragged,
     RolloutPlan,
+    TokenScores,
     Trajectory,
     UpdatePlan,
 )
@@ -77,7 +82,7 @@ class StepGradient:
 
 
 def accumulate_gradient(
-    adapter: ModelAdapter,
+    adapter: ScoringAdapter,
     trajectory: Trajectory,
     rows: Sequence[int],
     plan: UpdatePlan,
@@ -100,6 +105,8 @@ def accumulate_gradient(
     Returns:
         The step's loss and sums over these rows.
     """
+    if adapter.time_separable:
+        return _accumulate_columns(adapter, trajectory, rows, plan, terms, autocast=autocast, scale=scale)
     work = update_work(adapter, trajectory, rows, packable=plan.pack_prompts and not adapter.model.training)
     zero = torch.zeros((), device=adapter.device)
     step = StepGradient(loss=zero, run_tokens=zero)
@@ -115,7 +122,7 @@ def accumulate_gradient(
                 with_entropy=terms.with_entropy,
                 packed=bool(work.prompts),
             )
-        inputs = loss_inputs(trajectory, micro, terms, scores.logprobs_BT, scores.entropies_BT)
+        inputs = loss_inputs(trajectory, micro, terms, scores)
         result = policy_loss(inputs, terms.settings, terms.denominators)
         torch.autograd.backward(scale(result.loss))
         _add(step, result, inputs.mask_BT.sum())
@@ -127,47 +134,140 @@ def accumulate_gradient(
     return step
 
 
+def check_separable(settings: LossSettings) -> None:
+    """Refuses losses that need all columns of a row at once, which are run one by one where a network allows it.
+
+    Args:
+        settings: the loss.
+
+    Raises:
+        ConfigError: the loss weighs or masks whole rows.
+    """
+    wrong = {
+        "importance_sampling_level": settings.importance_sampling_level == "sequence",
+        "loss_type": settings.loss_type == "vespo",
+        "off_policy_mask_threshold": settings.off_policy_mask_threshold is not None,
+    }
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        raise ConfigError(
+            f"{name} is {getattr(settings, name)!r}, which weighs or masks whole rows, but the steps of a denoising "
+            "chain are learnt from one by one. Set importance_sampling_level='token', off_policy_mask_threshold=None "
+            "and a loss_type other than 'vespo'."
+        )
+
+
+def _accumulate_columns(
+    adapter: ScoringAdapter,
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    plan: UpdatePlan,
+    terms: StepTerms,
+    *,
+    autocast: Callable[[], AbstractContextManager[object]],
+    scale: Callable[[Tensor], Tensor],
+) -> StepGradient:
+    """Goes over rows × columns, forward and backward of a rectangle at a time, so that bytes do not grow with columns.
+
+    What is measured of a row is measured at the end, on all its columns.
+    """
+    check_separable(terms.settings)
+    zero = torch.zeros((), device=adapter.device)
+    step = StepGradient(loss=zero, run_tokens=zero)
+    if not rows:
+        return step
+    found: dict[str, Tensor] = {}
+    for places, columns in cut_columns(len(rows), trajectory.counted_columns, plan.micro_batch_tokens):
+        micro = [rows[place] for place in places]
+        with autocast(), kept_activations(adapter, plan):
+            scores = score_rows(
+                adapter,
+                trajectory,
+                micro,
+                columns,
+                temperature=terms.temperature,
+                tile=plan.logprob_tile,
+                with_entropy=terms.with_entropy,
+                with_kl=terms.settings.beta != 0.0,
+            )
+        inputs = loss_inputs(trajectory, micro, terms, scores, columns)
+        torch.autograd.backward(scale(policy_loss(inputs, terms.settings, terms.denominators).loss))
+        _collect(found, scores, places, columns, (len(rows), max(trajectory.action_lengths(rows))))
+        step.micro_batches += 1
+        step.tokens += len(places) * len(columns)
+    whole = loss_inputs(trajectory, rows, terms, TokenScores(**found))
+    with torch.no_grad():
+        _add(step, policy_loss(whole, terms.settings, terms.denominators), whole.mask_BT.sum())
+    for place, row in enumerate(rows):
+        step.logprobs[row] = found["logprobs_BT"][place, : trajectory.actions.lengths[row]]
+    return step
+
+
+def _collect(
+    found: dict[str, Tensor],
+    scores: TokenScores,
+    places: Sequence[int],
+    columns: Sequence[int],
+    shape: tuple[int, int],
+) -> None:
+    """Writes what was found of a rectangle, detached, where it belongs among all rows and columns."""
+    for entry in fields(scores):
+        values_BT = getattr(scores, entry.name)
+        if values_BT is not None:
+            all_BT = found.setdefault(entry.name, values_BT.new_zeros(shape))
+            all_BT[torch.tensor(places)[:, None], torch.tensor(columns)] = values_BT.detach()
+
+
 def loss_inputs(
-    trajectory: Trajectory, rows: Sequence[int], terms: StepTerms, logprobs_BT: Tensor, entropies_BT: Tensor | None
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    terms: StepTerms,
+    scores: TokenScores,
+    columns: Sequence[int] | None = None,
 ) -> LossInputs:
-    """Cuts everything the loss needs for some rows out of the store.
+    """Cuts everything the loss needs for some rows, or some columns of them, out of the store.
 
     Args:
         trajectory: the store.
         rows: the rows of the micro-batch.
         terms: what the step has fixed.
-        logprobs_BT: (B, T), current log-probs.
-        entropies_BT: (B, T), current entropies, or None.
+        scores: current log-probs and what goes with them, of these rows and columns.
+        columns: the columns; None for all.
 
     Returns:
-        The loss's view of the micro-batch, on the device of `logprobs_BT`.
+        The loss's view of the micro-batch, on the device of the log-probs.
     """
-    device, dtype = logprobs_BT.device, logprobs_BT.dtype
+    device, dtype = scores.logprobs_BT.device, scores.logprobs_BT.dtype
+
+    def of_columns(values_BT: Tensor) -> Tensor:
+        return values_BT if columns is None else values_BT[:, torch.tensor(columns, device=values_BT.device)]
 
     def cut(store: Ragged | None) -> Tensor | None:
-        return None if store is None else store.pad(rows, 0, device).to(dtype)
+        return None if store is None else of_columns(store.pad(rows, 0, device)).to(dtype)
 
     has_old = trajectory.has_old and all(trajectory.has_old[row] for row in rows)
     entropy_mask = None
     if terms.entropy_masks is not None:
         kept = Ragged.from_rows([terms.entropy_masks[row] for row in rows])
-        entropy_mask = kept.pad(range(len(rows)), 0, device).to(dtype)
+        entropy_mask = of_columns(kept.pad(range(len(rows)), 0, device)).to(dtype)
+    mask_BT = trajectory.loss_mask.pad(rows, 0, device).to(dtype)
     return LossInputs(
-        logprobs_BT=logprobs_BT,
+        logprobs_BT=scores.logprobs_BT,
         advantages_B=trajectory.advantages[list(rows)].to(device=device, dtype=dtype),
-        mask_BT=trajectory.loss_mask.pad(rows, 0, device).to(dtype),
+        mask_BT=of_columns(mask_BT),
         old_logprobs_BT=cut(trajectory.old_logprobs) if has_old else None,
         ref_logprobs_BT=cut(trajectory.ref_logprobs),
         sampling_logprobs_BT=cut(trajectory.sampling_logprobs) if terms.sampler_is_external else None,
         importance_weights_BT=cut(trajectory.importance_weights),
-        entropies_BT=entropies_BT,
+        entropies_BT=scores.entropies_BT,
         entropy_mask_BT=entropy_mask,
         entropy_coef=terms.entropy_coef,
+        kl_BT=scores.kl_BT,
+        row_counts_B=None if columns is None else mask_BT.sum(1),
     )
 
 
 @contextmanager
-def kept_activations(adapter: ModelAdapter, plan: UpdatePlan) -> Iterator[None]:
+def kept_activations(adapter: ScoringAdapter, plan: UpdatePlan) -> Iterator[None]:
     """Has a forward keep, recompute or offload its activations as the plan says; its backward may run outside.
 
     Args:
@@ -199,7 +299,7 @@ def contributes(trajectory: Trajectory, row: int, *, every_row: bool) -> bool:
 
 
 def entropy_masks(
-    adapter: ModelAdapter,
+    adapter: ScoringAdapter,
     trajectory: Trajectory,
     rows: Sequence[int],
     *,

@@ -12,7 +12,14 @@ from memsafe_rl.types.learning import (
     LossResult,
     LossSettings,
 )
-from memsafe_rl.types.model import LinearHead, LogitsHead, TokenDistribution, TokenScores
+from memsafe_rl.types.model import (
+    Distribution,
+    GaussianDistribution,
+    LinearHead,
+    LogitsHead,
+    TokenDistribution,
+    TokenScores,
+)
 from memsafe_rl.types.plans import (
     CACHE_SCALE_BYTES,
     KV_BLOCK_SLOTS,
@@ -24,6 +31,7 @@ from memsafe_rl.types.plans import (
     Phase,
     RolloutPlan,
     RolloutWork,
+    UnitBytes,
     UpdatePlan,
     UpdateWork,
     whole_blocks,
@@ -39,6 +47,8 @@ __all__ = [
     "Completion",
     "Component",
     "Denominators",
+    "Distribution",
+    "GaussianDistribution",
     "LinearHead",
     "LogitsHead",
     "LossInputs",
@@ -57,6 +67,7 @@ __all__ = [
     "TokenDistribution",
     "TokenScores",
     "Trajectory",
+    "UnitBytes",
     "UpdatePlan",
     "UpdateWork",
     "whole_blocks",

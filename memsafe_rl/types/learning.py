@@ -95,6 +95,9 @@ class LossInputs:
         entropies_BT: (B, T), nats, with gradient when a bonus is on; None if not computed.
         entropy_mask_BT: (B, T), 1 where an action is among the most uncertain; None when all count.
         entropy_coef: coefficient of the entropy bonus in this step.
+        kl_BT: (B, T), nats, with gradient, the KL to the reference in closed form; it takes the place of what is
+            estimated from ``ref_logprobs_BT``.
+        row_counts_B: (B,), counted actions of each whole row, where these columns are not all of them; None: they are.
     """
 
     logprobs_BT: Tensor
@@ -107,6 +110,8 @@ class LossInputs:
     entropies_BT: Tensor | None = None
     entropy_mask_BT: Tensor | None = None
     entropy_coef: float = 0.0
+    kl_BT: Tensor | None = None
+    row_counts_B: Tensor | None = None
 
 
 @dataclass(frozen=True)

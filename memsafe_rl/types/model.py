@@ -1,4 +1,4 @@
-"""What a network gives to the equations: hidden states and a head, instead of a `[B, T, V]` tensor of logits."""
+"""What a network gives to the equations: hidden states and a head instead of `[B, T, V]` logits, or Gaussians."""
 
 from __future__ import annotations
 
@@ -49,13 +49,47 @@ class TokenDistribution:
 
 
 @dataclass(frozen=True)
+class GaussianDistribution:
+    """The distribution over the next state at some denoising steps of some rows, and the states that were taken.
+
+    One entry is one (row, column) pair. The entries of a row lie next to each other, columns ascending; ``...`` stands
+    for the axes of a state. A step without noise has deviation 0: its next state was no choice, so that its log-prob,
+    entropy and KL are 0.
+
+    Args:
+        means: (M, ...), at least float32, means of the next states, with graph if gradients are enabled.
+        stds_M: (M,), of the type of ``means``, the standard deviation of every element of an entry.
+        taken: (M, ...), of the type of ``means``, the next states that were taken.
+        lengths: entries of each row; their sum is M.
+        reduction: "mean" or "sum" over the elements of a state, for log-probs, entropies and KL alike.
+        elements: broadcastable to ``means``, 1 where an element counts and 0 elsewhere; None where all count.
+        reference_means: like ``means``, of the reference, without graph; None where it was not asked.
+    """
+
+    means: Tensor
+    stds_M: Tensor
+    taken: Tensor
+    lengths: tuple[int, ...]
+    reduction: str
+    elements: Tensor | None = None
+    reference_means: Tensor | None = None
+
+
+Distribution = TokenDistribution | GaussianDistribution
+"""What a network says of the actions of some rows."""
+
+
+@dataclass(frozen=True)
 class TokenScores:
     """Log-probs, and entropies if asked for, of taken actions.
 
     Args:
         logprobs_BT: (B, T) at least float32, nats; 0 in padding.
         entropies_BT: (B, T) at least float32, nats; 0 in padding; None if not asked for.
+        kl_BT: (B, T) at least float32, nats; the KL to the reference in closed form, where there is one and it was
+            asked for; None elsewhere.
     """
 
     logprobs_BT: Tensor
     entropies_BT: Tensor | None = None
+    kl_BT: Tensor | None = None

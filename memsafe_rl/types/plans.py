@@ -57,12 +57,29 @@ def whole_blocks(slots: int) -> int:
 
 
 @dataclass(frozen=True)
+class UnitBytes:
+    """What one (row, column) pair of a time-separable network holds; measured, for such a network has any shape.
+
+    Args:
+        kept: int, bytes that its forward keeps for the backward pass.
+        recomputed: int, bytes of them where blocks are recomputed.
+        forward: int, bytes of temporaries of its forward at any moment, about.
+        state: int, bytes of one state of a row as it is stored.
+    """
+
+    kept: int
+    recomputed: int
+    forward: int
+    state: int
+
+
+@dataclass(frozen=True)
 class ModelGeometry:
     """The sizes of a network from which its bytes can be counted.
 
     Args:
         layers: transformer blocks.
-        hidden_size: width D of the residual stream.
+        hidden_size: width D of the residual stream; of a network with ``unit``, hidden elements of one pair.
         intermediate_size: width of the feed-forward part of a block.
         heads: query heads of a block.
         kv_heads: key/value heads of a block (fewer than ``heads`` under grouped-query attention).
@@ -80,6 +97,8 @@ class ModelGeometry:
             the prompts; None where prompts and completions are one sequence.
         key_bytes: int, bytes of one token's keys in one layer of the cache; None for ``cache_bytes · kv_heads ·
             head_dim``, which an 8-bit cache with its scales is not.
+        unit: what one (row, column) pair holds, where pairs are run one by one; None for a network that reads tokens.
+            Wherever plans and work count tokens, they then count pairs.
     """
 
     layers: int
@@ -99,6 +118,7 @@ class ModelGeometry:
     shares_prompts: bool = False
     source_bytes: int | None = None
     key_bytes: int | None = None
+    unit: UnitBytes | None = None
 
     def kv_bytes(self, slots: int) -> int:
         """Counts the key/value bytes of one sequence that holds ``slots`` tokens.
@@ -173,7 +193,7 @@ class RolloutWork:
     Args:
         prompt_tokens: length of each unique prompt, in tokens, in prompt order.
         group_size: samples per prompt.
-        max_new_tokens: longest completion, in tokens.
+        max_new_tokens: longest completion, in tokens, or denoising steps.
         geometry: sizes of the network that samples.
         scored: whether a pass for reference or old log-probs follows.
     """
@@ -195,8 +215,9 @@ class UpdateWork:
     """The shape of one optimizer step on this rank, before it is cut.
 
     Args:
-        row_tokens: length of each row (prompt plus completion), in tokens.
-        action_tokens: length of each row's completion, in tokens.
+        row_tokens: length of each row (prompt plus completion), in tokens; columns to run of each row, where these are
+            run one by one.
+        action_tokens: length of each row's completion, in tokens; the same as ``row_tokens`` in the other case.
         geometry: sizes of the network that learns.
         prompts: index of each row's prompt, the same for rows that share one; empty where rows cannot be packed behind
             one copy of it.
@@ -206,6 +227,11 @@ class UpdateWork:
     action_tokens: tuple[int, ...]
     geometry: ModelGeometry
     prompts: tuple[int, ...] = ()
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens below which no micro-batch can go: the longest row's, or a single pair."""
+        return 1 if self.geometry.unit is not None else max(self.row_tokens, default=1)
 
 
 @dataclass(frozen=True)

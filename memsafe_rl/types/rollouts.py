@@ -116,15 +116,18 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled sequence, on the host.
+    """One sampled sequence, or denoising chain, on the host.
 
     Args:
-        ids: (T,) int64, the tokens, including the eos if one was drawn.
+        ids: (T,) int64, the tokens, including the eos if one was drawn; of a denoising chain (S, ...) the states after
+            each step, the last of which is the sample.
         logprobs: (T,) float32, nats: of the distribution sampled from.
         model_logprobs: (T,) float32, nats: of the model's distribution at the run's temperature, before top-k, top-p,
             penalties and all other processors; the same tensor as ``logprobs`` when none of them is active.
         finished: whether an eos or a stop string was drawn (False: cut at ``max_new_tokens``).
         ties: positions whose two best perturbed logits lay closer than rounding can tell apart.
+        start: (...), the noise that a denoising chain began with, of the type of ``ids``; None for tokens.
+        mask: (T,) uint8, 1 where the engine says that an action counts in the loss; None where all do.
     """
 
     ids: torch.Tensor
@@ -132,3 +135,5 @@ class Completion:
     model_logprobs: torch.Tensor
     finished: bool
     ties: int = 0
+    start: torch.Tensor | None = None
+    mask: torch.Tensor | None = None

@@ -99,9 +99,9 @@ class Trajectory:
     """One rollout, ready to learn from: rows × columns, whatever the kind of model.
 
     Args:
-        conditions: the unique prompts (token ids), P rows.
+        conditions: the unique prompts, P rows: token ids, or the vectors (L, D) that a denoiser is given.
         condition_of_row: for each of the B rows, the index of its prompt.
-        actions: the completion tokens, or the states of a denoising chain; B rows.
+        actions: the completion tokens, or the state after each step of a denoising chain; B rows.
         loss_mask: 1 where an action is counted in the loss; B rows like ``actions``.
         sampling_logprobs: nats, of the distribution sampled from; B rows.
         advantages: (B,) float32, one per row.
@@ -112,6 +112,8 @@ class Trajectory:
         has_old: for each row, whether ``old_logprobs`` is filled in.
         ref_logprobs: nats, of the reference; B rows, None without a reference.
         importance_weights: per action, weight that corrects another sampler's distribution; None for none.
+        starts: (B, ...), the state before the first action; None where actions follow nothing but their condition. The
+            state before any later action is the action before it, so that no state is stored twice.
     """
 
     conditions: Ragged
@@ -126,6 +128,7 @@ class Trajectory:
     has_old: tuple[bool, ...] = ()
     ref_logprobs: Ragged | None = None
     importance_weights: Ragged | None = None
+    starts: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -135,6 +138,12 @@ class Trajectory:
         """How many actions of each row count in the loss."""
         counts = [mask.sum(dtype=torch.int64) for mask in self.loss_mask.rows()]
         return tuple(torch.stack(counts).tolist())
+
+    @cached_property
+    def counted_columns(self) -> tuple[int, ...]:
+        """The columns in which an action of any row counts in the loss, ascending."""
+        counted_BT = self.loss_mask.pad(range(len(self)), 0) != 0
+        return tuple(counted_BT.any(0).nonzero()[:, 0].tolist())
 
     @cached_property
     def has_advantage(self) -> tuple[bool, ...]:

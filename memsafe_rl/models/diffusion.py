@@ -1,0 +1,611 @@
+"""Any denoiser with a scheduler as a policy, behind the `ScoringAdapter` protocol.
+
+A chain of S steps leads from noise to a sample; each step is a Gaussian whose mean the denoiser gives and whose
+deviation the scheduler. A step needs nothing of the others, so that (row, column) pairs can be run in any company.
+
+Axes: ``B`` rows, ``S`` denoising steps, ``M`` entries, that is (row, column) pairs laid end to end, ``L`` vectors of a
+condition, ``D`` their width; ``...`` stands for the axes of a state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from peft import PeftModel, get_peft_model
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.models.blocks import find_blocks, recomputed
+from memsafe_rl.models.geometry import autocast_bytes, weight_bytes
+from memsafe_rl.models.language import as_reference
+from memsafe_rl.models.schedulers import DenoisingScheduler, as_scheduler
+from memsafe_rl.types import GaussianDistribution, ModelGeometry, Trajectory, UnitBytes
+
+EMBEDDING_CACHE_BYTES = 256 * 2**20
+"""Host memory that embedded prompts may take; the least recently used ones are embedded again."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a denoiser is told besides states and timesteps.
+
+    Args:
+        embedding_MLD: (M, L, D), the embedded prompts, filled up with 0 to the longest there can be.
+        mask_ML: (M, L) bool, True where a vector is part of the prompt.
+        elements: (M, ...), broadcastable to the states, 1 where an element counts; None where all do.
+    """
+
+    embedding_MLD: Tensor
+    mask_ML: Tensor
+    elements: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TrainedSteps:
+    """Which steps of a chain are learnt from; steps without noise never are.
+
+    Of the steps with noise, those in the window, and of these the fraction. All of a rollout's rows have the same
+    steps, so that no step is run for some rows in vain.
+
+    Args:
+        fraction: share of the steps, rounded down to at least one: the noisiest, or at random.
+        random: take the fraction at random, others in every rollout (DanceGRPO); False: the first steps (Flow-GRPO).
+        window: first step and the step after the last one (MixGRPO); None for all.
+    """
+
+    fraction: float = 1.0
+    random: bool = False
+    window: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ConfigError(f"fraction is {self.fraction}. Set it above 0 and at most 1; 1 learns from every step.")
+
+    def candidates(self, stds: Sequence[float]) -> tuple[int, ...]:
+        """Gives the steps that the fraction is taken of.
+
+        Args:
+            stds: deviation of each step's noise.
+
+        Returns:
+            Columns, ascending.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        first, end = (0, len(stds)) if self.window is None else self.window
+        found = tuple(column for column in range(max(0, first), min(end, len(stds))) if stds[column] > 0)
+        if not found:
+            raise ConfigError(
+                f"No step of {len(stds)} between {first} and {end} has noise, so that nothing could be learnt. Widen "
+                "the window of TrainedSteps, or use a scheduler with noise there (eta, noise_level)."
+            )
+        return found
+
+    def count(self, candidates: int) -> int:
+        """Gives how many steps are learnt from.
+
+        Args:
+            candidates: how many there are to choose from.
+
+        Returns:
+            At least 1.
+        """
+        return max(1, int(self.fraction * candidates + 1e-9))
+
+
+class DiffusionPolicy(nn.Module):
+    """A denoiser, how it is sampled, and what it is conditioned on: what a trainer takes as ``model``.
+
+    Args:
+        denoiser: any module called ``denoiser(x, t, condition)``: (M, ...) states, (M,) timesteps as the scheduler
+            tells them, a `Condition`; gives what the scheduler wants to know of every state, (M, ...). It is trained,
+            or, under PEFT, its adapter.
+        scheduler: a `DenoisingScheduler`, or a scheduler object of diffusers.
+        sample_shape: axes of a state.
+        condition_shape: longest L, and D, of a prompt's embedding.
+        num_inference_steps: S, steps of a chain.
+        guidance_scale: w of classifier-free guidance, ``f(null) + w (f(prompt) - f(null))`` (Ho and Salimans 2022,
+            arXiv:2207.12598, with w there one less); 1 for none. It doubles the rows that the denoiser sees.
+        guidance_gradient: whether the unconditional half carries gradient too; False detaches it (Flow-GRPO), which
+            spares its activations.
+        null_condition: (L, D), the prompt of the unconditional half; None for zeros.
+        embed: gives a prompt's embedding (L, D); frozen, called once per unique prompt, where and as the user put it,
+            and neither trained nor saved. None where prompts are numbers already.
+        elements: gives from a prompt's embedding (L, D) what counts of a state, broadcastable to `sample_shape`, such
+            as the frames of a motion; None where everything does. Elements that do not count are in no log-prob.
+        decode: gives what reward functions see of a sample (...); None for the sample itself.
+        reduce: "mean" or "sum" over a state's elements, for log-probs and KL. With "mean" a ratio stays near 1
+            whatever the size of a state, and clip ranges are about 1e-4.
+        state_dtype: type in which states are stored, and to which they are rounded as they are drawn.
+        shared_noise: whether all samples of a prompt begin with the same noise (DanceGRPO).
+        trained_steps: which steps are learnt from.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    def __init__(
+        self,
+        denoiser: nn.Module,
+        scheduler: DenoisingScheduler | Any,
+        sample_shape: Sequence[int],
+        *,
+        condition_shape: tuple[int, int],
+        num_inference_steps: int = 50,
+        guidance_scale: float = 1.0,
+        guidance_gradient: bool = True,
+        null_condition: Tensor | None = None,
+        embed: Callable[[Any], Tensor] | None = None,
+        elements: Callable[[Tensor], Tensor] | None = None,
+        decode: Callable[[Tensor], Any] | None = None,
+        reduce: str = "mean",
+        state_dtype: torch.dtype = torch.float32,
+        shared_noise: bool = False,
+        trained_steps: TrainedSteps | None = None,
+    ) -> None:
+        super().__init__()
+        if reduce not in ("mean", "sum"):
+            raise ConfigError(f"reduce is {reduce!r}. Set it to 'mean' or 'sum'.")
+        if not state_dtype.is_floating_point:
+            raise ConfigError(f"state_dtype is {state_dtype}. Set it to torch.float32 or torch.bfloat16.")
+        self.denoiser = denoiser
+        self.scheduler = as_scheduler(scheduler)
+        self.sample_shape = tuple(sample_shape)
+        self.condition_shape = condition_shape
+        self.num_inference_steps = num_inference_steps
+        self.guidance_scale = guidance_scale
+        self.guidance_gradient = guidance_gradient
+        self.reduce = reduce
+        self.state_dtype = state_dtype
+        self.shared_noise = shared_noise
+        self.trained_steps = trained_steps or TrainedSteps()
+        self.elements = elements
+        self._embed = (embed,)  # in a tuple, so that an encoder's weights are not taken for the policy's
+        self._decode = (decode,)
+        self.scheduler.set_timesteps(num_inference_steps)
+        self.stds: tuple[float, ...] = tuple(self.scheduler.stds.tolist())
+        self.trained_steps.candidates(self.stds)
+        null_LD = torch.zeros(condition_shape) if null_condition is None else null_condition.detach()
+        self.null_condition: Tensor
+        self.register_buffer("null_condition", self._checked(null_LD, "null_condition"), persistent=False)
+        self._cache: OrderedDict[str, Tensor] = OrderedDict()
+
+    def forward(self, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
+        """Gives what the denoiser, guided, says of states.
+
+        Args:
+            x: (M, ...), states.
+            timesteps: (M,), as the scheduler tells them.
+            condition: what they are conditioned on.
+
+        Returns:
+            (M, ...).
+        """
+        return self.predict(self.denoiser, x, timesteps, condition)
+
+    def predict(self, denoiser: nn.Module, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
+        """Gives what a denoiser says of states under this policy's guidance.
+
+        Args:
+            denoiser: the policy's own, or a frozen copy of it.
+            x: (M, ...), states.
+            timesteps: (M,), as the scheduler tells them.
+            condition: what they are conditioned on.
+
+        Returns:
+            (M, ...).
+        """
+        if self.guidance_scale == 1.0:
+            return cast(Tensor, denoiser(x, timesteps, condition))
+        null = self._null(condition)
+        if self.guidance_gradient or not torch.is_grad_enabled():
+            both = denoiser(torch.cat([x, x]), torch.cat([timesteps, timesteps]), _joined(condition, null))
+            prompted, free = both.chunk(2)
+        else:
+            with torch.no_grad():
+                free = denoiser(x, timesteps, null)
+            # Autocast keeps weights that it has cast, and without gradient it has cast them without a graph.
+            torch.clear_autocast_cache()
+            prompted = denoiser(x, timesteps, condition)
+        return cast(Tensor, free + self.guidance_scale * (prompted - free))
+
+    def embed(self, prompts: Sequence[Any]) -> list[Tensor]:
+        """Embeds prompts, each unique one once as long as the cache holds it.
+
+        Args:
+            prompts: whatever the policy's own ``embed`` takes; without one, numbers: D of them, or L lists of D.
+
+        Returns:
+            For each prompt (L, D) float32, on the host; the same tensor for equal prompts.
+
+        Raises:
+            DataError: an embedding has another shape than `condition_shape` allows.
+        """
+        return [self._embedded(prompt) for prompt in prompts]
+
+    def decode(self, sample: Tensor) -> Any:
+        """Gives what reward functions see of a sample.
+
+        Args:
+            sample: (...), the last state of a chain.
+
+        Returns:
+            What the policy's own ``decode`` gives of it in float32; without one, that tensor.
+        """
+        own = self._decode[0]
+        return sample.float() if own is None else own(sample.float())
+
+    def count_elements(self, embeddings: Sequence[Tensor]) -> Tensor | None:
+        """Marks what counts of the states that follow some prompts.
+
+        Args:
+            embeddings: for each of them (L, D), on any device.
+
+        Returns:
+            (M, ...) float32 on the host, as many axes as states and broadcastable to them; None where everything
+            counts.
+
+        Raises:
+            DataError: what ``elements`` gave cannot be broadcast to a state.
+        """
+        if self.elements is None:
+            return None
+        return torch.stack([self._counted(self.elements(embedding.cpu())) for embedding in embeddings])
+
+    def _counted(self, mask: Tensor) -> Tensor:
+        axes = len(self.sample_shape)
+        mask = mask.reshape((1,) * (axes - mask.dim()) + tuple(mask.shape)).float()
+        pairs = list(zip(mask.shape, self.sample_shape, strict=False))
+        if mask.dim() != axes or any(have not in (1, want) for have, want in pairs):
+            raise DataError(
+                f"elements gave a mask of shape {tuple(mask.shape)} for states of shape {self.sample_shape}. Give one "
+                "that can be broadcast to them."
+            )
+        return mask
+
+    def _embedded(self, prompt: Any) -> Tensor:
+        own, key = self._embed[0], repr(prompt)
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        with torch.no_grad(), host_memory():
+            found = torch.tensor(prompt, dtype=torch.float32) if own is None else own(prompt).detach().cpu().float()
+            embedding_LD = self._checked(found, f"the embedding of prompt {key[:80]}")
+        self._cache[key] = embedding_LD
+        while len(self._cache) > 1 and sum(kept.nbytes for kept in self._cache.values()) > EMBEDDING_CACHE_BYTES:
+            self._cache.popitem(last=False)
+        return embedding_LD
+
+    def _checked(self, embedding: Tensor, name: str) -> Tensor:
+        """Gives (L, D), from (D,) too."""
+        longest, width = self.condition_shape
+        embedding_LD = embedding[None] if embedding.dim() == 1 else embedding
+        if embedding_LD.dim() != 2 or not 1 <= embedding_LD.shape[0] <= longest or embedding_LD.shape[1] != width:
+            raise DataError(
+                f"{name} has the shape {tuple(embedding.shape)}; condition_shape allows 1 to {longest} vectors of "
+                f"width {width}. Change what embed gives, or condition_shape."
+            )
+        return embedding_LD.float().contiguous()
+
+    def _null(self, condition: Condition) -> Condition:
+        like_MLD = condition.embedding_MLD
+        null_LD = self.null_condition.to(device=like_MLD.device, dtype=like_MLD.dtype)
+        embedding_MLD = torch.zeros_like(like_MLD)
+        embedding_MLD[:, : len(null_LD)] = null_LD
+        mask_ML = torch.arange(like_MLD.shape[1], device=like_MLD.device) < len(null_LD)
+        return replace(condition, embedding_MLD=embedding_MLD, mask_ML=mask_ML.expand_as(condition.mask_ML))
+
+
+class DiffusionAdapter:
+    """A `DiffusionPolicy`, plain or under PEFT, as the loops use it.
+
+    Args:
+        model: the policy, or a `PeftModel` around it; its denoiser may be a `PeftModel` itself.
+        reference_denoiser: frozen copy that answers for the reference; None where a PEFT adapter is switched instead.
+
+    Raises:
+        ConfigError: it is no diffusion policy.
+    """
+
+    time_separable = True
+    packs_prompts = False
+    joins = False
+
+    def __init__(self, model: nn.Module, *, reference_denoiser: nn.Module | None = None) -> None:
+        self.model = model
+        self.policy = policy_of(model)
+        self.reference_denoiser = reference_denoiser
+        self._denoiser: nn.Module = self.policy.denoiser
+        self._units: dict[int | None, tuple[UnitBytes, int]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network computes."""
+        return next(self._denoiser.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the denoiser's weights, and of the states that it is given."""
+        return next(weight.dtype for weight in self._denoiser.parameters() if weight.is_floating_point())
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """Sizes from which bytes are counted; what a pair holds is measured once, by one forward."""
+        narrow = autocast_bytes(self.device)
+        if narrow not in self._units:
+            self._units[narrow] = _measured(self)
+        unit, elements = self._units[narrow]
+        copies = () if self.reference_denoiser is None else (self.reference_denoiser,)
+        return ModelGeometry(
+            layers=len(_blocks(self._denoiser)),
+            hidden_size=elements,
+            intermediate_size=elements,
+            heads=1,
+            kv_heads=0,
+            head_dim=0,
+            vocab_size=1,
+            max_positions=None,
+            windows=(),
+            parameter_bytes=weight_bytes(self.policy, *copies),
+            trainable_bytes=sum(weight.nbytes for weight in self.policy.parameters() if weight.requires_grad),
+            compute_bytes=narrow or self.dtype.itemsize,
+            cache_bytes=0,
+            head_trainable=False,
+            unit=unit,
+        )
+
+    def condition(self, embeddings: Sequence[Tensor], repeats: int = 1) -> Condition:
+        """Lays embedded prompts out for the denoiser.
+
+        Args:
+            embeddings: for each row (L, D), on any device.
+            repeats: entries of each row, which follow each other.
+
+        Returns:
+            The condition of all entries, on the device, always as long as the longest prompt there can be: what a row
+            is given does not depend on its company.
+        """
+        longest, width = self.policy.condition_shape
+        embedding_BLD = torch.zeros(len(embeddings), longest, width)
+        mask_BL = torch.zeros(len(embeddings), longest, dtype=torch.bool)
+        for row, embedding in enumerate(embeddings):
+            embedding_BLD[row, : len(embedding)] = embedding
+            mask_BL[row, : len(embedding)] = True
+        elements = self.policy.count_elements(embeddings)
+        return Condition(
+            embedding_BLD.to(self.device, self.dtype).repeat_interleave(repeats, 0),
+            mask_BL.to(self.device).repeat_interleave(repeats, 0),
+            None if elements is None else elements.to(self.device, self.dtype).repeat_interleave(repeats, 0),
+        )
+
+    def step(self, states: Tensor, columns: Sequence[int], condition: Condition) -> tuple[Tensor, Tensor]:
+        """Gives the Gaussian of the next states; sampling and scoring both go through here.
+
+        Args:
+            states: (M, ...), any float type, on the device.
+            columns: the step of each entry.
+            condition: of the M entries.
+
+        Returns:
+            Means (M, ...), at least float32, and deviations (M,) of the same type.
+        """
+        wide = torch.promote_types(torch.float32, self.dtype)
+        scheduler = self.policy.scheduler
+        timesteps_M = scheduler.timesteps[torch.tensor(columns)].to(self.device)
+        output = self.policy.predict(self._denoiser, states.to(self.dtype), timesteps_M, condition)
+        if output.shape != states.shape:
+            raise ConfigError(
+                f"The denoiser gave {tuple(output.shape)} for states of shape {tuple(states.shape)}. It must give one "
+                "number for each of theirs; a learned variance is not supported."
+            )
+        stds_M = torch.tensor([self.policy.stds[column] for column in columns], dtype=torch.float64)
+        means = scheduler.mean(output.to(wide), columns, states.to(wide))
+        return means, stds_M.to(wide).to(self.device)
+
+    def distribution(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        columns: Sequence[int] | None = None,
+        *,
+        packed: bool = False,
+    ) -> GaussianDistribution:
+        """Runs the denoiser once on the states before some steps of some rows.
+
+        Args:
+            trajectory: the store; all rows have the same number of steps.
+            rows: indices of the rows wanted.
+            columns: steps wanted, ascending; None for all.
+            packed: must be False.
+
+        Returns:
+            The distribution over the next state at every (row, column) pair; carries a graph if gradients are enabled.
+
+        Raises:
+            ConfigError: rows are to be packed, or the trajectory is of another kind of model.
+        """
+        if packed or trajectory.starts is None:
+            raise ConfigError(
+                f"packed={packed}, and the trajectory has {'no' if trajectory.starts is None else ''} starts: a "
+                "denoiser scores chains of states, one by one. Leave packed out, and take rollouts of DenoisingEngine."
+            )
+        steps = trajectory.actions.lengths[0]
+        wanted = range(steps) if columns is None else columns
+        embeddings = trajectory.conditions.rows()
+        condition = self.condition([embeddings[trajectory.condition_of_row[row]] for row in rows], len(wanted))
+        before, taken = (states.to(self.device) for states in _states(trajectory, rows, wanted, steps))
+        means, stds_M = self.step(before, list(wanted) * len(rows), condition)
+        return GaussianDistribution(
+            means=means,
+            stds_M=stds_M,
+            taken=taken.to(means.dtype),
+            lengths=(len(wanted),) * len(rows),
+            reduction=self.policy.reduce,
+            elements=condition.elements,
+        )
+
+    @contextmanager
+    def reference(self) -> Iterator[DiffusionAdapter]:
+        """Gives the reference: the frozen copy, else the policy with its PEFT adapter off.
+
+        Yields:
+            An adapter of the reference; its distributions must be used inside.
+
+        Raises:
+            ConfigError: there is no reference, or PEFT trains biases of the base, which cannot be switched off.
+        """
+        if self.reference_denoiser is not None:
+            copied = DiffusionAdapter(self.model)
+            copied._denoiser = self.reference_denoiser
+            yield copied
+            return
+        switched = next((part for part in (self.model, self.policy.denoiser) if isinstance(part, PeftModel)), None)
+        if switched is None:
+            raise ConfigError(
+                "The diffusion policy has neither a PEFT adapter nor a frozen copy, so there is no reference. Pass a "
+                "peft_config, or set beta=0."
+            )
+        with as_reference(switched):
+            yield self
+
+    def recompute(self, enabled: bool) -> AbstractContextManager[None]:
+        """Recomputes each block's activations in the backward pass of what is run inside, in any mode.
+
+        Args:
+            enabled: False changes nothing.
+
+        Returns:
+            A context; only the forward must run inside. A denoiser without repeated blocks counts as one.
+        """
+        return recomputed(_blocks(self._denoiser)) if enabled else nullcontext()
+
+
+def policy_of(model: nn.Module) -> DiffusionPolicy:
+    """Finds the policy inside what a trainer holds.
+
+    Args:
+        model: a `DiffusionPolicy`, or a `PeftModel` around one.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(inner, DiffusionPolicy):
+        raise ConfigError(f"{type(inner).__name__} is no DiffusionPolicy. Wrap the denoiser in one.")
+    return inner
+
+
+def prepare_policy(
+    policy: nn.Module, *, peft_config: Any = None, device: torch.device | str, with_reference: bool
+) -> tuple[nn.Module, nn.Module | None]:
+    """Puts a policy where it is trained, with an adapter and a reference if wanted.
+
+    Args:
+        policy: a `DiffusionPolicy`, or a `PeftModel` around one.
+        peft_config: adds an adapter, which alone is trained; its ``target_modules`` name layers of the denoiser.
+        device: where it is trained.
+        with_reference: whether a reference is needed.
+
+    Returns:
+        The model to train, in eval mode; and a frozen copy of the denoiser, or None where the adapter can be switched
+        off instead or nobody needs one.
+
+    Raises:
+        ConfigError: it is no diffusion policy, it has an adapter already, or no weight can be trained.
+    """
+    inner = policy_of(policy)
+    adapted = isinstance(policy, PeftModel) or isinstance(inner.denoiser, PeftModel)
+    if peft_config is not None and adapted:
+        raise ConfigError("peft_config is given, but the policy has a PEFT adapter already. Leave one of the two out.")
+    model = (policy if peft_config is None else get_peft_model(policy, peft_config)).to(device).eval()
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise ConfigError("The diffusion policy has no trainable weight. Unfreeze the denoiser or pass a peft_config.")
+    if not with_reference or adapted or peft_config is not None:
+        return model, None
+    return model, copy.deepcopy(inner.denoiser).requires_grad_(False).eval()
+
+
+def _joined(first: Condition, second: Condition) -> Condition:
+    elements = None
+    if first.elements is not None and second.elements is not None:
+        elements = torch.cat([first.elements, second.elements])
+    return Condition(
+        torch.cat([first.embedding_MLD, second.embedding_MLD]), torch.cat([first.mask_ML, second.mask_ML]), elements
+    )
+
+
+def _states(trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int], steps: int) -> tuple[Tensor, Tensor]:
+    """Cuts out the states before and after some steps of some rows, (M, ...) each, where the store lies."""
+    flat, starts = trajectory.actions.flat, cast(Tensor, trajectory.starts)
+    after = torch.tensor([row * steps + column for row in rows for column in columns], device=flat.device)
+    before = flat.index_select(0, (after - 1).clamp(min=0))
+    first = [place * len(columns) + where for place in range(len(rows)) for where, at in enumerate(columns) if at == 0]
+    if first:
+        before[torch.tensor(first, device=flat.device)] = starts[torch.tensor(list(rows), device=starts.device)]
+    return before, flat.index_select(0, after)
+
+
+def _blocks(denoiser: nn.Module) -> tuple[nn.Module, ...]:
+    """Gives the repeated blocks of a denoiser; where it has none, itself."""
+    inner = denoiser.get_base_model() if isinstance(denoiser, PeftModel) else denoiser
+    try:
+        return find_blocks(cast(nn.Module, inner))
+    except ConfigError:
+        return (cast(nn.Module, inner),)
+
+
+def _measured(adapter: DiffusionAdapter) -> tuple[UnitBytes, int]:
+    """Runs one pair forward with a graph, and counts what it keeps and the elements of its widest block's input."""
+    kept, inputs, state_bytes = _kept_bytes(adapter, recompute=False)
+    outside, again, _ = _kept_bytes(adapter, recompute=True)
+    blocks = max(1, len(inputs))
+    widest = max(inputs, default=0)
+    width = autocast_bytes(adapter.device) or adapter.dtype.itemsize
+    unit = UnitBytes(
+        kept=kept,
+        recomputed=min(kept, outside + sum(again)),
+        forward=max(2 * widest, kept // blocks),
+        state=state_bytes,
+    )
+    return unit, max(1, widest // width)
+
+
+def _kept_bytes(adapter: DiffusionAdapter, *, recompute: bool) -> tuple[int, list[int], int]:
+    """Counts what autograd saves of one pair besides weights, the bytes of each block's input, and of a state."""
+    policy = adapter.policy
+    weights = {weight.untyped_storage().data_ptr() for weight in (*policy.parameters(), *policy.buffers())}
+    saved: dict[int, int] = {}
+    inputs: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def note(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        tensors = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
+        inputs.append(max((value.nbytes for value in tensors), default=0))
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
+        stack.enter_context(adapter.recompute(recompute))
+        for block in _blocks(adapter._denoiser):
+            stack.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
+        condition = adapter.condition([torch.zeros(policy.condition_shape)])
+        state = torch.zeros(1, *policy.sample_shape, device=adapter.device)
+        means = adapter.step(state, [0], condition)[0]  # its graph holds what is saved, so that no address comes twice
+    return sum(saved.values()), inputs, policy.state_dtype.itemsize * means.numel()
