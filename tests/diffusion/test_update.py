@@ -258,7 +258,7 @@ def peak_of_update(steps, checkpointing=False):
     adapter = DiffusionAdapter(policy, reference_denoiser=copy.deepcopy(policy.denoiser).requires_grad_(False))
     trajectory = lay_down(adapter, draw(adapter, group=1), group=1)
     assert len(trajectory.counted_columns) == steps - 1
-    with SimulatedMemory(exact=False) as memory:
+    with SimulatedMemory() as memory:
         plan = UpdatePlan(micro_batch_tokens=2, checkpointing=checkpointing)
         accumulate(adapter, trajectory, LossSettings(beta=0.1), plan)
         return memory.peak_bytes
