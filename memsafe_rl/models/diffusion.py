@@ -29,6 +29,8 @@ from memsafe_rl.models.language import as_reference
 from memsafe_rl.models.schedulers import DenoisingScheduler, as_scheduler
 from memsafe_rl.types import GaussianDistribution, ModelGeometry, Trajectory, UnitBytes
 
+_APART, _APART_NARROW = 1e-4, 5e-2
+"""How far a denoiser's answers in two batches may lie apart, of their norm, in 32 bits and below."""
 EMBEDDING_CACHE_BYTES = 256 * 2**20
 """Host memory that embedded prompts may take; the least recently used ones are embedded again."""
 
@@ -505,6 +507,32 @@ def policy_of(model: nn.Module) -> DiffusionPolicy:
     if not isinstance(inner, DiffusionPolicy):
         raise ConfigError(f"{type(inner).__name__} is no DiffusionPolicy. Wrap the denoiser in one.")
     return inner
+
+
+def check_denoiser(adapter: DiffusionAdapter) -> None:
+    """Denoises states together and alone, which must come to the same: chains are cut into waves and micro-batches.
+
+    Args:
+        adapter: the policy; random generators are as before afterwards.
+
+    Raises:
+        ConfigError: the denoiser mixes the states of a batch, or gives another answer each time it is asked.
+    """
+    policy, device = adapter.policy, adapter.device
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), host_memory():
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn((3, *policy.sample_shape), generator=generator)
+        embedded = [torch.zeros(1, policy.condition_shape[1])] * len(states)
+    with torch.random.fork_rng(enabled=device.type == "cpu"), torch.no_grad():
+        together, _ = adapter.step(states.to(device), [0] * len(states), adapter.condition(embedded))
+        alone = [adapter.step(one[None].to(device), [0], adapter.condition(embedded[:1]))[0] for one in states]
+        apart = float((torch.cat(alone) - together).norm() / together.norm().clamp(min=torch.finfo().tiny))
+    narrow = autocast_bytes(device) or adapter.dtype.itemsize
+    if apart > (_APART if narrow >= 4 else _APART_NARROW):
+        raise ConfigError(
+            f"The denoiser gives states that it is shown together other answers than alone: {apart:.1e} of their norm. "
+            "It mixes the rows of a batch (batch norm), or draws random numbers in eval mode. Use layers that do not."
+        )
 
 
 def prepare_policy(

@@ -120,6 +120,36 @@ class Prompts:
     ids: tuple[Tensor, ...]
 
 
+class PromptReader(Protocol):
+    """Turns prompts into what a network is conditioned on.
+
+    Attributes:
+        limit: longest prompt, in tokens; None for no limit.
+    """
+
+    limit: int | None
+
+    def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Gives the tokens of prompts, without a limit; their number is what counts.
+
+        Args:
+            prompts: of one kind.
+
+        Returns:
+            Token ids of each.
+        """
+
+    def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:
+        """Reads the prompts of some examples.
+
+        Args:
+            examples: rows of the dataset.
+
+        Returns:
+            The prompts.
+        """
+
+
 class PromptTokenizer:
     """Turns plain or conversational prompts into token ids.
 
@@ -271,7 +301,7 @@ def prompt_of(example: Mapping[str, Any]) -> Any:
 
 
 def usable_prompts(
-    examples: Any, tokenizer: PromptTokenizer, *, limit: int | None, overlong: str, name: str = "train_dataset"
+    examples: Any, tokenizer: PromptReader, *, limit: int | None, overlong: str, name: str = "train_dataset"
 ) -> list[int]:
     """Checks every prompt of a map-style dataset before any weight is loaded.
 

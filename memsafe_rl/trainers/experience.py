@@ -300,9 +300,7 @@ class ExperienceMaker:
         advantages = self._repeat(lambda: self._advantages(samples))
         trajectory = self._repeat(lambda: self._judged(trajectory, advantages))
         trajectory = self._score_later(trajectory, later_rows, external=samples.external)
-        metrics, table = self._repeat(
-            lambda: (self._metrics(samples, advantages), _table(samples, advantages, self._rewards.names))
-        )
+        metrics, table = self._repeat(lambda: (self._metrics(samples, advantages), self._table(samples, advantages)))
         return Experience(
             trajectory=trajectory,
             consumed=consumed,
@@ -385,7 +383,7 @@ class ExperienceMaker:
             group_size=group_size,
             max_new_tokens=self._sampling.max_new_tokens,
             geometry=self._adapter.geometry,
-            scored=self._config.has_reference,
+            scored=self._config.has_reference and not self._adapter.time_separable,
         )
 
     def _draw(
@@ -577,7 +575,7 @@ class ExperienceMaker:
         return self._rewards.begin(
             [copy.deepcopy(prompts.prompts[row // group_size]) for row in mine],
             list(texts),
-            [completion.ids.tolist() for completion in given.completions],
+            self._kind.plain(given.completions),
             columns,
             trainer_state=self._owner.state,
             attempt=lambda unit: attempt(lambda plan: unit(plan.reward_rows)),
@@ -632,15 +630,19 @@ class ExperienceMaker:
         """Lays the samples down as a trajectory, without what rewards say of them."""
         masks = []
         for row, completion in enumerate(samples.completions):
-            mask = torch.ones_like(completion.ids, dtype=torch.uint8) if samples.masks is None else samples.masks[row]
+            mask = completion.mask if samples.masks is None else samples.masks[row]
+            mask = torch.ones(len(completion.ids), dtype=torch.uint8) if mask is None else mask
             cut = self._config.mask_truncated_completions and not completion.finished
             masks.append(torch.zeros_like(mask) if cut else mask)
         rows = len(samples.completions)
-        places: dict[tuple[int, ...], int] = {}
-        condition_of_row = tuple(places.setdefault(tuple(ids.tolist()), len(places)) for ids in samples.conditions)
+        unique: dict[Any, Tensor] = {}
+        for ids in samples.conditions:
+            unique.setdefault(_identity(ids), ids)
+        places = {identity: place for place, identity in enumerate(unique)}
+        starts = [completion.start for completion in samples.completions if completion.start is not None]
         return Trajectory(
-            conditions=Ragged.from_rows([torch.tensor(ids) for ids in places]),
-            condition_of_row=condition_of_row,
+            conditions=Ragged.from_rows(list(unique.values())),
+            condition_of_row=tuple(places[_identity(ids)] for ids in samples.conditions),
             actions=Ragged.from_rows([completion.ids for completion in samples.completions]),
             loss_mask=Ragged.from_rows(masks),
             sampling_logprobs=Ragged.from_rows([completion.logprobs for completion in samples.completions]),
@@ -648,6 +650,7 @@ class ExperienceMaker:
             group_of_row=tuple(row // samples.group_size for row in range(rows)),
             finished=tuple(completion.finished for completion in samples.completions),
             has_old=(False,) * rows,
+            starts=torch.stack(starts) if starts else None,
         )
 
     def _judged(self, trajectory: Trajectory, advantages: AdvantageResult) -> Trajectory:
@@ -666,7 +669,9 @@ class ExperienceMaker:
 
     def _score_everyone(self, trajectory: Trajectory, *, external: bool) -> Trajectory:
         """Adds what no reward changes: reference log-probs, and old ones that correct another sampler."""
-        corrected, referred = self._corrected(external), self._config.has_reference
+        # A denoiser's KL is taken in the update, in closed form, from the means of both networks.
+        referred = self._config.has_reference and not self._adapter.time_separable
+        corrected = self._corrected(external)
         if not (corrected or referred):
             return trajectory
         everyone = list(range(len(trajectory)))
@@ -796,6 +801,23 @@ class ExperienceMaker:
         metrics["frac_reward_zero_std"] = flat.float().mean().item()
         return metrics
 
+    def _table(self, samples: Samples, advantages: AdvantageResult) -> tuple[dict[str, Any], ...]:
+        return tuple(
+            {
+                "prompt": samples.prompts.prompts[row // samples.group_size],
+                "completion": self._kind.told(samples.texts[row]),
+                **samples.extras[row],
+                **{name: samples.rewards_BF[row, column].item() for column, name in enumerate(self._rewards.names)},
+                "advantage": advantages.advantages_B[row].item(),
+            }
+            for row in range(len(samples.completions))
+        )
+
+
+def _identity(ids: Tensor) -> tuple[Any, ...]:
+    """Gives what is equal where prompts are."""
+    return tuple(ids.shape), ids.cpu().numpy().tobytes()
+
 
 def _served_by(engine: RolloutEngine, plan: Any) -> Any:
     """Writes the run's engine and the type of its cache into a plan; refuses a plan that asks for others."""
@@ -839,16 +861,3 @@ def _mean_std(values: Tensor) -> tuple[float, float]:
     if known.numel() == 0:
         return float("nan"), float("nan")
     return known.mean().item(), known.std().item() if known.numel() > 1 else 0.0
-
-
-def _table(samples: Samples, advantages: AdvantageResult, names: Sequence[str]) -> tuple[dict[str, Any], ...]:
-    return tuple(
-        {
-            "prompt": samples.prompts.prompts[row // samples.group_size],
-            "completion": samples.texts[row],
-            **samples.extras[row],
-            **{name: samples.rewards_BF[row, column].item() for column, name in enumerate(names)},
-            "advantage": advantages.advantages_B[row].item(),
-        }
-        for row in range(len(samples.completions))
-    )

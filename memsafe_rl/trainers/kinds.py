@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 
 from memsafe_rl.memory.tracker import MemoryTracker
-from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.choice import LanguageModelAdapter, adapter_for, check_adapter
+from memsafe_rl.models.diffusion import DiffusionPolicy
 from memsafe_rl.models.language import language_model_of
 from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
 from memsafe_rl.rollout.checks import check_settings
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.trainers.config import TrainerConfig
-from memsafe_rl.trainers.data import Prompts, PromptTokenizer
+from memsafe_rl.trainers.data import PromptReader, Prompts
+from memsafe_rl.trainers.denoising import DenoisingKind
 from memsafe_rl.trainers.generation_options import say_what_is_left_out
 from memsafe_rl.trainers.prepare import model_facts, prompt_reader, rollout_engine
 from memsafe_rl.trainers.weights import read_weights, write_weights
@@ -33,7 +35,7 @@ class Kind(Protocol):
     """
 
     processing_class: Any
-    reader: PromptTokenizer
+    reader: PromptReader
 
     def __init__(self, config: TrainerConfig, model: Any, processing_class: Any) -> None:
         """Reads what must be known before any weight is loaded, and refuses what cannot be trained."""
@@ -51,14 +53,14 @@ class Kind(Protocol):
             The model, its reference copy if it needs one.
         """
 
-    def adapt(self, loaded: LoadedModel) -> ModelAdapter:
+    def adapt(self, loaded: LoadedModel) -> Any:
         """Wraps a loaded model for the loops.
 
         Args:
             loaded: from `load`.
 
         Returns:
-            The adapter, not checked yet.
+            The adapter, a `ScoringAdapter` with what the engine of this kind needs besides, not checked yet.
         """
 
     def check(self, adapter: Any) -> None:
@@ -100,6 +102,33 @@ class Kind(Protocol):
             One entry a sample.
         """
 
+    def plain(self, completions: Sequence[Completion]) -> list[Any]:
+        """Gives samples as reward functions get them by the name ``completion_ids``.
+
+        Args:
+            completions: the samples.
+
+        Returns:
+            One entry a sample.
+        """
+
+    def told(self, shown: Any) -> Any:
+        """Gives a sample as tables and files can hold it.
+
+        Args:
+            shown: an entry of `shown`.
+
+        Returns:
+            Text, messages or numbers.
+        """
+
+    def facts(self) -> dict[str, str]:
+        """Says what the start banner says of samples.
+
+        Returns:
+            Sentences by name.
+        """
+
     def save(self, model: Any, folder: Path) -> None:
         """Writes the trained weights in the form that users load.
 
@@ -139,7 +168,7 @@ class LanguageKind:
             trust_remote_code=config.trust_remote_code,
             **({"revision": revision} if revision else {}),
         )
-        self.reader = prompt_reader(config, self.processing_class, facts)
+        self.reader: PromptReader = prompt_reader(config, self.processing_class, facts)
 
     def load(self, model: Any, device: torch.device, *, quantization_config: Any, peft_config: Any) -> LoadedModel:
         """Loads a model by name, or prepares a given one; see `Kind.load`."""
@@ -183,6 +212,18 @@ class LanguageKind:
             return list(texts)
         return [[{"role": "assistant", "content": text}] for text in texts]
 
+    def plain(self, completions: Sequence[Completion]) -> list[Any]:
+        """Gives token ids."""
+        return [completion.ids.tolist() for completion in completions]
+
+    def told(self, shown: Any) -> Any:
+        """Gives texts and messages as they are."""
+        return shown
+
+    def facts(self) -> dict[str, str]:
+        """Says how long completions can become, for the start banner."""
+        return {"completion length": f"at most {self._config.max_completion_length} tokens"}
+
     def save(self, model: Any, folder: Path) -> None:
         """Writes weights, or an adapter's, and the tokenizer."""
         write_weights(model, self.processing_class, folder)
@@ -192,7 +233,7 @@ class LanguageKind:
         read_weights(model, folder)
 
 
-def kind_of(model: Any) -> type[Kind]:  # noqa: ARG001
+def kind_of(model: Any) -> type[Kind]:
     """Gives the kind of a model.
 
     Args:
@@ -201,4 +242,5 @@ def kind_of(model: Any) -> type[Kind]:  # noqa: ARG001
     Returns:
         The class, to be called with configuration, model and ``processing_class``.
     """
-    return LanguageKind
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    return DenoisingKind if isinstance(inner, DiffusionPolicy) else LanguageKind

@@ -239,7 +239,7 @@ class PolicyTrainer(OnPolicyTrainer):
             "effective batch": f"{self.args.step_rows} completions an optimizer step",
             "group size": f"{self.args.num_generations} completions a prompt",
             "generations": f"{self.args.rollout_rows} a rollout, learnt from {self.args.num_iterations} time(s)",
-            "completion length": f"at most {self.args.max_completion_length} tokens",
+            **self._kind.facts(),
             "adapter": adapters or "none, all weights are trained",
             "weights": f"{format_bytes(geometry.parameter_bytes)}, trained {format_bytes(geometry.trainable_bytes)}",
             "device": str(self.accelerator.device),

@@ -23,6 +23,7 @@ from memsafe_rl.rollout.engines.vllm import VLLMEngine, VLLMSettings
 from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.data import (
     IndexedPrompts,
+    PromptReader,
     PromptSource,
     PromptTokenizer,
     StreamedPrompts,
@@ -134,9 +135,7 @@ def text_dataset(config: TrainerConfig, dataset: Any, name: str) -> Dataset | It
     return checked.select_columns(["prompt"]) if drops else checked
 
 
-def training_prompts(
-    config: TrainerConfig, dataset: Dataset | IterableDataset, reader: PromptTokenizer
-) -> PromptSource:
+def training_prompts(config: TrainerConfig, dataset: Dataset | IterableDataset, reader: PromptReader) -> PromptSource:
     """Checks the prompts of the training set and makes them readable by position.
 
     Args:
@@ -167,7 +166,7 @@ def training_prompts(
     )
 
 
-def evaluation_prompts(config: TrainerConfig, dataset: Any, reader: PromptTokenizer, rewards: RewardRunner) -> Any:
+def evaluation_prompts(config: TrainerConfig, dataset: Any, reader: PromptReader, rewards: RewardRunner) -> Any:
     """Checks every evaluation set, and leaves out what is filtered.
 
     Args:

@@ -8,26 +8,33 @@ from typing import Any
 import torch
 from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 from safetensors import SafetensorError
+from safetensors.torch import load_model, save_model
+from transformers import PreTrainedModel
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.failures import is_out_of_memory
 
 _ADAPTER = "default"
+_PLAIN = "model.safetensors"
 
 
 def write_weights(model: Any, tokenizer: Any, folder: Path) -> None:
     """Writes a model (its adapter only, when it has one) and its tokenizer.
 
     Args:
-        model: a transformers model or a `PeftModel`.
-        tokenizer: saved beside it.
+        model: a transformers model, a `PeftModel`, or any other module.
+        tokenizer: saved beside it; None for none.
         folder: made if missing.
     """
     if isinstance(model, PeftModel):
         model.save_pretrained(folder, selected_adapters=[model.active_adapter])
-    else:
+    elif isinstance(model, PreTrainedModel):
         model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(model, str(folder / _PLAIN))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def read_weights(model: Any, folder: Path) -> None:
@@ -41,7 +48,12 @@ def read_weights(model: Any, folder: Path) -> None:
         ConfigError: the folder holds the weights of another model or adapter, or is damaged.
     """
     try:
-        _read_adapter(model, folder) if isinstance(model, PeftModel) else _read_model(model, folder)
+        if isinstance(model, PeftModel):
+            _read_adapter(model, folder)
+        elif isinstance(model, PreTrainedModel):
+            _read_model(model, folder)
+        else:
+            load_model(model, folder / _PLAIN)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise

@@ -1,0 +1,162 @@
+"""Denoisers, as a trainer knows them: prompts that are embedded, chains that are drawn, samples that are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.tracker import MemoryTracker
+from memsafe_rl.models.diffusion import DiffusionAdapter, DiffusionPolicy, check_denoiser, policy_of, prepare_policy
+from memsafe_rl.models.loading import LoadedModel
+from memsafe_rl.rollout.engines.denoising import DenoisingEngine
+from memsafe_rl.trainers.config import TrainerConfig
+from memsafe_rl.trainers.data import PromptReader, Prompts, prompt_of
+from memsafe_rl.trainers.update import check_separable
+from memsafe_rl.trainers.weights import read_weights, write_weights
+from memsafe_rl.types import Completion, SamplingSettings
+
+_FOR_TOKENS: Mapping[str, Any] = {
+    "use_vllm": False,
+    "use_transformers_continuous_batching": False,
+    "caches_in_8_bits": False,
+    "partial_rollout_tokens": None,
+    "mask_truncated_completions": False,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "generation_kwargs": None,
+    "max_prompt_length": None,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "top_entropy_quantile": 1.0,
+    "verify_plan": False,
+    "probe_worst_case": False,
+}
+"""Settings that only rows of tokens have a use for, and their values when nobody asks for them."""
+
+
+class ConditionReader:
+    """Turns prompts into what a denoiser is conditioned on.
+
+    Args:
+        policy: embeds them.
+    """
+
+    limit: int | None = None
+
+    def __init__(self, policy: DiffusionPolicy) -> None:
+        self._policy = policy
+
+    def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Counts no tokens: prompts are embedded when their rollout comes, one vector each at least.
+
+        Args:
+            prompts: of any kind.
+
+        Returns:
+            One number for each.
+        """
+        return [[0]] * len(prompts)
+
+    def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:
+        """Embeds the prompts of some examples.
+
+        Args:
+            examples: rows of the dataset.
+
+        Returns:
+            The prompts, with (L, D) float32 each.
+        """
+        prompts = tuple(prompt_of(example) for example in examples)
+        return Prompts(tuple(examples), prompts, tuple(self._policy.embed(prompts)))
+
+
+class DenoisingKind:
+    """Diffusion and flow policies: a denoiser with a scheduler.
+
+    Args:
+        config: the run's configuration; its ``max_completion_length`` becomes the steps of a chain.
+        model: a `DiffusionPolicy`, or a `PeftModel` around one.
+        processing_class: must be None.
+
+    Raises:
+        ConfigError: a setting is for tokens alone, or the loss needs whole rows.
+    """
+
+    processing_class: Any = None
+
+    def __init__(self, config: TrainerConfig, model: Any, processing_class: Any) -> None:
+        if processing_class is not None:
+            raise ConfigError(
+                f"processing_class is a {type(processing_class).__name__}, but a DiffusionPolicy embeds its prompts by "
+                "itself. Leave it out, and pass embed=... to the policy."
+            )
+        for name, plain in _FOR_TOKENS.items():
+            if getattr(config, name) != plain:
+                raise ConfigError(
+                    f"{name} is {getattr(config, name)!r}, which is for models that draw tokens; a DiffusionPolicy "
+                    f"draws states. Leave it out (or set it to {plain!r})."
+                )
+        self._config, self._policy = config, policy_of(model)
+        config.max_completion_length = self._policy.num_inference_steps
+        check_separable(config.loss_settings())
+        self.reader: PromptReader = ConditionReader(self._policy)
+
+    def load(self, model: Any, device: torch.device, *, quantization_config: Any, peft_config: Any) -> LoadedModel:
+        """Puts the policy where it is trained; see `Kind.load`."""
+        if quantization_config is not None:
+            raise ConfigError("quantization_config is for models loaded by name. Quantise the denoiser yourself.")
+        trained, reference = prepare_policy(
+            model, peft_config=peft_config, device=device, with_reference=self._config.has_reference
+        )
+        return LoadedModel(trained, reference, 0.0)
+
+    def adapt(self, loaded: LoadedModel) -> DiffusionAdapter:
+        """Wraps the policy; see `Kind.adapt`."""
+        return DiffusionAdapter(loaded.model, reference_denoiser=loaded.reference_model)
+
+    def check(self, adapter: DiffusionAdapter) -> None:
+        """Compares states that are denoised together with the same ones alone; see `Kind.check`."""
+        check_denoiser(adapter)
+
+    def sampling_settings(self, adapter: DiffusionAdapter) -> SamplingSettings:
+        """Gives the steps of a chain; how they are drawn, the policy says."""
+        return SamplingSettings(adapter.policy.num_inference_steps, ())
+
+    def engine(self, adapter: DiffusionAdapter, tracker: MemoryTracker) -> DenoisingEngine:  # noqa: ARG002
+        """Gives the engine that draws chains; see `Kind.engine`."""
+        return DenoisingEngine(adapter)
+
+    def shown(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:  # noqa: ARG002
+        """Gives what the policy's ``decode`` makes of the last states."""
+        return [self._policy.decode(completion.ids[-1]) for completion in completions]
+
+    def plain(self, completions: Sequence[Completion]) -> list[Any]:
+        """Gives the last states, float32."""
+        return [completion.ids[-1].float() for completion in completions]
+
+    def told(self, shown: Any) -> Any:
+        """Gives a sample's shape and spread, for tables; what is no tensor stays as it is."""
+        if not isinstance(shown, Tensor):
+            return shown
+        return f"{tuple(shown.shape)}, mean {shown.float().mean():.3g}, std {shown.float().std():.3g}"
+
+    def save(self, model: Any, folder: Path) -> None:
+        """Writes the denoiser's weights, or its adapter's."""
+        write_weights(model, None, folder)
+
+    def restore(self, model: Any, folder: Path) -> None:
+        """Reads them back; see `Kind.restore`."""
+        read_weights(model, folder)
+
+    def facts(self) -> dict[str, str]:
+        """Says how chains are drawn, for the start banner."""
+        steps = sum(std > 0 for std in self._policy.stds)
+        return {"chains": f"{self._policy.num_inference_steps} denoising steps, {steps} of them with noise"}
