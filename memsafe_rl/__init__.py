@@ -1,4 +1,4 @@
-"""Train language models with GRPO inside a memory budget, without changing what is learnt."""
+"""Train language models with GRPO and PPO inside a memory budget, without changing what is learnt."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from memsafe_rl.trainers.config import GRPOConfig
     from memsafe_rl.trainers.forecast_memory import forecast_memory
     from memsafe_rl.trainers.grpo import GRPOTrainer
+    from memsafe_rl.trainers.ppo import PPOTrainer
+    from memsafe_rl.trainers.ppo_config import PPOConfig
     from memsafe_rl.types import RolloutPlan, UpdatePlan
 
 __version__ = "0.1.0.dev0"
@@ -29,6 +31,8 @@ _HOMES = {
     "MemoryBudgetError": "memsafe_rl.errors",
     "MemoryPolicy": "memsafe_rl.memory.policies",
     "MemsafeError": "memsafe_rl.errors",
+    "PPOConfig": "memsafe_rl.trainers.ppo_config",
+    "PPOTrainer": "memsafe_rl.trainers.ppo",
     "RolloutPlan": "memsafe_rl.types",
     "SimulatedMemory": "memsafe_rl.memory.simulated",
     "UpdatePlan": "memsafe_rl.types",
@@ -47,6 +51,8 @@ __all__ = [
     "MemoryBudgetError",
     "MemoryPolicy",
     "MemsafeError",
+    "PPOConfig",
+    "PPOTrainer",
     "RolloutPlan",
     "SimulatedMemory",
     "UpdatePlan",

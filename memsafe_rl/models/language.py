@@ -188,7 +188,7 @@ class LanguageAdapter(ABC):
     def geometry(self) -> ModelGeometry:
         """Sizes from which bytes are counted; a reference copy's weights are part of ``parameter_bytes``.
 
-        Read once, for it walks every module: whoever freezes weights later makes a new adapter.
+        Read once, for it walks every module: whoever adds or freezes weights later calls `reread`.
         """
         key = self.slot_bytes, autocast_bytes(self.device), self.joins, self.in_8_bits
         if key not in self._geometries:
@@ -197,6 +197,10 @@ class LanguageAdapter(ABC):
             geometry = replace(geometry, shares_prompts=self.joins)
             self._geometries[key] = self._rounded_cache(geometry) if self.in_8_bits else geometry
         return self._geometries[key]
+
+    def reread(self) -> None:
+        """Forgets the sizes read so far, after weights were added or frozen."""
+        self._geometries.clear()
 
     @torch.no_grad()
     def select(self, state: DecodeState, rows: Sequence[int]) -> DecodeState:

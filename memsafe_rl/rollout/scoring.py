@@ -7,9 +7,9 @@ Axes: ``B`` rows, ``T`` completion tokens or denoising steps, ``M`` those of sev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,10 @@ from memsafe_rl.types import (
     TokenScores,
     Trajectory,
     UpdateWork,
+    ValueHead,
 )
+
+Found = TypeVar("Found")
 
 
 class RowScores(NamedTuple):
@@ -40,10 +43,12 @@ class RowScores(NamedTuple):
     Args:
         logprobs: (T,), nats; 0 in columns that were not wanted.
         entropies: (T,), nats; likewise; None unless wanted.
+        values: (T,), a critic's; None unless wanted.
     """
 
     logprobs: Tensor
     entropies: Tensor | None
+    values: Tensor | None = None
 
 
 def score_rows(
@@ -57,6 +62,7 @@ def score_rows(
     with_entropy: bool = False,
     with_kl: bool = False,
     packed: bool = False,
+    value_head: ValueHead | None = None,
 ) -> TokenScores:
     """Scores the actions of some rows in one forward; carries a graph if gradients are enabled.
 
@@ -74,9 +80,10 @@ def score_rows(
         with_kl: whether the KL to the reference is wanted in closed form, which only a denoiser has; its reference is
             run first, without gradient.
         packed: whether rows lie behind one copy of each of their prompts; only where the network can.
+        value_head: gives values of the same hidden states; None for no values.
 
     Returns:
-        Log-probs, entropies and KL, padded with 0 to the longest of these rows.
+        Log-probs, entropies, KL and values, padded with 0 to the longest of these rows.
     """
     means = _reference_means(adapter, trajectory, rows, columns) if with_kl else None
     distribution = adapter.distribution(trajectory, rows, columns, packed=packed)
@@ -85,8 +92,28 @@ def score_rows(
     logprobs_M, entropies_M = _logprobs(distribution, temperature, tile, with_entropy)
     kl_M = gaussian_kl(distribution) if means is not None and isinstance(distribution, GaussianDistribution) else None
     lengths = distribution.lengths
-    rest = (None if values_M is None else pad_rows(values_M, lengths, 0.0) for values_M in (entropies_M, kl_M))
+    values_M = None if value_head is None else _values(distribution, value_head)
+    rest = (None if each_M is None else pad_rows(each_M, lengths, 0.0) for each_M in (entropies_M, kl_M, values_M))
     return TokenScores(pad_rows(logprobs_M, lengths, 0.0), *rest)
+
+
+def value_rows(
+    network: ScoringAdapter, trajectory: Trajectory, rows: Sequence[int], value_head: ValueHead, *, packed: bool = False
+) -> Tensor:
+    """Gives a critic's values of some rows' actions in one forward; carries a graph if gradients are enabled.
+
+    Args:
+        network: the critic's.
+        trajectory: the store.
+        rows: indices of the rows wanted.
+        value_head: maps hidden states to values.
+        packed: whether rows lie behind one copy of each of their prompts; only where the network can.
+
+    Returns:
+        (B, T), padded with 0 to the longest of these rows.
+    """
+    distribution = network.distribution(trajectory, rows, packed=packed)
+    return pad_rows(_values(distribution, value_head), distribution.lengths, 0.0)
 
 
 def score_all(
@@ -98,6 +125,7 @@ def score_all(
     attempt: Attempt[RolloutPlan],
     tile: int,
     with_entropy: bool = False,
+    value_head: ValueHead | None = None,
 ) -> list[RowScores]:
     """Scores the actions of any number of rows without gradient, in eval mode, a slice at a time.
 
@@ -116,6 +144,7 @@ def score_all(
         tile: completion tokens whose logits exist at the same time; never more than ``score_tokens``, so that a plan
             can go on shrinking when a row is alone.
         with_entropy: whether entropies are wanted.
+        value_head: gives values of the same hidden states; None for no values, and only for tokens.
 
     Returns:
         Scores of each row's own actions, on the host, in the order of ``rows``.
@@ -123,22 +152,40 @@ def score_all(
     if adapter.time_separable:
         with torch.no_grad(), eval_mode(adapter.model):
             return _score_columns(adapter, trajectory, rows, attempt, with_entropy)
-    packed = packing_saves(update_work(adapter, trajectory, rows))
-    scores: dict[int, RowScores] = {}
-    waiting = list(range(len(rows)))
 
-    def score_next(plan: RolloutPlan) -> dict[int, RowScores]:
-        work = update_work(adapter, trajectory, [rows[place] for place in waiting])
-        places = [waiting[index] for index in cut_work(work, plan.score_tokens, packed=packed)[0]]
-        chosen, least = [rows[place] for place in places], min(tile, plan.score_tokens)
-        found = _score_slice(adapter, trajectory, chosen, temperature, least, with_entropy, packed)
-        return dict(zip(places, found, strict=True))
+    def score(chosen: Sequence[int], plan: RolloutPlan, packed: bool) -> list[RowScores]:
+        least = min(tile, plan.score_tokens)
+        return _score_slice(adapter, trajectory, chosen, temperature, least, with_entropy, packed, value_head)
 
-    with torch.no_grad(), eval_mode(adapter.model):
-        while waiting:
-            scores |= attempt(score_next)
-            waiting = [place for place in waiting if place not in scores]
-    return [scores[place] for place in range(len(rows))]
+    return _in_slices(adapter, trajectory, rows, attempt, score)
+
+
+def value_all(
+    network: ScoringAdapter,
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    value_head: ValueHead,
+    *,
+    attempt: Attempt[RolloutPlan],
+) -> list[Tensor]:
+    """Gives a critic's values of any number of rows without gradient, in eval mode, a slice at a time.
+
+    Args:
+        network: the critic's.
+        trajectory: the store.
+        rows: indices of the rows wanted.
+        value_head: maps hidden states to values.
+        attempt: runs a slice under the plan in force, as in `score_all`.
+
+    Returns:
+        Per row (T,), on the host, in the order of ``rows``.
+    """
+
+    def value(chosen: Sequence[int], plan: RolloutPlan, packed: bool) -> list[Tensor]:  # noqa: ARG001
+        distribution = network.distribution(trajectory, chosen, packed=packed)
+        return list(torch.split(_values(distribution, value_head).cpu(), list(distribution.lengths)))
+
+    return _in_slices(network, trajectory, rows, attempt, value)
 
 
 def row_lengths(trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
@@ -171,6 +218,37 @@ def update_work(
         geometry=adapter.geometry,
         prompts=tuple(trajectory.condition_of_row[row] for row in rows) if shares else (),
     )
+
+
+def _in_slices(
+    adapter: ScoringAdapter,
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    attempt: Attempt[RolloutPlan],
+    run: Callable[[Sequence[int], RolloutPlan, bool], list[Found]],
+) -> list[Found]:
+    """Runs rows without gradient, in eval mode, a slice at a time; ``run`` takes rows, plan and whether to pack."""
+    packed = packing_saves(update_work(adapter, trajectory, rows))
+    found: dict[int, Found] = {}
+    waiting = list(range(len(rows)))
+
+    def run_next(plan: RolloutPlan) -> dict[int, Found]:
+        work = update_work(adapter, trajectory, [rows[place] for place in waiting])
+        places = [waiting[index] for index in cut_work(work, plan.score_tokens, packed=packed)[0]]
+        return dict(zip(places, run([rows[place] for place in places], plan, packed), strict=True))
+
+    with torch.no_grad(), eval_mode(adapter.model):
+        while waiting:
+            found |= attempt(run_next)
+            waiting = [place for place in waiting if place not in found]
+    return [found[place] for place in range(len(rows))]
+
+
+def _values(distribution: Distribution, value_head: ValueHead) -> Tensor:
+    """Gives values (M,) of the hidden states from which actions are drawn."""
+    if isinstance(distribution, GaussianDistribution):
+        raise ConfigError("A critic reads hidden states, and a denoiser shows none. Train it with GRPOTrainer.")
+    return value_head(distribution.hidden_MD)
 
 
 def _score_columns(
@@ -245,11 +323,14 @@ def _score_slice(
     tile: int,
     with_entropy: bool,
     packed: bool,
+    value_head: ValueHead | None,
 ) -> list[RowScores]:
     """Scores one slice; a function of its own, so that its hidden states are gone before the next slice's forward."""
     distribution = adapter.distribution(trajectory, rows, packed=packed)
     logprobs_M, entropies_M = _logprobs(distribution, temperature, tile, with_entropy)
     lengths = list(distribution.lengths)
     logprobs = torch.split(logprobs_M.cpu(), lengths)
-    entropies = [None] * len(lengths) if entropies_M is None else torch.split(entropies_M.cpu(), lengths)
-    return [RowScores(*pair) for pair in zip(logprobs, entropies, strict=True)]
+    nothing = [None] * len(lengths)
+    entropies = nothing if entropies_M is None else torch.split(entropies_M.cpu(), lengths)
+    values = nothing if value_head is None else torch.split(_values(distribution, value_head).cpu(), lengths)
+    return [RowScores(*parts) for parts in zip(logprobs, entropies, values, strict=True)]

@@ -41,6 +41,7 @@ from memsafe_rl.summary import run_figures
 from memsafe_rl.trainers.alarms import AlarmWatch
 from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.continuity import check_same_run, run_facts
+from memsafe_rl.trainers.credit import CriticCredit
 from memsafe_rl.trainers.data import PromptSource
 from memsafe_rl.trainers.experience import Experience, ExperienceMaker
 from memsafe_rl.trainers.lossy import Concession, concede, next_concession
@@ -87,6 +88,7 @@ class OnPolicyTrainer(TrainerSurface):
     processing_class: Any
     adapter: ModelAdapter
     memory_policy: MemoryPolicy
+    credit: CriticCredit | None
     history: list[dict[str, float]]
 
     def _assemble(
@@ -165,8 +167,13 @@ class OnPolicyTrainer(TrainerSurface):
             self._committer.park()
 
     def _weights(self) -> list[Tensor]:
-        """Gives the weights of the model, and of a reference beside it."""
-        return list(weights_of(*(model for model in (self.model, self._reference_model) if model is not None)))
+        """Gives the weights of the model, and of a reference and a critic beside it."""
+        critic = None if self.credit is None else self.credit.critic.beside
+        return list(weights_of(*(model for model in (self.model, self._reference_model, critic) if model is not None)))
+
+    def _trained(self) -> Any:
+        """Gives the module of all that is trained."""
+        return self.model if self.credit is None else self.credit.trained(self.model)
 
     def _long_lived(self) -> list[Tensor]:
         """Gives the tensors that may outlive a step."""
@@ -352,14 +359,16 @@ class OnPolicyTrainer(TrainerSurface):
         tokens = sum(counts[row] for row in rows)
         kept = tokens if masks is None else sum(sum(masks[row].tolist()) for row in rows)
         counted = sum(trajectory.group_of_row[row] >= 0 for row in rows)
+        settings = self.args.loss_settings()
         return StepTerms(
-            settings=self.args.loss_settings(),
+            settings=settings if self.credit is None else self.credit.steered(settings),
             denominators=Denominators(rows=counted, tokens=tokens, entropy_tokens=kept),
             temperature=self.args.temperature,
             with_entropy=True,
             entropy_coef=self._entropy_coef(),
             entropy_masks=masks,
             sampler_is_external=experience.external,
+            values=None if self.credit is None else self.credit.value_terms(),
         )
 
     def _plan_update(self, trajectory: Trajectory, mine: Sequence[int]) -> None:
@@ -370,7 +379,8 @@ class OnPolicyTrainer(TrainerSurface):
         check_packing(plan, work)
 
     def _work(self, trajectory: Trajectory, mine: Sequence[int]) -> UpdateWork:
-        return update_work(self.adapter, trajectory, mine, packable=self._packable)
+        work = update_work(self.adapter, trajectory, mine, packable=self._packable)
+        return work if self.credit is None else self.credit.planned(work)
 
     def _gradient(
         self, experience: Experience, mine: Sequence[int], terms: StepTerms
@@ -528,6 +538,8 @@ class OnPolicyTrainer(TrainerSurface):
             steps=self.args.updates_per_epoch, epochs=self.args.num_iterations, consumed=consumed, stop=bool(stop)
         )
         if self._cursor.rollout != before.rollout:
+            if self.credit is not None and self._experience is not None:
+                self.credit.leave_rollout(self._experience.metrics)
             self._waiting = () if self._experience is None else self._experience.waiting
             self._experience = None
         self.state.global_step += 1
@@ -687,11 +699,11 @@ class OnPolicyTrainer(TrainerSurface):
     def _make_optimizer(self, max_steps: int) -> None:
         """Makes optimizer, schedule and loss scale, and the optimizer's state before anything else wants its bytes."""
         optimizer, scheduler = self._given_optimizers
-        optimizer = optimizer or self._recovery.repeat(lambda: build_optimizer(self.model, self.args))
+        optimizer = optimizer or self._recovery.repeat(lambda: build_optimizer(self._trained(), self.args))
         scheduler = scheduler or build_scheduler(optimizer, self.args, max_steps)
         scaler = torch.amp.GradScaler(self.adapter.device.type) if self.args.fp16 else None
         self._committer = Committer(
-            self.model, optimizer, scheduler, max_grad_norm=self.args.max_grad_norm, scaler=scaler
+            self._trained(), optimizer, scheduler, max_grad_norm=self.args.max_grad_norm, scaler=scaler
         )
         self._committer.drop_gradients()
         with self._tracker.phase(Phase.OPTIMIZER):
@@ -706,6 +718,8 @@ class OnPolicyTrainer(TrainerSurface):
         self.history = []
         self._cursor, self._experience, self._waiting, self._table = Cursor(), None, (), ()
         self._entropy = EntropyControl(self.args.entropy_coef)
+        if self.credit is not None:
+            self.credit.kl_scale = 1.0
         self._alarms = AlarmWatch(self.args.alarm_rules)
         self._pending.clear()
 
@@ -781,6 +795,7 @@ class OnPolicyTrainer(TrainerSurface):
         loop = {
             "cursor": asdict(self._cursor),
             "entropy": list(self._entropy),
+            "kl_scale": 1.0 if self.credit is None else self.credit.kl_scale,
             "memory": self._tracker.state_dict(),
             "alarms": self._alarms.state_dict(),
             "history": self.history,
@@ -838,6 +853,8 @@ class OnPolicyTrainer(TrainerSurface):
         self.history = list(loop["history"])
         self._cursor = Cursor(**loop["cursor"])
         self._entropy = EntropyControl(*loop["entropy"])
+        if self.credit is not None:
+            self.credit.kl_scale = loop["kl_scale"]
         self._tracker.load_state_dict(loop["memory"])
         if "alarms" in loop:  # checkpoints of before there were any
             self._alarms.load_state_dict(loop["alarms"])

@@ -135,6 +135,14 @@ RANGES: dict[str, Range] = {
     "reward_timeout_seconds": Range(0, open_low=True, none="no limit"),
     "partial_rollout_tokens": _AT_LEAST_ONE,
     "reward_retries": _NOT_NEGATIVE,
+    "gamma": _SHARE,
+    "gae_lambda": _SHARE,
+    "vf_coef": _NOT_NEGATIVE,
+    "vf_clip": _POSITIVE,
+    "kl_coef": _NOT_NEGATIVE,
+    "kl_target": _POSITIVE,
+    "kl_horizon": _POSITIVE,
+    "missing_eos_penalty": _NOT_NEGATIVE,
 }
 """The numbers that make sense; a setting that is None is not looked at."""
 
@@ -144,6 +152,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "advantage_estimator": ("group", "rloo", "dr_grpo", "reinforce++", "reinforce++-baseline"),
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "kl_estimator": ("k1", "k3"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "reward_timeout_result": ("error", "none"),
     "overlong_prompts": ("error", "filter", "truncate"),

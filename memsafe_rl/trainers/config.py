@@ -92,8 +92,15 @@ def _settings(cls: Any) -> list[Field[Any]]:
     return [setting for setting in fields(cls) if setting.name not in REFUSED]
 
 
-def _named(cls: _Config) -> _Config:
-    """Makes a configuration class refuse names that it does not know, and describes its fields in its docstring."""
+def named(cls: _Config) -> _Config:
+    """Makes a configuration class refuse names that it does not know, and describes its fields in its docstring.
+
+    Args:
+        cls: a dataclass.
+
+    Returns:
+        The same class.
+    """
     generated = cls.__init__  # type: ignore[misc]
     known = {setting.name for setting in _settings(cls)}
 
@@ -719,7 +726,7 @@ def _is_multiple(whole: float, part: float) -> bool:
     return round(quotient) >= 1 and math.isclose(quotient, round(quotient), rel_tol=1e-9)
 
 
-@_named
+@named
 @dataclass
 class GRPOConfig(RefusedFields, TrainerConfig, GRPOFields):
     """Settings of `GRPOTrainer`, under TRL 1.16's names, with its defaults and meanings.

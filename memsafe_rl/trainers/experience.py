@@ -27,8 +27,9 @@ from memsafe_rl.rewards.base import PendingScores, RewardRunner
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.engines.native import NativeEngine
 from memsafe_rl.rollout.generation import generate
-from memsafe_rl.rollout.scoring import score_all, update_work
+from memsafe_rl.rollout.scoring import score_all, update_work, value_all
 from memsafe_rl.trainers.config import TrainerConfig
+from memsafe_rl.trainers.credit import CriticCredit
 from memsafe_rl.trainers.data import Prompts, PromptSource
 from memsafe_rl.trainers.given import GivenRollout, RolloutFunction, read_rollout
 from memsafe_rl.trainers.kinds import Kind
@@ -47,6 +48,7 @@ from memsafe_rl.types import (
     SequenceKey,
     Trajectory,
     UpdateWork,
+    ValueHead,
 )
 
 logger = logging.getLogger(__name__)
@@ -186,6 +188,7 @@ class ExperienceMaker:
         autocast: context of every forward pass.
         rollout_func: draws completions in place of the library; None for the library's own engine.
         owner: passed to `rollout_func` as its trainer.
+        credit: judges single actions by a critic; None where a row's advantage is that of all its actions.
     """
 
     def __init__(
@@ -203,6 +206,7 @@ class ExperienceMaker:
         autocast: Callable[[], AbstractContextManager[object]],
         rollout_func: RolloutFunction | None,
         owner: Any,
+        credit: CriticCredit | None = None,
     ) -> None:
         self._config = config
         self._adapter = adapter
@@ -218,6 +222,7 @@ class ExperienceMaker:
         self._autocast = autocast
         self._rollout_func = rollout_func
         self._owner = owner
+        self._credit = credit
         engine.check(sampling)
 
     def limit(self, max_new_tokens: int) -> None:
@@ -294,18 +299,20 @@ class ExperienceMaker:
         overlapping = self._config.overlap_async_rewards and not self._config.dynamic_sampling
         if not overlapping:
             samples, consumed = self._refill(self._rewarded(samples, answers), source, rollout, position)
-        trajectory = self._scored_unrewarded(samples, answers)
+        trajectory = self._scored_unrewarded(samples, answers, later_rows)
         if overlapping:
             samples = self._rewarded(samples, answers)
         advantages = self._repeat(lambda: self._advantages(samples))
         trajectory = self._repeat(lambda: self._judged(trajectory, advantages))
+        trajectory, judgement = self._repeat(lambda: self._credited(trajectory, advantages))
+        advantages = replace(advantages, advantages_B=trajectory.advantages)
         trajectory = self._score_later(trajectory, later_rows, external=samples.external)
         metrics, table = self._repeat(lambda: (self._metrics(samples, advantages), self._table(samples, advantages)))
         return Experience(
             trajectory=trajectory,
             consumed=consumed,
             external=samples.external or any(samples.stale),
-            metrics={**metrics, **partly},
+            metrics={**metrics, **partly, **judgement},
             table=table,
             waiting=left,
         )
@@ -615,12 +622,12 @@ class ExperienceMaker:
             **self._config.advantage_settings(),
         )
 
-    def _scored_unrewarded(self, samples: Samples, answers: Answers) -> Trajectory:
+    def _scored_unrewarded(self, samples: Samples, answers: Answers, later_rows: Sequence[int]) -> Trajectory:
         """Lays the samples down and scores what all of them need, while reward functions may still be under way."""
         try:
             with charge(Component.TRAJECTORY):
                 trajectory = self._repeat(lambda: self._laid_down(samples))
-            trajectory = self._score_everyone(trajectory, external=samples.external)
+            trajectory = self._score_everyone(trajectory, later_rows, external=samples.external)
             return self._score_stale(trajectory, samples)
         except BaseException:
             answers.pending.cancel()
@@ -667,22 +674,75 @@ class ExperienceMaker:
         groups = tuple(-1 if unscored[row] else group for row, group in enumerate(trajectory.group_of_row))
         return replace(trajectory, advantages=advantages.advantages_B, loss_mask=loss_mask, group_of_row=groups)
 
-    def _score_everyone(self, trajectory: Trajectory, *, external: bool) -> Trajectory:
-        """Adds what no reward changes: reference log-probs, and old ones that correct another sampler."""
+    def _credited(self, trajectory: Trajectory, advantages: AdvantageResult) -> tuple[Trajectory, dict[str, float]]:
+        """Adds what a critic makes of the rewards, and says what is logged of it."""
+        return (trajectory, {}) if self._credit is None else self._credit.assign(trajectory, advantages.rewards_B)
+
+    def _score_everyone(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
+        """Adds what no reward changes: reference log-probs, values, and old log-probs that correct another sampler."""
         # A denoiser's KL is taken in the update, in closed form, from the means of both networks.
         referred = self._config.has_reference and not self._adapter.time_separable
         corrected = self._corrected(external)
-        if not (corrected or referred):
+        if not (corrected or referred or self._credit is not None):
             return trajectory
         everyone = list(range(len(trajectory)))
         with self._tracker.phase(Phase.SCORE):
             if referred:
                 with self._adapter.reference() as reference:
                     trajectory = replace(trajectory, ref_logprobs=self._scored(reference, trajectory, everyone))
+            if self._credit is not None:
+                trajectory = self._valued(trajectory, later_rows, self._credit)
             if corrected:
-                old = self._scored(self._adapter, trajectory, everyone)
+                old = trajectory.old_logprobs or self._scored(self._adapter, trajectory, everyone)
                 trajectory = replace(trajectory, old_logprobs=old, has_old=(True,) * len(trajectory))
         return trajectory
+
+    def _valued(self, trajectory: Trajectory, later_rows: Sequence[int], credit: CriticCredit) -> Trajectory:
+        """Adds a critic's values, and where they are needed log-probs, from the same pass if the critic shares it.
+
+        Rows of the first update have their old log-probs from that update even so: then its ratios are exactly 1.
+        """
+        critic, everyone = credit.critic, list(range(len(trajectory)))
+        if critic.shares_forward:
+            stores = self._scored_with_values(trajectory, everyone, critic.head)
+            trajectory = replace(trajectory, old_logprobs=stores[0], values=stores[1])
+        else:
+            if credit.wants_logprobs:
+                old = self._scored(self._adapter, trajectory, everyone)
+                trajectory = replace(trajectory, old_logprobs=old)
+            with critic.running() as network:
+                mine = self._ranks.balance(everyone, trajectory.action_lengths(everyone))
+                attempt = self._attempt(update_work(network, trajectory, mine))
+                values = value_all(network, trajectory, mine, critic.head, attempt=attempt)
+            trajectory = replace(trajectory, values=self._laid_beside(trajectory, mine, values))
+        later = set(later_rows) if credit.wants_logprobs else set()
+        return replace(trajectory, has_old=tuple(row in later for row in everyone))
+
+    def _scored_with_values(
+        self, trajectory: Trajectory, rows: Sequence[int], value_head: ValueHead
+    ) -> tuple[Ragged, Ragged]:
+        """Scores rows, shared over the ranks, into stores of log-probs and of values."""
+        mine = self._ranks.balance(rows, trajectory.action_lengths(rows))
+        scored = score_all(
+            self._adapter,
+            trajectory,
+            mine,
+            temperature=self._config.temperature,
+            attempt=self.scoring(trajectory, mine),
+            tile=self._tracker.update_plan.logprob_tile,
+            value_head=value_head,
+        )
+        logprobs = self._laid_beside(trajectory, mine, [scores.logprobs for scores in scored])
+        values = [scores.values for scores in scored if scores.values is not None]
+        return logprobs, self._laid_beside(trajectory, mine, values)
+
+    def _laid_beside(
+        self, trajectory: Trajectory, mine: Sequence[int], found: Sequence[Tensor], known: Ragged | None = None
+    ) -> Ragged:
+        """Joins what every rank found of its rows, beside what is known of the others."""
+        pairs = dict(self._ranks.gather(list(zip(mine, found, strict=True))))
+        with charge(Component.TRAJECTORY):
+            return self._recovery.repeat(lambda: trajectory.actions.beside(pairs, known))
 
     def _score_stale(self, trajectory: Trajectory, samples: Samples) -> Trajectory:
         """Corrects rows that older weights have begun by what the present ones think of them; the others weigh 1."""
@@ -696,8 +756,8 @@ class ExperienceMaker:
             return trajectory.actions.beside(found, ones)
 
         with self._tracker.phase(Phase.SCORE):
-            old = self._scored(self._adapter, trajectory, rows)
-            has_old = tuple(samples.stale)
+            old = self._scored(self._adapter, trajectory, rows, known=trajectory.old_logprobs)
+            has_old = tuple(known or stale for known, stale in zip(trajectory.has_old, samples.stale, strict=True))
             trajectory = replace(trajectory, old_logprobs=old, has_old=has_old)
             with charge(Component.TRAJECTORY):
                 weights = self._recovery.repeat(weighed)
@@ -737,9 +797,7 @@ class ExperienceMaker:
             attempt=self.scoring(trajectory, mine),
             tile=self._tracker.update_plan.logprob_tile,
         )
-        pairs = self._ranks.gather([(row, scores.logprobs) for row, scores in zip(mine, scored, strict=True)])
-        with charge(Component.TRAJECTORY):
-            return self._recovery.repeat(lambda: trajectory.actions.beside(dict(pairs), known))
+        return self._laid_beside(trajectory, mine, [scores.logprobs for scores in scored], known)
 
     def scoring(self, trajectory: Trajectory, rows: Sequence[int]) -> Attempt[RolloutPlan]:
         """Begins a scoring pass without gradient.
@@ -797,8 +855,9 @@ class ExperienceMaker:
             values = samples.rewards_BF[:, column]
             metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean_std(values)
         metrics["reward"], metrics["reward_std"] = _mean_std(advantages.rewards_B)
-        flat = torch.isclose(advantages.std_B, torch.zeros_like(advantages.std_B))
-        metrics["frac_reward_zero_std"] = flat.float().mean().item()
+        if self._config.num_generations > 1:  # a completion alone is always equal to itself
+            flat = torch.isclose(advantages.std_B, torch.zeros_like(advantages.std_B))
+            metrics["frac_reward_zero_std"] = flat.float().mean().item()
         return metrics
 
     def _table(self, samples: Samples, advantages: AdvantageResult) -> tuple[dict[str, Any], ...]:

@@ -359,6 +359,39 @@ class GRPOFields(TrainerFields):
     vespo_lambda_neg: float = option(2.0, "Decay of VESPO's weight for negative advantages.")
 
 
+@dataclass
+class PPOFields(TrainerFields):
+    """Settings of proximal policy optimization; names and meanings are those of TRL's where the concept is the same."""
+
+    num_generations: int = option(1, "Completions sampled per prompt; PPO's critic needs no group to compare with.")
+    num_iterations: int = option(4, "Epochs K: passes over each rollout, rows reshuffled in every one.")
+    gamma: float = option(1.0, "Discount per action.")
+    gae_lambda: float = option(
+        0.95, "Share of what follows in an advantage: 0 for the critic's next value, 1 for all that came of it (GAE)."
+    )
+    vf_coef: float = option(0.1, "Coefficient of the critic's loss.")
+    vf_clip: float | None = option(
+        0.2, "Most a value moves away from its rollout's before the loss holds it, in units of reward; None: no bound."
+    )
+    whiten_advantages: bool = option(True, "Bring advantages to mean 0 and deviation 1 over the whole rollout.")
+    whiten_rewards: bool = option(
+        False, "Bring the rewards of actions to deviation 1 over the whole rollout; their mean stays."
+    )
+    kl_coef: float = option(
+        0.05,
+        "What a nat of KL to the reference costs in the reward of an action; 0: nothing. `beta` puts the KL into the "
+        "loss instead.",
+    )
+    kl_estimator: str = option("k1", "How the KL of an action's reward is estimated: 'k1' or 'k3' (Schulman 2020).")
+    kl_target: float | None = option(
+        None, "KL to the reference per row, in nats, towards which kl_coef and beta are steered; None: they stay."
+    )
+    kl_horizon: float = option(10_000.0, "Rows over which that steering acts; fewer steer faster.")
+    missing_eos_penalty: float | None = option(
+        None, "Taken from the score of a completion that was cut off, in units of reward; None: nothing."
+    )
+
+
 GROUPS: dict[str, tuple[str, ...]] = {
     "Length, randomness, device": (
         "output_dir",

@@ -32,6 +32,7 @@ from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import Patience
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.config import TrainerConfig
+from memsafe_rl.trainers.credit import CriticCredit
 from memsafe_rl.trainers.experience import ExperienceMaker
 from memsafe_rl.trainers.forecasting import foresee, wants_forecast
 from memsafe_rl.trainers.given import RolloutFunction
@@ -48,6 +49,7 @@ from memsafe_rl.trainers.prepare import (
 from memsafe_rl.trainers.probe import probe_worst_case
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.verify import require_proof
+from memsafe_rl.trainers.weights import read_critic, write_critic
 from memsafe_rl.types import Phase
 from memsafe_rl.units import format_bytes
 
@@ -101,6 +103,7 @@ class PolicyTrainer(OnPolicyTrainer):
         )
         with recovery.tracker.phase(Phase.LOAD):
             loaded = self._load(recovery, model, quantization_config, peft_config)
+            self.credit = self._make_credit(recovery)
         maker = ExperienceMaker(
             config=self.args,
             adapter=self.adapter,
@@ -114,6 +117,7 @@ class PolicyTrainer(OnPolicyTrainer):
             autocast=self._autocast,
             rollout_func=rollout_func,
             owner=self,
+            credit=self.credit,
         )
         self._assemble(
             adapter=self.adapter,
@@ -176,6 +180,11 @@ class PolicyTrainer(OnPolicyTrainer):
         self.adapter = self._kind.adapt(loaded)
         recovery.repeat(lambda: self._check(self.adapter))
         return loaded
+
+    def _make_credit(self, recovery: Recovery) -> CriticCredit | None:
+        """Makes what judges single actions; None where a row's advantage is that of all its actions."""
+        del recovery
+        return None
 
     def _check(self, adapter: Any) -> None:
         with self._autocast():
@@ -256,9 +265,13 @@ class PolicyTrainer(OnPolicyTrainer):
 
     def _write_weights(self, folder: Path) -> None:
         self._kind.save(self.model, folder)
+        if self.credit is not None:
+            write_critic(self.credit.critic, folder)
 
     def _load_weights(self, folder: Path) -> None:
         self._kind.restore(self.model, folder)
+        if self.credit is not None:
+            read_critic(self.credit.critic, folder)
 
 
 def _listed(callbacks: Any) -> list[Any]:

@@ -32,7 +32,7 @@ from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.language import LanguageAdapter
 from memsafe_rl.rollout.admission import Candidate, admit
 from memsafe_rl.rollout.generation import eval_mode, generate
-from memsafe_rl.rollout.scoring import score_all, update_work
+from memsafe_rl.rollout.scoring import score_all, update_work, value_all
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.data import Prompts
 from memsafe_rl.trainers.experience import Experience
@@ -242,7 +242,7 @@ def try_longest(trial: OnPolicyTrainer, longest: Longest, micro_batches: int = _
     rows = _step_rows(trial)
     first_tile = trial._tracker.update_plan.logprob_tile
     trial._plan_update(trajectory, rows)
-    if config.has_reference or config.updates_per_epoch > 1 or corrected:
+    if config.has_reference or config.updates_per_epoch > 1 or corrected or trial.credit is not None:
         # Scoring takes the tile of the update before it: in the first rollout that of no plan, later the plan's.
         _probe_scoring(trial, trajectory, max(first_tile, trial._tracker.update_plan.logprob_tile))
     plan = trial._tracker.update_plan
@@ -362,6 +362,11 @@ def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory, tile: int) ->
             attempt=trial._maker.scoring(trajectory, rows),
             tile=tile,
         )
+    if trial.credit is not None:
+        critic = trial.credit.critic
+        with tracker.phase(Phase.SCORE), critic.running() as network:
+            attempt = trial._maker.scoring(trajectory, rows)
+            value_all(network, trajectory, rows, critic.head, attempt=attempt)
 
 
 @contextmanager
@@ -385,6 +390,9 @@ def _longest_rows(trial: OnPolicyTrainer, longest: Longest) -> Trajectory:
         has_old=(needs_old,) * len(trajectory),
         ref_logprobs=unsure if config.has_reference else None,
         importance_weights=unsure if corrected else None,
+        values=unsure if trial.credit is not None else None,
+        returns=unsure if trial.credit is not None else None,
+        action_advantages=unsure if trial.credit is not None else None,
     )
 
 

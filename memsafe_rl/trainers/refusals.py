@@ -38,6 +38,11 @@ ALIASES: dict[str, str] = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
     "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+    "num_ppo_epochs": "num_iterations",
+    "cliprange": "epsilon",
+    "cliprange_value": "vf_clip",
+    "lam": "gae_lambda",
+    "response_length": "max_completion_length",
 }
 """Other names that TRL and transformers have for a setting of ours; None under such a name means not given."""
 
@@ -328,7 +333,8 @@ def admit(
         elif target in refused:
             _refuse(target, value, refused[target])
         else:
-            raise unknown(name, known, what, also=[*refused, *ALIASES])
+            others = [alias for alias, meant in ALIASES.items() if meant in known]
+            raise unknown(name, known, what, also=[*refused, *others])
     return kept
 
 

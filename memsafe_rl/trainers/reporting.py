@@ -81,7 +81,10 @@ def step_metrics(numbers: StepNumbers, terms: StepTerms, ranks: Ranks) -> dict[s
         metrics["kl"] = totals["kl"] / tokens
     if terms.entropy_masks is not None:
         metrics["active_entropy"] = totals.get("active_entropy", math.nan) / max(1, terms.denominators.entropy_tokens)
-    if terms.entropy_coef:
+    if terms.values is not None:
+        metrics["value_loss"] = totals.get("value_loss", 0.0)
+        metrics["clip_ratio/value"] = totals.get("value_clip", 0.0) / tokens
+    if terms.entropy_coef or terms.values is not None:
         metrics["policy_loss"] = totals.get("policy_loss", 0.0)
     ratios = tokens if terms.settings.importance_sampling_level == "token" else rows
     metrics |= {name: totals[key] / ratios for key, name in _PER_RATIO.items() if key in totals}

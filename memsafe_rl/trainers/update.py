@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from memsafe_rl.memory.host import offloaded
 from memsafe_rl.memory.recovery import Attempt
 from memsafe_rl.memory.slices import cut_columns, cut_work, packed_tokens
 from memsafe_rl.models.adapter import ScoringAdapter
+from memsafe_rl.models.critic import Critic
+from memsafe_rl.ops.gae import value_loss
 from memsafe_rl.ops.losses import entropy_threshold, high_entropy_mask, policy_loss
-from memsafe_rl.rollout.scoring import score_all, score_rows, update_work
+from memsafe_rl.rollout.scoring import score_all, score_rows, update_work, value_rows
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.types import (
     Denominators,
@@ -34,6 +36,21 @@ from memsafe_rl.types import (
 
 
 @dataclass(frozen=True)
+class ValueTerms:
+    """What an optimizer step has fixed of the critic's loss.
+
+    Args:
+        critic: what is trained.
+        coef: coefficient of its loss.
+        clip: most a value moves away from the rollout's before the loss holds it; None for no bound.
+    """
+
+    critic: Critic
+    coef: float
+    clip: float | None
+
+
+@dataclass(frozen=True)
 class StepTerms:
     """What an optimizer step has fixed before its first backward.
 
@@ -45,6 +62,7 @@ class StepTerms:
         entropy_coef: coefficient of the entropy bonus.
         entropy_masks: 1 where an action is among the most uncertain of the step, per row; None when all count.
         sampler_is_external: whether another sampler drew the completions, so that its log-probs differ from the old.
+        values: the critic's loss; None without a critic.
     """
 
     settings: LossSettings
@@ -54,6 +72,7 @@ class StepTerms:
     entropy_coef: float = 0.0
     entropy_masks: Mapping[int, Tensor] | None = None
     sampler_is_external: bool = False
+    values: ValueTerms | None = None
 
 
 @dataclass
@@ -110,6 +129,7 @@ def accumulate_gradient(
     work = update_work(adapter, trajectory, rows, packable=plan.pack_prompts and not adapter.model.training)
     zero = torch.zeros((), device=adapter.device)
     step = StepGradient(loss=zero, run_tokens=zero)
+    critic = None if terms.values is None else terms.values.critic
     for places in cut_work(work, plan.micro_batch_tokens, packed=plan.pack_prompts):
         micro = [rows[place] for place in places]
         with autocast(), kept_activations(adapter, plan):
@@ -121,13 +141,19 @@ def accumulate_gradient(
                 tile=plan.logprob_tile,
                 with_entropy=terms.with_entropy,
                 packed=bool(work.prompts),
+                value_head=critic.head if critic is not None and critic.shares_forward else None,
             )
         inputs = loss_inputs(trajectory, micro, terms, scores)
         result = policy_loss(inputs, terms.settings, terms.denominators)
+        if scores.values_BT is not None:
+            result = _both(result, value_share(trajectory, micro, terms, scores.values_BT))
         torch.autograd.backward(scale(result.loss))
         _add(step, result, inputs.mask_BT.sum())
         for place, row in enumerate(micro):
             step.logprobs[row] = scores.logprobs_BT[place, : trajectory.actions.lengths[row]].detach()
+        if critic is not None and not critic.shares_forward:
+            del scores, inputs, result  # the critic's forward needs their room
+            _add(step, _critic_gradient(critic, trajectory, micro, plan, terms, autocast=autocast, scale=scale))
         step.micro_batches += 1
         padded = len(micro) * max(work.row_tokens[place] for place in places)
         step.tokens += packed_tokens(work, places) if work.prompts else padded
@@ -244,6 +270,8 @@ def loss_inputs(
     def cut(store: Ragged | None) -> Tensor | None:
         return None if store is None else of_columns(store.pad(rows, 0, device)).to(dtype)
 
+    by_action = cut(trajectory.action_advantages)
+    by_row = trajectory.advantages[list(rows)].to(device=device, dtype=dtype)
     has_old = trajectory.has_old and all(trajectory.has_old[row] for row in rows)
     entropy_mask = None
     if terms.entropy_masks is not None:
@@ -252,7 +280,7 @@ def loss_inputs(
     mask_BT = trajectory.loss_mask.pad(rows, 0, device).to(dtype)
     return LossInputs(
         logprobs_BT=scores.logprobs_BT,
-        advantages_B=trajectory.advantages[list(rows)].to(device=device, dtype=dtype),
+        advantages_B=by_row if by_action is None else by_action,
         mask_BT=of_columns(mask_BT),
         old_logprobs_BT=cut(trajectory.old_logprobs) if has_old else None,
         ref_logprobs_BT=cut(trajectory.ref_logprobs),
@@ -264,6 +292,53 @@ def loss_inputs(
         kl_BT=scores.kl_BT,
         row_counts_B=None if columns is None else mask_BT.sum(1),
     )
+
+
+def value_share(trajectory: Trajectory, rows: Sequence[int], terms: StepTerms, values_BT: Tensor) -> LossResult:
+    """Gives a micro-batch's share of the critic's loss, times its coefficient.
+
+    Args:
+        trajectory: the store, with the rollout's values and returns.
+        rows: the rows of the micro-batch.
+        terms: what the step has fixed.
+        values_BT: (B, T), the critic's values now, with gradient.
+
+    Returns:
+        The share; ``value_loss`` and ``value_clip`` of its sums are without the coefficient.
+    """
+    if terms.values is None or trajectory.values is None or trajectory.returns is None:
+        raise AssertionError("a critic learns from a rollout that it has judged")
+    old_BT, returns_BT, mask_BT = (
+        store.pad(rows, 0, values_BT.device).to(values_BT.dtype)
+        for store in (trajectory.values, trajectory.returns, trajectory.loss_mask)
+    )
+    share = value_loss(values_BT, old_BT, returns_BT, mask_BT, clip=terms.values.clip, tokens=terms.denominators.tokens)
+    sums = {"value_loss": share.loss.detach(), "value_clip": share.clipped}
+    return LossResult(terms.values.coef * share.loss, sums, {}, {})
+
+
+def _critic_gradient(
+    critic: Critic,
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    plan: UpdatePlan,
+    terms: StepTerms,
+    *,
+    autocast: Callable[[], AbstractContextManager[object]],
+    scale: Callable[[Tensor], Tensor],
+) -> LossResult:
+    """Adds the gradient of a critic that runs by itself, over the same rows."""
+    with critic.running() as network:
+        packed = plan.pack_prompts and network.packs_prompts and not network.model.training
+        with autocast(), kept_activations(network, plan):
+            values_BT = value_rows(network, trajectory, rows, critic.head, packed=packed)
+        share = value_share(trajectory, rows, terms, values_BT)
+        torch.autograd.backward(scale(share.loss))
+    return share
+
+
+def _both(result: LossResult, share: LossResult) -> LossResult:
+    return replace(result, loss=result.loss + share.loss, sums={**result.sums, **share.sums})
 
 
 @contextmanager
@@ -342,9 +417,9 @@ def entropy_masks(
     return repeat(masks)
 
 
-def _add(step: StepGradient, result: LossResult, tokens: Tensor) -> None:
+def _add(step: StepGradient, result: LossResult, tokens: Tensor | None = None) -> None:
     step.loss = step.loss + result.loss.detach()
-    step.run_tokens = step.run_tokens + tokens
+    step.run_tokens = step.run_tokens if tokens is None else step.run_tokens + tokens
     for name, value in result.sums.items():
         step.sums[name] = step.sums[name] + value if name in step.sums else value
     for name, value in result.lows.items():

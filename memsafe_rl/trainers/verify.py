@@ -464,7 +464,9 @@ class _Proof:
             raise AssertionError("laid down with the completions")
         rows = range(self._rows)
         later = rows if trial.args.updates_per_epoch > 1 else ()
-        trajectory = trial._maker._score_everyone(self._trajectory, external=False)
+        trajectory = trial._maker._score_everyone(self._trajectory, later, external=False)
+        if trial.credit is not None:
+            trajectory, _ = trial.credit.assign(trajectory, trajectory.advantages)
         trajectory = trial._maker._score_later(trajectory, later, external=False)
         return Experience(trajectory, consumed=0, external=False), rows
 

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
+from safetensors.torch import load_file, load_model, save_file, save_model
 from transformers import PreTrainedModel
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.failures import is_out_of_memory
+from memsafe_rl.models.critic import Critic
 
 _ADAPTER = "default"
 _PLAIN = "model.safetensors"
+_CRITIC = "critic.safetensors"
 
 
 def write_weights(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -61,6 +63,36 @@ def read_weights(model: Any, folder: Path) -> None:
             f"{str(folder)!r} does not hold the weights of this model ({str(error).splitlines()[0]}). Use the model "
             "and peft_config it was written with."
         ) from error
+
+
+def write_critic(critic: Critic, folder: Path) -> None:
+    """Writes a critic's weights beside those of the model.
+
+    Args:
+        critic: the critic.
+        folder: an existing folder; one file is written.
+    """
+    save_file({name: weight.detach().cpu().contiguous() for name, weight in critic.weights().items()}, folder / _CRITIC)
+
+
+def read_critic(critic: Critic, folder: Path) -> None:
+    """Copies a critic's saved weights into it, in place and bit for bit.
+
+    Args:
+        critic: the critic that was saved, or one made alike.
+        folder: written by `write_critic`.
+
+    Raises:
+        ConfigError: the folder holds no critic, another one, or is damaged.
+    """
+    try:
+        saved = load_file(folder / _CRITIC)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{str(folder)!r} does not hold the weights of a critic ({str(error).splitlines()[0]}). Use a checkpoint "
+            "of PPOTrainer."
+        ) from error
+    critic.load_weights(saved)
 
 
 def _read_adapter(model: PeftModel, folder: Path) -> None:

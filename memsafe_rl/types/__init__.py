@@ -19,6 +19,7 @@ from memsafe_rl.types.model import (
     LogitsHead,
     TokenDistribution,
     TokenScores,
+    ValueHead,
 )
 from memsafe_rl.types.plans import (
     CACHE_SCALE_BYTES,
@@ -70,5 +71,6 @@ __all__ = [
     "UnitBytes",
     "UpdatePlan",
     "UpdateWork",
+    "ValueHead",
     "whole_blocks",
 ]

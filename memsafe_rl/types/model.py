@@ -11,6 +11,9 @@ from torch import Tensor
 LogitsHead = Callable[[Tensor], Tensor]
 """Maps hidden states ``[M, D]`` to logits ``[M, V]``, for a head that is more than one linear map."""
 
+ValueHead = Callable[[Tensor], Tensor]
+"""Maps hidden states ``[M, D]`` to values ``[M]`` of the states in which the next actions are taken."""
+
 
 @dataclass(frozen=True)
 class LinearHead:
@@ -81,15 +84,17 @@ Distribution = TokenDistribution | GaussianDistribution
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Log-probs, and entropies if asked for, of taken actions.
+    """Log-probs, and entropies and values if asked for, of taken actions.
 
     Args:
         logprobs_BT: (B, T) at least float32, nats; 0 in padding.
         entropies_BT: (B, T) at least float32, nats; 0 in padding; None if not asked for.
         kl_BT: (B, T) at least float32, nats; the KL to the reference in closed form, where there is one and it was
             asked for; None elsewhere.
+        values_BT: (B, T) at least float32, a critic's values from the same forward; 0 in padding; None without one.
     """
 
     logprobs_BT: Tensor
     entropies_BT: Tensor | None = None
     kl_BT: Tensor | None = None
+    values_BT: Tensor | None = None

@@ -114,6 +114,9 @@ class Trajectory:
         importance_weights: per action, weight that corrects another sampler's distribution; None for none.
         starts: (B, ...), the state before the first action; None where actions follow nothing but their condition. The
             state before any later action is the action before it, so that no state is stored twice.
+        values: per action, a critic's value of the state it was taken in, at the rollout; None without a critic.
+        returns: per action, what the critic should have said; None without a critic.
+        action_advantages: one advantage per action, in place of ``advantages`` in the loss; None for one per row.
     """
 
     conditions: Ragged
@@ -129,6 +132,9 @@ class Trajectory:
     ref_logprobs: Ragged | None = None
     importance_weights: Ragged | None = None
     starts: Tensor | None = None
+    values: Ragged | None = None
+    returns: Ragged | None = None
+    action_advantages: Ragged | None = None
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -147,7 +153,10 @@ class Trajectory:
 
     @cached_property
     def has_advantage(self) -> tuple[bool, ...]:
-        """For each row, whether its advantage differs from zero."""
+        """For each row, whether its advantage, or that of any of its actions, differs from zero."""
+        if self.action_advantages is not None:
+            marks = [row.ne(0).any() for row in self.action_advantages.rows()]
+            return tuple(torch.stack(marks).tolist())
         return tuple(advantage != 0 for advantage in self.advantages.tolist())
 
     def condition_lengths(self, rows: Iterable[int]) -> tuple[int, ...]:

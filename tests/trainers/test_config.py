@@ -33,7 +33,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.trainers import config as config_module
 from memsafe_rl.trainers.checks import CHOICES, OPTIMIZERS, RANGES
 from memsafe_rl.trainers.config import GRPOConfig, KLStop
-from memsafe_rl.trainers.fields import GROUPS, GRPOFields, help_text
+from memsafe_rl.trainers.fields import GROUPS, GRPOFields, PPOFields, help_text
 from memsafe_rl.trainers.generation_options import OPTIONS
 from memsafe_rl.trainers.refusals import ALIASES, REFUSED
 from memsafe_rl.types import LossSettings, SamplingSettings
@@ -345,10 +345,11 @@ def test_wrong_values_are_refused_in_one_line(settings: dict[str, Any], parts: t
 
 
 def test_every_table_names_fields() -> None:
-    assert set(RANGES) <= {*OURS, *OPTIONS}
-    assert set(CHOICES) <= set(OURS)
-    assert not set(REFUSED) & set(OURS)
-    assert set(ALIASES.values()) <= set(OURS)
+    every = {*OURS, *(field.name for field in dataclasses.fields(PPOFields))}
+    assert set(RANGES) <= {*every, *OPTIONS}
+    assert set(CHOICES) <= every
+    assert not set(REFUSED) & every
+    assert set(ALIASES.values()) <= every
     assert set(OPTIMIZERS) <= {name.value for name in OptimizerNames}
     assert set(CHOICES["lr_scheduler_type"]) <= {name.value for name in SchedulerType}
 

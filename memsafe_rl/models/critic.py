@@ -1,0 +1,270 @@
+"""Critics: networks that foresee what is still to come of a row, one number for each action.
+
+A critic is a head on hidden states, and says whose: those of the model's own forward, those of the model's base under
+a second adapter, or those of a network of its own. It works for whatever gives a `TokenDistribution`.
+
+Axes: ``M`` actions of several rows laid end to end, ``D`` hidden width.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from memsafe_rl.accounting import charge
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.language import LanguageAdapter, Route, refuse_trained_bias
+from memsafe_rl.types import Component
+
+CRITIC_ADAPTER = "critic"
+"""Name of the PEFT adapter of a critic on the model's own base."""
+
+
+class ValueLayer(nn.Module):
+    """A linear map from a hidden state to one number, in float32 at least, that begins by saying 0 of everything.
+
+    Beginning at 0 draws no random number, and a critic that says nothing yet has advantages be the rewards themselves.
+
+    Args:
+        width: D.
+        dtype: type of the hidden states; the layer's own is the wider of it and float32.
+        device: where the weights go.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        wide = torch.promote_types(dtype, torch.float32)
+        self.weight = nn.Parameter(torch.zeros(width, dtype=wide, device=device))
+        self.bias = nn.Parameter(torch.zeros((), dtype=wide, device=device))
+
+    def forward(self, hidden_MD: Tensor) -> Tensor:
+        """Gives values (M,) of hidden states (M, D), outside of any autocast."""
+        with torch.autocast(hidden_MD.device.type, enabled=False):
+            return hidden_MD.to(self.weight.dtype) @ self.weight + self.bias
+
+
+class Critic(ABC):
+    """What a trainer knows of a critic.
+
+    Attributes:
+        head: maps hidden states to values.
+        shares_forward: whether the hidden states are those from which the model's log-probs come.
+    """
+
+    shares_forward = False
+
+    def __init__(self, head: ValueLayer) -> None:
+        """Keeps the head.
+
+        Args:
+            head: maps hidden states to values.
+        """
+        self.head = head
+
+    @property
+    @abstractmethod
+    def beside(self) -> nn.Module:
+        """What is trained of it and is no part of the model."""
+
+    @abstractmethod
+    def running(self) -> AbstractContextManager[LanguageAdapter]:
+        """Gives the network whose hidden states the head reads.
+
+        Returns:
+            A context; forward and backward must run inside, for recomputation runs the network again.
+        """
+
+    @abstractmethod
+    def _trunk_weights(self) -> Mapping[str, Tensor]:
+        """Names the weights that a checkpoint of the model leaves out, but for the head's."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Names all weights that a checkpoint of the model leaves out, those of tied layers once."""
+        head = {f"head.{name}": weight for name, weight in self.head.named_parameters()}
+        return {**head, **{f"trunk.{name}": weight for name, weight in self._trunk_weights().items()}}
+
+    @torch.no_grad()
+    def load_weights(self, saved: Mapping[str, Tensor]) -> None:
+        """Copies weights in, bit for bit.
+
+        Args:
+            saved: what `weights` gave.
+
+        Raises:
+            ConfigError: they are another critic's.
+        """
+        own = self.weights()
+        found, wanted = ({name: tuple(w.shape) for name, w in weights.items()} for weights in (saved, own))
+        if found != wanted:
+            differing = sorted({name for name, _ in found.items() ^ wanted.items()})
+            raise ConfigError(
+                f"{len(differing)} weights of the critic differ from those saved, such as {differing[0]!r}. Use the "
+                "critic that the checkpoint was written with."
+            )
+        for name, weight in own.items():
+            weight.copy_(saved[name])
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of the trained weights that are no part of the model."""
+        return sum(weight.nbytes for weight in self.beside.parameters() if weight.requires_grad)
+
+
+class SharedTrunk(Critic):
+    """A head on the model's own hidden states: one forward gives log-probs and values."""
+
+    shares_forward = True
+
+    def __init__(self, adapter: LanguageAdapter) -> None:
+        """Puts a head on a model.
+
+        Args:
+            adapter: the model, checked.
+
+        Raises:
+            ConfigError: the model is scored as a whole, so that nobody sees its hidden states.
+        """
+        super().__init__(_head_on(adapter, "critic=None, a head on the model's own hidden states"))
+        self._adapter = adapter
+
+    @property
+    def beside(self) -> nn.Module:
+        """The head."""
+        return self.head
+
+    def running(self) -> AbstractContextManager[LanguageAdapter]:
+        """Gives the model itself."""
+        return nullcontext(self._adapter)
+
+    def _trunk_weights(self) -> Mapping[str, Tensor]:
+        return {}
+
+
+class SecondAdapter(Critic):
+    """A second PEFT adapter on the model's base, with a head; the base's weights are there once."""
+
+    def __init__(self, adapter: LanguageAdapter) -> None:
+        """Adds the adapter, made as the model's own, to the model in place.
+
+        Args:
+            adapter: the model, checked; a `PeftModel`.
+
+        Raises:
+            ConfigError: the model has no adapter, or is scored as a whole.
+        """
+        model = adapter.model
+        if not isinstance(model, PeftModel):
+            raise ConfigError(
+                f"critic='adapter' is a second adapter on the model's base, but {type(model).__name__} has no first "
+                "one. Pass a peft_config, or critic=None for a head on the model itself."
+            )
+        super().__init__(_head_on(adapter, "critic='adapter'"))
+        refuse_trained_bias(model.peft_config.values())
+        self._adapter, self._model = adapter, model
+        if CRITIC_ADAPTER not in model.peft_config:
+            flags = _flags(model)
+            config = copy.deepcopy(model.peft_config[model.active_adapter])
+            config.modules_to_save = None  # whole copies of layers, of which only the embedding's would be read
+            model.add_adapter(CRITIC_ADAPTER, config)
+            _restore(flags)
+            adapter.reread()
+        for weight in self._trunk_weights().values():
+            weight.requires_grad_(True)
+
+    @property
+    def beside(self) -> nn.Module:
+        """The head; the adapter's weights are the model's."""
+        return self.head
+
+    @contextmanager
+    def running(self) -> Iterator[LanguageAdapter]:
+        """Gives the model with the critic's adapter in place of its own; what PEFT changes is as before afterwards.
+
+        Yields:
+            The same adapter; must be used inside.
+        """
+        model, flags = self._model, _flags(self._model)
+        active = model.active_adapter
+        try:
+            model.set_adapter(CRITIC_ADAPTER)
+            _restore(flags)  # PEFT freezes every adapter but the active one
+            yield self._adapter
+        finally:
+            model.set_adapter(active)
+            _restore(flags)
+
+    def _trunk_weights(self) -> Mapping[str, Tensor]:
+        mark = f".{CRITIC_ADAPTER}"
+        return {
+            name: weight for name, weight in self._model.named_parameters() if f"{mark}." in name or name.endswith(mark)
+        }
+
+
+class OwnModel(Critic):
+    """A network of its own, perhaps a smaller one, that reads the model's tokens, with a head."""
+
+    def __init__(self, adapter: LanguageAdapter, *, vocab_size: int) -> None:
+        """Puts a head on another network, in place of its output head where that has weights of its own.
+
+        Args:
+            adapter: the critic's network, checked.
+            vocab_size: rows of the model's embedding.
+
+        Raises:
+            ConfigError: the network knows fewer tokens than the model, or is scored as a whole.
+        """
+        known = adapter.geometry.vocab_size
+        if known < vocab_size:
+            raise ConfigError(
+                f"the critic's vocabulary has {known} tokens and the model's {vocab_size}; it reads the model's "
+                "tokens. Give a critic with the model's tokenizer, or critic=None."
+            )
+        super().__init__(_head_on(adapter, "a critic of its own"))
+        self._adapter = adapter
+        lm: Any = adapter.model
+        if lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
+            lm.set_output_embeddings(nn.Identity())  # nothing reads its logits, and it is as large as the embedding
+        self._module = nn.ModuleDict({"trunk": adapter.model, "head": self.head})
+
+    @property
+    def beside(self) -> nn.Module:
+        """The network and the head."""
+        return self._module
+
+    def running(self) -> AbstractContextManager[LanguageAdapter]:
+        """Gives the critic's network."""
+        return nullcontext(self._adapter)
+
+    def _trunk_weights(self) -> Mapping[str, Tensor]:
+        return {name: weight for name, weight in self._adapter.model.named_parameters() if weight.requires_grad}
+
+
+def _head_on(adapter: LanguageAdapter, told: str) -> ValueLayer:
+    """Makes a head for a network's hidden states."""
+    network: Any = adapter.model
+    if adapter.path.route is Route.WHOLE:
+        raise ConfigError(
+            f"{told} reads hidden states, but {type(network).__name__} is scored as a whole model (the log says why) "
+            "and shows none. Pass another model as critic."
+        )
+    output = network.get_output_embeddings()
+    width = getattr(output, "in_features", None) or output.weight.shape[-1]
+    embedding = network.get_input_embeddings().weight
+    with charge(Component.WEIGHTS):
+        return ValueLayer(int(width), embedding.dtype, adapter.device)
+
+
+def _flags(model: nn.Module) -> list[tuple[nn.Parameter, bool]]:
+    return [(weight, weight.requires_grad) for weight in model.parameters()]
+
+
+def _restore(flags: list[tuple[nn.Parameter, bool]]) -> None:
+    for weight, requires_grad in flags:
+        weight.requires_grad_(requires_grad)

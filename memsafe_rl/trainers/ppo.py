@@ -1,0 +1,128 @@
+"""PPO: a critic and one advantage per action over the training loop of `base`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from datasets import Dataset, IterableDataset
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.policies import MemoryPolicy
+from memsafe_rl.memory.recovery import Recovery
+from memsafe_rl.models.choice import adapter_for
+from memsafe_rl.models.critic import Critic, OwnModel, SecondAdapter, SharedTrunk
+from memsafe_rl.models.language import LanguageAdapter
+from memsafe_rl.models.loading import load_model
+from memsafe_rl.trainers.credit import CriticCredit
+from memsafe_rl.trainers.given import RolloutFunction
+from memsafe_rl.trainers.policy_trainer import PolicyTrainer
+from memsafe_rl.trainers.ppo_config import PPOConfig
+
+
+class PPOTrainer(PolicyTrainer):
+    """Trains a language model with Proximal Policy Optimization (Schulman et al. 2017, arXiv 1707.06347).
+
+    A critic foresees what is still to come of a completion, so that each action has an advantage of its own
+    (generalized advantages, arXiv 1506.02438) and a prompt needs no group. Everything else, from the arguments to what
+    happens when memory runs out, is as in `GRPOTrainer`.
+
+    Args:
+        model: a name or path, or a model (a `PeftModel` too); a causal LM or an encoder-decoder.
+        reward_funcs: a reward function or a list of them: callables, sync or async, reward models, or their names.
+        args: the configuration; None for the defaults.
+        train_dataset: a `datasets` dataset with a `prompt` column, plain or conversational.
+        eval_dataset: prompts for evaluation, or a dict of such datasets.
+        processing_class: the tokenizer; None to load it with the model.
+        reward_processing_classes: tokenizers of the reward models.
+        callbacks: callbacks of transformers' `TrainerCallback` form.
+        optimizers: an optimizer and a schedule; None for those the configuration names. A given optimizer must hold
+            the critic's weights too.
+        quantization_config: quantises the base model while it is loaded; needs `peft_config`.
+        peft_config: adds an adapter, which alone is trained.
+        tools: not supported yet.
+        rollout_func: `(prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", ...}`, draws completions in
+            place of the library.
+        environment_factory: not supported yet.
+        memory_policy: cuts the work to fit memory, as in `GRPOTrainer`.
+        critic: None for a head on the model's own hidden states (one forward gives log-probs and values); "adapter"
+            for a second adapter on the model's base, made as `peft_config` says; or another model with the same
+            tokenizer, perhaps a smaller one: its name, its path, or the model itself, which is then trained in place.
+
+    Raises:
+        ConfigError: a setting cannot work; the message names it, its value and the remedy.
+        DataError: the dataset cannot be used.
+    """
+
+    config_class = PPOConfig
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any,
+        args: PPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] | None = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunction | None = None,
+        environment_factory: Any = None,
+        memory_policy: MemoryPolicy | str | None = None,
+        critic: Any = None,
+    ) -> None:
+        if critic is not None and critic is model:
+            raise ConfigError(
+                "critic is the model itself. Leave critic out for a head on the model's own hidden states, or give a "
+                "copy of the model."
+            )
+        self._wanted_critic = critic
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            optimizers,
+            quantization_config,
+            peft_config,
+            tools,
+            rollout_func,
+            environment_factory,
+            memory_policy,
+        )
+
+    @property
+    def critic(self) -> Critic:
+        """What foresees rewards."""
+        return cast(CriticCredit, self.credit).critic
+
+    def _make_credit(self, recovery: Recovery) -> CriticCredit:
+        """Loads the critic."""
+        wanted = self._wanted_critic
+        made = recovery.repeat(self._make_critic) if wanted is None or isinstance(wanted, str) else self._make_critic()
+        self._wanted_critic = None  # or a model that was given would be held twice
+        return CriticCredit(cast(PPOConfig, self.args), made)
+
+    def _make_critic(self) -> Critic:
+        wanted, adapter = self._wanted_critic, self.adapter
+        if not isinstance(adapter, LanguageAdapter):
+            raise ConfigError(
+                f"model is a {type(self.model).__name__}; a critic of PPO reads a language model's hidden states or "
+                "tokens. Use GRPOTrainer for other kinds of model."
+            )
+        if wanted is None:
+            return SharedTrunk(adapter)
+        if wanted == "adapter":
+            return SecondAdapter(adapter)
+        loaded = load_model(wanted, trust_remote_code=self.args.trust_remote_code, device=self.accelerator.device).model
+        own = adapter_for(loaded, pad_token_id=self.processing_class.pad_token_id)
+        self._check(own)
+        return OwnModel(own, vocab_size=adapter.geometry.vocab_size)

@@ -1,0 +1,338 @@
+"""PPO: a step by hand, however it is cut, interrupted, or resumed, for every kind of critic."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from memsafe_rl import PPOConfig, PPOTrainer
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.critic import OwnModel, SecondAdapter, SharedTrunk
+from tests.models.test_packing import InDouble
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.trainers.helpers import PROMPTS, count_digits, cut, relative
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+CRITICS = ("trunk", "adapter", "model")
+KINDS = {"trunk": SharedTrunk, "adapter": SecondAdapter, "model": OwnModel}
+
+
+def make_ppo(
+    output_dir: Path, critic: Any = "trunk", *, policy: Any = None, dtype: torch.dtype = torch.float32, **settings: Any
+) -> PPOTrainer:
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "max_completion_length": 6,
+        "learning_rate": 1e-2,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "alarms": False,
+    }
+    own = tiny_model("llama", seed=3, layers=1, hidden=16, tied=False, dtype=dtype)
+    given = (
+        {"trunk": None, "adapter": "adapter", "model": own}.get(critic, critic) if isinstance(critic, str) else critic
+    )
+    arguments = {name: settings.pop(name) for name in ("peft_config", "reward_funcs", "model") if name in settings}
+    trainer = PPOTrainer(
+        arguments.get("model", tiny_model(dtype=dtype)),
+        arguments.get("reward_funcs", count_digits),
+        PPOConfig(output_dir=str(output_dir), **{**defaults, **settings}),
+        Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=tiny_tokenizer(),
+        peft_config=arguments.get("peft_config", LORA if critic == "adapter" else None),
+        memory_policy=policy,
+        critic=given,
+    )
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():  # a head of zeros would hide its trunk's gradient
+        trainer.critic.head.weight.copy_(torch.randn(trainer.critic.head.weight.shape, generator=generator) / 10)
+    return trainer
+
+
+def trained(trainer: PPOTrainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().double() for p in trainer._trained().parameters() if p.requires_grad])
+
+
+def gradient_of(trainer: PPOTrainer, steps: int = 1) -> torch.Tensor:
+    """Gives the gradient of a step, of the policy and of the critic, as it is when weights are about to move."""
+    trainer._begin(None)
+    for _ in range(steps - 1):
+        trainer._train_step()
+    trainer._experience = trainer._experience or trainer._roll_out()
+    trajectory, rows = trainer._experience.trajectory, trainer._rows()
+    terms = trainer._fix_terms(trainer._experience, rows)
+    mine = trainer._mine(trajectory, rows)
+    trainer._plan_update(trajectory, mine)
+    trainer._gradient(trainer._experience, mine, terms)
+    return torch.cat([p.grad.flatten().double() for p in trainer._committed.parameters])
+
+
+@pytest.mark.parametrize("critic", CRITICS)
+def test_a_run_learns_and_reports(critic: str, tmp_path: Path) -> None:
+    trainer = make_ppo(tmp_path, critic, kl_target=1.0)
+    assert type(trainer.critic) is KINDS[critic]
+    before = trained(trainer)
+    trainer.train()
+    assert relative(trained(trainer), before) > 1e-3
+    first, second = trainer.history[:2]
+    for name in ("value_loss", "policy_loss", "clip_ratio/value", "clip_ratio/region_mean", "approx_kl/k3_token"):
+        assert name in first, name
+    for name in ("returns/mean", "values/mean", "explained_variance", "objective/kl", "kl_coef", "reward"):
+        assert name in first, name
+        assert name not in second, name
+    assert "frac_reward_zero_std" not in first  # a prompt's only completion equals itself
+    assert first["loss"] == pytest.approx(first["policy_loss"] + 0.1 * first["value_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("critic", CRITICS)
+def test_the_first_ratio_is_1(critic: str, tmp_path: Path) -> None:
+    """Old log-probs are the first update's own, though all rows are scored before it; the second has moved."""
+    trainer = make_ppo(tmp_path, critic)
+    trainer.train()
+    first, second = trainer.history[:2]
+    assert first["approx_kl/k3_token"] == 0.0
+    assert first["clip_ratio/region_mean"] == 0.0
+    assert second["approx_kl/k3_token"] > 0.0
+
+
+PLANS = {
+    "rows alone": {"micro_batch_tokens": 1},
+    "small": {"micro_batch_tokens": 40},
+    "recomputed": {"micro_batch_tokens": 40, "checkpointing": True},
+    "tiles": {"logprob_tile": 3},
+}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("critic", CRITICS)
+def test_the_gradient_does_not_depend_on_the_cut(
+    critic: str, dtype: torch.dtype, tolerance: float, tmp_path: Path
+) -> None:
+    """In float64 the third step's: of a later pass, whose old log-probs, values and returns are stored ones."""
+    settings: dict[str, Any] = {"num_generations": 2, "learning_rate": 1e-2, "kl_coef": 0.1, "optim": "sgd"}
+    steps = 3 if dtype is torch.float64 else 1
+
+    def gradient(**plan: Any) -> torch.Tensor:
+        return gradient_of(make_ppo(tmp_path, critic, policy=cut(**plan), dtype=dtype, **settings), steps)
+
+    whole = gradient()
+    for name, plan in PLANS.items():
+        assert relative(gradient(**plan), whole) < tolerance, name
+    with InDouble() if dtype is torch.float64 else nullcontext():  # norms that go through float32 see packed rows
+        assert relative(gradient(micro_batch_tokens=40, pack_prompts=True), gradient()) < tolerance
+
+
+@pytest.mark.parametrize("critic", CRITICS)
+def test_values_do_not_depend_on_the_cut(critic: str, tmp_path: Path) -> None:
+    stores = []
+    for score_tokens in (8192, 20):
+        policy = cut()
+        policy = type(policy)(type(policy.rollout)(rows_in_flight=64, score_tokens=score_tokens), policy.update)
+        trainer = make_ppo(tmp_path, critic, policy=policy, dtype=torch.float64)
+        trainer._begin(None)
+        stores.append(trainer._roll_out().trajectory)
+    for name in ("values", "returns", "action_advantages", "ref_logprobs"):
+        one, other = (getattr(store, name).flat for store in stores)
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+def test_a_step_by_hand(tmp_path: Path) -> None:
+    """The second update on a rollout, from full logits and loops over tokens, under plain SGD."""
+    settings: dict[str, Any] = {
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+        "learning_rate": 1e-2,
+        "gamma": 0.9,
+        "gae_lambda": 0.8,
+        "kl_coef": 0.2,
+        "vf_coef": 0.5,
+        "steps_per_generation": 1,
+        "missing_eos_penalty": 0.3,
+        "temperature": 0.8,
+        "vf_clip": 0.01,
+    }
+    trainer = make_ppo(tmp_path, dtype=torch.float64, **settings)
+    reference = tiny_model(dtype=torch.float64)
+    trainer._begin(None)
+    trainer._train_step()
+    assert trainer._experience is not None
+    trajectory = trainer._experience.trajectory
+    rewards = [row["count_digits"] for row in trainer._experience.table]
+    state = {name: weight.detach().clone() for name, weight in trainer._trained().named_parameters()}
+
+    def scores(model: Any, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        prompt, actions = trajectory.conditions.rows()[trajectory.condition_of_row[row]], trajectory.actions.rows()[row]
+        output = model(torch.cat([prompt, actions])[None], output_hidden_states=True)
+        places = slice(len(prompt) - 1, len(prompt) + len(actions) - 1)
+        logprobs = (output.logits[0, places] / 0.8).log_softmax(-1).gather(1, actions[:, None])[:, 0]
+        return logprobs, output.hidden_states[-1][0, places]
+
+    start, first = tiny_model(dtype=torch.float64), torch.Generator().manual_seed(5)
+    head = torch.randn(trainer.critic.head.weight.shape, generator=first).div(10).double()
+    advantages, returns, olds, old_values = [], [], [], []
+    for row in range(8):
+        with torch.no_grad():
+            old, hidden = scores(start, row)
+            gap = old - scores(reference, row)[0]
+            values = hidden @ head
+        gained = (-0.2 * gap).tolist()
+        gained[-1] += rewards[row] - 0.3 * (not trajectory.finished[row])
+        foreseen, carried, found = [*values.tolist(), 0.0], 0.0, []
+        for t in reversed(range(len(gained))):
+            carried = gained[t] + 0.9 * foreseen[t + 1] - foreseen[t] + 0.9 * 0.8 * carried
+            found.append(carried)
+        advantages.append(torch.tensor(found[::-1], dtype=torch.float64))
+        returns.append(advantages[-1] + values)
+        olds.append(old)
+        old_values.append(values)
+    every = torch.cat(advantages)
+    white = [(row - every.mean()) / (every.var() + 1e-8).sqrt() for row in advantages]
+    for row in range(8):
+        torch.testing.assert_close(trajectory.action_advantages.rows()[row], white[row], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(trajectory.returns.rows()[row], returns[row], rtol=1e-9, atol=1e-9)
+
+    loss, count = torch.zeros((), dtype=torch.float64), len(every)
+    for row in range(8):
+        now, hidden = scores(trainer.model, row)
+        values = trainer.critic.head(hidden)
+        ratio = (now - olds[row]).exp()
+        policy = torch.max(-ratio * white[row], -ratio.clamp(0.8, 1.2) * white[row])
+        bounded = values.clamp(old_values[row] - 0.01, old_values[row] + 0.01)
+        squares = torch.max((values - returns[row]) ** 2, (bounded - returns[row]) ** 2)
+        loss = loss + (policy + 0.5 * 0.5 * squares).sum() / count
+    parameters = dict(trainer._trained().named_parameters())
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    trainer._train_step()
+    assert trainer.history[1]["loss"] == pytest.approx(loss.item(), rel=1e-9)
+    assert trainer.history[1]["clip_ratio/value"] > 0
+    for (name, weight), gradient in zip(parameters.items(), gradients, strict=True):
+        torch.testing.assert_close(weight.detach(), state[name] - 1e-2 * gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_every_critic_gives_the_policy_the_same_first_step(tmp_path: Path) -> None:
+    """While critics say 0 of everything, they differ in nothing that the policy sees: no adapter leaks into it."""
+    gradients = []
+    for critic in (*CRITICS, "trunk"):
+        trainer = make_ppo(tmp_path, critic, peft_config=LORA)
+        with torch.no_grad():
+            trainer.critic.head.weight.zero_()
+        gradient_of(trainer)
+        named = dict(trainer.model.named_parameters())
+        gradients.append(
+            torch.cat([w.grad.flatten() for n, w in named.items() if w.grad is not None and ".default." in n])
+        )
+        assert trainer._experience is not None
+        assert not (trainer._experience.metrics["objective/kl"])
+    for gradient in gradients[1:]:
+        assert relative(gradient, gradients[0]) < 1e-6
+
+
+@pytest.mark.parametrize("critic", CRITICS)
+def test_a_resumed_run_goes_on_bit_for_bit(critic: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 7, "kl_target": 0.5, "kl_horizon": 50.0}
+    whole = make_ppo(tmp_path / "a", critic, **settings)
+    whole.train()
+    first = make_ppo(tmp_path / "b", critic, **settings, save_strategy="steps", save_steps=3)
+    first.train()
+    for step in (3, 6):
+        second = make_ppo(tmp_path / "b", critic, **settings)
+        with torch.no_grad():
+            second.critic.head.weight.fill_(7.0)
+        second.train(resume_from_checkpoint=str(tmp_path / "b" / f"checkpoint-{step}"))
+        assert torch.equal(trained(second), trained(whole))
+        for name in ("loss", "value_loss", "grad_norm"):
+            assert [record[name] for record in second.history] == [record[name] for record in whole.history]
+        assert second.credit is not None
+        assert whole.credit is not None
+        assert second.credit.kl_scale == whole.credit.kl_scale != 1.0
+
+
+def test_a_checkpoint_of_another_critic_is_refused(tmp_path: Path) -> None:
+    make_ppo(tmp_path, "trunk", max_steps=1, save_strategy="steps", save_steps=1).train()
+    with pytest.raises(ConfigError, match="weights of the critic differ"):
+        make_ppo(tmp_path, "model", max_steps=2).train(resume_from_checkpoint=True)
+
+
+def test_the_coefficient_of_the_kl_follows_its_target(tmp_path: Path) -> None:
+    """A rollout's KL under its target lowers the coefficient of the next, by a tenth of the bounded error."""
+    trainer = make_ppo(tmp_path, kl_target=100.0, kl_horizon=160.0, max_steps=12)
+    trainer.train()
+    coefs = [record["kl_coef"] for record in trainer.history if "kl_coef" in record]
+    assert coefs == pytest.approx([0.05, 0.05 * 0.98, 0.05 * 0.98**2])
+
+
+def test_the_kl_stands_in_the_reward_or_in_the_loss(tmp_path: Path) -> None:
+    """In the loss, the reward is the score alone; the first KL is 0, the second has grown."""
+    trainer = make_ppo(tmp_path, kl_coef=0.0, beta=0.5, max_steps=5)
+    trainer.train()
+    assert [record["objective/non_score_reward"] for record in trainer.history if "objective/kl" in record] == [0, 0]
+    assert trainer.history[0]["kl"] == 0
+    assert trainer.history[1]["kl"] > 0
+    alone = make_ppo(tmp_path, kl_coef=0.0, max_steps=1)
+    alone.train()
+    assert "objective/kl" not in alone.history[0]
+    assert alone._reference_model is None
+
+
+def test_rows_that_nobody_scored_teach_nothing(tmp_path: Path) -> None:
+    def pay(completions: list[str], **_: Any) -> list[float | None]:
+        return [None if place % 4 == 1 else float(len(text)) for place, text in enumerate(completions)]
+
+    trainer = make_ppo(tmp_path, reward_funcs=pay)
+    trainer._begin(None)
+    trajectory = trainer._roll_out().trajectory
+    assert trajectory.action_advantages is not None
+    assert trajectory.returns is not None
+    for row, values in enumerate(trajectory.action_advantages.rows()):
+        assert values.any() == (row % 4 != 1)
+    assert trajectory.has_advantage == tuple(row % 4 != 1 for row in range(16))
+
+
+def test_advantages_are_white_over_the_rollout(tmp_path: Path) -> None:
+    trainer = make_ppo(tmp_path)
+    trainer._begin(None)
+    trajectory = trainer._roll_out().trajectory
+    assert trajectory.action_advantages is not None
+    flat = trajectory.action_advantages.flat
+    assert float(flat.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(flat.std()) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_the_critic_is_planned_for(tmp_path: Path) -> None:
+    trainer = make_ppo(tmp_path, "model")
+    trainer._begin(None)
+    work = trainer._work(trainer._roll_out().trajectory, range(4))
+    assert work.geometry.trainable_bytes == sum(p.nbytes for p in trainer._trained().parameters() if p.requires_grad)
+    assert trainer.critic.beside_bytes in (work.geometry.trainable_bytes - trainer.adapter.geometry.trainable_bytes,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"critic": "adapter", "peft_config": None}, "no first one.*peft_config"),
+        ({"critic": tiny_model("llama", vocab_size=20)}, "20 tokens and the model's 258"),
+        ({"kl_coef": 0.0, "kl_target": 1.0}, "nothing to steer"),
+        ({"dynamic_sampling": True}, "equals itself"),
+        ({"gamma": 1.5}, "gamma is 1.5"),
+        ({"scale_rewards": "group"}, "no setting 'scale_rewards'"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_ppo(tmp_path, **arguments)
+
+
+def test_earlier_names_are_understood() -> None:
+    config = PPOConfig(num_ppo_epochs=2, cliprange=0.1, cliprange_value=0.3, lam=0.9, response_length=7)
+    assert (config.num_iterations, config.epsilon, config.vf_clip) == (2, 0.1, 0.3)
+    assert (config.gae_lambda, config.max_completion_length, config.num_generations) == (0.9, 7, 1)
