@@ -35,6 +35,7 @@ class Job:
         packs_prompts: whether completions can share one copy of their prompt.
         held_bytes: int, bytes held before a rollout: weights and optimizer state.
         optimizer_bytes: int, bytes of the optimizer state.
+        gradients_aside: whole gradients that wait for those of further objectives.
     """
 
     geometry: ModelGeometry
@@ -47,6 +48,7 @@ class Job:
     packs_prompts: bool
     held_bytes: int
     optimizer_bytes: int
+    gradients_aside: int = 0
 
     @property
     def rollout(self) -> RolloutWork:
@@ -68,7 +70,8 @@ class Job:
         spread = range(0, whole, max(1, whole // rows))[:rows]
         shared = tuple(row // self.group_size for row in spread) if self.packs_prompts else ()
         length = self.prompt_tokens + self.completion_tokens
-        return UpdateWork((length,) * rows, (self.completion_tokens,) * rows, self.geometry, shared)
+        actions = (self.completion_tokens,) * rows
+        return UpdateWork((length,) * rows, actions, self.geometry, shared, self.gradients_aside)
 
 
 @dataclass(frozen=True)

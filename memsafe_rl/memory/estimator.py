@@ -78,7 +78,7 @@ def update_parts(work: UpdateWork, plan: UpdatePlan) -> Parts:
 
     Three moments compete: the head's backward (all saved activations, a tile of logits, the head's float32 gradient),
     the first block's backward (saved activations and one block's own), and the end (all gradients). Gradients of
-    earlier micro-batches are there from the second micro-batch on.
+    earlier micro-batches are there from the second micro-batch on, and of other objectives all the time.
 
     Args:
         work: the rows of the step.
@@ -99,7 +99,8 @@ def update_parts(work: UpdateWork, plan: UpdatePlan) -> Parts:
         kept = width * tokens  # on its way to the host
         working += 0 if plan.checkpointing else block // (3 if _is_narrow(geometry) else 4) * tokens
     head_elements = geometry.vocab_size * geometry.hidden_size if geometry.head_trainable else 0
-    earlier = geometry.trainable_bytes if count > 1 else 0
+    aside = work.gradients_aside * geometry.trainable_bytes
+    earlier = aside + (geometry.trainable_bytes if count > 1 else 0)
     stored = _STORED_BYTES * sum(work.row_tokens) if plan.trajectory_device == "device" else 0
     logits = _tile_bytes(geometry, min(plan.logprob_tile, actions))
     sums = actions * geometry.hidden_size * (geometry.compute_bytes + _wide_bytes(geometry))
@@ -107,7 +108,7 @@ def update_parts(work: UpdateWork, plan: UpdatePlan) -> Parts:
     moments = (
         (kept + sums, logits, earlier + head_elements * _wide_bytes(geometry) + narrowed),
         (kept + working, 0, earlier + head_elements * geometry.compute_bytes),
-        (working, 0, geometry.trainable_bytes + head_elements * geometry.compute_bytes),
+        (working, 0, aside + geometry.trainable_bytes + head_elements * geometry.compute_bytes),
     )
     activations, tile, gradients = max(moments, key=sum)
     return {

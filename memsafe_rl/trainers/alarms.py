@@ -41,6 +41,7 @@ class AlarmRules:
         kl: least and greatest KL to the reference, in nats per token.
         throughput_drop: share of the usual speed that is lost.
         retries: failed allocations within the last `WINDOW_STEPS` steps, after each of which work was done again.
+        objective_kl: whether each objective's KL is held against its own `kl_band`.
     """
 
     truncation: float | None = 0.05
@@ -49,6 +50,7 @@ class AlarmRules:
     kl: tuple[float, float] | None = None
     throughput_drop: float | None = 0.5
     retries: int | None = 3
+    objective_kl: bool | None = True
 
 
 ALARMS = tuple(rule.name for rule in fields(AlarmRules))
@@ -65,7 +67,7 @@ _RANGES = {
     "throughput_drop": Range(0, 1, open_low=True, open_high=True, none="no alarm"),
     "retries": Range(1, none="no alarm"),
 }
-_KINDS: dict[str, Any] = {"retries": int | None, "kl": list[float] | None}
+_KINDS: dict[str, Any] = {"retries": int | None, "kl": list[float] | None, "objective_kl": bool | None}
 
 
 def read_rules(given: Mapping[str, Any] | None, *, has_reference: bool) -> AlarmRules:
@@ -103,7 +105,7 @@ def _read_limit(name: str, value: Any) -> Any:
         if len(limit) != 2 or not 0 <= limit[0] < limit[1] < math.inf:
             raise ConfigError(f"{told} is {value!r}; it must be [low, high] in nats per token, such as [0.02, 0.15].")
         return tuple(limit)
-    if limit not in _RANGES[name]:
+    if name != "objective_kl" and limit not in _RANGES[name]:
         raise ConfigError(f"{told} is {value!r}; it must be {_RANGES[name]}.")
     return limit
 
@@ -133,13 +135,15 @@ class AlarmWatch:
 
     Args:
         rules: what is watched.
+        bands: of objectives by name, least and greatest KL to the reference, in nats per token.
     """
 
-    def __init__(self, rules: AlarmRules) -> None:
+    def __init__(self, rules: AlarmRules, bands: Mapping[str, tuple[float, float]] | None = None) -> None:
         self._rules = rules
+        self._bands = dict(bands or {}) if rules.objective_kl else {}
         self._held_for: dict[str, int] = {}  # of each open episode: readings in a row that held
         self._seconds: list[dict[str, float]] = []  # of the last steps that began a rollout, by phase
-        self._kl_was_in_band = False
+        self._were_in_band: set[str] = set()  # of the run's KL ("") and of objectives'
 
     def observe(
         self, step: int, metrics: Mapping[str, float], events: Sequence[Mapping[str, Any]] = ()
@@ -157,15 +161,15 @@ class AlarmWatch:
         return [
             {
                 "event": "alarm",
-                "kind": kind,
+                "kind": episode.partition("/")[0],
                 "step": step,
                 "value": reading.value,
                 "limit": reading.limit,
                 **reading.details,
                 "sentence": reading.sentence,
             }
-            for kind, reading in self._readings(step, metrics, events)
-            if self._begins(kind, reading.broken)
+            for episode, reading in self._readings(step, metrics, events)
+            if self._begins(episode, reading.broken)
         ]
 
     def _begins(self, kind: str, broken: bool) -> bool:
@@ -182,7 +186,7 @@ class AlarmWatch:
     def _readings(
         self, step: int, metrics: Mapping[str, float], events: Sequence[Mapping[str, Any]]
     ) -> Iterator[tuple[str, _Reading]]:
-        """Gives what the step says about each rule that is on."""
+        """Gives what the step says about each rule that is on, under the name of its episode."""
         rules = self._rules
         share, equal = _number(metrics, "completions/clipped_ratio"), _number(metrics, "frac_reward_zero_std")
         judges, kl = _judges(metrics), _number(metrics, "kl")
@@ -193,8 +197,11 @@ class AlarmWatch:
         if rules.equal_rewards is not None and equal is not None:
             yield "equal_rewards", _equal_rewards(equal, rules.equal_rewards, _number(metrics, "reward"))
         if rules.kl is not None and kl is not None:
-            self._kl_was_in_band = self._kl_was_in_band or kl >= rules.kl[0]
-            yield "kl", _kl(kl, rules.kl, was_in_band=self._kl_was_in_band)
+            yield "kl", self._kl("", kl, rules.kl)
+        for objective, band in self._bands.items():
+            own = _number(metrics, f"objectives/{objective}/kl")
+            if own is not None:
+                yield f"objective_kl/{objective}", self._kl(objective, own, band)
         if rules.throughput_drop is not None and share is not None:  # a step that began a rollout
             self._seconds = [*self._seconds, _phase_seconds(metrics)][-WINDOW_STEPS - RECENT_STEPS :]
             reading = _throughput(self._seconds, rules.throughput_drop)
@@ -203,12 +210,18 @@ class AlarmWatch:
         if rules.retries is not None:
             yield "retries", _retries(_failures_since(step - WINDOW_STEPS, events), rules.retries)
 
+    def _kl(self, objective: str, value: float, band: tuple[float, float]) -> _Reading:
+        """Reads a KL; a run begins at its reference, so that too little counts only once there has been enough."""
+        if value >= band[0]:
+            self._were_in_band.add(objective)
+        return _kl(value, band, objective, was_in_band=objective in self._were_in_band)
+
     def state_dict(self) -> dict[str, Any]:
         """Gives, in plain values, open episodes and what the present is compared with."""
         return {
             "held_for": dict(self._held_for),
             "seconds": [dict(seconds) for seconds in self._seconds],
-            "kl_was_in_band": self._kl_was_in_band,
+            "were_in_band": sorted(self._were_in_band),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -219,7 +232,7 @@ class AlarmWatch:
         """
         self._held_for = dict(state["held_for"])
         self._seconds = [dict(seconds) for seconds in state["seconds"]]
-        self._kl_was_in_band = bool(state["kl_was_in_band"])
+        self._were_in_band = set(state.get("were_in_band", [""] if state.get("kl_was_in_band") else []))
 
 
 def _truncation(share: float, limit: float) -> _Reading:
@@ -252,18 +265,19 @@ def _equal_rewards(share: float, limit: float, mean: float | None) -> _Reading:
     return _Reading(share >= limit, share, limit, sentence)
 
 
-def _kl(value: float, band: tuple[float, float], *, was_in_band: bool) -> _Reading:
-    """Reads the KL; a run begins at its reference, so that too little counts only once there has been enough."""
+def _kl(value: float, band: tuple[float, float], objective: str, *, was_in_band: bool) -> _Reading:
     low, high = band
+    of, beta = (f" on the rows of objective {objective!r}", "its beta") if objective else ("", "beta")
     if value > high:
-        where, what, remedy = "above", "drifts away from", "raise beta or lower learning_rate"
+        where, what, remedy = "above", "drifts away from", f"raise {beta} or lower learning_rate"
     else:
-        where, what, remedy = "below", "hardly leaves", "lower beta or raise learning_rate"
+        where, what, remedy = "below", "hardly leaves", f"lower {beta} or raise learning_rate"
     sentence = (
-        f"The KL to the reference is {value:.3g} nats per token, {where} its band of {low:g} to {high:g}: the model "
-        f"{what} the reference; {remedy}."
+        f"The KL to the reference{of} is {value:.3g} nats per token, {where} its band of {low:g} to {high:g}: the "
+        f"model {what} the reference; {remedy}."
     )
-    return _Reading(value > high or (value < low and was_in_band), value, list(band), sentence)
+    details = {"objective": objective} if objective else {}
+    return _Reading(value > high or (value < low and was_in_band), value, list(band), sentence, details)
 
 
 def _throughput(steps: Sequence[Mapping[str, float]], limit: float) -> _Reading | None:

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from memsafe_rl.memory.recovery import Recovery, flush_autograd
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.causal_lm import autocast
 from memsafe_rl.ops.losses import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
+from memsafe_rl.ops.merging import merge_weights
 from memsafe_rl.rewards.base import RewardScores
 from memsafe_rl.rollout.scoring import row_lengths, update_work
 from memsafe_rl.summary import run_figures
@@ -45,8 +47,20 @@ from memsafe_rl.trainers.credit import CriticCredit
 from memsafe_rl.trainers.data import PromptSource
 from memsafe_rl.trainers.experience import Experience, ExperienceMaker
 from memsafe_rl.trainers.lossy import Concession, concede, next_concession
+from memsafe_rl.trainers.objectives import (
+    BetaControl,
+    GradientsAside,
+    as_seen_by,
+    first_betas,
+    gradient_metrics,
+    kl_bands,
+    learning_rows,
+    objective_metrics,
+    steered,
+    with_objectives,
+)
 from memsafe_rl.trainers.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler, uninterrupted
-from memsafe_rl.trainers.order import Cursor, rows_of_step
+from memsafe_rl.trainers.order import Cursor, merge_orders, rows_of_step
 from memsafe_rl.trainers.partial import OpenGroup, plain_groups
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.reporting import averages, read_step, step_metrics
@@ -57,6 +71,7 @@ from memsafe_rl.trainers.update import (
     accumulate_gradient,
     contributes,
     entropy_masks,
+    joined,
 )
 from memsafe_rl.types import Component, Denominators, Phase, Trajectory, UpdatePlan, UpdateWork
 
@@ -122,11 +137,12 @@ class OnPolicyTrainer(TrainerSurface):
         self._experience: Experience | None = None
         self._waiting: tuple[OpenGroup, ...] = ()
         self._entropy = EntropyControl(self.args.entropy_coef)
+        self._betas = first_betas(self.args.objective_list)
         self._table: tuple[dict[str, Any], ...] = ()
         self._random_before_step: RandomState | None = None
         self._pending: dict[str, list[float]] = defaultdict(list)
         self._concessions: list[Concession] = []
-        self._alarms = AlarmWatch(self.args.alarm_rules)
+        self._alarms = AlarmWatch(self.args.alarm_rules, kl_bands(self.args.objective_list))
         self._judged: dict[str, float] = {}
         self._callbacks = CallbackHandler(
             [DefaultFlowCallback(), *callbacks], self.model, self.processing_class, None, None
@@ -360,7 +376,7 @@ class OnPolicyTrainer(TrainerSurface):
         kept = tokens if masks is None else sum(sum(masks[row].tolist()) for row in rows)
         counted = sum(trajectory.group_of_row[row] >= 0 for row in rows)
         settings = self.args.loss_settings()
-        return StepTerms(
+        terms = StepTerms(
             settings=settings if self.credit is None else self.credit.steered(settings),
             denominators=Denominators(rows=counted, tokens=tokens, entropy_tokens=kept),
             temperature=self.args.temperature,
@@ -370,6 +386,7 @@ class OnPolicyTrainer(TrainerSurface):
             sampler_is_external=experience.external,
             values=None if self.credit is None else self.credit.value_terms(),
         )
+        return with_objectives(terms, trajectory, rows, [control.beta for control in self._betas.values()])
 
     def _plan_update(self, trajectory: Trajectory, mine: Sequence[int]) -> None:
         """Asks the memory policy how to cut this rank's rows."""
@@ -380,22 +397,46 @@ class OnPolicyTrainer(TrainerSurface):
 
     def _work(self, trajectory: Trajectory, mine: Sequence[int]) -> UpdateWork:
         work = update_work(self.adapter, trajectory, mine, packable=self._packable)
+        work = replace(work, gradients_aside=self.args.gradients_aside)
         return work if self.credit is None else self.credit.planned(work)
 
     def _gradient(
         self, experience: Experience, mine: Sequence[int], terms: StepTerms
     ) -> tuple[Experience, StepGradient]:
-        """Accumulates the step's gradient over micro-batches, again from the start if memory runs out, then over ranks.
+        """Accumulates the step's gradient over micro-batches and ranks; of several objectives, theirs, and merges them.
 
-        Moves no weight.
+        Moves no weight. What waits for the last objective's gradient is complete: only an objective whose accumulation
+        ran out of memory is begun again.
         """
+        if not terms.objectives:
+            return self._gradient_of(experience, mine, terms)
+        trajectory, waiting = experience.trajectory, GradientsAside(self._committed.parameters)
+        try:
+            found = []
+            for index, part in enumerate(terms.objectives):
+                every_row = part.settings.beta != 0 or self.args.gives_entropy_bonus
+                rows = self._recovery.repeat(partial(learning_rows, trajectory, index, mine, every_row=every_row))
+                experience, gradient = self._gradient_of(experience, rows, part, index)
+                found.append(gradient)
+                waiting.add(last=index + 1 == len(terms.objectives))
+            merge = self._merge(waiting)
+        finally:
+            waiting.drop()
+        weights = [objective.weight for objective in self.args.objective_list]
+        return experience, self._recovery.repeat(lambda: joined(found, weights, merge))
+
+    def _gradient_of(
+        self, experience: Experience, mine: Sequence[int], terms: StepTerms, objective: int | None = None
+    ) -> tuple[Experience, StepGradient]:
+        """Accumulates a gradient over micro-batches, again from the start if memory runs out, then over ranks."""
 
         def accumulate(plan: UpdatePlan) -> tuple[Experience, StepGradient]:
             self._make_room(plan)
             placed = experience.to(plan.trajectory_device, self.adapter.device)
+            trajectory = placed.trajectory
             gradient = accumulate_gradient(
                 self.adapter,
-                placed.trajectory,
+                trajectory if objective is None else as_seen_by(trajectory, objective),
                 mine,
                 plan,
                 terms,
@@ -404,7 +445,9 @@ class OnPolicyTrainer(TrainerSurface):
             )
             return placed, gradient
 
-        attempts = self._recovery.attempts(self._tracker.update_plan, self._work(experience.trajectory, mine))
+        work = self._work(experience.trajectory, mine)
+        to_come = work.gradients_aside - (objective or 0)  # those of earlier objectives are held already
+        attempts = self._recovery.attempts(self._tracker.update_plan, replace(work, gradients_aside=to_come))
         self.model.train(not self.args.disable_dropout)
         try:
             with watch_gradients(self._committed.parameters):
@@ -415,6 +458,23 @@ class OnPolicyTrainer(TrainerSurface):
         self._ranks.sum_gradients(self._committed.parameters)
         return placed, gradient
 
+    def _merge(self, gradients: GradientsAside) -> dict[str, float]:
+        """Puts the merged gradient in place of the objectives' own, and gives what is known of them."""
+        config, objectives = self.args, self.args.objective_list
+        gram = self._ranks.gather([self._recovery.repeat(lambda: gradients.gram().tolist())])[0]  # the same everywhere
+
+        def coefficients() -> tuple[float, ...]:
+            return merge_weights(
+                torch.tensor(gram, dtype=torch.float64),
+                weights_K=[objective.weight for objective in objectives],
+                **config.merge_settings(),
+                orders=merge_orders(len(objectives), config.seed, self.state.global_step),
+            )
+
+        found = self._recovery.repeat(coefficients)
+        gradients.add_up(found)
+        return gradient_metrics(objectives, gram, found, self._committed.loss_scale)
+
     def _make_room(self, plan: UpdatePlan) -> None:
         """Takes from the device what the plan wants elsewhere while the gradient is accumulated."""
         if plan.park_optimizer:
@@ -424,7 +484,13 @@ class OnPolicyTrainer(TrainerSurface):
         """Measures the gradient's norm and reads the step's numbers; the last thing that may be repeated."""
         norm = self._recovery.repeat(self._committed.measure)
         numbers = self._recovery.repeat(lambda: read_step(gradient, norm))
-        return step_metrics(numbers, terms, self._ranks)
+        metrics = step_metrics(numbers, terms, self._ranks) | gradient.merge
+        for objective, part, own in zip(self.args.objective_list, gradient.objectives, terms.objectives, strict=False):
+            found = self._recovery.repeat(partial(read_step, part, norm))
+            metrics |= objective_metrics(objective, step_metrics(found, own, self._ranks), own)
+        if any(own.settings.beta == 0 for own in terms.objectives):
+            metrics.pop("kl", None)  # would be that of some rows only
+        return metrics
 
     def _commit(self) -> None:
         """Moves the weights. An optimizer whose step allocates works on a copy's word: it is undone, never resumed."""
@@ -503,6 +569,12 @@ class OnPolicyTrainer(TrainerSurface):
         if self.args.use_adaptive_entropy or self.args.entropy_coef:
             self._entropy = self._next_entropy(metrics.get("active_entropy", metrics["entropy"]))
             metrics["entropy_coef"] = self._entropy.coef
+        self._betas = {
+            objective.name: steered(
+                self._betas[objective.name], objective, metrics.get(f"objectives/{objective.name}/kl", math.nan)
+            )
+            for objective in self.args.objective_list
+        }
         metrics |= self._tracker.drain()
         metrics["step_time"] = time.perf_counter() - self._step_started
         return metrics
@@ -718,9 +790,10 @@ class OnPolicyTrainer(TrainerSurface):
         self.history = []
         self._cursor, self._experience, self._waiting, self._table = Cursor(), None, (), ()
         self._entropy = EntropyControl(self.args.entropy_coef)
+        self._betas = first_betas(self.args.objective_list)
         if self.credit is not None:
             self.credit.kl_scale = 1.0
-        self._alarms = AlarmWatch(self.args.alarm_rules)
+        self._alarms = AlarmWatch(self.args.alarm_rules, kl_bands(self.args.objective_list))
         self._pending.clear()
 
     def _end(self, started: float, first: int) -> TrainResult:
@@ -796,6 +869,7 @@ class OnPolicyTrainer(TrainerSurface):
             "cursor": asdict(self._cursor),
             "entropy": list(self._entropy),
             "kl_scale": 1.0 if self.credit is None else self.credit.kl_scale,
+            "betas": {name: list(control) for name, control in self._betas.items()},
             "memory": self._tracker.state_dict(),
             "alarms": self._alarms.state_dict(),
             "history": self.history,
@@ -855,6 +929,8 @@ class OnPolicyTrainer(TrainerSurface):
         self._entropy = EntropyControl(*loop["entropy"])
         if self.credit is not None:
             self.credit.kl_scale = loop["kl_scale"]
+        betas = loop.get("betas", {})  # not in checkpoints of before there were objectives
+        self._betas = {**self._betas, **{name: BetaControl(beta, tuple(kls)) for name, (beta, kls) in betas.items()}}
         self._tracker.load_state_dict(loop["memory"])
         if "alarms" in loop:  # checkpoints of before there were any
             self._alarms.load_state_dict(loop["alarms"])

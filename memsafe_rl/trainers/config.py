@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.budget import MemoryBudget
+from memsafe_rl.ops.merging import MOST_CAGRAD_OBJECTIVES
 from memsafe_rl.rollout.checks import check_least_tokens
 from memsafe_rl.rollout.drawing import text_stops
 from memsafe_rl.rollout.engines.settings import check_options, refuse_missing_vllm
@@ -41,6 +42,7 @@ from memsafe_rl.trainers.checks import (
 from memsafe_rl.trainers.fields import GRPOFields, TrainerFields, describe
 from memsafe_rl.trainers.generation_options import OPTIONS, eos_tokens, generation_fields, stop_strings
 from memsafe_rl.trainers.lossy import LOSSY_REMEDIES, QUANTISED_CACHE
+from memsafe_rl.trainers.objectives import Objective, read_objectives
 from memsafe_rl.trainers.refusals import ALIASES, REFUSED, RefusedFields, admit, unknown
 from memsafe_rl.types import LossSettings, SamplingSettings
 
@@ -155,7 +157,7 @@ class TrainerConfig(TrainerFields, ABC):
     @property
     def has_reference(self) -> bool:
         """Whether a reference is needed."""
-        return self.beta != 0
+        return self.loss_has_kl
 
     @property
     def _least_group(self) -> int:
@@ -511,7 +513,32 @@ class TrainerConfig(TrainerFields, ABC):
     @property
     def every_row_learns(self) -> bool:
         """Whether the loss has a term without the advantage in it, so that rows whose advantage is 0 count too."""
-        return self.beta != 0 or self.entropy_coef != 0 or self.use_adaptive_entropy
+        return self.loss_has_kl or self.gives_entropy_bonus
+
+    @property
+    def loss_has_kl(self) -> bool:
+        """Whether the loss, or that of an objective, has a KL to the reference in it."""
+        objectives = self.objective_list
+        return any(objective.beta != 0 for objective in objectives) if objectives else self.beta != 0
+
+    @property
+    def gives_entropy_bonus(self) -> bool:
+        """Whether the loss has, or may come to have, a bonus on entropy."""
+        return self.entropy_coef != 0 or self.use_adaptive_entropy
+
+    @property
+    def objective_list(self) -> tuple[Objective, ...]:
+        """What is learnt at once, each with a gradient of its own; empty where there is but one."""
+        return ()
+
+    def merge_settings(self) -> dict[str, Any]:
+        """Gives what `ops.merging.merge_weights` reads: method and cagrad_c."""
+        return {"method": "sum"}
+
+    @property
+    def gradients_aside(self) -> int:
+        """Whole gradients that wait for those of further objectives."""
+        return max(0, len(self.objective_list) - 1)
 
     @property
     def trackers(self) -> list[str]:
@@ -743,7 +770,13 @@ class GRPOConfig(RefusedFields, TrainerConfig, GRPOFields):
         """Completions of a prompt that its advantages compare; REINFORCE++ compares those of the whole rollout."""
         return 1 if self.advantage_estimator == "reinforce++" else 2
 
+    @property
+    def objective_list(self) -> tuple[Objective, ...]:
+        """What `objectives` means; empty where there is but the weighted sum of all rewards."""
+        return read_objectives(self.objectives, beta=self.beta)
+
     def _check_algorithm(self) -> None:
+        self._check_objectives()
         self._check_estimator()
         scaled = self.advantage_estimator == "group" and self.scale_rewards != "none"
         if scaled and self.num_generations == 2:
@@ -752,6 +785,26 @@ class GRPOConfig(RefusedFields, TrainerConfig, GRPOFields):
                 "rewards is lost. Set num_generations to 4 or more, or scale_rewards='none'."
             )
         self._check_level()
+
+    def merge_settings(self) -> dict[str, Any]:
+        """Gives the part of the configuration that the merge of the objectives' gradients reads."""
+        return {"method": self.gradient_merge, "cagrad_c": self.cagrad_c}
+
+    def _check_objectives(self) -> None:
+        """Refuses settings that only several objectives read, where there are none, and too many for a merge."""
+        objectives = self.objective_list
+        if not objectives:
+            for name, default in (("gradient_merge", "sum"), ("cagrad_c", 0.2)):
+                if getattr(self, name) != default:
+                    raise ConfigError(
+                        f"{name} is {getattr(self, name)!r} without objectives, whose gradients it would merge. Set "
+                        f"objectives, or leave {name} out."
+                    )
+        if self.gradient_merge == "cagrad" and len(objectives) > MOST_CAGRAD_OBJECTIVES:
+            raise ConfigError(
+                f"gradient_merge is 'cagrad' with {len(objectives)} objectives; it weighs at most "
+                f"{MOST_CAGRAD_OBJECTIVES}. Join some of them, or set gradient_merge='pcgrad'."
+            )
 
     def _check_estimator(self) -> None:
         """Refuses settings of the estimator "group" beside another one, which would not read them."""

@@ -33,6 +33,7 @@ from memsafe_rl.trainers.credit import CriticCredit
 from memsafe_rl.trainers.data import Prompts, PromptSource
 from memsafe_rl.trainers.given import GivenRollout, RolloutFunction, read_rollout
 from memsafe_rl.trainers.kinds import Kind
+from memsafe_rl.trainers.objectives import judge, objective_advantages, reward_metrics
 from memsafe_rl.trainers.partial import Gathered, OpenGroup, begin_groups, gather_groups, groups_from, joined_prompts
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.update import contributes
@@ -615,12 +616,11 @@ class ExperienceMaker:
         return self._repeat(part)
 
     def _advantages(self, samples: Samples) -> AdvantageResult:
-        return estimated_advantages(
-            samples.rewards_BF,
-            torch.tensor(self._rewards.weights, dtype=torch.float32),
-            samples.group_size,
-            **self._config.advantage_settings(),
-        )
+        def estimate(rewards_BF: Tensor, weights_F: Tensor) -> AdvantageResult:
+            return estimated_advantages(rewards_BF, weights_F, samples.group_size, **self._config.advantage_settings())
+
+        weights_F = torch.tensor(self._rewards.weights, dtype=torch.float32)
+        return judge(samples.rewards_BF, self._rewards.names, weights_F, self._config.objective_list, estimate)
 
     def _scored_unrewarded(self, samples: Samples, answers: Answers, later_rows: Sequence[int]) -> Trajectory:
         """Lays the samples down and scores what all of them need, while reward functions may still be under way."""
@@ -663,16 +663,19 @@ class ExperienceMaker:
     def _judged(self, trajectory: Trajectory, advantages: AdvantageResult) -> Trajectory:
         """Adds what rewards say; a row that no function scored counts for nothing and gets an empty mask."""
         claim(Component.TRAJECTORY, [advantages.advantages_B])
+        with charge(Component.TRAJECTORY):
+            objectives = objective_advantages(advantages)
+        trajectory = replace(trajectory, advantages=advantages.advantages_B, objective_advantages=objectives)
         unscored = advantages.unscored_B.tolist()
         if not any(unscored):
-            return replace(trajectory, advantages=advantages.advantages_B)
+            return trajectory
         with charge(Component.TRAJECTORY):
             loss_mask = Ragged(trajectory.loss_mask.flat.clone(), trajectory.loss_mask.lengths)
         for row, mask in enumerate(loss_mask.rows()):
             if unscored[row]:
                 mask.zero_()
         groups = tuple(-1 if unscored[row] else group for row, group in enumerate(trajectory.group_of_row))
-        return replace(trajectory, advantages=advantages.advantages_B, loss_mask=loss_mask, group_of_row=groups)
+        return replace(trajectory, loss_mask=loss_mask, group_of_row=groups)
 
     def _credited(self, trajectory: Trajectory, advantages: AdvantageResult) -> tuple[Trajectory, dict[str, float]]:
         """Adds what a critic makes of the rewards, and says what is logged of it."""
@@ -855,6 +858,7 @@ class ExperienceMaker:
             values = samples.rewards_BF[:, column]
             metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean_std(values)
         metrics["reward"], metrics["reward_std"] = _mean_std(advantages.rewards_B)
+        metrics |= reward_metrics(self._config.objective_list, advantages)
         if self._config.num_generations > 1:  # a completion alone is always equal to itself
             flat = torch.isclose(advantages.std_B, torch.zeros_like(advantages.std_B))
             metrics["frac_reward_zero_std"] = flat.float().mean().item()

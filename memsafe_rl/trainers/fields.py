@@ -200,8 +200,9 @@ class TrainerFields:
     alarms: Rules = option(
         None,
         "Limits from which an alarm is given, once an episode: truncation (share, 0.05), judge_seconds (6), "
-        "equal_rewards (share of groups, 0.9), kl ([low, high] in nats per token, off), throughput_drop (share lost, "
-        "0.5), retries (in 20 steps, 3); null switches one off, false all; None: these.",
+        "equal_rewards (share of groups, 0.9), kl ([low, high] in nats per token, off), objective_kl (objectives' own "
+        "kl_band, on), throughput_drop (share lost, 0.5), retries (in 20 steps, 3); null switches one off, false all; "
+        "None: these.",
     )
 
     # Randomness, device and data
@@ -346,6 +347,18 @@ class GRPOFields(TrainerFields):
     multi_objective_aggregation: str = option(
         "sum_then_normalize", "Several rewards: 'sum_then_normalize', or 'normalize_then_sum' (GDPO)."
     )
+    objectives: Settings = option(
+        None,
+        'Several things to learn at once, by name, such as {"fair": {"rewards": ["unbiased"], "beta": 0.1}}: each has '
+        "advantages of its own rewards and a gradient of its own; keys: rewards, weight, beta, kl_band, adaptive_beta, "
+        "beta_bounds, beta_window, beta_factors; None: the weighted sum of all rewards.",
+    )
+    gradient_merge: str = option(
+        "sum", "How the objectives' gradients become one, once per optimizer step: 'sum', 'pcgrad' or 'cagrad'."
+    )
+    cagrad_c: float = option(
+        0.2, "How far CAGrad goes from the mean gradient, as a share of its length, for the objective that gains least."
+    )
     loss_type: str = option("dapo", "Loss: grpo, dr_grpo, dapo, bnpo, cispo, sapo, luspo or vespo.")
     importance_sampling_level: str = option("token", "Ratios per 'token' or per 'sequence' (GSPO).")
     off_policy_mask_threshold: float | None = option(
@@ -451,6 +464,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "advantage_estimator",
         "scale_rewards",
         "multi_objective_aggregation",
+    ),
+    "Several objectives": (
+        "objectives",
+        "gradient_merge",
+        "cagrad_c",
     ),
     "Loss": (
         "loss_type",

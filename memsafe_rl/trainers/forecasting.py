@@ -345,7 +345,7 @@ class _Faked:
         self, model: Any, reference: Any, checked: _Checked, device: str, settings: Any, **others: Any
     ) -> None:
         self._reference, self._checked, self._stands_for, self._settings = reference, checked, device, settings
-        super().__init__(model, _no_reward, settings, **others)  # type: ignore[call-arg]
+        super().__init__(model, _no_rewards(settings), settings, **others)  # type: ignore[call-arg]
 
     def _make_accelerator(self) -> Accelerator:
         alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "process_index": 0}
@@ -446,6 +446,7 @@ def _job(trainer: Any, longest: Longest, memory: SimulatedMemory) -> Job:
         packs_prompts=trainer.adapter.packs_prompts,
         held_bytes=memory.live_bytes,
         optimizer_bytes=optimizer_bytes,
+        gradients_aside=args.gradients_aside,
     )
 
 
@@ -509,6 +510,20 @@ def _stand_in_tokenizer() -> PreTrainedTokenizerFast:
     """Gives a tokenizer of three tokens, for a run whose prompts only have a length."""
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def _no_rewards(settings: Any) -> list[Any]:
+    """Gives reward functions that pay nothing, under the names that the settings call them by."""
+    wanted = {reward: None for objective in settings.objective_list for reward in objective.rewards}
+    return [_named(name) for name in wanted] or [_no_reward]
+
+
+def _named(name: str) -> Any:
+    def pay_nothing(completions: list[Any], **_: Any) -> list[float]:
+        return _no_reward(completions)
+
+    pay_nothing.__name__ = name
+    return pay_nothing
 
 
 def _no_reward(completions: list[Any], **_: Any) -> list[float]:

@@ -8,6 +8,7 @@ import torch
 
 _PROMPT_STREAM = 1
 _ROW_STREAM = 2
+_MERGE_STREAM = 3
 _MULTIPLIER = 6364136223846793005
 """Knuth's multiplier for 64-bit linear congruential generators (MMIX): keeps nearby keys apart."""
 
@@ -83,6 +84,20 @@ def prompt_order(size: int, seed: int, epoch: int, *, shuffle: bool) -> list[int
         Indices of the dataset.
     """
     return permutation(size, _PROMPT_STREAM, seed, epoch) if shuffle else list(range(size))
+
+
+def merge_orders(objectives: int, seed: int, step: int) -> list[list[int]]:
+    """Gives, for each objective, the order in which PCGrad holds its gradient against the others.
+
+    Args:
+        objectives: how many there are.
+        seed: the run's seed.
+        step: optimizer steps done.
+
+    Returns:
+        A permutation for each.
+    """
+    return [permutation(objectives, _MERGE_STREAM, seed, step, objective) for objective in range(objectives)]
 
 
 def rows_of_step(cursor: Cursor, rows: int, step_rows: int, seed: int) -> list[int]:

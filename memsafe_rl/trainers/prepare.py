@@ -31,6 +31,7 @@ from memsafe_rl.trainers.data import (
     usable_prompts,
 )
 from memsafe_rl.trainers.given import RolloutFunction
+from memsafe_rl.trainers.objectives import check_reward_names
 from memsafe_rl.trainers.refusals import unknown
 from memsafe_rl.types import UpdatePlan
 
@@ -217,12 +218,13 @@ def check_together(
         rollout_func: may add columns, and brings log-probs that correct importance.
 
     Raises:
-        ConfigError: two samplers are asked for, VESPO would count a row's importance weight once for every token, or
-            partial rollouts are asked for where they cannot be.
+        ConfigError: objectives and reward functions do not fit, two samplers are asked for, VESPO would count a row's
+            importance weight once for every token, or partial rollouts are asked for where they cannot be.
         DataError: a reward function needs a column that is not there.
     """
     if rollout_func is None and isinstance(dataset, Dataset):
         rewards.check_columns(dataset.column_names)
+    check_reward_names(config.objective_list, rewards.names)
     if config.caches_in_8_bits and rollout_func is not None:
         raise ConfigError(
             "cache_implementation='quantized' with a rollout_func, which draws the completions itself and keeps its "

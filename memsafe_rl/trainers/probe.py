@@ -380,7 +380,7 @@ def _longest_rows(trial: OnPolicyTrainer, longest: Longest) -> Trajectory:
     prompts = [longest.ids(len(longest.prompt))] * config.prompts_per_rollout
     completions = [longest.ids(longest.completion_tokens)] * config.rollout_rows
     with host_memory():
-        trajectory = lay_down(prompts, completions, config.num_generations)
+        trajectory = lay_down(prompts, completions, config.num_generations, len(config.objective_list))
         unsure = Ragged(torch.full((len(trajectory.actions.flat),), -1.0), trajectory.actions.lengths)
     corrected = trial._maker.corrects_sampler
     needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1 or corrected
@@ -505,7 +505,9 @@ def untouched(trainer: OnPolicyTrainer) -> Iterator[None]:
             trainer._tracker.meter.reset_peak()
 
 
-def lay_down(prompts: Sequence[Tensor], completions: Sequence[Tensor], group_size: int) -> Trajectory:
+def lay_down(
+    prompts: Sequence[Tensor], completions: Sequence[Tensor], group_size: int, objectives: int = 0
+) -> Trajectory:
     """Lays prompts and completions down as a rollout in which every token counts and no advantage is zero.
 
     Advantages are made up, alternating in sign and different in every row: rewards of an untrained model are often
@@ -515,12 +517,15 @@ def lay_down(prompts: Sequence[Tensor], completions: Sequence[Tensor], group_siz
         prompts: P tensors (length,) int64.
         completions: P × group_size tensors (length,) int64, prompt by prompt.
         group_size: completions per prompt.
+        objectives: how many there are, each of which scores every row; 0 for none beside the sum of all rewards.
 
     Returns:
         The trajectory, on the host.
     """
     rows = len(completions)
     signs = torch.tensor([1.0, -1.0]).repeat(-(-rows // 2))[:rows]
+    advantages = signs * (0.5 + torch.arange(rows) / rows)
+    shifted = [advantages.roll(index) for index in range(objectives)]
     actions = Ragged.from_rows(list(completions))
     return Trajectory(
         conditions=Ragged.from_rows(list(prompts)),
@@ -528,7 +533,8 @@ def lay_down(prompts: Sequence[Tensor], completions: Sequence[Tensor], group_siz
         actions=actions,
         loss_mask=Ragged(torch.ones_like(actions.flat, dtype=torch.uint8), actions.lengths),
         sampling_logprobs=Ragged(torch.zeros(len(actions.flat)), actions.lengths),
-        advantages=signs * (0.5 + torch.arange(rows) / rows),
+        advantages=advantages,
+        objective_advantages=torch.stack(shifted, 1) if shifted else None,
         group_of_row=tuple(row // group_size for row in range(rows)),
         finished=(True,) * rows,
         has_old=(False,) * rows,

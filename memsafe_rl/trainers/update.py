@@ -63,6 +63,7 @@ class StepTerms:
         entropy_masks: 1 where an action is among the most uncertain of the step, per row; None when all count.
         sampler_is_external: whether another sampler drew the completions, so that its log-probs differ from the old.
         values: the critic's loss; None without a critic.
+        objectives: of each of several objectives, over its own rows; empty where there is but one.
     """
 
     settings: LossSettings
@@ -73,6 +74,7 @@ class StepTerms:
     entropy_masks: Mapping[int, Tensor] | None = None
     sampler_is_external: bool = False
     values: ValueTerms | None = None
+    objectives: tuple[StepTerms, ...] = ()
 
 
 @dataclass
@@ -88,6 +90,8 @@ class StepGradient:
         logprobs: nats, of each row that was run, on the device.
         micro_batches: how many were run.
         tokens: tokens run, padding included.
+        objectives: of each of several objectives; empty where there is but one.
+        merge: what is known of the objectives' gradients and of how they were merged, by metric.
     """
 
     loss: Tensor
@@ -98,6 +102,8 @@ class StepGradient:
     logprobs: dict[int, Tensor] = field(default_factory=dict)
     micro_batches: int = 0
     tokens: int = 0
+    objectives: tuple[StepGradient, ...] = ()
+    merge: dict[str, float] = field(default_factory=dict)
 
 
 def accumulate_gradient(
@@ -415,6 +421,27 @@ def entropy_masks(
         return {row: high_entropy_mask(entropies[row], counted[row], threshold) for row in rows}
 
     return repeat(masks)
+
+
+def joined(parts: Sequence[StepGradient], weights: Sequence[float], merge: dict[str, float]) -> StepGradient:
+    """Adds up what the gradients of several objectives have left.
+
+    Args:
+        parts: of each objective.
+        weights: of their losses.
+        merge: what is known of the merge, by metric.
+
+    Returns:
+        The step's; a row of several objectives counts once for each.
+    """
+    zero = torch.zeros_like(parts[0].run_tokens)
+    step = StepGradient(loss=zero, run_tokens=zero, objectives=tuple(parts), merge=merge)
+    for part, weight in zip(parts, weights, strict=True):
+        _add(step, LossResult(weight * part.loss, part.sums, part.lows, part.highs), part.run_tokens)
+        step.logprobs |= part.logprobs
+        step.micro_batches += part.micro_batches
+        step.tokens += part.tokens
+    return step
 
 
 def _add(step: StepGradient, result: LossResult, tokens: Tensor | None = None) -> None:

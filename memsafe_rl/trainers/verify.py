@@ -459,7 +459,8 @@ class _Proof:
             self._completions = completions
             with host_memory():
                 ids = [completion.ids for completion in completions]
-                self._trajectory = lay_down(self._prompts.ids, ids, self._group)
+                objectives = len(trial.args.objective_list)
+                self._trajectory = lay_down(self._prompts.ids, ids, self._group, objectives)
         if self._trajectory is None:
             raise AssertionError("laid down with the completions")
         rows = range(self._rows)
@@ -541,7 +542,7 @@ class _Proof:
             return None
         trajectory = self._laid_down()
         sampling = trainer._maker._work(self._prompts, self._group)
-        learning = update_work(trainer.adapter, trajectory, range(self._rows))
+        learning = trainer._work(trajectory, range(self._rows))
         needed = max(sum(rollout_parts(sampling, rollout).values()), sum(update_parts(learning, update).values()))
         room = trainer._tracker.budget_bytes - trainer._tracker.meter.live_bytes()
         if needed <= room:

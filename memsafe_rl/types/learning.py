@@ -17,12 +17,14 @@ class AdvantageResult:
         rewards_B: (B,) float32, the weighted sum; NaN for a row that no reward function scored.
         std_B: (B,) float32, the deviation that scaled (or would have scaled) each row.
         unscored_B: (B,) bool, rows whose rewards are all None.
+        objectives: of each of several objectives, by its own rewards alone; empty where there is but one.
     """
 
     advantages_B: Tensor
     rewards_B: Tensor
     std_B: Tensor
     unscored_B: Tensor
+    objectives: tuple[AdvantageResult, ...] = ()
 
 
 @dataclass(frozen=True)

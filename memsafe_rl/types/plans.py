@@ -221,12 +221,14 @@ class UpdateWork:
         geometry: sizes of the network that learns.
         prompts: index of each row's prompt, the same for rows that share one; empty where rows cannot be packed behind
             one copy of it.
+        gradients_aside: whole gradients, of other objectives, that will be held beside this step's last one.
     """
 
     row_tokens: tuple[int, ...]
     action_tokens: tuple[int, ...]
     geometry: ModelGeometry
     prompts: tuple[int, ...] = ()
+    gradients_aside: int = 0
 
     @property
     def least_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -117,6 +118,8 @@ class Trajectory:
         values: per action, a critic's value of the state it was taken in, at the rollout; None without a critic.
         returns: per action, what the critic should have said; None without a critic.
         action_advantages: one advantage per action, in place of ``advantages`` in the loss; None for one per row.
+        objective_advantages: (B, K) float32, of each of K objectives; NaN where one did not score a row; None where
+            there is but one, which ``advantages`` are of.
     """
 
     conditions: Ragged
@@ -135,6 +138,7 @@ class Trajectory:
     values: Ragged | None = None
     returns: Ragged | None = None
     action_advantages: Ragged | None = None
+    objective_advantages: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -153,11 +157,21 @@ class Trajectory:
 
     @cached_property
     def has_advantage(self) -> tuple[bool, ...]:
-        """For each row, whether its advantage, or that of any of its actions, differs from zero."""
+        """For each row, whether its advantage, or that of any of its actions or objectives, differs from zero."""
         if self.action_advantages is not None:
             marks = [row.ne(0).any() for row in self.action_advantages.rows()]
             return tuple(torch.stack(marks).tolist())
-        return tuple(advantage != 0 for advantage in self.advantages.tolist())
+        if self.objective_advantages is None:
+            return tuple(advantage != 0 for advantage in self.advantages.tolist())
+        rows = zip(*self.objective_values, strict=True)
+        return tuple(any(value != 0 and not math.isnan(value) for value in row) for row in rows)
+
+    @cached_property
+    def objective_values(self) -> tuple[tuple[float, ...], ...]:
+        """For each objective, every row's advantage as a number; NaN where it did not score the row."""
+        if self.objective_advantages is None:
+            return ()
+        return tuple(tuple(column) for column in self.objective_advantages.t().tolist())
 
     def condition_lengths(self, rows: Iterable[int]) -> tuple[int, ...]:
         """Prompt tokens of the given rows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,23 @@ def test_a_broken_rule_speaks_once_until_it_has_held(
     flickering = [fine, broken, broken, fine, fine, broken]
     over = [fine] * STEPS_TO_END
     assert heard(AlarmWatch(rules), metric, [*flickering, *over, broken, broken]) == [2, 7 + STEPS_TO_END]
+
+
+def test_each_objective_has_a_band_and_episodes_of_its_own() -> None:
+    watch = AlarmWatch(AlarmRules(), {"fairness": (0.02, 0.06), "truth": (0.08, 0.15)})
+    kls = [(0.0, 0.0), (0.07, 0.1), (0.07, 0.2), (0.05, 0.07), (0.01, 0.1), (math.nan, 0.1)]
+    told = []
+    for step, (fairness, truth) in enumerate(kls, start=1):
+        metrics = {**HEALTHY, "objectives/fairness/kl": fairness, "objectives/truth/kl": truth}
+        told += [(event["step"], event["objective"], event["value"]) for event in watch.observe(step, metrics)]
+    assert told == [(2, "fairness", 0.07), (3, "truth", 0.2)]
+    (event,) = AlarmWatch(AlarmRules(), {"truth": (0.08, 0.15)}).observe(1, {**HEALTHY, "objectives/truth/kl": 0.2})
+    assert (event["kind"], event["limit"]) == ("objective_kl", [0.08, 0.15])
+    assert event["sentence"] == (
+        "The KL to the reference on the rows of objective 'truth' is 0.2 nats per token, above its band of 0.08 to "
+        "0.15: the model drifts away from the reference; raise its beta or lower learning_rate."
+    )
+    assert AlarmWatch(OFF, {"truth": (0.08, 0.15)}).observe(1, metrics) == []
 
 
 def test_a_healthy_run_is_silent() -> None:
@@ -178,6 +196,7 @@ def test_one_rule_can_be_off_alone(name: str) -> None:
             "completions/clipped_ratio": 1.0,
             "frac_reward_zero_std": 1.0,
             "kl": 9.0,
+            "objectives/truth/kl": 9.0,
             "time/reward/judge_seconds": 60.0,
         }
         return {**HEALTHY, **bad, "step_time": 4.0 if step < 10 else 40.0}
@@ -185,7 +204,7 @@ def test_one_rule_can_be_off_alone(name: str) -> None:
     failures = [{"event": "failure", "step": 0}] * 5
 
     def kinds(rules: AlarmRules) -> set[str]:
-        watch = AlarmWatch(rules)
+        watch = AlarmWatch(rules, {"truth": (0.08, 0.15)})
         return {event["kind"] for step in range(12) for event in watch.observe(step + 1, sick(step), failures)}
 
     every = AlarmRules(kl=(0.02, 0.06))

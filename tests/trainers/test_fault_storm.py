@@ -63,6 +63,7 @@ def test_a_storm_changes_nothing(scene: Scene, tmp_path: Path) -> None:
     [
         ("LoRA, dropout, KL to the base", {}, 8),
         ("AdamW that allocates as it steps", {}, 8),
+        ("LoRA, two objectives", {}, 8),
         ("full, everything on the host, leaner plans", {}, 16),
         ("full", EVERYTHING_ELSE, 6),
     ],
