@@ -108,6 +108,7 @@ class RewardRunner:
         chat_template_kwargs: passed to the chat templates of reward models.
         device: where reward models go; None leaves them where they are.
         patience: how long async functions are waited for.
+        rollout_columns: columns that rollouts add to the dataset's.
 
     Raises:
         ConfigError: there is no function, counts differ, a weight is not finite, a package is missing, or an object is
@@ -125,6 +126,7 @@ class RewardRunner:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
         patience: Patience = _ENDLESS,
+        rollout_columns: Sequence[str] = (),
     ) -> None:
         sources: list[Any] = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         tokenizers = _one_each("reward_processing_classes", reward_processing_classes, len(sources), default=None)
@@ -148,6 +150,7 @@ class RewardRunner:
         self.names = _distinct([s.name if isinstance(s, RewardModel) else function_name(s) for s in self._sources])
         self._loop = BackgroundLoop()
         self._patience = patience
+        self._rollout_columns = frozenset(rollout_columns)
         self._warned = False
         if device is not None:
             self.to(device)
@@ -176,7 +179,7 @@ class RewardRunner:
         Raises:
             DataError: a function names a column that is missing, or a column has the name of something else.
         """
-        columns = sorted(set(columns) - {"prompt", "completion"})
+        columns = sorted({*columns, *self._rollout_columns} - {"prompt", "completion"})
         if clash := [column for column in columns if column in _GIVEN and column != "completion_ids"]:
             raise DataError(
                 f"The dataset has a column {clash[0]!r}, and reward functions are given something else by that name. "

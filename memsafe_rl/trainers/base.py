@@ -315,7 +315,7 @@ class OnPolicyTrainer(TrainerSurface):
         """Rolls out where it is due and moves the weights; what it needs is freed before evaluation and saving."""
         if self._experience is None:
             self._experience = self._roll_out()
-        rows = self._rows()
+        rows = self._experience.trajectory.rows_of(self._rows())
         terms = self._fix_terms(self._experience, rows)
         mine = self._mine(self._experience.trajectory, rows)
         self._plan_update(self._experience.trajectory, mine)

@@ -26,12 +26,16 @@ from memsafe_rl.ops.importance import importance_weights
 from memsafe_rl.rewards.base import PendingScores, RewardRunner
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.engines.native import NativeEngine
+from memsafe_rl.rollout.episodes.lockstep import Match
+from memsafe_rl.rollout.episodes.roles import ModelHub
+from memsafe_rl.rollout.episodes.users import ModelUser
 from memsafe_rl.rollout.generation import generate
 from memsafe_rl.rollout.scoring import score_all, update_work, value_all
 from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.credit import CriticCredit
 from memsafe_rl.trainers.data import Prompts, PromptSource
-from memsafe_rl.trainers.given import GivenRollout, RolloutFunction, read_rollout
+from memsafe_rl.trainers.episodes import Stage, drawn_by_limit
+from memsafe_rl.trainers.given import GivenRollout, Piece, RolloutFunction, read_rollout
 from memsafe_rl.trainers.kinds import Kind
 from memsafe_rl.trainers.objectives import judge, objective_advantages, reward_metrics
 from memsafe_rl.trainers.partial import Gathered, OpenGroup, begin_groups, gather_groups, groups_from, joined_prompts
@@ -78,6 +82,8 @@ class Samples:
         extras: per completion, what the reward functions logged through `log_extra`; () until the rewards are known.
         external: whether another sampler than the trained model drew them.
         stale: per completion, whether older weights drew some of it; () where none is.
+        pieces: per completion, the sequences that it is learnt from; () where each is one.
+        facts: what is logged of how they were drawn.
     """
 
     prompts: Prompts
@@ -90,6 +96,8 @@ class Samples:
     extras: tuple[dict[str, Any], ...]
     external: bool = False
     stale: tuple[bool, ...] = ()
+    pieces: tuple[tuple[Piece, ...], ...] = ()
+    facts: Mapping[str, float] = field(default_factory=dict)
 
     def groups(self, indices: Sequence[int]) -> Samples:
         """Gives some groups only."""
@@ -105,6 +113,7 @@ class Samples:
             texts=tuple(self.texts[row] for row in rows),
             rewards_BF=self.rewards_BF[rows],
             extras=tuple(self.extras[row] for row in rows),
+            pieces=tuple(self.pieces[row] for row in rows) if self.pieces else (),
         )
 
     def joined(self, other: Samples) -> Samples:
@@ -120,6 +129,7 @@ class Samples:
             texts=self.texts + other.texts,
             rewards_BF=torch.cat([self.rewards_BF, other.rewards_BF]),
             extras=self.extras + other.extras,
+            pieces=self.pieces + other.pieces,
         )
 
 
@@ -188,6 +198,7 @@ class ExperienceMaker:
         sampling: how completions are drawn.
         autocast: context of every forward pass.
         rollout_func: draws completions in place of the library; None for the library's own engine.
+        stage: where episodes of several turns are played; None where a completion is one turn.
         owner: passed to `rollout_func` as its trainer.
         credit: judges single actions by a critic; None where a row's advantage is that of all its actions.
     """
@@ -208,6 +219,7 @@ class ExperienceMaker:
         rollout_func: RolloutFunction | None,
         owner: Any,
         credit: CriticCredit | None = None,
+        stage: Stage | None = None,
     ) -> None:
         self._config = config
         self._adapter = adapter
@@ -224,6 +236,8 @@ class ExperienceMaker:
         self._rollout_func = rollout_func
         self._owner = owner
         self._credit = credit
+        self._stage = stage
+        self.roles = ModelHub(adapter)
         engine.check(sampling)
 
     def limit(self, max_new_tokens: int) -> None:
@@ -261,8 +275,10 @@ class ExperienceMaker:
         self._engine.round_cache()
 
     def close(self) -> None:
-        """Ends the engine; the next rollout starts it anew."""
+        """Ends the engine and the threads of environments; the next rollout starts them anew."""
         self._engine.close()
+        if self._stage is not None:
+            self._stage.close()
 
     def make(
         self,
@@ -289,8 +305,10 @@ class ExperienceMaker:
         partly: dict[str, float] = {}
         if self._config.partial_rollout_tokens is None:
             prompts = self._read(source, position, self._config.prompts_per_rollout)
-            self._plan(prompts)
-            samples, answers = self._draw(prompts, rollout, self._config.num_generations)
+            group_size = self._config.num_generations
+            match = None if self._stage is None else self._begun(self._stage, prompts, rollout, group_size)
+            self._plan(prompts, match)
+            samples, answers = self._draw(prompts, rollout, group_size, match=match)
             consumed = len(prompts.ids)
         else:
             gathered = self._go_on(source, rollout, position, waiting)
@@ -306,7 +324,8 @@ class ExperienceMaker:
         advantages = self._repeat(lambda: self._advantages(samples))
         trajectory = self._repeat(lambda: self._judged(trajectory, advantages))
         trajectory, judgement = self._repeat(lambda: self._credited(trajectory, advantages))
-        advantages = replace(advantages, advantages_B=trajectory.advantages)
+        if not trajectory.sample_of_row:
+            advantages = replace(advantages, advantages_B=trajectory.advantages)
         trajectory = self._score_later(trajectory, later_rows, external=samples.external)
         metrics, table = self._repeat(lambda: (self._metrics(samples, advantages), self._table(samples, advantages)))
         return Experience(
@@ -365,9 +384,11 @@ class ExperienceMaker:
         with self._tracker.phase(phase):
             return self._recovery.repeat(unit)
 
-    def _plan(self, prompts: Prompts) -> None:
-        """Asks the memory policy how to cut the rollout."""
+    def _plan(self, prompts: Prompts, match: Match | None = None) -> None:
+        """Asks the memory policy how to cut the rollout; episodes are as long as their environments make them."""
         work = self._work(prompts, self._config.num_generations)
+        if match is not None:
+            work = replace(work, prompt_tokens=self._first_tokens(work.prompt_tokens, match))
         plan = self._policy.before_rollout(work, self._tracker.state())
         self._tracker.adopt(self.served(plan), RolloutPlan)
 
@@ -402,12 +423,16 @@ class ExperienceMaker:
         *,
         first_prompt: int = 0,
         phase: Phase = Phase.ROLLOUT,
+        match: Match | None = None,
     ) -> tuple[Samples, Answers]:
         """Draws this rank's rows, has them rewarded, and joins all ranks' rows; rewards may still be under way."""
         mine = self._ranks.share(len(prompts.ids) * group_size)
         work = self._work(prompts, group_size)
         with self._tracker.phase(phase):
-            if self._rollout_func is None:
+            if self._stage is not None:
+                match = match or self._begun(self._stage, prompts, rollout, group_size, first_prompt)
+                given = self._play(self._stage, match)
+            elif self._rollout_func is None:
                 drawn = self._generate(prompts, rollout, group_size, work, first_prompt, mine)
                 external = self._engine.is_external
                 given = GivenRollout([prompts.ids[row // group_size] for row in mine], drawn, external=external)
@@ -420,7 +445,7 @@ class ExperienceMaker:
     ) -> tuple[Samples, Answers]:
         """Has this rank's rows rewarded, and joins all ranks' rows; rewards may still be under way."""
         work = self._work(prompts, group_size)
-        texts = self._kind.shown(prompts, given.completions)
+        texts = self._kind.shown(prompts, given.completions) if given.texts is None else given.texts
         answering = Phase.REWARD if phase is Phase.ROLLOUT else phase
         with self._tracker.phase(answering):
             pending = self._reward(prompts, group_size, mine, given, texts, work)
@@ -435,6 +460,8 @@ class ExperienceMaker:
                 rewards_BF=_NO_REWARDS,
                 extras=(),
                 external=given.external,
+                pieces=() if given.pieces is None else tuple(self._ranks.gather(given.pieces)),
+                facts=given.facts,
             )
         except BaseException:
             pending.cancel()
@@ -470,6 +497,81 @@ class ExperienceMaker:
         )
         self._engine.release()
         return drawn
+
+    # ------------------------------------------------------------------ episodes
+
+    def _begun(self, stage: Stage, prompts: Prompts, rollout: int, group_size: int, first_prompt: int = 0) -> Match:
+        """Resets the environments of this rank's rows, once."""
+        keys = {
+            row: SequenceKey(self._config.seed, rollout, first_prompt + row // group_size, row % group_size)
+            for row in self._ranks.share(len(prompts.ids) * group_size)
+        }
+        table = stage.table(
+            self._draw_turns,
+            self._draw_answers,
+            completion_tokens=self._sampling.max_new_tokens,
+            context_tokens=self._adapter.geometry.max_positions,
+        )
+        return stage.begin(prompts, keys, group_size, table)
+
+    def _first_tokens(self, prompt_tokens: Sequence[int], match: Match) -> tuple[int, ...]:
+        """The longest first prompt of each group, as far as it is known."""
+        longest = list(prompt_tokens)
+        for key, context in zip(match.keys, match.contexts, strict=True):
+            longest[key.prompt] = max(longest[key.prompt], len(context))
+        return tuple(longest)
+
+    def _play(self, stage: Stage, match: Match) -> GivenRollout:
+        """Plays episodes to their ends; only what draws is repeated when memory runs out."""
+        self._recovery.repeat(lambda: self._engine.synchronise(self._owner.state.global_step))
+        while match.goes_on:
+            match.agents_speak()
+            match.users_speak()
+        self._engine.release()
+        return stage.given(match.episodes(), external=self._engine.is_external)
+
+    def _draw_turns(self, prompts: list[Tensor], keys: list[list[SequenceKey]], limits: list[int]) -> list[Completion]:
+        """Draws one turn of every agent."""
+        settings, attempt = self._sampling, self._attempt(self._turn_work(prompts, keys, limits, self._adapter))
+        progress = self._owner.report_sampling
+        if isinstance(self._engine, NativeEngine):
+            return self._engine.generate(prompts, keys, settings, attempt, progress, limits=limits)
+        return drawn_by_limit(
+            lambda some, names, limit: self._engine.generate(
+                some, names, replace(settings, max_new_tokens=limit), attempt, progress
+            ),
+            prompts,
+            keys,
+            limits,
+        )
+
+    def _draw_answers(
+        self, user: ModelUser, prompts: list[Tensor], keys: list[list[SequenceKey]], limits: list[int]
+    ) -> list[Completion]:
+        """Draws one answer of every user that is a model of this role."""
+        own = SamplingSettings(
+            user.max_tokens,
+            self._sampling.eos_token_ids,
+            temperature=self._sampling.temperature if user.temperature is None else user.temperature,
+            top_p=self._sampling.top_p,
+            top_k=self._sampling.top_k,
+            min_p=self._sampling.min_p,
+        )
+        with self.roles.acting(user.role) as adapter:
+            attempt = self._attempt(self._turn_work(prompts, keys, limits, adapter))
+            return generate(adapter, prompts, keys, own, attempt, limits=limits)
+
+    def _turn_work(
+        self, prompts: Sequence[Tensor], keys: Sequence[Sequence[SequenceKey]], limits: Sequence[int], adapter: Any
+    ) -> RolloutWork:
+        return RolloutWork(
+            prompt_tokens=tuple(len(ids) for ids in prompts),
+            group_size=max(len(names) for names in keys),
+            max_new_tokens=max(limits),
+            geometry=adapter.geometry,
+        )
+
+    # ------------------------------------------------------------------ completions of one turn
 
     def _go_on(self, source: PromptSource, rollout: int, position: int, waiting: Sequence[OpenGroup]) -> Gathered:
         """Draws a bounded number of tokens a round, beginning fresh prompts, until enough groups are whole."""
@@ -581,7 +683,7 @@ class ExperienceMaker:
             columns[name] = list(values) if isinstance(values, (list, tuple)) else [values] * len(mine)
         attempt = self._attempt_in(work, nullcontext)
         return self._rewards.begin(
-            [copy.deepcopy(prompts.prompts[row // group_size]) for row in mine],
+            given.prompts or [copy.deepcopy(prompts.prompts[row // group_size]) for row in mine],
             list(texts),
             self._kind.plain(given.completions),
             columns,
@@ -635,38 +737,48 @@ class ExperienceMaker:
 
     def _laid_down(self, samples: Samples) -> Trajectory:
         """Lays the samples down as a trajectory, without what rewards say of them."""
+        pieces, sample_of_row = _learnt(samples)
         masks = []
-        for row, completion in enumerate(samples.completions):
-            mask = completion.mask if samples.masks is None else samples.masks[row]
-            mask = torch.ones(len(completion.ids), dtype=torch.uint8) if mask is None else mask
-            cut = self._config.mask_truncated_completions and not completion.finished
-            masks.append(torch.zeros_like(mask) if cut else mask)
-        rows = len(samples.completions)
+        for piece in pieces:
+            cut = self._config.mask_truncated_completions and not piece.completion.finished
+            masks.append(torch.zeros_like(piece.mask) if cut else piece.mask)
         unique: dict[Any, Tensor] = {}
-        for ids in samples.conditions:
-            unique.setdefault(_identity(ids), ids)
+        for piece in pieces:
+            unique.setdefault(_identity(piece.condition), piece.condition)
         places = {identity: place for place, identity in enumerate(unique)}
-        starts = [completion.start for completion in samples.completions if completion.start is not None]
+        starts = [piece.completion.start for piece in pieces if piece.completion.start is not None]
+        split = len(pieces) > len(samples.completions)
+        if split and self._credit is not None:
+            raise ConfigError(
+                "An episode became several sequences, for the chat template changes what was said before once more is "
+                "said, and a critic judges the actions of one sequence. Set processing_class.chat_template to one that "
+                "keeps what was said, or use GRPO."
+            )
         return Trajectory(
             conditions=Ragged.from_rows(list(unique.values())),
-            condition_of_row=tuple(places[_identity(ids)] for ids in samples.conditions),
-            actions=Ragged.from_rows([completion.ids for completion in samples.completions]),
+            condition_of_row=tuple(places[_identity(piece.condition)] for piece in pieces),
+            actions=Ragged.from_rows([piece.completion.ids for piece in pieces]),
             loss_mask=Ragged.from_rows(masks),
-            sampling_logprobs=Ragged.from_rows([completion.logprobs for completion in samples.completions]),
-            advantages=torch.zeros(rows),
-            group_of_row=tuple(row // samples.group_size for row in range(rows)),
-            finished=tuple(completion.finished for completion in samples.completions),
-            has_old=(False,) * rows,
+            sampling_logprobs=Ragged.from_rows([piece.completion.logprobs for piece in pieces]),
+            advantages=torch.zeros(len(pieces)),
+            group_of_row=tuple(sample // samples.group_size for sample in sample_of_row),
+            finished=tuple(piece.completion.finished for piece in pieces),
+            has_old=(False,) * len(pieces),
             starts=torch.stack(starts) if starts else None,
+            sample_of_row=sample_of_row if split else (),
         )
 
     def _judged(self, trajectory: Trajectory, advantages: AdvantageResult) -> Trajectory:
         """Adds what rewards say; a row that no function scored counts for nothing and gets an empty mask."""
-        claim(Component.TRAJECTORY, [advantages.advantages_B])
+        advantages_B, unscored = advantages.advantages_B, advantages.unscored_B.tolist()
         with charge(Component.TRAJECTORY):
             objectives = objective_advantages(advantages)
-        trajectory = replace(trajectory, advantages=advantages.advantages_B, objective_advantages=objectives)
-        unscored = advantages.unscored_B.tolist()
+        if trajectory.sample_of_row:  # the sequences of one sample share its advantages
+            sample_of_row = list(trajectory.sample_of_row)
+            advantages_B, unscored = advantages_B[sample_of_row], [unscored[sample] for sample in sample_of_row]
+            objectives = None if objectives is None else objectives[sample_of_row]
+        claim(Component.TRAJECTORY, [advantages_B])
+        trajectory = replace(trajectory, advantages=advantages_B, objective_advantages=objectives)
         if not any(unscored):
             return trajectory
         with charge(Component.TRAJECTORY):
@@ -773,7 +885,7 @@ class ExperienceMaker:
                 with charge(Component.TRAJECTORY):
                     weights = self._recovery.repeat(lambda: self._corrections(trajectory))
                 return replace(trajectory, importance_weights=weights)
-            wanting = [row for row in later_rows if not trajectory.has_old[row]]
+            wanting = [row for row in trajectory.rows_of(later_rows) if not trajectory.has_old[row]]
             later = self._recovery.repeat(lambda: [row for row in wanting if self._learns(trajectory, row)])
             if not later:
                 return trajectory
@@ -859,6 +971,7 @@ class ExperienceMaker:
             metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean_std(values)
         metrics["reward"], metrics["reward_std"] = _mean_std(advantages.rewards_B)
         metrics |= reward_metrics(self._config.objective_list, advantages)
+        metrics |= samples.facts
         if self._config.num_generations > 1:  # a completion alone is always equal to itself
             flat = torch.isclose(advantages.std_B, torch.zeros_like(advantages.std_B))
             metrics["frac_reward_zero_std"] = flat.float().mean().item()
@@ -880,6 +993,20 @@ class ExperienceMaker:
 def _identity(ids: Tensor) -> tuple[Any, ...]:
     """Gives what is equal where prompts are."""
     return tuple(ids.shape), ids.cpu().numpy().tobytes()
+
+
+def _learnt(samples: Samples) -> tuple[list[Piece], tuple[int, ...]]:
+    """Lists the sequences that samples are learnt from, and which sample each is a part of."""
+    if samples.pieces:
+        pairs = [(piece, sample) for sample, pieces in enumerate(samples.pieces) for piece in pieces]
+        return [piece for piece, _ in pairs], tuple(sample for _, sample in pairs)
+    masks = samples.masks or [_all_counted(one) if one.mask is None else one.mask for one in samples.completions]
+    whole = zip(samples.conditions, samples.completions, masks, strict=True)
+    return [Piece(*parts) for parts in whole], tuple(range(len(samples.completions)))
+
+
+def _all_counted(completion: Completion) -> Tensor:
+    return torch.ones(len(completion.ids), dtype=torch.uint8)
 
 
 def _served_by(engine: RolloutEngine, plan: Any) -> Any:

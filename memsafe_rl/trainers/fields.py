@@ -240,7 +240,16 @@ class TrainerFields:
         None, "Completions in one rollout over all ranks; None: batch per rank x ranks x steps_per_generation."
     )
     num_iterations: int = option(1, "Epochs K: passes over each rollout, rows reshuffled in every one.")
-    max_completion_length: int = option(512, "Longest completion, in tokens.")
+    max_completion_length: int = option(
+        512, "Longest completion, in tokens; of an episode, all turns, tool results and users' words together."
+    )
+    max_tool_calling_iterations: int | None = option(
+        None, "Turns of an episode whose tool calls are answered; None: no limit."
+    )
+    max_turn_length: int | None = option(
+        None, "Longest turn of an episode that the model draws, in tokens; None: what is left of the completion."
+    )
+    max_episode_turns: int | None = option(None, "Turns that the model has in an episode; None: no limit.")
     partial_rollout_tokens: int | None = option(
         None,
         "Most tokens a completion draws in a rollout; an unfinished one goes on in the next, which changes the order "
@@ -435,6 +444,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Sampling": (
         "max_completion_length",
+        "max_tool_calling_iterations",
+        "max_turn_length",
+        "max_episode_turns",
         "partial_rollout_tokens",
         "temperature",
         "top_p",

@@ -21,6 +21,21 @@ _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 
 
 @dataclass(frozen=True)
+class Piece:
+    """One of the sequences that a completion consists of.
+
+    Args:
+        condition: (length,) int64, what it follows.
+        completion: its tokens.
+        mask: (T,) uint8, 1 where the model itself chose the token.
+    """
+
+    condition: Tensor
+    completion: Completion
+    mask: Tensor
+
+
+@dataclass(frozen=True)
 class GivenRollout:
     """Completions of some rows, whoever drew them.
 
@@ -30,6 +45,10 @@ class GivenRollout:
         masks: per row, 1 where the model itself chose the token, uint8; None when it chose all.
         extra: further columns for the reward functions.
         external: whether the sampler's own log-probs came with them.
+        pieces: the sequences that each completion is learnt from; None where each is one.
+        prompts: per row, what the reward functions see of the prompt; None for the dataset's.
+        texts: per row, what the reward functions see of the completion; None for its tokens as text.
+        facts: what is logged of how they were drawn.
     """
 
     conditions: list[Tensor]
@@ -37,6 +56,10 @@ class GivenRollout:
     masks: list[Tensor] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     external: bool = False
+    pieces: list[tuple[Piece, ...]] | None = None
+    prompts: list[Any] | None = None
+    texts: list[Any] | None = None
+    facts: dict[str, float] = field(default_factory=dict)
 
 
 def read_rollout(output: Any, *, rows: int, vocab_size: int, ends: Collection[int]) -> GivenRollout:

@@ -24,10 +24,13 @@ class GRPOTrainer(PolicyTrainer):
         optimizers: an optimizer and a schedule; None for those the configuration names.
         quantization_config: quantises the base model while it is loaded; needs `peft_config`.
         peft_config: adds an adapter, which alone is trained.
-        tools: not supported yet.
+        tools: functions, sync or async, with type hints and Google docstrings, that the model may call; every call is
+            answered and the model goes on.
         rollout_func: `(prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", ...}`, draws completions in
             place of the library.
-        environment_factory: not supported yet.
+        environment_factory: takes nothing and makes an environment: a `memsafe_rl.Environment`, or one in TRL's form
+            (`reset(**columns)`, maybe `get_reward()`, and methods that are tools); or a mapping of such by the
+            dataset's column "environment".
         memory_policy: cuts the work to fit memory: a policy, or "adaptive" (also None), "ladder", or the name of a
             preset for a card: "24GB+", "12-24GB", "8-12GB", "under-8GB".
 

@@ -33,6 +33,7 @@ from memsafe_rl.rewards.calls import Patience
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.credit import CriticCredit
+from memsafe_rl.trainers.episodes import ENVIRONMENTS, Stage, stage_for, with_prompts
 from memsafe_rl.trainers.experience import ExperienceMaker
 from memsafe_rl.trainers.forecasting import foresee, wants_forecast
 from memsafe_rl.trainers.given import RolloutFunction
@@ -42,7 +43,6 @@ from memsafe_rl.trainers.prepare import (
     chosen_policy,
     evaluation_prompts,
     own_config,
-    refuse_unsupported,
     text_dataset,
     training_prompts,
 )
@@ -83,15 +83,18 @@ class PolicyTrainer(OnPolicyTrainer):
         memory_policy: MemoryPolicy | str | None = None,
     ) -> None:
         self.args = own_config(args, model, type(self))
-        refuse_unsupported(tools=tools, environment_factory=environment_factory)
         _set_log_level(self.args.get_process_log_level())
         set_seed(self.args.seed)
         self._kind = kind_of(model)(self.args, model, processing_class)
         self.processing_class, reader = self._kind.processing_class, self._kind.reader
+        stage = stage_for(self.args, self.processing_class, tools, environment_factory)
+        if stage is not None:
+            train_dataset = with_prompts(self.args, train_dataset, stage)
+            eval_dataset = with_prompts(self.args, eval_dataset, stage, evaluates=True)
         self.train_dataset = text_dataset(self.args, train_dataset, "train_dataset")
         source = training_prompts(self.args, self.train_dataset, reader)
-        self.rewards = self._prepare_rewards(reward_funcs, reward_processing_classes)
-        check_together(self.args, self.train_dataset, self.rewards, rollout_func)
+        self.rewards = self._prepare_rewards(reward_funcs, reward_processing_classes, stage)
+        check_together(self.args, self.train_dataset, self.rewards, rollout_func, stage)
         eval_dataset = evaluation_prompts(self.args, eval_dataset, reader, self.rewards)
 
         self.accelerator = self._make_accelerator()
@@ -118,7 +121,9 @@ class PolicyTrainer(OnPolicyTrainer):
             rollout_func=rollout_func,
             owner=self,
             credit=self.credit,
+            stage=stage,
         )
+        self.roles = maker.roles
         self._assemble(
             adapter=self.adapter,
             reference_model=loaded.reference_model,
@@ -154,17 +159,25 @@ class PolicyTrainer(OnPolicyTrainer):
     def _make_accelerator(self) -> Accelerator:
         return Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)
 
-    def _prepare_rewards(self, reward_funcs: Any, reward_processing_classes: Any) -> RewardRunner:
+    def _prepare_rewards(
+        self, reward_funcs: Any, reward_processing_classes: Any, stage: Stage | None = None
+    ) -> RewardRunner:
+        weights = self.args.reward_weights
+        if stage is not None:
+            reward_funcs, reward_processing_classes, weights = stage.beside(
+                reward_funcs, reward_processing_classes, weights
+            )
         return RewardRunner(
             reward_funcs,
             reward_processing_classes,
-            self.args.reward_weights,
+            weights,
             model_init_kwargs=self.args.model_init_kwargs,
             trust_remote_code=self.args.trust_remote_code,
             chat_template_kwargs=self.args.chat_template_kwargs,
             patience=Patience(
                 self.args.reward_timeout_seconds, self.args.reward_retries, self.args.reward_timeout_result == "none"
             ),
+            rollout_columns=() if stage is None else (ENVIRONMENTS,),
         )
 
     def _load(self, recovery: Recovery, model: Any, quantization_config: Any, peft_config: Any) -> LoadedModel:

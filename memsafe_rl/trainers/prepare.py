@@ -207,7 +207,11 @@ def evaluation_prompts(config: TrainerConfig, dataset: Any, reader: PromptReader
 
 
 def check_together(
-    config: TrainerConfig, dataset: Any, rewards: RewardRunner, rollout_func: RolloutFunction | None
+    config: TrainerConfig,
+    dataset: Any,
+    rewards: RewardRunner,
+    rollout_func: RolloutFunction | None,
+    stage: object = None,
 ) -> None:
     """Refuses what is right alone and wrong together.
 
@@ -216,12 +220,17 @@ def check_together(
         dataset: the training set.
         rewards: say which columns they need.
         rollout_func: may add columns, and brings log-probs that correct importance.
+        stage: where episodes are played; None where there are none.
 
     Raises:
         ConfigError: objectives and reward functions do not fit, two samplers are asked for, VESPO would count a row's
             importance weight once for every token, or partial rollouts are asked for where they cannot be.
         DataError: a reward function needs a column that is not there.
     """
+    if rollout_func is not None and stage is not None:
+        raise ConfigError(
+            "A rollout_func draws the completions itself. Leave tools and environment_factory out, or rollout_func."
+        )
     if rollout_func is None and isinstance(dataset, Dataset):
         rewards.check_columns(dataset.column_names)
     check_reward_names(config.objective_list, rewards.names)
@@ -347,20 +356,6 @@ def _forward_dtype(config: TrainerConfig, adapter: ModelAdapter) -> str:
     if config.bf16 or config.fp16:
         return "bfloat16" if config.bf16 else "float16"
     return str(next(adapter.model.parameters()).dtype).removeprefix("torch.")
-
-
-def refuse_unsupported(**arguments: Any) -> None:
-    """Refuses constructor arguments that do not work yet.
-
-    Args:
-        arguments: values by name; None where the user passed nothing.
-
-    Raises:
-        ConfigError: one of them was passed.
-    """
-    for name, value in arguments.items():
-        if value is not None:
-            raise ConfigError(f"{name} is not supported yet. Leave it out, or drive the episodes from rollout_func.")
 
 
 def _name_of(model: Any) -> str:

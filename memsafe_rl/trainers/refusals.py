@@ -216,9 +216,6 @@ REFUSED: dict[str, Refusal] = {
         batch_eval_metrics=False,
         do_predict=False,
     ),
-    "max_tool_calling_iterations": Refusal(
-        "tools are not supported yet", "Call them in rollout_func and mask their tokens.", (None,)
-    ),
     "log_multimodal": Refusal("prompts are text", "Leave it out.", (True, False)),
     # Names that earlier versions of TRL and transformers had, which scripts still carry.
     "warmup_ratio": Refusal("transformers 5 has joined it with warmup_steps", "Set warmup_steps to a share below 1."),

@@ -120,6 +120,7 @@ class Trajectory:
         action_advantages: one advantage per action, in place of ``advantages`` in the loss; None for one per row.
         objective_advantages: (B, K) float32, of each of K objectives; NaN where one did not score a row; None where
             there is but one, which ``advantages`` are of.
+        sample_of_row: for each row, the sample that it is a part of, in order; () where every row is a whole sample.
     """
 
     conditions: Ragged
@@ -139,6 +140,7 @@ class Trajectory:
     returns: Ragged | None = None
     action_advantages: Ragged | None = None
     objective_advantages: Tensor | None = None
+    sample_of_row: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -172,6 +174,20 @@ class Trajectory:
         if self.objective_advantages is None:
             return ()
         return tuple(tuple(column) for column in self.objective_advantages.t().tolist())
+
+    def rows_of(self, samples: Iterable[int]) -> list[int]:
+        """Gives the rows of some samples, ascending.
+
+        Args:
+            samples: indices of samples.
+
+        Returns:
+            Indices of rows; the same ones where every row is a whole sample.
+        """
+        if not self.sample_of_row:
+            return sorted(samples)
+        wanted = set(samples)
+        return [row for row, sample in enumerate(self.sample_of_row) if sample in wanted]
 
     def condition_lengths(self, rows: Iterable[int]) -> tuple[int, ...]:
         """Prompt tokens of the given rows."""

@@ -81,7 +81,7 @@ class EpisodeLimits:
         Returns:
             int, tokens; below 1 where there is no room.
         """
-        limits = [first_tokens + self.completion_tokens - context_tokens]
+        limits = [self.completion_tokens, first_tokens + self.completion_tokens - context_tokens]
         if self.turn_tokens is not None:
             limits.append(self.turn_tokens)
         if self.context_tokens is not None:

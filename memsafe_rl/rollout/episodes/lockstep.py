@@ -135,6 +135,11 @@ class Match:
         """The ids that each agent reads next."""
         return [one.context for one in self._all]
 
+    @property
+    def keys(self) -> list[SequenceKey]:
+        """The names of the episodes."""
+        return [one.key for one in self._all]
+
     def episodes(self) -> list[Episode]:
         """Gives the episodes when all are over, and tells their environments."""
         episodes = [one.whole() for one in self._all]
