@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from memsafe_rl.memory.budget import MemoryBudget
     from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy, LadderPolicy, MemoryPolicy
     from memsafe_rl.memory.simulated import SimulatedMemory
+    from memsafe_rl.rollout.episodes.adapters import GymEnvironment, HalfDuplex
+    from memsafe_rl.rollout.episodes.protocol import Action, Environment, Step, ToolCall
+    from memsafe_rl.rollout.episodes.users import CallableUser, ModelUser
     from memsafe_rl.trainers.config import GRPOConfig
     from memsafe_rl.trainers.forecast_memory import forecast_memory
     from memsafe_rl.trainers.grpo import GRPOTrainer
@@ -20,41 +23,57 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
+    "Action": "memsafe_rl.rollout.episodes.protocol",
     "AdaptivePolicy": "memsafe_rl.memory.policies",
+    "CallableUser": "memsafe_rl.rollout.episodes.users",
     "ConfigError": "memsafe_rl.errors",
     "DataError": "memsafe_rl.errors",
+    "Environment": "memsafe_rl.rollout.episodes.protocol",
     "FixedPolicy": "memsafe_rl.memory.policies",
     "GRPOConfig": "memsafe_rl.trainers.config",
     "GRPOTrainer": "memsafe_rl.trainers.grpo",
+    "GymEnvironment": "memsafe_rl.rollout.episodes.adapters",
+    "HalfDuplex": "memsafe_rl.rollout.episodes.adapters",
     "LadderPolicy": "memsafe_rl.memory.policies",
     "MemoryBudget": "memsafe_rl.memory.budget",
     "MemoryBudgetError": "memsafe_rl.errors",
     "MemoryPolicy": "memsafe_rl.memory.policies",
     "MemsafeError": "memsafe_rl.errors",
+    "ModelUser": "memsafe_rl.rollout.episodes.users",
     "PPOConfig": "memsafe_rl.trainers.ppo_config",
     "PPOTrainer": "memsafe_rl.trainers.ppo",
     "RolloutPlan": "memsafe_rl.types",
     "SimulatedMemory": "memsafe_rl.memory.simulated",
+    "Step": "memsafe_rl.rollout.episodes.protocol",
+    "ToolCall": "memsafe_rl.rollout.episodes.protocol",
     "UpdatePlan": "memsafe_rl.types",
     "forecast_memory": "memsafe_rl.trainers.forecast_memory",
 }
 
 __all__ = [
+    "Action",
     "AdaptivePolicy",
+    "CallableUser",
     "ConfigError",
     "DataError",
+    "Environment",
     "FixedPolicy",
     "GRPOConfig",
     "GRPOTrainer",
+    "GymEnvironment",
+    "HalfDuplex",
     "LadderPolicy",
     "MemoryBudget",
     "MemoryBudgetError",
     "MemoryPolicy",
     "MemsafeError",
+    "ModelUser",
     "PPOConfig",
     "PPOTrainer",
     "RolloutPlan",
     "SimulatedMemory",
+    "Step",
+    "ToolCall",
     "UpdatePlan",
     "forecast_memory",
 ]

@@ -146,10 +146,8 @@ class Stage:
         Returns:
             The same of both together.
         """
-        listed = [] if functions is None else list(functions) if isinstance(functions, (list, tuple)) else [functions]
-        own = (
-            None if tokenizers is None else list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
-        )
+        listed = _listed(functions)
+        own = None if tokenizers is None else _listed(tokenizers)
         if weights is not None and len(weights) == len(listed):
             weights = [*weights, *(1.0 for _ in self.rewards)]
         if not listed and not self.rewards:
@@ -180,7 +178,7 @@ class Stage:
             environment = self._environment(example)
             if prompt == PLACEHOLDER:
                 example.pop("prompt", None)
-                prompt = None if self.has_environments else prompt
+                prompt = prompt if isinstance(environment, ToolEnvironment) else None
             beginnings.append(Beginning(key, example, prompt, environment))
         return begin(beginnings, table)
 
@@ -245,8 +243,9 @@ class Stage:
         name = example.pop("environment", None) if self._named else None
         if name not in self._pools:
             raise DataError(
-                f"an example has environment={name!r}, but environment_factory has {', '.join(map(repr, self._pools))}. "
-                "Give every example the name of one of them in the column 'environment'."
+                f"an example has environment={name!r}, but environment_factory has "
+                f"{', '.join(map(repr, self._pools))}. Give every example the name of one of them in the "
+                "column 'environment'."
             )
         return self._pools[name].take()
 
@@ -363,6 +362,12 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "episodes/no_room": endings[Ending.CONTEXT] / count,
         "episodes/out_of_turns": endings[Ending.TURNS] / count,
     }
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _check_config(config: TrainerConfig) -> None:

@@ -162,6 +162,11 @@ class Match:
                 raise ConfigError("A user needs conversational prompts, but a prompt is plain text. Pass messages.")
             if isinstance(one.user, ModelUser):
                 one.instructions = one.user.instructions(one.example)
+            if not one.messages and one.user is None:
+                raise DataError(
+                    f"{one.environment.name} has no prompt: the dataset has none, `reset` gave none, and there is no "
+                    "user to begin. Return an observation from `reset`, or add a column 'prompt'."
+                )
             one.users_turn = one.user is not None and (not one.messages or one.messages[-1]["role"] != "user")
             if not one.users_turn:
                 self._open(one)

@@ -1,0 +1,475 @@
+"""Runs whose completions are episodes: tools, environments, users; what is learnt from, and what is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.rollout.episodes.protocol import Environment, Step
+from memsafe_rl.rollout.episodes.users import CallableUser, ModelUser
+from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.experience import Experience
+from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.types import Ragged, Trajectory
+from tests.rollout.episodes.helpers import FORGETFUL, chat_tokenizer
+from tests.tiny import tiny_model
+from tests.trainers.helpers import cut, relative, weights
+
+ENDS = list(range(1, 80))
+"""So many tokens end a turn that a random model ends its turns soon."""
+
+
+class Digits(Environment):
+    """Pays for digits over three turns; counts how often it is asked for anything."""
+
+    made: list[Digits] = []  # noqa: RUF012
+
+    def __init__(self, turns: int = 3, user: Any = None) -> None:
+        self.turns, self.user = turns, user
+        self.resets = self.steps = self.judged = 0
+        self.made.append(self)
+
+    def reset(self, example: Any) -> Any:
+        self.resets += 1
+        self.said: list[str] = []
+        return f" {example['number']}"
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        self.said.append(action.text)
+        return Step(f"turn {len(self.said)}", done=len(self.said) >= self.turns)
+
+    def reward(self) -> float:
+        self.judged += 1
+        text = "".join(self.said)
+        return sum(character.isdigit() for character in text) / 4 + len(text) / 50
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    Digits.made.clear()
+
+
+def tasks(count: int = 16) -> Dataset:
+    return Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": f"q{n % 5}"}], "number": n} for n in range(count)]
+    )
+
+
+def trainer_of(folder: Path, **given: Any) -> GRPOTrainer:
+    names = ("model", "reward_funcs", "train_dataset", "eval_dataset", "processing_class", "peft_config")
+    names += ("tools", "environment_factory", "memory_policy", "rollout_func")
+    arguments = {name: given.pop(name) for name in names if name in given}
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 160,
+        "max_turn_length": 6,
+        "learning_rate": 1e-2,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "lr_scheduler_type": "constant",
+        "generation_kwargs": {"eos_token_id": ENDS},
+        **given,
+    }
+    defaults: dict[str, Any] = {
+        "model": tiny_model(positions=512),
+        "reward_funcs": None,
+        "train_dataset": tasks(),
+        "processing_class": chat_tokenizer(),
+        "environment_factory": Digits,
+    }
+    return GRPOTrainer(args=GRPOConfig(output_dir=str(folder), **settings), **{**defaults, **arguments})
+
+
+def first_rollout(trainer: GRPOTrainer) -> Trajectory:
+    trainer._begin(None)
+    trainer._begin_step()
+    return trainer._roll_out().trajectory
+
+
+# ------------------------------------------------------------------ what is learnt from
+
+
+def test_a_run_plays_judges_and_learns(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    before = weights(trainer)
+    trainer.train()
+    assert not torch.equal(weights(trainer), before)
+    first = trainer.history[0]
+    assert {"rewards/Digits/mean", "reward", "episodes/mean_turns", "tools/call_frequency"} <= first.keys()
+    assert 1 < first["episodes/mean_turns"] <= 3
+    assert len(Digits.made) == 8  # one for each row of a rollout, used again in the second
+    assert [one.resets for one in Digits.made] == [2] * 8
+    assert [one.judged for one in Digits.made] == [2] * 8
+
+
+def test_only_the_agents_own_tokens_move_the_weights(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trajectory = first_rollout(trainer)
+
+    def gradient(change: Any) -> torch.Tensor:
+        """The gradient of first turns only, so that nothing that counts can see what is changed behind them."""
+        changed = replace(
+            trajectory,
+            actions=Ragged(trajectory.actions.flat.clone(), trajectory.actions.lengths),
+            loss_mask=Ragged(trajectory.loss_mask.flat.clone(), trajectory.loss_mask.lengths),
+        )
+        for mask, ids in zip(changed.loss_mask.rows(), changed.actions.rows(), strict=True):
+            own = int(mask.long().cumprod(0).sum())
+            mask[own:] = 0
+            change(ids, own)
+        experience = Experience(changed, consumed=2, external=False)
+        terms = trainer._fix_terms(experience, range(8))
+        trainer._plan_update(changed, range(8))
+        trainer._gradient(experience, list(range(8)), terms)
+        found = torch.cat([p.grad.flatten().clone() for p in trainer.model.parameters() if p.grad is not None])
+        trainer._committed.drop_gradients()
+        return found
+
+    plain = gradient(lambda *_: None)
+    others = gradient(lambda ids, own: ids[own:].fill_(90))
+    mine = gradient(lambda ids, _: ids[:1].fill_(90))
+    assert plain.norm() > 0
+    assert relative(others, plain) < 1e-6
+    assert relative(mine, plain) > 1e-2
+
+
+def test_masks_mark_exactly_what_the_agent_drew(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer()
+    trainer = trainer_of(tmp_path)
+    trajectory = first_rollout(trainer)
+    assert trajectory.sample_of_row == ()
+    for row, environment in enumerate(Digits.made):
+        ids, mask = trajectory.actions.rows()[row], trajectory.loss_mask.rows()[row].bool()
+        own = tokenizer.decode(ids[mask], skip_special_tokens=True)
+        assert own.startswith("".join(environment.said))
+        told = tokenizer.decode(ids[~mask], skip_special_tokens=True)
+        later_turns = int(mask.long().diff().eq(1).sum())
+        assert [f"turn {turn + 1}" in told for turn in range(3)] == [turn < later_turns for turn in range(3)]
+
+
+def test_the_log_probs_that_were_sampled_are_those_that_are_scored(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, num_iterations=2)
+    trajectory = first_rollout(trainer)
+    scored = trainer._maker._scored(trainer.adapter, trajectory, list(range(8)))
+    for mask, old, drawn in zip(
+        trajectory.loss_mask.rows(), scored.rows(), trajectory.sampling_logprobs.rows(), strict=True
+    ):
+        torch.testing.assert_close(old[mask.bool()], drawn[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+def test_turns_that_do_not_extend_each_other_are_rows_of_one_sample(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, processing_class=chat_tokenizer(FORGETFUL))
+    trajectory = first_rollout(trainer)
+    samples = trajectory.sample_of_row
+    assert len(trajectory) > 8
+    assert sorted(set(samples)) == list(range(8))
+    assert list(samples) == sorted(samples)
+    for row, sample in enumerate(samples):
+        first = samples.index(sample)
+        assert trajectory.advantages[row] == trajectory.advantages[first]
+        assert trajectory.group_of_row[row] == sample // 4
+    assert trajectory.rows_of([1, 3]) == [row for row, sample in enumerate(samples) if sample in (1, 3)]
+    assert trainer._experience is None
+
+
+def test_rows_of_a_sample_are_learnt_from_in_the_same_step(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, processing_class=chat_tokenizer(FORGETFUL), steps_per_generation=2, max_steps=4)
+    steps: list[list[int]] = []
+    fix = trainer._fix_terms
+
+    def noted(experience: Any, rows: Any) -> Any:
+        steps.append([experience.trajectory.sample_of_row[row] for row in rows])
+        return fix(experience, rows)
+
+    trainer._fix_terms = noted  # type: ignore[method-assign]
+    trainer.train()
+    for first, second in zip(steps[::2], steps[1::2], strict=True):
+        assert set(first).isdisjoint(second)
+        assert set(first) | set(second) == set(range(16))
+
+
+@pytest.mark.parametrize("template", [None, FORGETFUL])
+def test_how_episodes_are_cut_changes_no_gradient(tmp_path: Path, template: str | None) -> None:
+    found = []
+    for policy in (cut(100_000), cut(128, rows_in_flight=2)):
+        tokenizer = chat_tokenizer(template) if template else chat_tokenizer()
+        model = tiny_model(positions=512, dtype=torch.float64)
+        trainer = trainer_of(tmp_path, model=model, memory_policy=policy, processing_class=tokenizer, num_iterations=2)
+        trainer.train()
+        found.append(weights(trainer))
+    assert relative(found[1], found[0]) < 1e-10
+
+
+def test_losses_that_count_sequences_refuse_split_episodes(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, processing_class=chat_tokenizer(FORGETFUL), loss_type="grpo")
+    with pytest.raises(ConfigError, match=r"An episode became several sequences.*Set loss_type='dapo'"):
+        trainer.train()
+
+
+def test_cut_episodes_are_masked_where_asked(tmp_path: Path) -> None:
+    trajectory = first_rollout(trainer_of(tmp_path, max_turn_length=2, mask_truncated_completions=True))
+    assert not all(trajectory.finished)
+    for finished, mask in zip(trajectory.finished, trajectory.loss_mask.rows(), strict=True):
+        assert bool(mask.any()) == finished
+
+
+# ------------------------------------------------------------------ rewards, tools, TRL's form
+
+
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: one number.
+        b: another.
+    """
+    return a + b
+
+
+def test_reward_functions_see_the_whole_conversation(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def judge(prompts: Any, completions: Any, environments: Any, number: Any, **_: Any) -> list[float]:
+        seen.update(prompts=prompts, completions=completions, environments=environments, number=number)
+        return [float(len(messages)) for messages in completions]
+
+    trainer = trainer_of(tmp_path, reward_funcs=judge, reward_weights=[0.5], max_steps=1)
+    trainer.train()
+    assert trainer.rewards.weights == (0.5, 1.0)
+    assert trainer.rewards.names == ("judge", "Digits")
+    assert seen["environments"] == Digits.made
+    assert [message["role"] for message in seen["completions"][0]][:2] == ["assistant", "user"]
+    assert seen["prompts"][0][0]["content"].endswith(f" {seen['number'][0]}")
+
+
+def test_tools_alone_need_no_environment(tmp_path: Path) -> None:
+    def judge(completions: Any, **_: Any) -> list[float]:
+        return [float(len(messages[0]["content"])) for messages in completions]
+
+    trainer = trainer_of(tmp_path, tools=[add], environment_factory=None, reward_funcs=judge)
+    trajectory = first_rollout(trainer)
+    text = trainer.processing_class.decode(trajectory.conditions.rows()[0])
+    assert text.startswith("tools: add<eos>")
+    trainer.train()
+
+
+class Till:
+    """TRL's form."""
+
+    def reset(self, **columns: Any) -> str:
+        self.total, self.columns = 0, columns
+        return "pay"
+
+    def ring_up(self, price: int) -> int:
+        """Rings up.
+
+        Args:
+            price: in cents.
+        """
+        self.total += price
+        return self.total
+
+    async def get_reward(self) -> float:
+        await asyncio.sleep(0)
+        return 1.0
+
+
+class Silent:
+    """TRL's form without a reward."""
+
+    def reset(self, **_: Any) -> None: ...
+
+
+def test_environments_by_name_and_datasets_without_prompts(tmp_path: Path) -> None:
+    dataset = Dataset.from_list([{"environment": name, "day": 3} for name in ("till", "quiet") * 4])
+    seen: dict[str, Any] = {}
+
+    def judge(environments: Any, prompts: Any, **_: Any) -> list[float | None]:
+        seen.update(environments=environments, prompts=prompts)
+        return [0.25 if isinstance(one, Silent) else None for one in environments]
+
+    trainer = trainer_of(
+        tmp_path,
+        environment_factory={"till": Till, "quiet": Silent},
+        train_dataset=dataset,
+        reward_funcs=judge,
+        shuffle_dataset=False,
+        max_steps=1,
+    )
+    assert trainer.rewards.names == ("judge", "Till")
+    trainer.train()
+    assert [type(one).__name__ for one in seen["environments"]] == ["Till"] * 4 + ["Silent"] * 4
+    assert len({id(one) for one in seen["environments"]}) == 8
+    assert seen["environments"][0].columns == {"day": 3}
+    assert seen["prompts"][0] == [{"role": "user", "content": "pay"}]
+    assert trainer.history[0]["reward"] == pytest.approx((4 * 1.0 + 4 * 0.25) / 8)
+
+
+def test_environments_alone_need_no_dataset(tmp_path: Path) -> None:
+    trainer_of(tmp_path, environment_factory=Till, train_dataset=None, max_steps=1).train()
+    with pytest.raises(ConfigError, match="Set max_steps"):
+        trainer_of(tmp_path, environment_factory=Till, train_dataset=None, max_steps=-1)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"environment_factory": Silent}, ConfigError, "There is no reward"),
+        ({"tools": [add]}, ConfigError, "tools are given beside Digits"),
+        ({"rollout_func": lambda *_: {}}, ConfigError, "Leave tools and environment_factory out, or rollout_func"),
+        ({"partial_rollout_tokens": 4}, ConfigError, "played to their ends"),
+        ({"max_episode_turns": 0}, ConfigError, "max_episode_turns"),
+        ({"environment_factory": {"a": Digits}}, DataError, r"environment=None, but environment_factory has 'a'"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, given: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        trainer_of(tmp_path, **given).train()
+
+
+# ------------------------------------------------------------------ roles
+
+
+def lora(**settings: Any) -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings)
+
+
+def test_the_agent_learns_and_its_user_stays_the_same(tmp_path: Path) -> None:
+    def environment() -> Digits:
+        return Digits(3, ModelUser("ask for digits", max_tokens=5))
+
+    trainer = trainer_of(tmp_path, environment_factory=environment, peft_config=lora(), max_steps=2, beta=0.01)
+    prompt = torch.arange(20, 40)
+
+    def logits(role: str) -> torch.Tensor:
+        with trainer.roles.acting(role) as adapter:
+            return adapter.prefill([prompt])[0].clone()
+
+    user, agent, reference = logits("base"), logits("agent"), logits("reference")
+    pointers = {weight.untyped_storage().data_ptr() for weight in trainer.model.parameters()}
+    switches = trainer.roles.switches
+    trainer.train()
+    assert trainer.roles.switches > switches
+    assert torch.equal(logits("base"), user)
+    assert torch.equal(logits("reference"), reference)
+    assert not torch.equal(logits("agent"), agent)
+    assert {weight.untyped_storage().data_ptr() for weight in trainer.model.parameters()} == pointers
+    assert len(trainer.roles.models) == 1
+
+
+def test_a_base_user_without_adapters_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, environment_factory=lambda: Digits(3, ModelUser("hm")))
+    with pytest.raises(ConfigError, match="Pass a peft_config"):
+        trainer.train()
+
+
+def test_scripted_users_answer_once_a_round(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def reply(messages: Any) -> str | None:
+        asked.append(len(messages))
+        return None if len(messages) > 3 else "and?"
+
+    trainer = trainer_of(tmp_path, environment_factory=lambda: Digits(3, CallableUser(reply)), max_steps=1)
+    trainer.train()
+    assert set(asked) == {2, 4}
+
+
+# ------------------------------------------------------------------ memory and checkpoints
+
+
+def test_memory_that_runs_out_in_a_turn_changes_nothing(tmp_path: Path) -> None:
+    def run(fail_at: tuple[int, ...] = ()) -> tuple[torch.Tensor, Any, list[Any]]:
+        Digits.made.clear()
+        trainer = trainer_of(tmp_path, max_steps=1)
+        drawing = trainer._maker._draw_turns
+        calls = [0]
+
+        def failing(*work: Any) -> Any:
+            step = trainer.adapter.decode_step
+
+            def decode(state: Any, tokens_B: Any) -> Any:
+                calls[0] += 1
+                if calls[0] in fail_at:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                return step(state, tokens_B)
+
+            trainer.adapter.decode_step = decode
+            try:
+                return drawing(*work)
+            finally:
+                trainer.adapter.decode_step = step
+
+        trainer._maker._draw_turns = failing  # type: ignore[method-assign]
+        trainer.train()
+        counts = [(one.resets, one.steps, one.judged, tuple(one.said)) for one in Digits.made]
+        return weights(trainer), trainer.memory_events, counts
+
+    plain, _, counts = run()
+    failed, events, again = run((2, 3, 8, 13))
+    assert sum(event["event"] == "failure" for event in events) == 4
+    assert again == counts
+    assert relative(failed, plain) < 1e-6
+
+
+def test_a_run_fits_a_budget_that_its_plain_plan_does_not(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": 32, "peft_config": lora()}
+    with SimulatedMemory() as memory:
+        trainer = trainer_of(tmp_path, memory_policy=cut(100_000), **settings)
+        trainer.train()
+        peak = max(record.peak_bytes for record in memory.timeline)
+    Digits.made.clear()
+    with SimulatedMemory(capacity_bytes=peak // 4) as memory:
+        lean = trainer_of(tmp_path, memory_budget=peak // 4, **settings)
+        lean.train()
+        assert max(record.peak_bytes for record in memory.timeline) <= peak // 4
+    assert relative(weights(lean), weights(trainer)) < 1e-5
+    assert [one.resets for one in Digits.made] == [1] * 32
+
+
+@pytest.mark.parametrize("template", [None, FORGETFUL])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, template: str | None) -> None:
+    def run(folder: str, **settings: Any) -> GRPOTrainer:
+        tokenizer = chat_tokenizer(template) if template else chat_tokenizer()
+        return trainer_of(
+            tmp_path / folder,
+            processing_class=tokenizer,
+            num_iterations=2,
+            steps_per_generation=2,
+            save_strategy="steps",
+            save_steps=3,
+            max_steps=6,
+            **settings,
+        )
+
+    whole = run("a")
+    whole.train()
+    again = run("a")
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    assert torch.equal(weights(again), weights(whole))
+    index = json.loads((tmp_path / "a" / "checkpoint-3" / "trajectory.json").read_text())
+    assert bool(index["sample_of_row"]["value"]) is (template is not None)
+
+
+def test_evaluation_plays_episodes_too(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, eval_dataset=tasks(2), num_generations_eval=2, max_steps=1)
+    trainer.train()
+    first, second = trainer.evaluate(), trainer.evaluate()
+    assert first["eval_rewards/Digits/mean"] == second["eval_rewards/Digits/mean"]
+    assert first["eval_episodes/mean_turns"] > 1
