@@ -40,10 +40,10 @@ class PPOTrainer(PolicyTrainer):
             the critic's weights too.
         quantization_config: quantises the base model while it is loaded; needs `peft_config`.
         peft_config: adds an adapter, which alone is trained.
-        tools: not supported yet.
+        tools: functions that the model may call, as for `GRPOTrainer`.
         rollout_func: `(prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", ...}`, draws completions in
             place of the library.
-        environment_factory: not supported yet.
+        environment_factory: makes environments, as for `GRPOTrainer`.
         memory_policy: cuts the work to fit memory, as in `GRPOTrainer`.
         critic: None for a head on the model's own hidden states (one forward gives log-probs and values); "adapter"
             for a second adapter on the model's base, made as `peft_config` says; or another model with the same

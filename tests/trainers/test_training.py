@@ -538,8 +538,8 @@ def test_wrong_rewards_name_the_function_and_the_counts(tmp_path: Path) -> None:
         make_trainer(tmp_path, reward_funcs=short).train()
 
 
-def test_tools_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tools is not supported yet"):
+def test_a_tool_that_cannot_be_described_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="The tool 'len' cannot be described"):
         GRPOTrainer(
             tiny_model(),
             count_digits,
