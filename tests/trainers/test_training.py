@@ -13,7 +13,7 @@ from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.types import MemoryState, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, cut, make_trainer, relative, weights
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -545,6 +545,7 @@ def test_a_tool_that_cannot_be_described_is_refused_by_name(tmp_path: Path) -> N
             count_digits,
             make_trainer(tmp_path).args,
             Dataset.from_dict({"prompt": PROMPTS}),
+            processing_class=tiny_tokenizer(),
             tools=[len],
         )
 
