@@ -240,8 +240,8 @@ class ExperienceMaker:
         self.roles = ModelHub(adapter)
         if stage is not None and (adapter.time_separable or adapter.geometry.source_bytes is not None):
             raise ConfigError(
-                f"{type(adapter.model).__name__} cannot play episodes, where a prompt grows by what was said: that takes "
-                "a causal language model. Leave tools and environment_factory out."
+                f"{type(adapter.model).__name__} cannot play episodes, where a prompt grows by what was said: that "
+                "takes a causal language model. Leave tools and environment_factory out."
             )
         engine.check(sampling)
 
