@@ -77,6 +77,34 @@ def cut_by_prompt(work: UpdateWork, budget: int) -> list[list[int]]:
     return slices
 
 
+def cut_groups(work: UpdateWork, budget: int, *, packed: bool) -> list[list[list[int]]]:
+    """Cuts rows into slices, in groups whose prompts an encoder reads together before their slices are run.
+
+    Rows that share a prompt are in one group, so that it is read once. Without an encoder there is one group.
+
+    Args:
+        work: the rows.
+        budget: tokens of a slice, and of the prompts that are read together, padding included.
+        packed: as for `cut_work`.
+
+    Returns:
+        For each group its slices of indices of rows; every index once; the same for the same arguments.
+    """
+    if not work.sources:
+        slices = cut_work(work, budget, packed=packed)
+        return [slices] if slices else []
+    rows_of: dict[int, list[int]] = {}
+    for row, source in enumerate(work.sources):
+        rows_of.setdefault(source, []).append(row)
+    owned = list(rows_of.values())
+    groups = []
+    for together in cut_by_tokens([_source_tokens(work, rows[0]) for rows in owned], budget):
+        rows = [row for place in together for row in owned[place]]
+        parts = cut_by_tokens([work.row_tokens[row] for row in rows], budget)
+        groups.append([[rows[index] for index in part] for part in parts])
+    return groups
+
+
 def cut_work(work: UpdateWork, budget: int, *, packed: bool) -> list[list[int]]:
     """Cuts rows into slices, packed if they can be.
 
@@ -89,6 +117,8 @@ def cut_work(work: UpdateWork, budget: int, *, packed: bool) -> list[list[int]]:
     Returns:
         Slices of indices of rows, every index once.
     """
+    if work.sources:
+        return [part for group in cut_groups(work, budget, packed=False) for part in group]
     return cut_by_prompt(work, budget) if packed and work.prompts else cut_by_tokens(work.row_tokens, budget)
 
 
@@ -152,7 +182,59 @@ def measure_slices(work: UpdateWork, budget: int, *, packed: bool) -> Slices:
     """
     if work.geometry.unit is not None:
         return _measured_pairs(len(work.row_tokens), max(work.row_tokens, default=0), budget)
-    return _measured(work.row_tokens, work.action_tokens, work.prompts if packed else (), budget)
+    return _measured(work.row_tokens, work.action_tokens, work.prompts if packed else (), work.sources, budget)
+
+
+class SourceSlices(NamedTuple):
+    """What cutting rows gives whose prompts an encoder reads.
+
+    Args:
+        read: prompt tokens of the largest group, padding included.
+        attended: prompt tokens that the rows of a slice attend to, at most, each row its own.
+        tokens: completion tokens of the largest slice, padding included.
+        actions: most completion tokens of a slice.
+        number: how many slices there are.
+    """
+
+    read: int
+    attended: int
+    tokens: int
+    actions: int
+    number: int
+
+
+def measure_sources(work: UpdateWork, budget: int) -> SourceSlices:
+    """Measures the groups and slices of rows whose prompts an encoder reads.
+
+    Args:
+        work: the rows, with their ``sources``.
+        budget: tokens of a slice, and of the prompts that are read together.
+
+    Returns:
+        The largest of each, at least 1.
+    """
+    return _measured_sources(work.row_tokens, work.action_tokens, work.sources, budget)
+
+
+@lru_cache(maxsize=256)
+def _measured_sources(
+    row_tokens: tuple[int, ...], action_tokens: tuple[int, ...], sources: tuple[int, ...], budget: int
+) -> SourceSlices:
+    work = UpdateWork(row_tokens, action_tokens, None, (), sources)  # type: ignore[arg-type]
+    read, attended, tokens, actions, number = 1, 1, 1, 1, 0
+    for group in cut_groups(work, budget, packed=False):
+        lengths = {sources[row]: _source_tokens(work, row) for part in group for row in part}
+        read = max(read, len(lengths) * max(lengths.values()))
+        for part in group:
+            attended = max(attended, len(part) * max(_source_tokens(work, row) for row in part))
+            tokens = max(tokens, len(part) * max(action_tokens[row] for row in part))
+            actions = max(actions, sum(action_tokens[row] for row in part))
+            number += 1
+    return SourceSlices(read, attended, tokens, actions, max(1, number))
+
+
+def _source_tokens(work: UpdateWork, row: int) -> int:
+    return work.row_tokens[row] - work.action_tokens[row]
 
 
 @lru_cache(maxsize=256)
@@ -164,9 +246,13 @@ def _measured_pairs(rows: int, columns: int, budget: int) -> Slices:
 
 @lru_cache(maxsize=256)
 def _measured(
-    row_tokens: tuple[int, ...], action_tokens: tuple[int, ...], prompts: tuple[int, ...], budget: int
+    row_tokens: tuple[int, ...],
+    action_tokens: tuple[int, ...],
+    prompts: tuple[int, ...],
+    sources: tuple[int, ...],
+    budget: int,
 ) -> Slices:
-    work = UpdateWork(row_tokens, action_tokens, None, prompts)  # type: ignore[arg-type]
+    work = UpdateWork(row_tokens, action_tokens, None, prompts, sources)  # type: ignore[arg-type]
     slices = cut_work(work, budget, packed=True)
     if prompts:
         tokens = [packed_tokens(work, rows) for rows in slices]

@@ -64,6 +64,20 @@ class ScoringAdapter(Protocol):
             The distribution at every action of these rows and columns; carries a graph if gradients are enabled.
         """
 
+    def read_together(self, trajectory: Trajectory, rows: Sequence[int]) -> AbstractContextManager[None]:
+        """Reads once what rows are conditioned on, where an encoder does that, for all `distribution` calls inside.
+
+        Entering runs the encoder on each unique prompt; leaving without an exception runs its backward pass, if
+        gradients have reached what it read.
+
+        Args:
+            trajectory: the store.
+            rows: indices of the rows that will be scored inside.
+
+        Returns:
+            A context.
+        """
+
     def reference(self) -> AbstractContextManager[ScoringAdapter]:
         """Gives the reference network: this one with its LoRA adapter off, or a frozen copy.
 

@@ -479,6 +479,10 @@ class DiffusionAdapter:
         with as_reference(switched):
             yield self
 
+    def read_together(self, trajectory: Trajectory, rows: Sequence[int]) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Does nothing: prompts have been embedded; see `ScoringAdapter.read_together`."""
+        return nullcontext()
+
     def recompute(self, enabled: bool) -> AbstractContextManager[None]:
         """Recomputes each block's activations in the backward pass of what is run inside, in any mode.
 

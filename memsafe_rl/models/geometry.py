@@ -49,8 +49,16 @@ def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: in
         compute_bytes=autocast_bytes(next(lm.parameters()).device) or width,
         cache_bytes=width,
         head_trainable=head is not None and any(weight.requires_grad for weight in head.parameters()),
+        encoder_layers=_encoder_layers(lm),
         source_bytes=2 * width * kv_heads * head_dim * len(windows) if lm.config.is_encoder_decoder else None,
     )
+
+
+def _encoder_layers(lm: Any) -> int:
+    """Counts the blocks of an encoder that learns."""
+    if not lm.config.is_encoder_decoder or not any(weight.requires_grad for weight in lm.get_encoder().parameters()):
+        return 0
+    return int(_first(lm.config, "encoder_layers", "num_layers", "num_hidden_layers", default=1))
 
 
 def decoder_config(lm: Any) -> Any:

@@ -338,6 +338,10 @@ class LanguageAdapter(ABC):
         with as_reference(self.model):
             yield self
 
+    def read_together(self, trajectory: Trajectory, rows: Sequence[int]) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Does nothing where a prompt and its completion are one sequence; see `ScoringAdapter.read_together`."""
+        return nullcontext()
+
     def recompute(self, enabled: bool) -> AbstractContextManager[None]:
         """Recomputes each block's activations in the backward pass of what is run inside, in any mode.
 

@@ -13,9 +13,11 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import EncoderDecoderCache
@@ -42,10 +44,31 @@ from memsafe_rl.types import Component, TokenDistribution, Trajectory
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Read:
+    """What an encoder made of some prompts of a store.
+
+    Args:
+        trajectory: the store.
+        prompts: indices of the prompts.
+        lengths: their tokens.
+        hidden_PLD: (P, L, D), padded on the right.
+        reader: the PEFT adapter that was active; None for none.
+    """
+
+    trajectory: Trajectory
+    prompts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    hidden_PLD: Tensor
+    reader: str | None
+
+
 class Seq2SeqAdapter(LanguageAdapter):
     """An encoder-decoder of transformers behind the `ModelAdapter` protocol."""
 
     start_token_id: int
+    reads_alike: bool
+    """Whether the encoder is frozen, so that all networks of a run read a prompt alike."""
 
     def __init__(self, model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> None:
         """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off.
@@ -79,6 +102,8 @@ class Seq2SeqAdapter(LanguageAdapter):
         )
         self._attention_configs = attention_configs(lm.get_decoder())
         self._windows = windows
+        self.reads_alike = not any(weight.requires_grad for weight in lm.get_encoder().parameters())
+        self._read: _Read | None = None
         self._takes_positions = "position_ids" in inspect.signature(lm.get_decoder().forward).parameters
 
     def distribution(
@@ -246,31 +271,87 @@ class Seq2SeqAdapter(LanguageAdapter):
         self.slot_bytes = max(own, read)
         self._note_heads(block.keys if block.source is None else [*block.keys, *block.source.keys])
 
+    @contextmanager
+    def read_together(self, trajectory: Trajectory, rows: Sequence[int]) -> Iterator[None]:
+        """Has the encoder read each prompt of some rows once; the decoder's gradients wait at what it gave.
+
+        Args:
+            trajectory: the store.
+            rows: indices of the rows that will be scored inside.
+
+        Yields:
+            Nothing.
+        """
+        if self.path.route is Route.WHOLE:
+            yield
+            return
+        read = self._read_prompts(trajectory, rows)
+        graph = read.hidden_PLD
+        self._read = replace(read, hidden_PLD=graph.detach().requires_grad_(graph.requires_grad))
+        try:
+            yield
+            reached = self._read.hidden_PLD.grad
+        finally:
+            self._read = None
+        if reached is not None:
+            torch.autograd.backward(graph, reached)
+
+    @torch.no_grad()
+    def read_sources(self, prompts: Sequence[Tensor]) -> list[Tensor]:
+        """Gives what the encoder makes of prompts, to be kept; only where it ``reads_alike`` in all of a rollout.
+
+        Args:
+            prompts: P tensors (length,) int64, on any device, none empty.
+
+        Returns:
+            For each prompt (length, D).
+        """
+        hidden_PLD, _ = self._encoded(prompts)
+        return [hidden_PLD[place, : len(prompt)] for place, prompt in enumerate(prompts)]
+
+    @property
+    def _reader(self) -> str | None:
+        """The PEFT adapter that is active: a critic may be another one on the same base."""
+        return str(self.model.active_adapter) if isinstance(self.model, PeftModel) else None
+
     def _encoded(self, prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Gives what the encoder makes of prompts (P, L, D), and their mask (P, L); None without padding."""
-        lengths = [int(prompt.shape[0]) for prompt in prompts]
         ids_PL = pad_sequence(list(prompts), True, self.pad_token_id).to(self.device)
-        mask_PL = None
-        if min(lengths) < max(lengths):
-            ends_P1 = torch.tensor(lengths, device=self.device)[:, None]
-            mask_PL = (torch.arange(max(lengths), device=self.device) < ends_P1).long()
+        mask_PL = self._mask([int(prompt.shape[0]) for prompt in prompts])
         return self._lm.get_encoder()(input_ids=ids_PL, attention_mask=mask_PL)[0], mask_PL
+
+    def _mask(self, lengths: Sequence[int]) -> Tensor | None:
+        """Gives the mask (P, L) of padded prompts; None without padding."""
+        if min(lengths) == max(lengths):
+            return None
+        ends_P1 = torch.tensor(lengths, device=self.device)[:, None]
+        return (torch.arange(max(lengths), device=self.device) < ends_P1).long()
+
+    def _read_prompts(self, trajectory: Trajectory, rows: Sequence[int]) -> _Read:
+        """Has the encoder read the unique prompts of some rows, unless what it gave is in the store."""
+        unique = tuple(dict.fromkeys(trajectory.condition_of_row[row] for row in rows))
+        lengths = tuple(trajectory.conditions.lengths[prompt] for prompt in unique)
+        if trajectory.sources is not None:
+            hidden_PLD = trajectory.sources.pad(unique, 0, self.device)
+        else:
+            prompts = trajectory.conditions.rows()
+            hidden_PLD, _ = self._encoded([prompts[prompt] for prompt in unique])
+        return _Read(trajectory, unique, lengths, hidden_PLD, self._reader)
 
     def _decoded(self, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Gives the decoder's hidden states (B, N, D) of stored rows, its start token's first."""
-        prompts = trajectory.conditions.rows()
-        unique = list(dict.fromkeys(trajectory.condition_of_row[row] for row in rows))
-        hidden_PLD, mask_PL = self._encoded([prompts[prompt] for prompt in unique])
-        if len(unique) < len(rows):
-            order = [unique.index(trajectory.condition_of_row[row]) for row in rows]
-            index_B = torch.tensor(order, device=hidden_PLD.device)
-            hidden_PLD = hidden_PLD.index_select(0, index_B)
-            mask_PL = None if mask_PL is None else mask_PL.index_select(0, index_B)
+        read = self._read
+        if read is None or read.trajectory is not trajectory or read.reader != self._reader:
+            read = self._read_prompts(trajectory, rows)
+        order = [read.prompts.index(trajectory.condition_of_row[row]) for row in rows]
+        lengths, hidden_BLD = [read.lengths[place] for place in order], read.hidden_PLD
+        if order != list(range(len(read.prompts))):
+            hidden_BLD = hidden_BLD[:, : max(lengths)].index_select(0, torch.tensor(order, device=hidden_BLD.device))
         ids_BN = pad_sequence(self._decoder_rows(trajectory, rows), True, self.pad_token_id)
         output = self._lm.get_decoder()(
             input_ids=ids_BN.to(self.device),
-            encoder_hidden_states=hidden_PLD,
-            encoder_attention_mask=mask_PL,
+            encoder_hidden_states=hidden_BLD,
+            encoder_attention_mask=self._mask(lengths),
             use_cache=False,
         )
         return cast(Tensor, output[0])

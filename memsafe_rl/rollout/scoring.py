@@ -18,8 +18,9 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.host import to_host
 from memsafe_rl.memory.recovery import Attempt
-from memsafe_rl.memory.slices import cut_columns, cut_work, packing_saves
+from memsafe_rl.memory.slices import cut_by_tokens, cut_columns, cut_work, packing_saves
 from memsafe_rl.models.adapter import ScoringAdapter
+from memsafe_rl.models.seq2seq import Seq2SeqAdapter
 from memsafe_rl.ops.gaussian import gaussian_entropies, gaussian_kl, gaussian_logprobs
 from memsafe_rl.ops.logprobs import token_logprobs
 from memsafe_rl.ops.masking import pad_rows
@@ -27,6 +28,7 @@ from memsafe_rl.rollout.generation import eval_mode
 from memsafe_rl.types import (
     Distribution,
     GaussianDistribution,
+    Ragged,
     RolloutPlan,
     TokenScores,
     Trajectory,
@@ -188,6 +190,35 @@ def value_all(
     return _in_slices(network, trajectory, rows, attempt, value)
 
 
+def read_sources(adapter: Seq2SeqAdapter, trajectory: Trajectory, attempt: Attempt[RolloutPlan]) -> Ragged:
+    """Has a frozen encoder read every prompt of a rollout once, a few at a time, without gradient, in eval mode.
+
+    Args:
+        adapter: an encoder-decoder that reads a prompt alike as long as the rollout is learnt from.
+        trajectory: the store.
+        attempt: runs a slice under the plan in force: its ``score_tokens`` are the prompt tokens of one forward,
+            padding included.
+
+    Returns:
+        (L, D) for each prompt, on the host.
+    """
+    prompts = trajectory.conditions.rows()
+    found: dict[int, Tensor] = {}
+
+    def read_next(plan: RolloutPlan) -> dict[int, Tensor]:
+        waiting = [place for place in range(len(prompts)) if place not in found]
+        lengths = [len(prompts[place]) for place in waiting]
+        chosen = [waiting[index] for index in cut_by_tokens(lengths, plan.score_tokens)[0]]
+        read = adapter.read_sources([prompts[place] for place in chosen])
+        return {place: to_host(hidden_LD) for place, hidden_LD in zip(chosen, read, strict=True)}
+
+    with eval_mode(adapter.model):
+        while len(found) < len(prompts):
+            found |= attempt(read_next)
+    with host_memory():
+        return Ragged.from_rows([found[place] for place in range(len(prompts))])
+
+
 def row_lengths(trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
     """Gives prompt plus completion tokens of each row."""
     pairs = zip(trajectory.condition_lengths(rows), trajectory.action_lengths(rows), strict=True)
@@ -211,12 +242,13 @@ def update_work(
     if adapter.time_separable:
         columns = (len(trajectory.counted_columns),) * len(rows)
         return UpdateWork(columns, columns, adapter.geometry)
-    shares = packable and adapter.packs_prompts
+    owners, geometry = tuple(trajectory.condition_of_row[row] for row in rows), adapter.geometry
     return UpdateWork(
         row_tokens=tuple(row_lengths(trajectory, rows)),
         action_tokens=trajectory.action_lengths(rows),
-        geometry=adapter.geometry,
-        prompts=tuple(trajectory.condition_of_row[row] for row in rows) if shares else (),
+        geometry=geometry,
+        prompts=owners if packable and adapter.packs_prompts else (),
+        sources=() if geometry.source_bytes is None else owners,
     )
 
 

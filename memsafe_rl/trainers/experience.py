@@ -20,6 +20,7 @@ from memsafe_rl.memory.host import to_device, to_host
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.recovery import Attempt, Recovery
 from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.models.seq2seq import Seq2SeqAdapter
 from memsafe_rl.ops.advantages import estimated_advantages, zero_spread_groups
 from memsafe_rl.ops.evaluation import sample_metrics
 from memsafe_rl.ops.importance import importance_weights
@@ -30,7 +31,7 @@ from memsafe_rl.rollout.episodes.lockstep import Match
 from memsafe_rl.rollout.episodes.roles import ModelHub
 from memsafe_rl.rollout.episodes.users import ModelUser
 from memsafe_rl.rollout.generation import generate
-from memsafe_rl.rollout.scoring import score_all, update_work, value_all
+from memsafe_rl.rollout.scoring import read_sources, score_all, update_work, value_all
 from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.credit import CriticCredit
 from memsafe_rl.trainers.data import Prompts, PromptSource
@@ -734,11 +735,27 @@ class ExperienceMaker:
         try:
             with charge(Component.TRAJECTORY):
                 trajectory = self._repeat(lambda: self._laid_down(samples))
+            trajectory = self._with_sources(trajectory)
             trajectory = self._score_everyone(trajectory, later_rows, external=samples.external)
             return self._score_stale(trajectory, samples)
         except BaseException:
             answers.pending.cancel()
             raise
+
+    @property
+    def keeps_sources(self) -> bool:
+        """Whether what an encoder reads is kept with the rollout: it is frozen, and would read it more than once."""
+        config = self._config
+        again = config.num_iterations > 1 or config.updates_per_epoch > 1 or config.has_reference
+        return isinstance(self._adapter, Seq2SeqAdapter) and self._adapter.reads_alike and again
+
+    def _with_sources(self, trajectory: Trajectory) -> Trajectory:
+        """Adds what a frozen encoder makes of the prompts, read once for scoring and all updates."""
+        if not (isinstance(self._adapter, Seq2SeqAdapter) and self.keeps_sources):
+            return trajectory
+        with self._tracker.phase(Phase.SCORE), charge(Component.TRAJECTORY):
+            sources = read_sources(self._adapter, trajectory, self.scoring(trajectory, range(len(trajectory))))
+        return replace(trajectory, sources=sources)
 
     def _laid_down(self, samples: Samples) -> Trajectory:
         """Lays the samples down as a trajectory, without what rewards say of them."""

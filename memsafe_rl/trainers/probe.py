@@ -393,7 +393,18 @@ def _longest_rows(trial: OnPolicyTrainer, longest: Longest) -> Trajectory:
         values=unsure if trial.credit is not None else None,
         returns=unsure if trial.credit is not None else None,
         action_advantages=unsure if trial.credit is not None else None,
+        sources=_sources(trial, trajectory) if trial._maker.keeps_sources else None,
     )
+
+
+def _sources(trial: OnPolicyTrainer, trajectory: Trajectory) -> Ragged:
+    """Makes room for what a frozen encoder would make of the prompts."""
+    dtype = trial.args.autocast_dtype or next(trial.adapter.model.parameters()).dtype
+    with host_memory():
+        return Ragged(
+            torch.zeros(len(trajectory.conditions.flat), trial.adapter.geometry.hidden_size, dtype=dtype),
+            trajectory.conditions.lengths,
+        )
 
 
 def _share(trial: OnPolicyTrainer, rows: int) -> int:

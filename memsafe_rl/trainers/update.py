@@ -15,7 +15,7 @@ from torch import Tensor
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.host import offloaded
 from memsafe_rl.memory.recovery import Attempt
-from memsafe_rl.memory.slices import cut_columns, cut_work, packed_tokens
+from memsafe_rl.memory.slices import cut_columns, cut_groups, packed_tokens
 from memsafe_rl.models.adapter import ScoringAdapter
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.gae import value_loss
@@ -135,35 +135,56 @@ def accumulate_gradient(
     work = update_work(adapter, trajectory, rows, packable=plan.pack_prompts and not adapter.model.training)
     zero = torch.zeros((), device=adapter.device)
     step = StepGradient(loss=zero, run_tokens=zero)
-    critic = None if terms.values is None else terms.values.critic
-    for places in cut_work(work, plan.micro_batch_tokens, packed=plan.pack_prompts):
-        micro = [rows[place] for place in places]
-        with autocast(), kept_activations(adapter, plan):
-            scores = score_rows(
-                adapter,
-                trajectory,
-                micro,
-                temperature=terms.temperature,
-                tile=plan.logprob_tile,
-                with_entropy=terms.with_entropy,
-                packed=bool(work.prompts),
-                value_head=critic.head if critic is not None and critic.shares_forward else None,
-            )
-        inputs = loss_inputs(trajectory, micro, terms, scores)
-        result = policy_loss(inputs, terms.settings, terms.denominators)
-        if scores.values_BT is not None:
-            result = _both(result, value_share(trajectory, micro, terms, scores.values_BT))
-        torch.autograd.backward(scale(result.loss))
-        _add(step, result, inputs.mask_BT.sum())
-        for place, row in enumerate(micro):
-            step.logprobs[row] = scores.logprobs_BT[place, : trajectory.actions.lengths[row]].detach()
-        if critic is not None and not critic.shares_forward:
-            del scores, inputs, result  # the critic's forward needs their room
-            _add(step, _critic_gradient(critic, trajectory, micro, plan, terms, autocast=autocast, scale=scale))
-        step.micro_batches += 1
-        padded = len(micro) * max(work.row_tokens[place] for place in places)
-        step.tokens += packed_tokens(work, places) if work.prompts else padded
+    for group in cut_groups(work, plan.micro_batch_tokens, packed=plan.pack_prompts):
+        together = [rows[place] for places in group for place in places]
+        with ExitStack() as stack:
+            with autocast(), kept_activations(adapter, plan):
+                stack.enter_context(adapter.read_together(trajectory, together))
+            for places in group:
+                micro, packed = [rows[place] for place in places], bool(work.prompts)
+                _learn_from(step, adapter, trajectory, micro, plan, terms, packed, autocast=autocast, scale=scale)
+                padded = len(micro) * max(work.row_tokens[place] for place in places)
+                step.tokens += packed_tokens(work, places) if packed else padded
     return step
+
+
+def _learn_from(
+    step: StepGradient,
+    adapter: ScoringAdapter,
+    trajectory: Trajectory,
+    micro: Sequence[int],
+    plan: UpdatePlan,
+    terms: StepTerms,
+    packed: bool,
+    *,
+    autocast: Callable[[], AbstractContextManager[object]],
+    scale: Callable[[Tensor], Tensor],
+) -> None:
+    """Adds the gradient of one micro-batch, and what is measured of it; a function, so that its tensors end with it."""
+    critic = None if terms.values is None else terms.values.critic
+    with autocast(), kept_activations(adapter, plan):
+        scores = score_rows(
+            adapter,
+            trajectory,
+            micro,
+            temperature=terms.temperature,
+            tile=plan.logprob_tile,
+            with_entropy=terms.with_entropy,
+            packed=packed,
+            value_head=critic.head if critic is not None and critic.shares_forward else None,
+        )
+    inputs = loss_inputs(trajectory, micro, terms, scores)
+    result = policy_loss(inputs, terms.settings, terms.denominators)
+    if scores.values_BT is not None:
+        result = _both(result, value_share(trajectory, micro, terms, scores.values_BT))
+    torch.autograd.backward(scale(result.loss))
+    _add(step, result, inputs.mask_BT.sum())
+    for place, row in enumerate(micro):
+        step.logprobs[row] = scores.logprobs_BT[place, : trajectory.actions.lengths[row]].detach()
+    if critic is not None and not critic.shares_forward:
+        del scores, inputs, result  # the critic's forward needs their room
+        _add(step, _critic_gradient(critic, trajectory, micro, plan, terms, autocast=autocast, scale=scale))
+    step.micro_batches += 1
 
 
 def check_separable(settings: LossSettings) -> None:

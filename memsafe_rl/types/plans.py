@@ -97,6 +97,7 @@ class ModelGeometry:
             the prompts; None where prompts and completions are one sequence.
         key_bytes: int, bytes of one token's keys in one layer of the cache; None for ``cache_bytes · kv_heads ·
             head_dim``, which an 8-bit cache with its scales is not.
+        encoder_layers: blocks of the encoder through which gradients go; 0 where it is frozen, or there is none.
         unit: what one (row, column) pair holds, where pairs are run one by one; None for a network that reads tokens.
             Wherever plans and work count tokens, they then count pairs.
     """
@@ -118,6 +119,7 @@ class ModelGeometry:
     shares_prompts: bool = False
     source_bytes: int | None = None
     key_bytes: int | None = None
+    encoder_layers: int = 0
     unit: UnitBytes | None = None
 
     def kv_bytes(self, slots: int) -> int:
@@ -222,6 +224,7 @@ class UpdateWork:
         prompts: index of each row's prompt, the same for rows that share one; empty where rows cannot be packed behind
             one copy of it.
         gradients_aside: whole gradients, of other objectives, that will be held beside this step's last one.
+        sources: index of each row's prompt where an encoder reads it, once for all rows that share it; else empty.
     """
 
     row_tokens: tuple[int, ...]
@@ -229,6 +232,7 @@ class UpdateWork:
     geometry: ModelGeometry
     prompts: tuple[int, ...] = ()
     gradients_aside: int = 0
+    sources: tuple[int, ...] = ()
 
     @property
     def least_tokens(self) -> int:

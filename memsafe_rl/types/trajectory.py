@@ -121,6 +121,7 @@ class Trajectory:
         objective_advantages: (B, K) float32, of each of K objectives; NaN where one did not score a row; None where
             there is but one, which ``advantages`` are of.
         sample_of_row: for each row, the sample that it is a part of, in order; () where every row is a whole sample.
+        sources: (L, D) for each of the P conditions, what a frozen encoder made of it; None where it is read anew.
     """
 
     conditions: Ragged
@@ -141,6 +142,7 @@ class Trajectory:
     action_advantages: Ragged | None = None
     objective_advantages: Tensor | None = None
     sample_of_row: tuple[int, ...] = ()
+    sources: Ragged | None = None
 
     def __len__(self) -> int:
         return len(self.actions)

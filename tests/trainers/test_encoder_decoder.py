@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from benchmarks.small import small_t5
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.models.seq2seq import Seq2SeqAdapter
+from memsafe_rl.trainers.probe import lay_down
+from memsafe_rl.trainers.update import StepTerms, accumulate_gradient
+from memsafe_rl.types import Denominators, LossSettings, Phase, UpdatePlan
 from tests.models.helpers import exact_norms
 from tests.tiny import tiny_tokenizer
 from tests.trainers.helpers import cut, make_trainer, relative, weights
@@ -102,6 +107,107 @@ def test_no_cut_changes_the_gradient(dtype: torch.dtype, peft: Any, tmp_path: Pa
     assert whole.norm() > 0
     for name, other in found.items():
         assert relative(other, whole) <= bound, name
+
+
+class Calls:
+    """Prompts that an encoder reads, one entry a call."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.rows: list[int] = []
+        encoder = trainer.adapter._lm.get_encoder()
+        encoder.register_forward_hook(self._note)
+
+    def _note(self, _: Any, __: Any, output: Any) -> None:
+        self.rows.append(output[0].shape[0])
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 8192])
+def test_an_update_reads_each_prompt_once(tokens: int, tmp_path: Path) -> None:
+    """However small the micro-batches: 4 prompts of 4 completions each."""
+    trainer = make_trainer(
+        tmp_path, model=tiny_t5(), policy=cut(tokens), per_device_train_batch_size=16, num_generations=4, max_steps=1
+    )
+    calls = Calls(trainer)
+    learn = trainer._gradient
+    found: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        before = len(calls.rows)
+        result = learn(*arguments)
+        found.append(sum(calls.rows[before:]))
+        return result
+
+    trainer._gradient = counted  # type: ignore[method-assign]
+    trainer.train()
+    useful = trainer.history[0]["plan/micro_batches"]
+    assert found == [4]
+    assert useful == (16 if tokens == 1 else useful)
+
+
+def test_a_frozen_encoder_reads_a_rollouts_prompts_once_for_all_updates(tmp_path: Path) -> None:
+    def frozen() -> Any:
+        model = tiny_t5()
+        model.shared.requires_grad_(False)
+        model.encoder.requires_grad_(False)
+        return model
+
+    settings: dict[str, Any] = {"num_iterations": 3, "max_steps": 3, "beta": 0.05}
+    trainer = make_trainer(tmp_path / "a", model=frozen(), policy=cut(24), **settings)
+    calls = Calls(trainer)
+    generate = trainer._maker._generate
+    drawn: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        completions = generate(*arguments)
+        drawn.append(len(calls.rows))
+        return completions
+
+    trainer._maker._generate = counted  # type: ignore[method-assign]
+    trainer.train()
+    assert sum(calls.rows[drawn[0] :]) == 2  # two prompts, for the reference and three updates
+    anew = make_trainer(tmp_path / "b", model=frozen(), policy=cut(24), **settings)
+    anew._maker._with_sources = lambda trajectory: trajectory  # type: ignore[method-assign]
+    anew.train()
+    assert relative(weights(anew), weights(trainer)) < 1e-6
+    assert trainer._maker.keeps_sources
+    assert not make_trainer(tmp_path / "c", model=tiny_t5(), num_iterations=3)._maker.keeps_sources
+
+
+def test_a_group_holds_less_than_copies_of_its_prompt(tmp_path: Path) -> None:
+    """The encoder's activations of one prompt for 8 completions, against 8 prompts with one completion each."""
+    prompts = [{"prompt": "7" * 200} for _ in range(16)]
+
+    def peak(group: int, name: str) -> int:
+        with SimulatedMemory() as memory:
+            trainer = make_trainer(
+                tmp_path / name,
+                model=tiny_t5(),
+                policy=cut(100_000),
+                train_dataset=prompts,
+                per_device_train_batch_size=8,
+                num_generations=group,
+                max_steps=1,
+                beta=0.0,
+            )
+            trainer.train()
+        return sum(memory.phase_peaks()[Phase.UPDATE].values())
+
+    shared = peak(8, "shared")
+    trainer = make_trainer(tmp_path / "x", model=tiny_t5())
+    with SimulatedMemory() as memory:
+        copies = lay_down([torch.full((200,), 7 + row) for row in range(8)], [torch.arange(2, 8)] * 8, 1)
+        terms = StepTerms(LossSettings(), Denominators(8, 48, 48), temperature=1.0, with_entropy=True)
+        accumulate_gradient(
+            trainer.adapter,
+            copies,
+            range(8),
+            UpdatePlan(100_000),
+            terms,
+            autocast=nullcontext,
+            scale=lambda loss: loss,
+        )
+    apart = memory.peak_bytes
+    assert shared < 0.5 * apart
 
 
 def test_a_model_is_loaded_by_its_folder(tmp_path: Path) -> None:
