@@ -139,17 +139,24 @@ def _chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     return str(text)
 
 
-def draw_learning_curve(log: Sequence[dict[str, float]], path: Path, *, title: str) -> None:
+LEARNT = (("training reward", "reward", "-"), ("held out, sampled", "eval_reward", "o-"))
+"""What is drawn of a run, unless it is told otherwise: label, name in the log, style of the line."""
+
+
+def draw_learning_curve(
+    log: Sequence[dict[str, float]], path: Path, *, title: str, lines: Sequence[tuple[str, str, str]] = LEARNT
+) -> None:
     """Draws reward and held-out accuracy over optimizer steps.
 
     Args:
         log: `trainer.state.log_history`.
         path: picture to write.
         title: stands above the picture.
+        lines: label, name in the log and style of each line.
     """
     mpl.use("Agg")
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, key, style in (("training reward", "reward", "-"), ("held out, sampled", "eval_reward", "o-")):
+    for name, key, style in lines:
         points = [(record["step"], record[key]) for record in log if key in record]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples import quickstart, small_device, smollm2_grpo
+from examples import quickstart, small_device, smollm2_grpo, two_objectives
 from examples.tasks import exact, is_held_out, split, sums
 
 ONE_DIGIT = {"terms": (3, 3), "digits": (1, 1), "count": 2_000}
@@ -145,3 +145,35 @@ def test_a_smaller_device_learns_the_same_and_holds_less() -> None:
     assert small.completions == whole.completions
     assert (small.weights - whole.weights).norm() <= 1e-5 * whole.weights.norm()
     assert small.peak_bytes <= capacity < whole.peak_bytes
+
+
+def test_two_objectives_have_questions_of_their_own_and_a_muddled_model_says_both() -> None:
+    items = two_objectives.with_holes(sums(**ONE_DIGIT), seed=0)
+    holes = [item for item in items if item["answer"] == two_objectives.UNKNOWN]
+    assert len(holes) == len(items) // 2
+    assert all(item["question"].count("?") == 1 for item in holes)
+    assert not any("?" in item["question"] for item in items if item not in holes)
+    said = two_objectives.muddled(items, seed=0)
+    assert len(said) == 2 * len(items)
+    assert sum(item["answer"] == two_objectives.UNKNOWN for item in said) == len(items)
+    answers, completions = ["7", "?", "7", "?"], ["7", "?", "?", "7"]
+    assert two_objectives.right_number(completions, answers) == [1, None, 0, None]
+    assert two_objectives.admits_not_knowing(completions, answers) == [None, 1, None, 0]
+
+
+def test_a_gain_is_told_in_standard_errors() -> None:
+    # Over 100 questions: sqrt((0.2 * 0.8 + 0.5 * 0.5) / 100) = 0.064.
+    assert two_objectives.Gain(0.2, 0.5, 100).standard_errors == pytest.approx(0.3 / 0.0640312, rel=1e-5)
+
+
+def test_two_objectives_in_miniature(tmp_path: Path) -> None:
+    config = two_objectives.settings(tmp_path, 5, 3, "cagrad")
+    config.disable_tqdm = True
+    config.per_device_train_batch_size, config.num_generations_eval, config.logging_steps = 32, 1, 1
+    warming = quickstart.WarmUp(right_steps=3, wrong_steps=0, batch=16)
+    gains = two_objectives.run(two_objectives.make_parts(config, warming, warming))
+    assert set(gains) == {"truth", "honesty"}
+    assert gains["truth"].questions + gains["honesty"].questions > 300
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert any("objectives/cosine/truth/honesty" in line for line in lines)
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")

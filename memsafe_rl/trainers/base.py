@@ -473,7 +473,8 @@ class OnPolicyTrainer(TrainerSurface):
 
         found = self._recovery.repeat(coefficients)
         gradients.add_up(found)
-        return gradient_metrics(objectives, gram, found, self._committed.loss_scale)
+        scale = self._recovery.repeat(lambda: self._committed.loss_scale)
+        return gradient_metrics(objectives, gram, found, scale)
 
     def _make_room(self, plan: UpdatePlan) -> None:
         """Takes from the device what the plan wants elsewhere while the gradient is accumulated."""

@@ -462,6 +462,7 @@ def _settings(args: Any, device: str) -> Any:
     left_open = "bf16" in settings._filled
     settings.use_cpu, settings.report_to, settings.disable_tqdm = True, "none", True
     settings.verify_plan = settings.probe_worst_case = settings.memory_forecast = False
+    settings.reward_weights = settings.eval_pass_reward = None  # rewards are made up
     settings.eval_strategy, settings.do_eval, settings.load_best_model_at_end = "no", False, False
     settings.use_vllm = settings.use_transformers_continuous_batching = False
     if device == "cuda" and left_open and not settings.fp16:

@@ -430,7 +430,8 @@ def gradient_metrics(
     """
     metrics = {}
     for index, objective in enumerate(objectives):
-        metrics[f"objectives/{objective.name}/grad_norm"] = math.sqrt(max(0.0, gram_KK[index][index])) / scale
+        square = gram_KK[index][index]
+        metrics[f"objectives/{objective.name}/grad_norm"] = math.sqrt(square) / scale if square >= 0 else math.nan
         metrics[f"objectives/{objective.name}/coefficient"] = coefficients_K[index]
     for (i, j), cosine in cosines(gram_KK).items():
         metrics[f"objectives/cosine/{objectives[i].name}/{objectives[j].name}"] = cosine

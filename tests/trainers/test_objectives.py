@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import math
@@ -105,6 +106,26 @@ def test_accumulating_then_merging_is_merging_what_runs_of_their_own_accumulate(
         assert relative(run(policy), expected) < bound
     if dtype is torch.float32:  # packed rows are attended to in float32
         assert relative(run(cut(17, pack_prompts=True)), expected) < bound
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_entropy_quantile": 0.6, "entropy_coef": 0.01},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "delta": 1.5},
+        {"advantage_estimator": "rloo", "loss_type": "dr_grpo", "steps_per_generation": 2},
+        {"dynamic_sampling": True, "scale_rewards": "batch", "loss_type": "bnpo"},
+    ],
+)
+def test_other_settings_hold_for_every_objective_and_no_cut_changes_them(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    def run(policy: Any) -> torch.Tensor:
+        return gradient_of(make_trainer(tmp_path, policy=policy, gradient_merge="cagrad", **TWO, **settings))
+
+    whole = run(cut())
+    assert whole.norm() > 0
+    assert relative(run(cut(20)), whole) < 1e-6
 
 
 @pytest.mark.parametrize("method", MERGES)
@@ -281,7 +302,15 @@ def test_the_planner_counts_the_gradients_that_wait(tmp_path: Path) -> None:
         assert more == less + work.geometry.trainable_bytes
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_forecast_calls_no_reward_and_needs_no_weights_for_them(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    settings = GRPOConfig(
+        str(tmp_path), reward_weights=[1.0, 2.0], num_generations=4, max_completion_length=8, max_steps=1, use_cpu=True
+    )
+    assert forecast_memory(str(tmp_path), settings, device="cpu", device_bytes=2**30, prompt_tokens=8).fits
+
+
+@pytest.mark.parametrize("count", [1, 3])
 def test_a_forecast_knows_them(tmp_path: Path, count: int) -> None:
     """Within a percent of the run, and by one copy of the gradients more for each further objective."""
     folder = tmp_path / "model"
@@ -534,6 +563,32 @@ def test_bands_of_two_objectives_a_slow_judge_and_truncation_speak_once_each(
     slow = next(event for event in told if event["kind"] == "judge_seconds")
     assert (slow["reward"], slow["step"]) == ("judge_of_bias", 1)
     assert slow["value"] == pytest.approx(6.5)
+
+
+def test_a_judge_that_does_not_answer_leaves_its_rows_to_the_objectives_other_reward(tmp_path: Path) -> None:
+    async def judge_of_bias(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(60)
+        return [9.0] * len(completions)
+
+    trainer = make_trainer(
+        tmp_path,
+        reward_funcs=[judge_of_bias, few_digits, digits],
+        objectives={
+            "fairness": {"rewards": ["judge_of_bias", "few_digits"]},
+            "hallucination": {"rewards": ["digits"]},
+            "judged": {"rewards": ["judge_of_bias"]},
+        },
+        reward_timeout_seconds=0.1,
+        reward_timeout_result="none",
+        max_steps=1,
+        alarms=False,
+    )
+    trainer.train()
+    (step,) = trainer.history
+    assert step["objectives/fairness/reward"] == pytest.approx(step["rewards/few_digits/mean"])
+    assert 0 < step["objectives/fairness/scored"] < 1
+    assert (step["objectives/hallucination/scored"], step["objectives/judged/scored"]) == (1, 0)
+    assert step["objectives/fairness/grad_norm"] > 0 == step["objectives/judged/grad_norm"]
 
 
 # Settings
