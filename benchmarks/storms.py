@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from memsafe_rl import (
     GRPOConfig,
     GRPOTrainer,
     MemoryPolicy,
+    PPOConfig,
+    PPOTrainer,
     RolloutPlan,
     SimulatedMemory,
     UpdatePlan,
@@ -72,7 +75,8 @@ class Scene:
         encodes: whether an encoder reads the prompts (a T5), else a Qwen3 is trained.
         lora: whether an adapter is trained.
         dropout: rate of dropout in the update; 0 for none.
-        settings: fields of `GRPOConfig`.
+        settings: fields of `GRPOConfig` or `PPOConfig`.
+        critic: "trunk", "adapter" or "model", what foresees rewards in PPO; None for GRPO.
     """
 
     name: str
@@ -81,6 +85,7 @@ class Scene:
     lora: bool = False
     dropout: float = 0.0
     settings: Mapping[str, Any] = field(default_factory=dict)
+    critic: str | None = None
 
     @property
     def burst(self) -> int:
@@ -141,6 +146,19 @@ SCENES = (
         "SGD without clipping, leaner plans",
         HalvingPolicy(*_plans(8, 128)),
         settings={"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1},
+    ),
+    Scene("PPO, head on the trunk, KL to a copy", FixedPolicy(*_plans(8, 64)), critic="trunk"),
+    Scene(
+        "PPO, second adapter, recomputed, leaner plans",
+        HalvingPolicy(*_plans(8, 128, checkpointing=True)),
+        lora=True,
+        critic="adapter",
+    ),
+    Scene(
+        "PPO, critic of its own, on the host",
+        FixedPolicy(*_plans(8, 96, offload_activations=True, park_optimizer=True)),
+        critic="model",
+        settings={"kl_coef": 0.0, "steps_per_generation": 2, "per_device_train_batch_size": 4},
     ),
     Scene("T5, KL to a copy", FixedPolicy(*_plans(8, 64)), encodes=True, settings={"beta": 0.05}),
     Scene("T5, LoRA, recomputed, leaner plans", HalvingPolicy(*_plans(8, 128, checkpointing=True)), True, lora=True),
@@ -505,7 +523,7 @@ class Watched:
             )
 
     def _weights(self) -> list[Tensor]:
-        return [weight for weight in self.trainer.model.parameters() if weight.requires_grad]
+        return [weight for weight in self.trainer._trained().parameters() if weight.requires_grad]
 
     def _listen_to_commits(self) -> None:
         """Notes gradients as commits begin; a subclass, since a wrapper on the committer would keep it alive."""
@@ -808,7 +826,7 @@ def compare_tokens(calm: Sequence[Completion], rough: Sequence[Completion], find
 
 def _make_trainer(
     scene: Scene, output_dir: Path, reward: Reward, callback: TrainerCallback, settings: Mapping[str, Any]
-) -> GRPOTrainer:
+) -> GRPOTrainer | PPOTrainer:
     usual: dict[str, Any] = {
         "output_dir": str(output_dir),
         "per_device_train_batch_size": 8,
@@ -829,10 +847,16 @@ def _make_trainer(
     targets = ["q", "v", "wo"] if scene.encodes else ["q_proj", "v_proj", "down_proj"]
     kind = "SEQ_2_SEQ_LM" if scene.encodes else "CAUSAL_LM"
     adapter = LoraConfig(r=4, lora_dropout=scene.dropout, target_modules=targets, task_type=kind)
-    return GRPOTrainer(
+    named = {**usual, **scene.settings, **settings}
+    if scene.critic is None:
+        make: Any = partial(GRPOTrainer, args=GRPOConfig(**named))
+    else:
+        small = small_qwen3(VOCAB_SIZE, hidden=32) if scene.critic == "model" else None
+        critic = {"trunk": None, "adapter": "adapter", "model": small}[scene.critic]
+        make = partial(PPOTrainer, args=PPOConfig(**{"kl_coef": 0.1, **named}), critic=critic)
+    trainer: GRPOTrainer | PPOTrainer = make(
         build_model(scene),
         [reward, pay_for_brevity] if "objectives" in scene.settings else reward,
-        args=GRPOConfig(**{**usual, **scene.settings, **settings}),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         eval_dataset=Dataset.from_dict({"prompt": prompts[:2]}),
         processing_class=byte_tokenizer(),
@@ -840,6 +864,7 @@ def _make_trainer(
         memory_policy=scene.policy,
         callbacks=[callback],
     )
+    return trainer
 
 
 def _stores(experience: Any) -> dict[str, Tensor]:

@@ -238,7 +238,7 @@ class Parts:
     tokenizer: Any
     train: Dataset
     held_out: Dataset
-    config: GRPOConfig
+    config: Any
 
 
 def small_parts(output_dir: Path, seed: int, steps: int, warming: WarmUp) -> Parts:
@@ -285,22 +285,26 @@ def named_parts(name: str, output_dir: Path, seed: int, steps: int) -> Parts:
     return Parts(model, tokenizer, train_set, held_out_set, named_settings(output_dir, seed, steps))
 
 
-def run(parts: Parts) -> dict[str, float]:
+def run(parts: Parts, trainer_class: Any = GRPOTrainer, algorithm: str = "GRPO", **further: Any) -> dict[str, float]:
     """Trains and measures before and after.
 
     Args:
         parts: what a trainer is made of.
+        trainer_class: the trainer.
+        algorithm: its name in the picture.
+        further: further arguments of the trainer.
 
     Returns:
         Held-out accuracies, 0 to 1.
     """
-    trainer = GRPOTrainer(
+    trainer = trainer_class(
         parts.model,
         exact,
         args=parts.config,
         train_dataset=parts.train,
         eval_dataset=parts.held_out,
         processing_class=parts.tokenizer,
+        **further,
     )
 
     def greedy() -> float:
@@ -316,7 +320,7 @@ def run(parts: Parts) -> dict[str, float]:
     draw_learning_curve(
         trainer.state.log_history,
         Path(parts.config.output_dir) / "learning_curve.png",
-        title=f"GRPO on sums, {len(parts.held_out)} questions held out",
+        title=f"{algorithm} on sums, {len(parts.held_out)} questions held out",
     )
     return {
         "sampled_before": sampled[0],

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Pretrained
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.forecast.device import give_fake_weights
+from memsafe_rl.models.critic import add_critic_adapter
 from memsafe_rl.models.language import is_encoder_decoder
 
 _BLOCK = 64
@@ -33,6 +34,7 @@ def fake_language_model(
     quantization_config: Any = None,
     trust_remote_code: bool = False,
     frozen: bool = False,
+    with_critic: bool = False,
 ) -> Any:
     """Builds a causal LM or an encoder-decoder of fake weights, to be called inside `fake_device`.
 
@@ -43,6 +45,7 @@ def fake_language_model(
         quantization_config: transformers' `BitsAndBytesConfig` with ``load_in_4bit``; None for none.
         trust_remote_code: whether code that comes with the model may run.
         frozen: whether no weight is trained (a reference).
+        with_critic: whether there is a second adapter, a critic's.
 
     Returns:
         The network in eval mode, a `PeftModel` where there is an adapter.
@@ -62,6 +65,8 @@ def fake_language_model(
             with warnings.catch_warnings():  # PEFT asks transformers by an old name
                 warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
                 model = get_peft_model(model, copy.deepcopy(peft_config))  # PEFT writes into it what it found
+                if with_critic:
+                    add_critic_adapter(model)
         for layer in layers:
             _quantise(layer, quantization_config)
     give_fake_weights(model)

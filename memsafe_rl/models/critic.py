@@ -169,12 +169,8 @@ class SecondAdapter(Critic):
         refuse_trained_bias(model.peft_config.values())
         self._adapter, self._model = adapter, model
         if CRITIC_ADAPTER not in model.peft_config:
-            flags = _flags(model)
-            config = copy.deepcopy(model.peft_config[model.active_adapter])
-            config.modules_to_save = None  # whole copies of layers, of which only the embedding's would be read
-            model.add_adapter(CRITIC_ADAPTER, config)
-            _restore(flags)
-            adapter.reread()
+            add_critic_adapter(model)
+        adapter.reread()
         for weight in self._trunk_weights().values():
             weight.requires_grad_(True)
 
@@ -244,6 +240,19 @@ class OwnModel(Critic):
 
     def _trunk_weights(self) -> Mapping[str, Tensor]:
         return {name: weight for name, weight in self._adapter.model.named_parameters() if weight.requires_grad}
+
+
+def add_critic_adapter(model: PeftModel) -> None:
+    """Adds an adapter for a critic, made as the model's own; what is trained of the model stays as it is.
+
+    Args:
+        model: is changed in place.
+    """
+    flags = _flags(model)
+    config = copy.deepcopy(model.peft_config[model.active_adapter])
+    config.modules_to_save = None  # whole copies of layers, of which only the embedding's would be read
+    model.add_adapter(CRITIC_ADAPTER, config)
+    _restore(flags)
 
 
 def _head_on(adapter: LanguageAdapter, told: str) -> ValueLayer:

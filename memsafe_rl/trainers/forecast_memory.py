@@ -6,15 +6,17 @@ from typing import Any
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.forecast.outcome import MemoryForecast
-from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.config import GRPOConfig, TrainerConfig
 from memsafe_rl.trainers.forecasting import forecast_run
 from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.trainers.ppo import PPOTrainer
+from memsafe_rl.trainers.ppo_config import PPOConfig
 from memsafe_rl.units import parse_bytes
 
 
 def forecast_memory(
     model: str,
-    args: GRPOConfig | None = None,
+    args: TrainerConfig | None = None,
     *,
     device_bytes: int | str,
     device: str = "cuda",
@@ -24,6 +26,7 @@ def forecast_memory(
     peft_config: Any = None,
     quantization_config: Any = None,
     memory_policy: Any = None,
+    critic: Any = None,
 ) -> MemoryForecast:
     """Forecasts the peak of every phase of a run, without its weights and without its device.
 
@@ -32,7 +35,7 @@ def forecast_memory(
 
     Args:
         model: a name known here or on a hub that can be reached, or a folder with a ``config.json``.
-        args: the run's settings; None for the defaults.
+        args: the run's settings, a `GRPOConfig` or a `PPOConfig`; None for GRPO's defaults.
         device_bytes: memory of the device, in bytes or as text such as "24GiB".
         device: "cuda" for the types and the granularity of a CUDA device, "cpu" for those of a CPU.
         prompt_tokens: longest prompt, in tokens; None for the longest of ``train_dataset``, else
@@ -42,6 +45,7 @@ def forecast_memory(
         peft_config: config of a new adapter.
         quantization_config: transformers' `BitsAndBytesConfig` with ``load_in_4bit``.
         memory_policy: as the trainer takes it.
+        critic: as `PPOTrainer` takes it.
 
     Returns:
         The forecast; ``refusal`` says why where the run cannot fit.
@@ -55,8 +59,10 @@ def forecast_memory(
         raise ConfigError(f"device_bytes is {device_bytes!r}; write bytes, or a size such as '24GiB'.")
     if not isinstance(model, str):
         raise ConfigError(f"model is a {type(model).__name__}; a forecast takes a name or a folder, for its config.")
+    if critic is not None and not isinstance(args, PPOConfig):
+        raise ConfigError("critic is given without a PPOConfig. Pass args=PPOConfig(...), or leave critic out.")
     return forecast_run(
-        GRPOTrainer,
+        PPOTrainer if isinstance(args, PPOConfig) else GRPOTrainer,
         model,
         args if args is not None else GRPOConfig(report_to="none"),
         device_bytes=total,
@@ -67,4 +73,5 @@ def forecast_memory(
         peft_config=peft_config,
         quantization_config=quantization_config,
         memory_policy=memory_policy,
+        critic=critic,
     )

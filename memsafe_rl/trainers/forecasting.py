@@ -11,7 +11,7 @@ import copy
 import inspect
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -65,6 +65,7 @@ def forecast_run(
     peft_config: Any = None,
     quantization_config: Any = None,
     memory_policy: Any = None,
+    critic: Any = None,
 ) -> MemoryForecast:
     """Forecasts the peak of every phase of a trainer's run, without its weights and without its device.
 
@@ -81,6 +82,7 @@ def forecast_run(
         peft_config: config of a new adapter.
         quantization_config: transformers' `BitsAndBytesConfig` with ``load_in_4bit``.
         memory_policy: as the trainer takes it.
+        critic: as `PPOTrainer` takes it; None for other trainers.
 
     Returns:
         The forecast; ``refusal`` says why where the run cannot fit.
@@ -108,10 +110,19 @@ def forecast_run(
             quantization_config=quantization_config,
             trust_remote_code=settings.trust_remote_code,
             frozen=frozen,
+            with_critic=critic == "adapter" and not frozen,
         )
 
+    def further() -> dict[str, Any]:
+        if critic is None or critic == "adapter":
+            return {} if critic is None else {"critic": critic}
+        trusted = settings.trust_remote_code
+        own = config_for(critic, trust_remote_code=trusted) if isinstance(critic, str) else critic.config
+        kind = _base_dtype({}, own, device, frozen=False) if isinstance(critic, str) else critic.dtype
+        return {"critic": fake_language_model(own, dtype=kind, trust_remote_code=trusted)}
+
     rehearsed = _Rehearsed(
-        _faked(trainer_class), device, settings, train_dataset, processing_class, prompt_tokens, memory_policy
+        _faked(trainer_class), device, settings, train_dataset, processing_class, prompt_tokens, memory_policy, further
     )
     # The budget is kept from the optimizer's state on; before that nothing is refused.
     with _random_state_kept(), fake_device(_UNLIMITED_BYTES, granularity_bytes=granularity) as memory:
@@ -205,6 +216,7 @@ class _Rehearsed:
         tokenizer: the run's tokenizer, or None.
         prompt_tokens: longest prompt, in tokens, or None.
         policy: makes the plans.
+        further: gives further arguments of the trainer, inside of the simulated device.
     """
 
     def __init__(
@@ -216,6 +228,7 @@ class _Rehearsed:
         tokenizer: Any,
         prompt_tokens: int | None,
         policy: Any,
+        further: Callable[[], dict[str, Any]],
     ) -> None:
         if dataset is not None and tokenizer is None:
             raise ConfigError("train_dataset is given without processing_class. Pass the tokenizer, or prompt_tokens.")
@@ -223,6 +236,7 @@ class _Rehearsed:
             raise ConfigError(f"prompt_tokens is {prompt_tokens}; the longest prompt has at least 1 token.")
         self._settings, self._dataset, self._tokenizer, self._policy = settings, dataset, tokenizer, policy
         self._class, self._device, self._prompt_tokens = trainer_class, device, prompt_tokens
+        self._further = further
         self.about_prompts = ""
 
     def run(self, network: Any, memory: SimulatedMemory, device_bytes: int, *, copies: bool) -> MemoryForecast:
@@ -266,6 +280,8 @@ class _Rehearsed:
         dataset = self._dataset
         if dataset is None:
             dataset = Dataset.from_dict({"prompt": ["a"] * max(2, self._settings.prompts_per_rollout)})
+        with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
+            further = self._further()
         return self._class(
             model,
             reference,
@@ -275,6 +291,7 @@ class _Rehearsed:
             train_dataset=dataset,
             processing_class=self._tokenizer or _stand_in_tokenizer(),
             memory_policy=self._policy,
+            **further,
         )
 
     def _longest(self, trainer: Any) -> Longest:

@@ -8,8 +8,10 @@ from typing import Any, cast
 from datasets import Dataset, IterableDataset
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.forecast.outcome import MemoryForecast
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.recovery import Recovery
+from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.choice import adapter_for
 from memsafe_rl.models.critic import Critic, OwnModel, SecondAdapter, SharedTrunk
 from memsafe_rl.models.language import LanguageAdapter
@@ -103,6 +105,10 @@ class PPOTrainer(PolicyTrainer):
     def critic(self) -> Critic:
         """What foresees rewards."""
         return cast(CriticCredit, self.credit).critic
+
+    def _foresee(self, tracker: MemoryTracker, model: Any, **given: Any) -> MemoryForecast | None:
+        """Forecasts the critic too."""
+        return super()._foresee(tracker, model, critic=self._wanted_critic, **given)
 
     def _make_credit(self, recovery: Recovery) -> CriticCredit:
         """Loads the critic."""

@@ -49,7 +49,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 def test_a_storm_changes_nothing(scene: Scene, tmp_path: Path) -> None:
-    share = FAULTS // len(SCENES)
+    share = max(8, FAULTS // len(SCENES))  # fewer fall on a whole run, and none on steps that are compared
     found = storm_over(scene, share, seed=SCENES.index(scene), output_dir=tmp_path)
     assert found.violations == []
     assert found.faults >= share
@@ -64,6 +64,8 @@ def test_a_storm_changes_nothing(scene: Scene, tmp_path: Path) -> None:
         ("LoRA, dropout, KL to the base", {}, 8),
         ("AdamW that allocates as it steps", {}, 8),
         ("LoRA, two objectives", {}, 8),
+        ("PPO, head on the trunk, KL to a copy", {}, 8),
+        ("PPO, second adapter, recomputed, leaner plans", {}, 6),
         ("full, everything on the host, leaner plans", {}, 16),
         ("full", EVERYTHING_ELSE, 6),
     ],
