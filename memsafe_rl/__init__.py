@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from memsafe_rl.memory.budget import MemoryBudget
     from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy, LadderPolicy, MemoryPolicy
     from memsafe_rl.memory.simulated import SimulatedMemory
+    from memsafe_rl.models.diffusion import Condition, DiffusionPolicy, TrainedSteps
+    from memsafe_rl.models.schedulers import DDIMScheduler, DDPMScheduler, DiffusersScheduler, FlowSDEScheduler
+    from memsafe_rl.rollout.engines.denoising import draw_samples
     from memsafe_rl.rollout.episodes.adapters import GymEnvironment, HalfDuplex
     from memsafe_rl.rollout.episodes.protocol import Action, Environment, Step, ToolCall
     from memsafe_rl.rollout.episodes.users import CallableUser, ModelUser
@@ -26,10 +29,16 @@ _HOMES = {
     "Action": "memsafe_rl.rollout.episodes.protocol",
     "AdaptivePolicy": "memsafe_rl.memory.policies",
     "CallableUser": "memsafe_rl.rollout.episodes.users",
+    "Condition": "memsafe_rl.models.diffusion",
     "ConfigError": "memsafe_rl.errors",
+    "DDIMScheduler": "memsafe_rl.models.schedulers",
+    "DDPMScheduler": "memsafe_rl.models.schedulers",
     "DataError": "memsafe_rl.errors",
     "Environment": "memsafe_rl.rollout.episodes.protocol",
+    "DiffusersScheduler": "memsafe_rl.models.schedulers",
+    "DiffusionPolicy": "memsafe_rl.models.diffusion",
     "FixedPolicy": "memsafe_rl.memory.policies",
+    "FlowSDEScheduler": "memsafe_rl.models.schedulers",
     "GRPOConfig": "memsafe_rl.trainers.config",
     "GRPOTrainer": "memsafe_rl.trainers.grpo",
     "GymEnvironment": "memsafe_rl.rollout.episodes.adapters",
@@ -46,7 +55,9 @@ _HOMES = {
     "SimulatedMemory": "memsafe_rl.memory.simulated",
     "Step": "memsafe_rl.rollout.episodes.protocol",
     "ToolCall": "memsafe_rl.rollout.episodes.protocol",
+    "TrainedSteps": "memsafe_rl.models.diffusion",
     "UpdatePlan": "memsafe_rl.types",
+    "draw_samples": "memsafe_rl.rollout.engines.denoising",
     "forecast_memory": "memsafe_rl.trainers.forecast_memory",
 }
 
@@ -54,10 +65,16 @@ __all__ = [
     "Action",
     "AdaptivePolicy",
     "CallableUser",
+    "Condition",
     "ConfigError",
+    "DDIMScheduler",
+    "DDPMScheduler",
     "DataError",
+    "DiffusersScheduler",
+    "DiffusionPolicy",
     "Environment",
     "FixedPolicy",
+    "FlowSDEScheduler",
     "GRPOConfig",
     "GRPOTrainer",
     "GymEnvironment",
@@ -74,7 +91,9 @@ __all__ = [
     "SimulatedMemory",
     "Step",
     "ToolCall",
+    "TrainedSteps",
     "UpdatePlan",
+    "draw_samples",
     "forecast_memory",
 ]
 

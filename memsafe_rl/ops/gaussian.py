@@ -87,7 +87,8 @@ def gaussian_kl(distribution: GaussianDistribution) -> Tensor:
 def normal_noise(keys_BK: Tensor, positions_B: Tensor, shape: Sequence[int]) -> Tensor:
     """Draws standard normal noise for each row, a function of its key and position alone.
 
-    ``z = Phi^-1(u)`` of the uniforms that `uniform_noise` gives: any batch, and any repetition, draws the same.
+    ``z = Phi^-1(u) = sqrt(2) erf^-1(2 u - 1)`` of the uniforms that `uniform_noise` gives: any batch, and any
+    repetition, draws the same.
 
     Args:
         keys_BK: (B, K) int64, names of the rows' streams.
@@ -102,7 +103,8 @@ def normal_noise(keys_BK: Tensor, positions_B: Tensor, shape: Sequence[int]) -> 
     width = max(1, _TILE_ELEMENTS // max(1, len(words_B)))
     for first in range(0, elements, width):
         tile_BN = noise_BN[:, first : first + width]
-        tile_BN.copy_(torch.special.ndtri(uniform_noise(words_B, tile_BN.shape[1], first=first)))
+        uniforms_BN = uniform_noise(words_B, tile_BN.shape[1], first=first)
+        tile_BN.copy_(uniforms_BN.mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2)))
     return noise_BN.view(len(words_B), *shape)
 
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memsafe_rl.accounting import host_memory, worth_running
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.memory.checks import check_rollout_plan
-from memsafe_rl.memory.recovery import Attempt
+from memsafe_rl.memory.recovery import Attempt, under
 from memsafe_rl.models.diffusion import Condition, DiffusionAdapter
 from memsafe_rl.ops.gaussian import gaussian_logprobs, normal_noise
 from memsafe_rl.ops.sampling import hash_fields, uniform_noise
@@ -207,3 +207,23 @@ class DenoisingEngine:
                 "rows). The weights have probably diverged: lower the learning rate or resume from an earlier "
                 "checkpoint; if the denoiser runs in float16, use bfloat16 or float32, and state_dtype=torch.float32."
             )
+
+
+def draw_samples(model: nn.Module, prompts: Sequence[Any], *, seed: int = 0, rows_in_flight: int = 64) -> list[Any]:
+    """Draws one sample a prompt, from the same noise whatever the weights and however many are drawn together.
+
+    Args:
+        model: a `DiffusionPolicy`, or a `PeftModel` around one.
+        prompts: what its ``embed`` takes.
+        seed: of the noise.
+        rows_in_flight: samples drawn together.
+
+    Returns:
+        What the policy's ``decode`` gives of each.
+    """
+    adapter = DiffusionAdapter(model)
+    policy = adapter.policy
+    keys = [[SequenceKey(seed, 0, place, 0)] for place in range(len(prompts))]
+    settings, plan = SamplingSettings(policy.num_inference_steps, ()), RolloutPlan(rows_in_flight=rows_in_flight)
+    drawn = DenoisingEngine(adapter).generate(policy.embed(prompts), keys, settings, under(plan))
+    return [policy.decode(one.ids[-1]) for one in drawn]
