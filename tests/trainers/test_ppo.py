@@ -9,6 +9,8 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
+from benchmarks.ppo_layouts import LAYOUTS, measure
+from benchmarks.small import small_t5
 from memsafe_rl import PPOConfig, PPOTrainer
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.critic import OwnModel, SecondAdapter, SharedTrunk
@@ -314,6 +316,44 @@ def test_the_critic_is_planned_for(tmp_path: Path) -> None:
     work = trainer._work(trainer._roll_out().trajectory, range(4))
     assert work.geometry.trainable_bytes == sum(p.nbytes for p in trainer._trained().parameters() if p.requires_grad)
     assert trainer.critic.beside_bytes in (work.geometry.trainable_bytes - trainer.adapter.geometry.trainable_bytes,)
+
+
+def test_a_shared_trunk_holds_less_than_several_models() -> None:
+    """A critic of its own costs its weights, their gradients and two moments; a base that three share, next to none."""
+    apart, head, shared = (measure(LAYOUTS[place], hidden=128, layers=2) for place in (0, 1, 4))
+    model = apart.weights_bytes
+    assert apart.peak_bytes - head.peak_bytes == pytest.approx(4 * model, rel=0.1)
+    assert shared.peak_bytes < 0.25 * apart.peak_bytes
+
+
+@pytest.mark.parametrize("critic", CRITICS)
+def test_a_critic_learns_what_a_prompt_tells(critic: str, tmp_path: Path) -> None:
+    """The reward is the prompt's alone; what cannot be foreseen is nothing, and soon little of it is not."""
+
+    def pay(prompts: list[str], **_: Any) -> list[float]:
+        return [float(int(prompt[0]) > 1) for prompt in prompts]
+
+    settings = {"reward_funcs": pay, "max_steps": 40, "steps_per_generation": 2, "num_iterations": 4, "kl_coef": 0.0}
+    trainer = make_ppo(tmp_path, critic, **settings, vf_coef=1.0, vf_clip=None, lr_scheduler_type="constant")
+    trainer.train()
+    explained = [record["explained_variance"] for record in trainer.history if "explained_variance" in record]
+    assert explained[0] < 0.2
+    assert explained[-1] > 0.3
+
+
+@pytest.mark.parametrize("critic", ["trunk", "adapter"])
+def test_encoder_decoders_learn_by_ppo(critic: str, tmp_path: Path) -> None:
+    lora = LoraConfig(r=4, target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM") if critic == "adapter" else None
+    gradients = []
+    for tokens in (8192, 16):
+        model = small_t5(258, hidden=32)
+        trainer = make_ppo(tmp_path, critic, model=model, peft_config=lora, policy=cut(tokens))
+        gradients.append(gradient_of(trainer))
+    assert relative(*gradients) < 1e-6
+    before = trained(trainer)
+    trainer.train()
+    assert trainer.history[0]["approx_kl/k3_token"] == 0.0
+    assert relative(trained(trainer), before) > 1e-3
 
 
 @pytest.mark.parametrize(
