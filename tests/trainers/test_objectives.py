@@ -29,8 +29,12 @@ from memsafe_rl.trainers import base, update
 from memsafe_rl.trainers.checks import CHOICES
 from memsafe_rl.trainers.objectives import BetaControl, Objective, judge, objective_advantages, read_objectives, steered
 from memsafe_rl.types import Component, Phase, UpdatePlan, UpdateWork
+from tests.diffusion.small import PROMPTS as DIFFUSION_PROMPTS
+from tests.diffusion.small import make_policy as make_diffusion_policy
+from tests.models.helpers import exact_norms
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import count_digits, cut, make_trainer, relative, weights
+from tests.trainers.test_encoder_decoder import tiny_t5
 from tests.trainers.test_ranks import PATIENCE_SECONDS, run_ranks, set_up_rank
 from tests.trainers.test_training import StopAt, gradient_of
 
@@ -126,6 +130,55 @@ def test_other_settings_hold_for_every_objective_and_no_cut_changes_them(
     whole = run(cut())
     assert whole.norm() > 0
     assert relative(run(cut(20)), whole) < 1e-6
+
+
+def bright(completions: list[torch.Tensor], **_: Any) -> list[float]:
+    return [float(sample.mean()) for sample in completions]
+
+
+def dark_edges(completions: list[torch.Tensor], **_: Any) -> list[float | None]:
+    return [None if row % 4 == 3 else -float(sample[0].mean()) for row, sample in enumerate(completions)]
+
+
+def diffusion_trainer(folder: Path, reward_funcs: Any, policy: Any, **settings: Any) -> GRPOTrainer:
+    usual: dict[str, Any] = {"per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 1, "epsilon": 1e-3}
+    usual |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "alarms": False, "save_strategy": "no"}
+    prompts = Dataset.from_dict({"prompt": list(DIFFUSION_PROMPTS) * 2})
+    return GRPOTrainer(
+        make_diffusion_policy(dtype=torch.float64, state_dtype=torch.float64),
+        reward_funcs,
+        GRPOConfig(str(folder), **{**usual, **settings}),
+        prompts,
+        memory_policy=policy,
+    )
+
+
+def test_denoisers_have_several_objectives_too(tmp_path: Path) -> None:
+    alone = [
+        gradient_of(diffusion_trainer(tmp_path, reward, cut(), beta=beta))
+        for reward, beta in ((bright, BETA), (dark_edges, 0.0))
+    ]
+    objectives = {"a": {"rewards": ["bright"], "beta": BETA}, "b": {"rewards": ["dark_edges"], "weight": WEIGHT}}
+    expected = merged(alone, (1.0, WEIGHT), "cagrad")
+    for policy in (cut(), cut(1), cut(7)):
+        trainer = diffusion_trainer(
+            tmp_path, [bright, dark_edges], policy, objectives=objectives, gradient_merge="cagrad"
+        )
+        assert relative(gradient_of(trainer), expected) < 1e-12
+
+
+def test_encoder_decoders_have_several_objectives_too(tmp_path: Path) -> None:
+    def of(reward: Any, policy: Any, **settings: Any) -> torch.Tensor:
+        model = tiny_t5().double()
+        exact_norms(model)
+        arguments = {"reward_funcs": reward, "policy": policy, "alarms": False, **settings}
+        return gradient_of(make_trainer(tmp_path, model=model, **arguments))
+
+    alone = [of(reward, cut(), beta=beta) for reward, beta in ((digits, BETA), (few_digits, 0.0))]
+    expected = merged(alone, (1.0, WEIGHT), "pcgrad")
+    both: dict[str, Any] = {"objectives": OBJECTIVES, "gradient_merge": "pcgrad"}
+    for policy in (cut(), cut(1), cut(30)):
+        assert relative(of([digits, few_digits], policy, **both), expected) < 1e-12
 
 
 @pytest.mark.parametrize("method", MERGES)
