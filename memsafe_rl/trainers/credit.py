@@ -114,6 +114,7 @@ class CriticCredit:
             metrics |= {
                 ROLLOUT_KL: float(kl_B[counted_B].mean()),
                 "objective/non_score_reward": -float(costs_B[counted_B].mean()),
+                **({} if config.beta else {"kl": float(kl_B.sum()) / max(1, int(mask_BT.sum()))}),
                 "kl_coef": (config.kl_coef or config.beta) * self.kl_scale,
             }
         lengths = trajectory.actions.lengths

@@ -318,6 +318,31 @@ def test_the_critic_is_planned_for(tmp_path: Path) -> None:
     assert trainer.critic.beside_bytes in (work.geometry.trainable_bytes - trainer.adapter.geometry.trainable_bytes,)
 
 
+@pytest.mark.parametrize(
+    ("critic", "settings"),
+    [
+        ("trunk", {"verify_plan": True, "policy": cut(40, checkpointing=True)}),
+        ("adapter", {"verify_plan": True, "policy": cut(40, checkpointing=True)}),
+        ("model", {"probe_worst_case": True}),
+        ("adapter", {"probe_worst_case": True}),
+        ("trunk", {"partial_rollout_tokens": 3}),
+        ("model", {"partial_rollout_tokens": 3, "kl_coef": 0.0}),
+        ("trunk", {"cache_implementation": "quantized"}),
+        ("trunk", {"num_generations": 4, "dynamic_sampling": True, "top_entropy_quantile": 0.5, "kl_stop": 0.01}),
+        ("adapter", {"bf16": True, "disable_dropout": False}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_what_the_loop_can_do_it_does_with_a_critic(critic: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    trainer = make_ppo(tmp_path, critic, max_steps=3, **settings)
+    before = trained(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert trained(trainer).isfinite().all()
+    assert relative(trained(trainer), before) > 1e-4
+    assert [event for event in trainer.memory_events if event["event"] in ("failure", "retry")] == []
+
+
 def test_a_shared_trunk_holds_less_than_several_models() -> None:
     """A critic of its own costs its weights, their gradients and two moments; a base that three share, next to none."""
     apart, head, shared = (measure(LAYOUTS[place], hidden=128, layers=2) for place in (0, 1, 4))
