@@ -34,7 +34,7 @@ from memsafe_rl.forecast.search import Job
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.memory.randomness import capture_random_state, set_random_state
 from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.memory.slices import cut_work
+from memsafe_rl.memory.slices import cut_groups
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.causal_lm import autocast
 from memsafe_rl.models.choice import LanguageModelAdapter, adapter_for, check_adapter
@@ -396,7 +396,9 @@ class _Faked:
     def _make_room(self, plan: UpdatePlan) -> None:
         """Makes the gradients that earlier micro-batches would have left, where the plan has several."""
         super()._make_room(plan)  # type: ignore[misc]
-        if len(cut_work(self._rehearsed, plan.micro_batch_tokens, packed=plan.pack_prompts)) > 1:
+        groups = cut_groups(self._rehearsed, plan.micro_batch_tokens, packed=plan.pack_prompts)
+        # An encoder's gradients come after all slices of its group, whose second one is run here too.
+        if len(groups) > 1 or (len(groups[0]) > 1 and not self._rehearsed.sources):
             self._committed.complete_gradients()  # type: ignore[attr-defined]
 
     def _own_callbacks(self, *_: Any) -> list[Any]:

@@ -26,7 +26,7 @@ from memsafe_rl.errors import DataError, MemoryBudgetError
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.randomness import capture_random_state, set_random_state
 from memsafe_rl.memory.recovery import under
-from memsafe_rl.memory.slices import cut_work, packing_saves
+from memsafe_rl.memory.slices import cut_groups, cut_work, packing_saves
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.language import LanguageAdapter
@@ -246,8 +246,7 @@ def try_longest(trial: OnPolicyTrainer, longest: Longest, micro_batches: int = _
         # Scoring takes the tile of the update before it: in the first rollout that of no plan, later the plan's.
         _probe_scoring(trial, trajectory, max(first_tile, trial._tracker.update_plan.logprob_tile))
     plan = trial._tracker.update_plan
-    cuts = cut_work(trial._work(trajectory, rows), plan.micro_batch_tokens, packed=plan.pack_prompts)
-    tried = [rows[place] for places in cuts[:micro_batches] for place in places]
+    tried = [rows[place] for place in _tried(trial._work(trajectory, rows), plan, micro_batches)]
     terms = trial._fix_terms(experience, tried)
     with trial._tracker.phase(Phase.UPDATE):
         trial._gradient(experience, tried, terms)
@@ -255,6 +254,12 @@ def try_longest(trial: OnPolicyTrainer, longest: Longest, micro_batches: int = _
     with trial._tracker.phase(Phase.OPTIMIZER):
         trial._recovery.repeat(trial._committed.unpark)
         trial._recovery.repeat(trial._committed.prepare_commit)
+
+
+def _tried(work: UpdateWork, plan: UpdatePlan, micro_batches: int) -> list[int]:
+    """Chooses the rows of the first micro-batches; where an encoder reads prompts, all that share its first forward."""
+    first = cut_groups(work, plan.micro_batch_tokens, packed=plan.pack_prompts)[0]
+    return [place for places in (first if work.sources else first[:micro_batches]) for place in places]
 
 
 def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:

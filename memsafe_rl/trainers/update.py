@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
+from memsafe_rl.accounting import worth_running
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.host import offloaded
 from memsafe_rl.memory.recovery import Attempt
@@ -140,7 +141,7 @@ def accumulate_gradient(
         with ExitStack() as stack:
             with autocast(), kept_activations(adapter, plan):
                 stack.enter_context(adapter.read_together(trajectory, together))
-            for places in group:
+            for places in worth_running(group):
                 micro, packed = [rows[place] for place in places], bool(work.prompts)
                 _learn_from(step, adapter, trajectory, micro, plan, terms, packed, autocast=autocast, scale=scale)
                 padded = len(micro) * max(work.row_tokens[place] for place in places)
