@@ -35,12 +35,26 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is torch.ops.aten.nonzero.default:
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
+        if func is torch.ops.aten.add.Tensor and _joins_gradients_of_an_embedding():
+            return torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
         if func is not torch.ops.aten._local_scalar_dense.default:
             return func(*args, **(kwargs or {}))
         dtype = args[0].dtype
         if dtype == torch.bool:
             return False
         return self._number if dtype.is_floating_point else 1
+
+
+def _joins_gradients_of_an_embedding() -> bool:
+    """Whether autograd is adding what a lookup gives a weight to what the weight got elsewhere, as from a tied head.
+
+    Of real tensors it then adds in place; under a dispatch mode it does not, which would count such a weight's gradient
+    once too often.
+    """
+    if torch.is_grad_enabled() or torch._C._current_graph_task_id() < 0:
+        return False
+    node = torch._C._current_autograd_node()
+    return node is not None and str(node.name()) == "EmbeddingBackward0"
 
 
 def nothing_differs() -> AbstractContextManager[Any]:
