@@ -123,7 +123,8 @@ class MemoryTracker:
         """
         self.meter.reset_peak()
         before, self.phase_now = self.phase_now, phase
-        held, plan, start = self.meter.live_bytes(), self._plan_of(phase), time.perf_counter()
+        plan, start = self._plan_of(phase), time.perf_counter()
+        held = self.meter.live_bytes() - (0 if plan is None else self._to_be_parked(plan))
         try:
             with in_phase(phase):
                 yield
@@ -153,12 +154,17 @@ class MemoryTracker:
         else:
             check_update_plan(plan)
         self._plans[type(plan)] = plan
-        self._planned_at[type(plan)] = self.meter.live_bytes()
+        self._planned_at[type(plan)] = self.meter.live_bytes() - self._to_be_parked(plan)
         self.record(
             "plan",
             kind="rollout" if kind is RolloutPlan else "update",
             **{**asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)},
         )
+
+    def _to_be_parked(self, plan: RolloutPlan | UpdatePlan) -> int:
+        """Counts the bytes that a plan will take from the device before its work begins."""
+        optimizer_bytes, parked_bytes = self._optimizer_bytes()
+        return optimizer_bytes - parked_bytes if plan.park_optimizer else 0
 
     def expect(self, corrections: Mapping[str, float]) -> None:
         """Begins with what a forecast has learnt of the estimates, as if a step had measured it.

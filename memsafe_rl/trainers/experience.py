@@ -387,7 +387,8 @@ class ExperienceMaker:
         return groups_from(plain, lambda position: self._read_prompts(source.take(position, 1)))
 
     def _repeat(self, unit: Callable[[], Made], phase: Phase = Phase.ROLLOUT) -> Made:
-        with self._tracker.phase(phase):
+        """Repeats a small unit beside a phase's own work; no plan predicted it, and none is judged by it."""
+        with self._tracker.phase(phase, compared=False):
             return self._recovery.repeat(unit)
 
     def _plan(self, prompts: Prompts, match: Match | None = None) -> None:
@@ -753,7 +754,7 @@ class ExperienceMaker:
         """Adds what a frozen encoder makes of the prompts, read once for scoring and all updates."""
         if not (isinstance(self._adapter, Seq2SeqAdapter) and self.keeps_sources):
             return trajectory
-        with self._tracker.phase(Phase.SCORE), charge(Component.TRAJECTORY):
+        with self._tracker.phase(Phase.SCORE, compared=False), charge(Component.TRAJECTORY):
             sources = read_sources(self._adapter, trajectory, self.scoring(trajectory, range(len(trajectory))))
         return replace(trajectory, sources=sources)
 
