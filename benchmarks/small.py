@@ -16,6 +16,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from memsafe_rl import Condition, DDIMScheduler, DiffusionPolicy
+
 PAD_ID, EOS_ID = 0, 1
 
 
@@ -124,3 +126,56 @@ def filled_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left"
     )
+
+
+class SmallBlock(torch.nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, 2 * width), torch.nn.Linear(2 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Maps (M, width) to the same."""
+        return hidden + self.down(self.up(hidden).tanh())
+
+
+class SmallDenoiser(torch.nn.Module):
+    """Guesses clean states of 3 × 4 elements."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.read, self.write = torch.nn.Linear(12 + 3, width), torch.nn.Linear(width, 12)
+        self.blocks = torch.nn.ModuleList(SmallBlock(width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, timesteps: torch.Tensor, condition: Condition) -> torch.Tensor:
+        """Maps states (M, 3, 4), timesteps and a prompt of two numbers to states."""
+        told = torch.cat([condition.embedding_MLD[:, 0], timesteps[:, None] / 1000], 1)
+        hidden = self.read(torch.cat([x.flatten(1), told.to(x.dtype)], 1))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.write(hidden).view_as(x)
+
+
+def small_policy(*, steps: int = 5, width: int = 16, seed: int = 0) -> DiffusionPolicy:
+    """Makes a random diffusion policy in float64, the same for the same arguments; any text is a prompt.
+
+    Args:
+        steps: denoising steps.
+        width: of the denoiser.
+        seed: of the weights.
+
+    Returns:
+        The policy.
+    """
+    torch.manual_seed(seed)
+    return DiffusionPolicy(
+        SmallDenoiser(width),
+        DDIMScheduler(prediction_type="sample", timestep_spacing="trailing"),
+        (3, 4),
+        condition_shape=(1, 2),
+        num_inference_steps=steps,
+        guidance_scale=1.5,
+        embed=lambda prompt: torch.tensor([len(prompt) / 10, sum(map(ord, prompt)) % 17 / 17]),
+        state_dtype=torch.float64,
+    ).double()

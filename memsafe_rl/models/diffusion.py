@@ -244,7 +244,8 @@ class DiffusionPolicy(nn.Module):
             What the policy's own ``decode`` gives of it in float32; without one, that tensor.
         """
         own = self._decode[0]
-        return sample.float() if own is None else own(sample.float())
+        with host_memory():
+            return sample.float() if own is None else own(sample.float())
 
     def count_elements(self, embeddings: Sequence[Tensor]) -> Tensor | None:
         """Marks what counts of the states that follow some prompts.
@@ -327,7 +328,7 @@ class DiffusionAdapter:
         self.policy = policy_of(model)
         self.reference_denoiser = reference_denoiser
         self._denoiser: nn.Module = self.policy.denoiser
-        self._units: dict[int | None, tuple[UnitBytes, int]] = {}
+        self._geometry: ModelGeometry | None = None
 
     @property
     def device(self) -> torch.device:
@@ -341,11 +342,13 @@ class DiffusionAdapter:
 
     @property
     def geometry(self) -> ModelGeometry:
-        """Sizes from which bytes are counted; what a pair holds is measured once, by one forward."""
-        narrow = autocast_bytes(self.device)
-        if narrow not in self._units:
-            self._units[narrow] = _measured(self)
-        unit, elements = self._units[narrow]
+        """Sizes from which bytes are counted; what a pair holds is measured for the first who asks."""
+        if self._geometry is None:
+            self._geometry = self._measure()
+        return self._geometry
+
+    def _measure(self) -> ModelGeometry:
+        unit, elements = _measured(self)
         copies = () if self.reference_denoiser is None else (self.reference_denoiser,)
         return ModelGeometry(
             layers=len(_blocks(self._denoiser)),
@@ -359,7 +362,7 @@ class DiffusionAdapter:
             windows=(),
             parameter_bytes=weight_bytes(self.policy, *copies),
             trainable_bytes=sum(weight.nbytes for weight in self.policy.parameters() if weight.requires_grad),
-            compute_bytes=narrow or self.dtype.itemsize,
+            compute_bytes=autocast_bytes(self.device) or self.dtype.itemsize,
             cache_bytes=0,
             head_trainable=False,
             unit=unit,
@@ -516,6 +519,8 @@ def policy_of(model: nn.Module) -> DiffusionPolicy:
 def check_denoiser(adapter: DiffusionAdapter) -> None:
     """Denoises states together and alone, which must come to the same: chains are cut into waves and micro-batches.
 
+    It also measures what a pair holds, so that nobody has to where memory may run out.
+
     Args:
         adapter: the policy; random generators are as before afterwards.
 
@@ -537,6 +542,7 @@ def check_denoiser(adapter: DiffusionAdapter) -> None:
             f"The denoiser gives states that it is shown together other answers than alone: {apart:.1e} of their norm. "
             "It mixes the rows of a batch (batch norm), or draws random numbers in eval mode. Use layers that do not."
         )
+    _ = adapter.geometry
 
 
 def prepare_policy(

@@ -240,7 +240,8 @@ def update_work(
         Their lengths, and who shares a prompt with whom.
     """
     if adapter.time_separable:
-        columns = (len(trajectory.counted_columns),) * len(rows)
+        with host_memory():
+            columns = (len(trajectory.counted_columns),) * len(rows)
         return UpdateWork(columns, columns, adapter.geometry)
     owners, geometry = tuple(trajectory.condition_of_row[row] for row in rows), adapter.geometry
     return UpdateWork(

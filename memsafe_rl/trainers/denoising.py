@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.diffusion import DiffusionAdapter, DiffusionPolicy, check_denoiser, policy_of, prepare_policy
@@ -140,7 +141,8 @@ class DenoisingKind:
 
     def plain(self, completions: Sequence[Completion]) -> list[Any]:
         """Gives the last states, float32."""
-        return [completion.ids[-1].float() for completion in completions]
+        with host_memory():
+            return [completion.ids[-1].float() for completion in completions]
 
     def told(self, shown: Any) -> Any:
         """Gives a sample's shape and spread, for tables; what is no tensor stays as it is."""

@@ -156,7 +156,8 @@ class Trajectory:
     @cached_property
     def counted_columns(self) -> tuple[int, ...]:
         """The columns in which an action of any row counts in the loss, ascending."""
-        counted_BT = self.loss_mask.pad(range(len(self)), 0) != 0
+        on_host = Ragged(self.loss_mask.flat.cpu(), self.loss_mask.lengths)
+        counted_BT = on_host.pad(range(len(self)), 0) != 0
         return tuple(counted_BT.any(0).nonzero()[:, 0].tolist())
 
     @cached_property

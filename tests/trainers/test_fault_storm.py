@@ -64,6 +64,7 @@ def test_a_storm_changes_nothing(scene: Scene, tmp_path: Path) -> None:
         ("LoRA, dropout, KL to the base", {}, 8),
         ("AdamW that allocates as it steps", {}, 8),
         ("LoRA, two objectives", {}, 8),
+        ("denoiser, KL to a copy", {}, 8),
         ("PPO, head on the trunk, KL to a copy", {}, 8),
         ("PPO, second adapter, recomputed, leaner plans", {}, 6),
         ("full, everything on the host, leaner plans", {}, 16),
