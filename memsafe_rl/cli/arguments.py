@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.trainers.fields import GRPOFields, option
+from memsafe_rl.trainers.fields import GRPOFields, PPOFields, option
 from memsafe_rl.trainers.refusals import ALIASES, REFUSED, Refusal, admit
 
 # ruff: noqa: RUF009  (`option` is `dataclasses.field` with a help text)
@@ -22,6 +22,7 @@ TRUTH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 class RunFields:
     """What a run needs beside the settings of the trainer."""
 
+    trainer: str = option("grpo", "What trains: 'grpo' or 'ppo', each with settings of its own.")
     model: str | None = option(None, "Model to train: a folder, or a name where a hub is reachable.")
     dataset: str | None = option(
         None, "File of prompts (.json, .jsonl, .csv, .parquet; column 'prompt'), or a folder that datasets saved."
@@ -42,6 +43,11 @@ class RunFields:
     quantization: dict[str, Any] | str | None = option(
         None, "Load the base model as '4bit' or '8bit' (needs peft), or fields of BitsAndBytesConfig."
     )
+    critic: str | None = option(
+        None,
+        "With 'trainer: ppo': a critic's folder or name, or 'adapter' for a second adapter on the model (needs peft); "
+        "not set: a head on the model itself.",
+    )
     memory_policy: str | None = option(
         None,
         "Who plans: 'adaptive' (the default), 'ladder' (from large plans down, rung by rung), or a kind of card: "
@@ -50,9 +56,10 @@ class RunFields:
 
 
 RUN_NAMES = tuple(setting.name for setting in fields(RunFields))
-SETTING_NAMES = tuple(setting.name for setting in fields(GRPOFields))
+SETTING_NAMES = tuple(dict.fromkeys(setting.name for cls in (GRPOFields, PPOFields) for setting in fields(cls)))
 _KINDS: dict[str, tuple[Any, ...]] = {
-    name: (hint, *get_args(hint)) for name, hint in (get_type_hints(RunFields) | get_type_hints(GRPOFields)).items()
+    name: (hint, *get_args(hint))
+    for name, hint in (get_type_hints(RunFields) | get_type_hints(PPOFields) | get_type_hints(GRPOFields)).items()
 }
 
 

@@ -207,6 +207,7 @@ def _ingredients(wanted: Wish) -> dict[str, Any]:
         "peft_config": adapter(chosen.peft),
         "quantization_config": quantization(chosen.quantization, bf16=True),
         "memory_policy": chosen_policy(chosen.memory_policy, config),
+        "critic": chosen.critic,
     }
     if wanted.prompt_tokens is None and chosen.dataset is not None:
         given["train_dataset"] = prompts(chosen)[0]

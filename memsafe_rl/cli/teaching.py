@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memsafe_rl.cli.arguments import RunFields
-from memsafe_rl.trainers.fields import GROUPS, GRPOFields, help_text
+from memsafe_rl.trainers.fields import GROUPS, GRPOFields, PPOFields, help_text
 
 EXAMPLE = """\
 model: Qwen/Qwen3-0.6B              # or a folder
@@ -91,6 +91,9 @@ def show_train_help(console: Console) -> None:
     console.print(_panel("What to train, and on what", _table(fields(RunFields))))
     for title, names in GROUPS.items():
         console.print(_panel(title, _table(settings[name] for name in names)))
+    known = {setting.name: setting.default for setting in settings.values()}
+    ppo = [setting for setting in fields(PPOFields) if known.get(setting.name, setting) != setting.default]
+    console.print(_panel("With 'trainer: ppo', in place of a group's advantages and losses", _table(ppo)))
     own = Table.grid(padding=(0, 2))
     own.add_row("--simulate SIZE", _SIMULATE)
     own.add_row("--print-config", "Print the run with every setting resolved, as a run file, and leave.")

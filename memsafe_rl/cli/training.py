@@ -25,15 +25,22 @@ from memsafe_rl.cli.simulation import show_simulation
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.rewards import REWARD_FACTORIES, REWARD_FUNCTIONS, resolve_reward
-from memsafe_rl.trainers.checks import read
-from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.checks import check_choice, read
+from memsafe_rl.trainers.config import GRPOConfig, TrainerConfig
 from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.trainers.policy_trainer import PolicyTrainer
+from memsafe_rl.trainers.ppo import PPOTrainer
+from memsafe_rl.trainers.ppo_config import PPOConfig
 from memsafe_rl.trainers.prepare import chosen_policy
 from memsafe_rl.trainers.refusals import unknown
 from memsafe_rl.units import parse_bytes
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """Kinds of files that hold prompts, and what `datasets` calls them."""
+
+
+CONFIGS: dict[str, type[TrainerConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
+"""Settings of what trains, by its name in a run file."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Run:
     """
 
     fields: RunFields
-    config: GRPOConfig
+    config: TrainerConfig
     simulated_bytes: int | None = None
 
 
@@ -68,7 +75,12 @@ def prepare(request: RunRequest, simulate: str | None = None) -> Run:
     named = {name: _as_written(name, value, hints[name]) for name, value in request.run.items()}
     size = None if simulate is None else _simulated_bytes(simulate)
     settings = dict(request.settings) if size is None else {**request.settings, "use_cpu": True}
-    return Run(RunFields(**named), GRPOConfig(**settings), size)
+    run = RunFields(**named)
+    check_choice("trainer", run.trainer, tuple(CONFIGS))
+    if run.critic is not None and run.trainer != "ppo":
+        raise ConfigError(f"critic is {run.critic!r} with trainer {run.trainer!r}, which has none. Set trainer to ppo.")
+    config: TrainerConfig = CONFIGS[run.trainer](**settings)
+    return Run(run, config, size)
 
 
 def _simulated_bytes(text: str) -> int:
@@ -113,13 +125,25 @@ def train(run: Run, console: Console) -> None:
     given = ingredients(run)
     check_writable(run.config.output_dir)
     with device_of(run, console):
-        trainer = GRPOTrainer(**given)
+        trainer = trainer_of(run)(**given)
         result = trainer.train()
         trainer.save_model(run.config.output_dir)
     if run.config.should_log:
         console.print(
             f"{result.global_step} optimizer steps done; the model is in {run.config.output_dir}", soft_wrap=True
         )
+
+
+def trainer_of(run: Run) -> type[PolicyTrainer]:
+    """Gives the class of a run's trainer.
+
+    Args:
+        run: the run.
+
+    Returns:
+        The class.
+    """
+    return PPOTrainer if run.fields.trainer == "ppo" else GRPOTrainer
 
 
 def ingredients(run: Run) -> dict[str, Any]:
@@ -129,7 +153,7 @@ def ingredients(run: Run) -> dict[str, Any]:
         run: the run.
 
     Returns:
-        Arguments of `GRPOTrainer`.
+        Arguments of the trainer.
 
     Raises:
         MemsafeError: something cannot be found or read; the message names what to change.
@@ -148,6 +172,7 @@ def ingredients(run: Run) -> dict[str, Any]:
         "peft_config": peft_config,
         "quantization_config": quantization_config,
         "memory_policy": policy,
+        **({"critic": chosen.critic} if chosen.trainer == "ppo" else {}),
     }
 
 

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memsafe_rl.cli.training import Run, device_of, ingredients
-from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.cli.training import Run, device_of, ingredients, trainer_of
 from memsafe_rl.trainers.verify import Arm, Verification, verify_plan
 from memsafe_rl.units import format_bytes
 
@@ -38,7 +37,7 @@ def verify(run: Run, console: Console) -> bool:
     """
     given = ingredients(run)
     with device_of(run, console):
-        found = verify_plan(GRPOTrainer(**given))
+        found = verify_plan(trainer_of(run)(**given))
     if run.config.should_log:
         show_verification(found, console)
     return found.passed
