@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memsafe_rl.rollout.engines.denoising import draw_samples
     from memsafe_rl.rollout.episodes.adapters import GymEnvironment, HalfDuplex
     from memsafe_rl.rollout.episodes.protocol import Action, Environment, Step, ToolCall
+    from memsafe_rl.rollout.episodes.tools import ToolEnvironment
     from memsafe_rl.rollout.episodes.users import CallableUser, ModelUser
     from memsafe_rl.trainers.config import GRPOConfig
     from memsafe_rl.trainers.forecast_memory import forecast_memory
@@ -56,6 +57,7 @@ _HOMES = {
     "Step": "memsafe_rl.rollout.episodes.protocol",
     "ToolCall": "memsafe_rl.rollout.episodes.protocol",
     "TrainedSteps": "memsafe_rl.models.diffusion",
+    "ToolEnvironment": "memsafe_rl.rollout.episodes.tools",
     "UpdatePlan": "memsafe_rl.types",
     "draw_samples": "memsafe_rl.rollout.engines.denoising",
     "forecast_memory": "memsafe_rl.trainers.forecast_memory",
@@ -91,6 +93,7 @@ __all__ = [
     "SimulatedMemory",
     "Step",
     "ToolCall",
+    "ToolEnvironment",
     "TrainedSteps",
     "UpdatePlan",
     "draw_samples",

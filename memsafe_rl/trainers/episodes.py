@@ -18,7 +18,7 @@ from memsafe_rl.rollout.episodes.chat import Chat, check_tools
 from memsafe_rl.rollout.episodes.episode import Ending, Episode, EpisodeLimits, Segment
 from memsafe_rl.rollout.episodes.lockstep import AgentDraw, Beginning, Match, Table, UserDraw, begin
 from memsafe_rl.rollout.episodes.protocol import Environment, Tool
-from memsafe_rl.rollout.episodes.tools import ToolEnvironment, tool_schemas
+from memsafe_rl.rollout.episodes.tools import MethodEnvironment, ToolEnvironment, tool_schemas
 from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.data import Prompts
 from memsafe_rl.trainers.given import GivenRollout, Piece
@@ -178,7 +178,7 @@ class Stage:
             environment = self._environment(example)
             if prompt == PLACEHOLDER:
                 example.pop("prompt", None)
-                prompt = prompt if isinstance(environment, ToolEnvironment) else None
+                prompt = prompt if isinstance(environment, MethodEnvironment) else None
             beginnings.append(Beginning(key, example, prompt, environment))
         return begin(beginnings, table)
 
@@ -382,7 +382,7 @@ def _maker(tools: Sequence[Tool], make: EnvironmentFactory | None) -> Callable[[
     def made() -> Environment:
         instance = None if make is None else make()
         if not isinstance(instance, Environment):
-            return ToolEnvironment(tools, instance)
+            return ToolEnvironment(tools) if make is None else MethodEnvironment(instance, tools)
         if tools:
             raise ConfigError(
                 f"tools are given beside {type(instance).__name__}, which answers tool calls itself. Add them to its "
@@ -395,7 +395,7 @@ def _maker(tools: Sequence[Tool], make: EnvironmentFactory | None) -> Callable[[
 
 def _own(environment: Environment) -> Any:
     """The environment as the user made it."""
-    return environment.instance if isinstance(environment, ToolEnvironment) else environment
+    return environment.instance if isinstance(environment, MethodEnvironment) else environment
 
 
 def _piece(segment: Segment) -> Piece:

@@ -10,7 +10,7 @@ from transformers.utils import get_json_schema
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.failures import is_out_of_memory
-from memsafe_rl.rollout.episodes.protocol import Action, Environment, Message, Observation, Step, Tool, ToolCall
+from memsafe_rl.rollout.episodes.protocol import Action, Environment, Message, Observation, Step, Tool, ToolCall, User
 
 _OWN = ("reset", "get_reward")
 """Methods of an environment in TRL's form that the trainer calls, not the model."""
@@ -58,61 +58,40 @@ def methods_of(instance: Any) -> list[Tool]:
 
 
 class ToolEnvironment(Environment):
-    """Calls the tools that the agent names, and ends where it names none; TRL's meaning of tools and environments.
+    """Calls the tools that the agent names; where it names none, the user answers, or the episode ends.
 
-    What a tool raises becomes its result, ``{"error": ...}``, as does a tool that there is not.
+    Derive from it for tools with a state, a task or a reward of their own. What a tool raises becomes its result,
+    ``{"error": ...}``, as does a tool that there is not.
 
     Args:
         tools: functions.
-        instance: an environment in TRL's form: `reset(**columns)`, maybe `get_reward()`, and methods that are tools.
         user: who answers when no tool is called; None to end there.
 
     Raises:
-        ConfigError: two tools have one name, or the instance has no `reset`.
+        ConfigError: two tools have one name.
     """
 
-    def __init__(self, tools: Sequence[Tool] = (), instance: Any = None, user: Any = None) -> None:
-        if instance is not None and not callable(getattr(instance, "reset", None)):
-            raise ConfigError(
-                f"environment_factory gave a {type(instance).__name__}, which has no method `reset`. Define "
-                "`reset(**columns)`, or derive it from memsafe_rl.Environment."
-            )
-        self.instance = instance
-        functions = [*tools, *([] if instance is None else methods_of(instance))]
-        self.tools = functions
-        self.blocking = bool(getattr(instance, "blocking", False))
+    def __init__(self, tools: Sequence[Tool] = (), user: User | None = None) -> None:
+        self.tools = list(tools)
         self.user = user
         self._functions: dict[str, Tool] = {}
-        for tool in functions:
+        for tool in tools:
             name = getattr(tool, "__name__", type(tool).__name__)
             if name in self._functions:
                 raise ConfigError(f"Two tools are called {name!r}. Rename one: the model calls tools by their names.")
             self._functions[name] = tool
 
-    @property
-    def name(self) -> str:
-        """Names the column of its rewards: the class of the instance."""
-        return type(self if self.instance is None else self.instance).__name__
-
     def reset(self, example: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
         """Begins an episode.
 
         Args:
-            example: the columns that the instance's `reset` is given.
+            example: the task.
 
         Returns:
-            What the instance's `reset` gives.
+            Nothing besides the row's prompt.
         """
-        return None if self.instance is None else self.instance.reset(**example)
-
-    def reward(self) -> float | Awaitable[float | None] | None:
-        """Gives what the instance's `get_reward` does.
-
-        Returns:
-            The reward; None where it has no such method.
-        """
-        judge: Callable[[], Any] | None = getattr(self.instance, "get_reward", None)
-        return None if judge is None else judge()
+        del example
+        return None
 
     def step(self, action: Action) -> Step | Awaitable[Step]:
         """Calls the tools of an action in their order.
@@ -147,6 +126,54 @@ class ToolEnvironment(Environment):
             except Exception as error:
                 known.append(_failed(error))
         return _told(calls, known)
+
+
+class MethodEnvironment(ToolEnvironment):
+    """An environment in TRL's form: `reset(**columns)`, maybe `get_reward()`, and methods that are tools.
+
+    Args:
+        instance: the environment; it may have `blocking`.
+        tools: functions beside its methods.
+
+    Raises:
+        ConfigError: two tools have one name, or the instance has no `reset`.
+    """
+
+    def __init__(self, instance: Any, tools: Sequence[Tool] = ()) -> None:
+        if not callable(getattr(instance, "reset", None)):
+            raise ConfigError(
+                f"environment_factory gave a {type(instance).__name__}, which has no method `reset`. Define "
+                "`reset(**columns)`, or derive it from memsafe_rl.Environment."
+            )
+        super().__init__([*tools, *methods_of(instance)])
+        self.instance = instance
+        self.blocking = bool(getattr(instance, "blocking", False))
+
+    @property
+    def name(self) -> str:
+        """Names the column of its rewards: the class of the instance."""
+        return type(self.instance).__name__
+
+    def reset(self, example: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
+        """Begins an episode.
+
+        Args:
+            example: the columns that the instance's `reset` is given.
+
+        Returns:
+            What the instance's `reset` gives.
+        """
+        seen: Observation | Awaitable[Observation] = self.instance.reset(**example)
+        return seen
+
+    def reward(self) -> float | Awaitable[float | None] | None:
+        """Gives what the instance's `get_reward` does.
+
+        Returns:
+            The reward; None where it has no such method.
+        """
+        judge: Callable[[], Any] | None = getattr(self.instance, "get_reward", None)
+        return None if judge is None else judge()
 
 
 class _Failed(dict[str, str]):

@@ -14,7 +14,7 @@ from memsafe_rl.rewards.calls import Patience
 from memsafe_rl.rollout.episodes.episode import Ending, Episode, EpisodeLimits, turn_key
 from memsafe_rl.rollout.episodes.lockstep import begin, play
 from memsafe_rl.rollout.episodes.protocol import Environment, Step
-from memsafe_rl.rollout.episodes.tools import ToolEnvironment
+from memsafe_rl.rollout.episodes.tools import MethodEnvironment, ToolEnvironment
 from memsafe_rl.rollout.episodes.users import CallableUser, ModelUser, UserTimeoutError
 from memsafe_rl.types import RolloutPlan, SequenceKey
 from tests.rollout.episodes.helpers import (
@@ -160,7 +160,7 @@ class Bookings:
 
 
 def test_an_environment_in_trls_form_has_its_methods_as_tools() -> None:
-    tokenizer, environment = chat_tokenizer(), ToolEnvironment(instance=Bookings())
+    tokenizer, environment = chat_tokenizer(), MethodEnvironment(Bookings())
     call = '<tool_call>{"name": "find", "arguments": {"day": 3}}</tool_call>'
     agent = says(tokenizer, script(KEY, call))
     (episode,) = play([beginning(environment, guest="Ada")], table(tokenizer, agent))
@@ -174,7 +174,7 @@ def test_tools_and_environments_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="Two tools are called 'add'"):
         ToolEnvironment([add, add])
     with pytest.raises(ConfigError, match="has no method `reset`"):
-        ToolEnvironment(instance=object())
+        MethodEnvironment(object())
 
 
 # ------------------------------------------------------------------ users

@@ -1,0 +1,149 @@
+"""Tokens and time spent on reading again, since caches are dropped between turns: `python -m benchmarks.rereading`.
+
+Episodes of a fixed number of turns with answers of a fixed length, drawn by a random Qwen3. Reading is timed where
+prompts are read; what had been read before is counted apart, so that the saving of a cache that is kept has a bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.machine import describe_machine
+from benchmarks.small import EOS_ID, PAD_ID, byte_tokenizer, small_qwen3
+from memsafe_rl.memory.recovery import under
+from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.rollout.episodes.calls import Caller
+from memsafe_rl.rollout.episodes.episode import EpisodeLimits
+from memsafe_rl.rollout.episodes.lockstep import Beginning, Table, play
+from memsafe_rl.rollout.episodes.protocol import Action, Environment, Step
+from memsafe_rl.rollout.generation import generate
+from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+)
+
+
+class Teller(Environment):
+    """Answers every turn with so many characters.
+
+    Args:
+        turns: of an episode.
+        answer: characters of an answer.
+    """
+
+    def __init__(self, turns: int, answer: int) -> None:
+        self._turns, self._answer, self._seen = turns, answer, 0
+
+    def reset(self, example: Mapping[str, Any]) -> None:
+        """Begins an episode."""
+        del example
+        self._seen = 0
+
+    def step(self, action: Action) -> Step:
+        """Answers a turn."""
+        del action
+        self._seen += 1
+        return Step("x" * self._answer, done=self._seen >= self._turns)
+
+
+class _Clock:
+    """Notes what an adapter reads, and for how long."""
+
+    def __init__(self, adapter: CausalLMAdapter) -> None:
+        self.seconds, self.tokens = 0.0, 0
+        self._prefill = adapter.prefill
+        adapter.prefill = self._timed  # type: ignore[method-assign]
+
+    def _timed(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> Any:
+        started = time.process_time()
+        read = self._prefill(prompts, chunk_tokens)
+        self.seconds += time.process_time() - started
+        self.tokens += sum(len(prompt) for prompt in prompts)
+        return read
+
+
+def measure(
+    turns: int, *, episodes: int, prompt: int, turn: int, answer: int, hidden: int, layers: int
+) -> dict[str, Any]:
+    """Plays episodes and counts what was read.
+
+    Args:
+        turns: of an episode.
+        episodes: played together, one a prompt.
+        prompt: characters of the first prompt.
+        turn: tokens of a turn of the agent.
+        answer: characters of an answer.
+        hidden: width of the network.
+        layers: of the network.
+
+    Returns:
+        Tokens and seconds.
+    """
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    adapter = CausalLMAdapter(
+        small_qwen3(8192, hidden=hidden, layers=layers, head_dim=32, max_position_embeddings=8192).eval(),
+        pad_token_id=PAD_ID,
+    )
+    check_head(adapter)
+    clock, plan = _Clock(adapter), under(RolloutPlan(rows_in_flight=episodes, prefill_tokens=2048))
+
+    def draw(prompts: list[Tensor], keys: list[list[SequenceKey]], limits: list[int]) -> list[Completion]:
+        # The eos is drawn last, so that every turn has its full length.
+        sampling = SamplingSettings(turn, (EOS_ID,), min_new_tokens=turn - 1, forced_eos_token_ids=(EOS_ID,))
+        return generate(adapter, prompts, keys, sampling, plan, limits=limits)
+
+    beginnings = [
+        Beginning(
+            SequenceKey(0, 0, number, 0),
+            {},
+            [{"role": "u", "content": f"{number:04d}" + "p" * prompt}],
+            Teller(turns, answer),
+        )
+        for number in range(episodes)
+    ]
+    table = Table(tokenizer, EpisodeLimits(turns * (turn + answer + 32), turn_tokens=turn), draw, None, Caller())
+    started = time.process_time()
+    played = play(beginnings, table)
+    seconds = time.process_time() - started
+    last = sum(len(one.segments[0].condition) + len(one.segments[0].completion.ids) - turn for one in played)
+    return {
+        "turns": turns,
+        "tokens_read": clock.tokens,
+        "of_them_again": clock.tokens - last,
+        "seconds": seconds,
+        "reading": clock.seconds,
+        "again": clock.seconds * (clock.tokens - last) / clock.tokens,
+    }
+
+
+def main() -> None:
+    """Prints one line for each number of turns."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (
+        ("episodes", 16),
+        ("prompt", 200),
+        ("turn", 32),
+        ("answer", 64),
+        ("hidden", 256),
+        ("layers", 6),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--turns", type=int, nargs="+", default=[1, 2, 4, 8])
+    given = vars(parser.parse_args())
+    torch.set_num_threads(1)
+    print(json.dumps(describe_machine()))
+    for turns in given.pop("turns"):
+        print(json.dumps(measure(turns, **given)))
+
+
+if __name__ == "__main__":
+    main()
