@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from peft import PeftConfig, get_peft_model
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
 
+from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.forecast.device import give_fake_weights
 from memsafe_rl.models.critic import add_critic_adapter
@@ -71,6 +73,25 @@ def fake_language_model(
             _quantise(layer, quantization_config)
     give_fake_weights(model)
     return model.eval()
+
+
+def hollow_copy(model: nn.Module) -> Any:
+    """Copies any network with weights on the meta device in place of its own, to be called inside `fake_device`.
+
+    Args:
+        model: the network; left as it is.
+
+    Returns:
+        The copy, in the same modes, with the same ties.
+    """
+    tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    fakes: dict[int, Any] = {}
+    for key, tensor in tensors.items():
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        is_weight = isinstance(tensor, nn.Parameter)
+        fakes[key] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_weight else fake
+    with host_memory(), unset_fake_temporarily():  # what is neither weight nor buffer, such as a schedule, stays real
+        return copy.deepcopy(model, fakes)
 
 
 def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:

@@ -567,7 +567,9 @@ def prepare_policy(
     adapted = isinstance(policy, PeftModel) or isinstance(inner.denoiser, PeftModel)
     if peft_config is not None and adapted:
         raise ConfigError("peft_config is given, but the policy has a PEFT adapter already. Leave one of the two out.")
-    model = (policy if peft_config is None else get_peft_model(policy, peft_config)).to(device).eval()
+    model = (policy if peft_config is None else get_peft_model(policy, peft_config)).eval()
+    if any(tensor.device.type != torch.device(device).type for tensor in (*model.parameters(), *model.buffers())):
+        model = model.to(device)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise ConfigError("The diffusion policy has no trainable weight. Unfreeze the denoiser or pass a peft_config.")
     if not with_reference or adapted or peft_config is not None:
@@ -623,14 +625,14 @@ def _measured(adapter: DiffusionAdapter) -> tuple[UnitBytes, int]:
 def _kept_bytes(adapter: DiffusionAdapter, *, recompute: bool) -> tuple[int, list[int], int]:
     """Counts what autograd saves of one pair besides weights, the bytes of each block's input, and of a state."""
     policy = adapter.policy
-    weights = {weight.untyped_storage().data_ptr() for weight in (*policy.parameters(), *policy.buffers())}
+    weights = {weight.untyped_storage()._cdata for weight in (*policy.parameters(), *policy.buffers())}
     saved: dict[int, int] = {}
     inputs: list[int] = []
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in weights:
+            saved[storage._cdata] = storage.nbytes()
         return tensor
 
     def note(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsafe_rl.accounting import host_memory
+from memsafe_rl.accounting import charge, hold, host_memory, weights_of
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.diffusion import DiffusionAdapter, DiffusionPolicy, check_denoiser, policy_of, prepare_policy
@@ -19,7 +19,7 @@ from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.data import PromptReader, Prompts, prompt_of
 from memsafe_rl.trainers.update import check_separable
 from memsafe_rl.trainers.weights import read_weights, write_weights
-from memsafe_rl.types import Completion, SamplingSettings
+from memsafe_rl.types import Completion, Component, SamplingSettings
 
 _FOR_TOKENS: Mapping[str, Any] = {
     "use_vllm": False,
@@ -40,7 +40,8 @@ _FOR_TOKENS: Mapping[str, Any] = {
     "verify_plan": False,
     "probe_worst_case": False,
 }
-"""Settings that only rows of tokens have a use for, and their values when nobody asks for them."""
+"""Settings that only rows of tokens have a use for, and their values when nobody asks for them: chains are alike, so
+that the first step is the worst case."""
 
 
 class ConditionReader:
@@ -114,9 +115,11 @@ class DenoisingKind:
         """Puts the policy where it is trained; see `Kind.load`."""
         if quantization_config is not None:
             raise ConfigError("quantization_config is for models loaded by name. Quantise the denoiser yourself.")
-        trained, reference = prepare_policy(
-            model, peft_config=peft_config, device=device, with_reference=self._config.has_reference
-        )
+        with charge(Component.WEIGHTS):
+            trained, reference = prepare_policy(
+                model, peft_config=peft_config, device=device, with_reference=self._config.has_reference
+            )
+        hold(Component.WEIGHTS, weights_of(*(network for network in (trained, reference) if network is not None)))
         return LoadedModel(trained, reference, 0.0)
 
     def adapt(self, loaded: LoadedModel) -> DiffusionAdapter:

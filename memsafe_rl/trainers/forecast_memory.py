@@ -6,6 +6,7 @@ from typing import Any
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.forecast.outcome import MemoryForecast
+from memsafe_rl.models.diffusion import DiffusionPolicy
 from memsafe_rl.trainers.config import GRPOConfig, TrainerConfig
 from memsafe_rl.trainers.forecasting import forecast_run
 from memsafe_rl.trainers.grpo import GRPOTrainer
@@ -15,7 +16,7 @@ from memsafe_rl.units import parse_bytes
 
 
 def forecast_memory(
-    model: str,
+    model: str | DiffusionPolicy,
     args: TrainerConfig | None = None,
     *,
     device_bytes: int | str,
@@ -34,7 +35,8 @@ def forecast_memory(
     every phase of a step.
 
     Args:
-        model: a name known here or on a hub that can be reached, or a folder with a ``config.json``.
+        model: a name known here or on a hub that can be reached, or a folder with a ``config.json``; or a
+            `DiffusionPolicy`, whose weights are only looked at.
         args: the run's settings, a `GRPOConfig` or a `PPOConfig`; None for GRPO's defaults.
         device_bytes: memory of the device, in bytes or as text such as "24GiB".
         device: "cuda" for the types and the granularity of a CUDA device, "cpu" for those of a CPU.
@@ -57,8 +59,11 @@ def forecast_memory(
     total = parse_bytes(device_bytes) if isinstance(device_bytes, str) else device_bytes
     if isinstance(total, bool) or not isinstance(total, int) or total < 1:
         raise ConfigError(f"device_bytes is {device_bytes!r}; write bytes, or a size such as '24GiB'.")
-    if not isinstance(model, str):
-        raise ConfigError(f"model is a {type(model).__name__}; a forecast takes a name or a folder, for its config.")
+    if not isinstance(model, (str, DiffusionPolicy)):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; a forecast takes a name or a folder, for its config, or a "
+            "DiffusionPolicy."
+        )
     if critic is not None and not isinstance(args, PPOConfig):
         raise ConfigError("critic is given without a PPOConfig. Pass args=PPOConfig(...), or leave critic out.")
     return forecast_run(

@@ -26,9 +26,9 @@ from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from memsafe_rl.accounting import charge, in_phase
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.forecast.device import CUDA_GRANULARITY_BYTES, fake_device, nothing_differs
+from memsafe_rl.forecast.device import CUDA_GRANULARITY_BYTES, fake_device, give_fake_weights, nothing_differs
 from memsafe_rl.forecast.families import config_for
-from memsafe_rl.forecast.networks import fake_language_model, shallow_copy
+from memsafe_rl.forecast.networks import fake_language_model, hollow_copy, shallow_copy
 from memsafe_rl.forecast.outcome import MemoryForecast
 from memsafe_rl.forecast.search import Job
 from memsafe_rl.memory.budget import MemoryBudget
@@ -38,6 +38,7 @@ from memsafe_rl.memory.slices import cut_groups
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.causal_lm import autocast
 from memsafe_rl.models.choice import LanguageModelAdapter, adapter_for, check_adapter
+from memsafe_rl.models.diffusion import prepare_policy
 from memsafe_rl.models.language import ScoringPath
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.trainers.probe import Longest, find_longest, longest_work, plans_now, try_longest
@@ -54,7 +55,7 @@ _ANY_PROMPT = 512
 
 def forecast_run(
     trainer_class: type[Any],
-    model: str,
+    model: Any,
     args: Any,
     *,
     device_bytes: int,
@@ -71,7 +72,8 @@ def forecast_run(
 
     Args:
         trainer_class: class of the trainer.
-        model: a name known here or on a hub that can be reached, or a folder with a ``config.json``.
+        model: a name known here or on a hub that can be reached, or a folder with a ``config.json``; or a
+            `DiffusionPolicy`, whose weights are only looked at.
         args: the run's settings; not changed.
         device_bytes: int, bytes of the device.
         device: "cuda" for the types and the granularity of a CUDA device, "cpu" for those of a CPU.
@@ -92,6 +94,11 @@ def forecast_run(
     """
     started = time.perf_counter()
     settings = _settings(args, device)
+    if not isinstance(model, str):
+        if processing_class is not None or prompt_tokens is not None or quantization_config is not None:
+            raise ConfigError("A DiffusionPolicy has no tokens. Leave processing_class and the like out.")
+        found = _forecast_chains(trainer_class, model, settings, device_bytes, device, peft_config, memory_policy)
+        return replace(found, seconds=time.perf_counter() - started)
     init = dict(settings.model_init_kwargs or {})
     given = init.pop("config", None)
     places = {name: init[name] for name in ("revision", "cache_dir", "token", "local_files_only") if name in init}
@@ -135,6 +142,35 @@ def forecast_run(
         *(_ABOUT_CUDA if device == "cuda" else ()),
     )
     return replace(found, assumptions=assumed, seconds=time.perf_counter() - started)
+
+
+def _forecast_chains(
+    trainer_class: type[Any],
+    model: Any,
+    settings: Any,
+    device_bytes: int,
+    device: str,
+    peft_config: Any,
+    memory_policy: Any,
+) -> MemoryForecast:
+    """Forecasts a run of a diffusion policy."""
+    rehearsed = _Rehearsed(_faked(trainer_class), device, settings, None, None, None, memory_policy, dict)
+    rehearsed.draws_chains = True
+    granularity = CUDA_GRANULARITY_BYTES if device == "cuda" else 1
+    with _random_state_kept(), fake_device(_UNLIMITED_BYTES, granularity_bytes=granularity) as memory:
+        with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
+            with torch.device("meta"):
+                trained, reference = prepare_policy(
+                    hollow_copy(model),
+                    peft_config=copy.deepcopy(peft_config),
+                    device="meta",
+                    with_reference=settings.has_reference,
+                )
+            for network in (trained, reference):
+                if network is not None:
+                    give_fake_weights(network)
+        found = rehearsed.run_trainer(trained, reference, None, memory, device_bytes)
+    return replace(found, assumptions=("all chains are alike", *(_ABOUT_CUDA if device == "cuda" else ())))
 
 
 def wants_forecast(args: Any, model: Any) -> bool:
@@ -237,6 +273,7 @@ class _Rehearsed:
         self._settings, self._dataset, self._tokenizer, self._policy = settings, dataset, tokenizer, policy
         self._class, self._device, self._prompt_tokens = trainer_class, device, prompt_tokens
         self._further = further
+        self.draws_chains = False
         self.about_prompts = ""
 
     def run(self, network: Any, memory: SimulatedMemory, device_bytes: int, *, copies: bool) -> MemoryForecast:
@@ -254,6 +291,23 @@ class _Rehearsed:
         checked = _check_shallow(network(shallow=True), self._settings, memory)
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, reference = network(), network(frozen=True) if copies else None
+        return self.run_trainer(model, reference, checked, memory, device_bytes)
+
+    def run_trainer(
+        self, model: Any, reference: Any, checked: _Checked | None, memory: SimulatedMemory, device_bytes: int
+    ) -> MemoryForecast:
+        """Builds the trainer of a network of fake weights, and tries its longest rows.
+
+        Args:
+            model: the network.
+            reference: a frozen copy that answers for the reference; None for none.
+            checked: what the check at start found of a shallow network; None where it is done on the network itself.
+            memory: the simulated device.
+            device_bytes: int, bytes of the device.
+
+        Returns:
+            What was found.
+        """
         budget = MemoryBudget.parse(self._settings.memory_budget)
         self._settings.memory_budget = budget.resolve(total_bytes=device_bytes, free_bytes=device_bytes)
         trainer = self._trainer(model, reference, checked)
@@ -264,7 +318,7 @@ class _Rehearsed:
         except MemoryBudgetError as error:
             refusal = str(error)
         return MemoryForecast(
-            phases=_with_check(memory.phase_peaks(), checked),
+            phases=memory.phase_peaks() if checked is None else _with_check(memory.phase_peaks(), checked),
             budget_bytes=tracker.budget_bytes,
             device_bytes=device_bytes,
             rollout_plan=tracker.rollout_plan,
@@ -276,7 +330,7 @@ class _Rehearsed:
             refusal=refusal,
         )
 
-    def _trainer(self, model: Any, reference: Any, checked: _Checked) -> Any:
+    def _trainer(self, model: Any, reference: Any, checked: _Checked | None) -> Any:
         dataset = self._dataset
         if dataset is None:
             dataset = Dataset.from_dict({"prompt": ["a"] * max(2, self._settings.prompts_per_rollout)})
@@ -289,13 +343,15 @@ class _Rehearsed:
             self._device,
             self._settings,
             train_dataset=dataset,
-            processing_class=self._tokenizer or _stand_in_tokenizer(),
+            processing_class=None if self.draws_chains else self._tokenizer or _stand_in_tokenizer(),
             memory_policy=self._policy,
             **further,
         )
 
     def _longest(self, trainer: Any) -> Longest:
         completion = self._settings.max_completion_length
+        if self.draws_chains:
+            return Longest((0,), completion, "chains are alike")
         if self._prompt_tokens is None and self._dataset is not None:
             longest = find_longest(trainer)
             self.about_prompts = f"the longest prompt has {len(longest.prompt)} tokens ({longest.source})"
@@ -359,7 +415,7 @@ class _Faked:
     """
 
     def __init__(
-        self, model: Any, reference: Any, checked: _Checked, device: str, settings: Any, **others: Any
+        self, model: Any, reference: Any, checked: _Checked | None, device: str, settings: Any, **others: Any
     ) -> None:
         self._reference, self._checked, self._stands_for, self._settings = reference, checked, device, settings
         super().__init__(model, _no_rewards(settings), settings, **others)  # type: ignore[call-arg]
@@ -375,6 +431,10 @@ class _Faked:
     def _check(self, adapter: LanguageModelAdapter) -> None:
         """Takes over what the check of a shallow network found, and sizes the cache."""
         checked = self._checked
+        if checked is None:
+            with nothing_differs():
+                super()._check(adapter)  # type: ignore[misc]
+            return
         for other in (adapter, adapter.reference_adapter):
             if other is not None:
                 other.path, other.joins, other.packs_prompts = checked.path, checked.joins, checked.packs_prompts
@@ -396,6 +456,8 @@ class _Faked:
     def _make_room(self, plan: UpdatePlan) -> None:
         """Makes the gradients that earlier micro-batches would have left, where the plan has several."""
         super()._make_room(plan)  # type: ignore[misc]
+        if self._rehearsed.geometry.unit is not None:
+            return  # two rectangles of the step are run
         groups = cut_groups(self._rehearsed, plan.micro_batch_tokens, packed=plan.pack_prompts)
         # An encoder's gradients come after all slices of its group, whose second one is run here too.
         if len(groups) > 1 or (len(groups[0]) > 1 and not self._rehearsed.sources):

@@ -36,6 +36,7 @@ from memsafe_rl.rollout.scoring import score_all, update_work, value_all
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.data import Prompts
 from memsafe_rl.trainers.experience import Experience
+from memsafe_rl.trainers.longest_chains import chains, embedded_prompts, keys_of
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.types import Phase, Ragged, RolloutPlan, SequenceKey, Trajectory, UpdatePlan, UpdateWork
 from memsafe_rl.units import format_bytes
@@ -242,7 +243,8 @@ def try_longest(trial: OnPolicyTrainer, longest: Longest, micro_batches: int = _
     rows = _step_rows(trial)
     first_tile = trial._tracker.update_plan.logprob_tile
     trial._plan_update(trajectory, rows)
-    if config.has_reference or config.updates_per_epoch > 1 or corrected or trial.credit is not None:
+    referred = config.has_reference and not trial.adapter.time_separable
+    if referred or config.updates_per_epoch > 1 or corrected or trial.credit is not None:
         # Scoring takes the tile of the update before it: in the first rollout that of no plan, later the plan's.
         _probe_scoring(trial, trajectory, max(first_tile, trial._tracker.update_plan.logprob_tile))
     plan = trial._tracker.update_plan
@@ -258,6 +260,8 @@ def try_longest(trial: OnPolicyTrainer, longest: Longest, micro_batches: int = _
 
 def _tried(work: UpdateWork, plan: UpdatePlan, micro_batches: int) -> list[int]:
     """Chooses the rows of the first micro-batches; where an encoder reads prompts, all that share its first forward."""
+    if work.geometry.unit is not None:
+        return list(range(len(work.row_tokens)))
     first = cut_groups(work, plan.micro_batch_tokens, packed=plan.pack_prompts)[0]
     return [place for places in (first if work.sources else first[:micro_batches]) for place in places]
 
@@ -268,6 +272,9 @@ def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
     prompts = _rollout_prompts(trial, longest)
     ids = prompts.ids
     maker._plan(prompts)
+    if trial.adapter.time_separable:
+        _probe_chains(trial, prompts)
+        return
     attempt = maker._attempt(maker._work(prompts, group))
     rows = [divmod(row, group) for row in range(_share(trial, config.rollout_rows))]
     geometry, sampling = trial.adapter.geometry, maker._sampling
@@ -296,6 +303,16 @@ def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
         attempt(from_first_to_last)
 
 
+def _probe_chains(trial: OnPolicyTrainer, prompts: Prompts) -> None:
+    """Tries the waves of a rollout of chains."""
+    maker, group = trial._maker, trial.args.num_generations
+    rows = [divmod(row, group) for row in range(_share(trial, trial.args.rollout_rows))]
+    with trial._tracker.phase(Phase.ROLLOUT):
+        attempt = maker._attempt(maker._work(prompts, group))
+        keys = keys_of(rows)
+        maker._engine.generate(prompts.ids[: len(keys)], keys, maker._sampling, attempt)
+
+
 def _in_flight(adapter: ModelAdapter, waiting: Sequence[Candidate], plan: RolloutPlan) -> int:
     """Counts the sequences that are decoded together in the end: prompts are read a few at a time, and join."""
     geometry, count = adapter.geometry, 0
@@ -315,6 +332,8 @@ def _step_rows(trial: OnPolicyTrainer) -> Sequence[int]:
 
 def _rollout_prompts(trial: OnPolicyTrainer, longest: Longest) -> Prompts:
     """Gives a rollout's prompts, of unequal length, so that they are padded as those of a real wave are."""
+    if trial.adapter.time_separable:
+        return embedded_prompts(cast(Any, trial.adapter), trial.args.prompts_per_rollout)
     places = range(trial.args.prompts_per_rollout)
     return Prompts((), (), tuple(longest.ids(max(1, len(longest.prompt) - place % 2)) for place in places))
 
@@ -354,10 +373,11 @@ def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory, tile: int) ->
     """Scores one slice of the longest rows, by the reference where there is one, and by the model itself."""
     plan, tracker = trial._tracker.rollout_plan, trial._tracker
     work = update_work(trial.adapter, trajectory, range(len(trajectory)))
-    rows = cut_work(work, plan.score_tokens, packed=packing_saves(work))[0]
+    whole = work.geometry.unit is not None
+    rows = range(len(trajectory)) if whole else cut_work(work, plan.score_tokens, packed=packing_saves(work))[0]
     with (
         tracker.phase(Phase.SCORE),
-        trial.adapter.reference() if trial.args.has_reference else _itself(trial) as adapter,
+        _scorer(trial) as adapter,
     ):
         score_all(
             adapter,
@@ -375,13 +395,21 @@ def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory, tile: int) ->
 
 
 @contextmanager
-def _itself(trial: OnPolicyTrainer) -> Iterator[Any]:
-    yield trial.adapter
+def _scorer(trial: OnPolicyTrainer) -> Iterator[Any]:
+    """Gives the reference where one scores a rollout, else the model itself."""
+    if trial.args.has_reference and not trial.adapter.time_separable:
+        with trial.adapter.reference() as reference:
+            yield reference
+    else:
+        yield trial.adapter
 
 
 def _longest_rows(trial: OnPolicyTrainer, longest: Longest) -> Trajectory:
     """Lays down a whole rollout of the longest rows."""
     config = trial.args
+    if trial.adapter.time_separable:
+        needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1
+        return chains(cast(Any, trial.adapter), config.prompts_per_rollout, config.rollout_rows, needs_old=needs_old)
     prompts = [longest.ids(len(longest.prompt))] * config.prompts_per_rollout
     completions = [longest.ids(longest.completion_tokens)] * config.rollout_rows
     with host_memory():

@@ -230,7 +230,7 @@ def _accumulate_columns(
     if not rows:
         return step
     found: dict[str, Tensor] = {}
-    for places, columns in cut_columns(len(rows), trajectory.counted_columns, plan.micro_batch_tokens):
+    for places, columns in worth_running(cut_columns(len(rows), trajectory.counted_columns, plan.micro_batch_tokens)):
         micro = [rows[place] for place in places]
         with autocast(), kept_activations(adapter, plan):
             scores = score_rows(

@@ -121,6 +121,7 @@ class Trajectory:
         objective_advantages: (B, K) float32, of each of K objectives; NaN where one did not score a row; None where
             there is but one, which ``advantages`` are of.
         sample_of_row: for each row, the sample that it is a part of, in order; () where every row is a whole sample.
+        columns: the columns in which actions count, where they are known beforehand; None where the mask tells.
         sources: (L, D) for each of the P conditions, what a frozen encoder made of it; None where it is read anew.
     """
 
@@ -142,6 +143,7 @@ class Trajectory:
     action_advantages: Ragged | None = None
     objective_advantages: Tensor | None = None
     sample_of_row: tuple[int, ...] = ()
+    columns: tuple[int, ...] | None = None
     sources: Ragged | None = None
 
     def __len__(self) -> int:
@@ -156,6 +158,8 @@ class Trajectory:
     @cached_property
     def counted_columns(self) -> tuple[int, ...]:
         """The columns in which an action of any row counts in the loss, ascending."""
+        if self.columns is not None:
+            return self.columns
         on_host = Ragged(self.loss_mask.flat.cpu(), self.loss_mask.lengths)
         counted_BT = on_host.pad(range(len(self)), 0) != 0
         return tuple(counted_BT.any(0).nonzero()[:, 0].tolist())

@@ -12,8 +12,10 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.models.diffusion import Condition, DiffusionAdapter, TrainedSteps
 from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.forecast_memory import forecast_memory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from tests.diffusion.small import PROMPTS, SHAPE, Denoiser, frames, make_policy
 from tests.trainers.helpers import cut, relative, weights
@@ -111,6 +113,35 @@ def test_steps_are_learnt_from_in_part(tmp_path: Path) -> None:
 def test_what_is_for_tokens_is_refused_by_name(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         make_trainer(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "peft"),
+    [
+        ({}, {}, None),
+        ({"beta": 0.1, "num_iterations": 2}, {"guidance_scale": 2.0}, None),
+        ({"steps_per_generation": 2, "per_device_train_batch_size": 4}, {"trained_steps": TrainedSteps(0.5)}, None),
+        ({"beta": 0.1}, {}, LORA),
+    ],
+    ids=["plain", "guided, KL to a copy", "scored ahead, half of the steps", "LoRA"],
+)
+def test_a_run_holds_what_was_forecast(settings: Any, options: Any, peft: Any, tmp_path: Path) -> None:
+    def policy() -> Any:
+        return make_policy(steps=12, denoiser=Denoiser(width=256, blocks=3), **options)
+
+    adapter = None if peft is None else LoraConfig(**peft)
+    config = make_trainer(tmp_path / "config", **settings).args
+    forecast = forecast_memory(policy(), config, device_bytes=2**30, device="cpu", peft_config=adapter)
+    with SimulatedMemory(2**30) as memory:
+        trainer = make_trainer(tmp_path / "run", policy=policy(), peft=peft, **settings)
+        trainer.train()
+    held = {phase: sum(parts.values()) for phase, parts in memory.phase_peaks().items()}
+    assert forecast.fits
+    # An adapter's input gets a gradient from two sides, which autograd joins in place of real tensors only.
+    assert forecast.peak_bytes == pytest.approx(max(held.values()), rel=0.01 if peft is None else 0.05)
+    for phase, size in forecast.phase_bytes.items():
+        if phase in held:
+            assert size == pytest.approx(held[phase], rel=0.03 if peft is None else 0.05), phase
 
 
 class Mixing(Denoiser):
