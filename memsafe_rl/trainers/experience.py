@@ -468,7 +468,7 @@ class ExperienceMaker:
                 extras=(),
                 external=given.external,
                 pieces=() if given.pieces is None else tuple(self._ranks.gather(given.pieces)),
-                facts=given.facts,
+                facts=_averaged(self._ranks.gather([given.facts])) if self._stage is not None else {},
             )
         except BaseException:
             pending.cancel()
@@ -1030,6 +1030,11 @@ def _learnt(samples: Samples) -> tuple[list[Piece], tuple[int, ...]]:
 
 def _all_counted(completion: Completion) -> Tensor:
     return torch.ones(len(completion.ids), dtype=torch.uint8)
+
+
+def _averaged(facts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Averages what each rank logs of its rows, of which all have as many."""
+    return {name: sum(one[name] for one in facts) / len(facts) for name in facts[0]}
 
 
 def _served_by(engine: RolloutEngine, plan: Any) -> Any:

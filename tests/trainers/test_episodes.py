@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from peft import LoraConfig
 
@@ -20,10 +22,13 @@ from memsafe_rl.rollout.episodes.users import CallableUser, ModelUser
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.experience import Experience
 from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.trainers.ppo import PPOTrainer
+from memsafe_rl.trainers.ppo_config import PPOConfig
 from memsafe_rl.types import Ragged, Trajectory
-from tests.rollout.episodes.helpers import FORGETFUL, chat_tokenizer
+from tests.rollout.episodes.helpers import FORGETFUL, TEMPLATE, chat_tokenizer
 from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, relative, weights
+from tests.trainers.test_ranks import run_ranks, set_up_rank
 
 ENDS = list(range(1, 80))
 """So many tokens end a turn that a random model ends its turns soon."""
@@ -473,3 +478,69 @@ def test_evaluation_plays_episodes_too(tmp_path: Path) -> None:
     first, second = trainer.evaluate(), trainer.evaluate()
     assert first["eval_rewards/Digits/mean"] == second["eval_rewards/Digits/mean"]
     assert first["eval_episodes/mean_turns"] > 1
+
+
+# ------------------------------------------------------------------ other algorithms, several ranks
+
+
+def test_ppo_plays_episodes_that_are_one_sequence(tmp_path: Path) -> None:
+    def trainer_with(template: str) -> PPOTrainer:
+        config = PPOConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=8,
+            max_completion_length=160,
+            max_turn_length=6,
+            learning_rate=1e-3,
+            max_steps=2,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            generation_kwargs={"eos_token_id": ENDS},
+        )
+        return PPOTrainer(
+            tiny_model(positions=512),
+            None,
+            config,
+            tasks(),
+            processing_class=chat_tokenizer(template),
+            environment_factory=Digits,
+        )
+
+    trainer = trainer_with(TEMPLATE)
+    before = weights(trainer)
+    trainer.train()
+    assert not torch.equal(weights(trainer), before)
+    assert trainer.history[0]["episodes/mean_turns"] > 1
+    with pytest.raises(ConfigError, match="a critic judges the actions of one sequence"):
+        trainer_with(FORGETFUL).train()
+
+
+SPLIT: dict[str, Any] = {"num_iterations": 2, "max_steps": 2, "optim": "sgd"}
+"""Under Adam, entries whose gradient is nothing but rounding move as far as the others."""
+
+
+def play_rank(rank: int, port: int, folder: str) -> None:
+    set_up_rank(rank, port)
+    trainer = trainer_of(
+        Path(folder) / "two", per_device_train_batch_size=4, processing_class=chat_tokenizer(FORGETFUL), **SPLIT
+    )
+    trainer.train()
+    made = [(one.resets, one.judged) for one in Digits.made]
+    torch.save((weights(trainer), trainer.history, made), Path(folder) / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_play_what_one_does(tmp_path: Path) -> None:
+    ranks = run_ranks(play_rank, tmp_path, 120)
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    one = trainer_of(tmp_path / "one", processing_class=chat_tokenizer(FORGETFUL), **SPLIT)
+    one.train()
+    start = weights(trainer_of(tmp_path / "start"))
+    assert torch.equal(ranks[0][0], ranks[1][0])
+    assert float((ranks[0][0] - weights(one)).norm() / (weights(one) - start).norm()) < 1e-4
+    for mine, theirs in zip(ranks[0][1], one.history, strict=True):
+        for name in theirs.keys() & {"loss", "reward", "num_tokens", "episodes/mean_turns", "episodes/sequences"}:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-7), name
+    assert [len(made) for _, _, made in ranks] == [4, 4]  # each rank plays its own rows only
