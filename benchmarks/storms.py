@@ -432,7 +432,7 @@ def build_model(scene: Scene) -> Any:
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 2:
-                weight.mul_(3.0)
+                weight.mul_(2.0 if scene.encodes else 3.0)
     for layer in [] if scene.encodes else model.model.layers:
         layer.self_attn.attention_dropout = scene.dropout
     return model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -64,7 +64,9 @@ class ScoringAdapter(Protocol):
             The distribution at every action of these rows and columns; carries a graph if gradients are enabled.
         """
 
-    def read_together(self, trajectory: Trajectory, rows: Sequence[int]) -> AbstractContextManager[None]:
+    def read_together(
+        self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
+    ) -> AbstractContextManager[None]:
         """Reads once what rows are conditioned on, where an encoder does that, for all `distribution` calls inside.
 
         Entering runs the encoder on each unique prompt; leaving without an exception runs its backward pass, if
@@ -73,9 +75,11 @@ class ScoringAdapter(Protocol):
         Args:
             trajectory: the store.
             rows: indices of the rows that will be scored inside.
+            forward: gives the context of the encoder's forward; its backward runs outside.
 
         Returns:
-            A context.
+            A context. Enter it by a ``with`` of its own: an exception that leaves an `ExitStack` through a callback
+            holds on to its own frame, and with it to what failed.
         """
 
     def reference(self) -> AbstractContextManager[ScoringAdapter]:

@@ -482,7 +482,12 @@ class DiffusionAdapter:
         with as_reference(switched):
             yield self
 
-    def read_together(self, trajectory: Trajectory, rows: Sequence[int]) -> AbstractContextManager[None]:  # noqa: ARG002
+    def read_together(
+        self,
+        trajectory: Trajectory,  # noqa: ARG002
+        rows: Sequence[int],  # noqa: ARG002
+        forward: Callable[[], AbstractContextManager[object]],  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
         """Does nothing: prompts have been embedded; see `ScoringAdapter.read_together`."""
         return nullcontext()
 

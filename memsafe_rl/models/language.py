@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -338,7 +338,12 @@ class LanguageAdapter(ABC):
         with as_reference(self.model):
             yield self
 
-    def read_together(self, trajectory: Trajectory, rows: Sequence[int]) -> AbstractContextManager[None]:  # noqa: ARG002
+    def read_together(
+        self,
+        trajectory: Trajectory,  # noqa: ARG002
+        rows: Sequence[int],  # noqa: ARG002
+        forward: Callable[[], AbstractContextManager[object]],  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
         """Does nothing where a prompt and its completion are one sequence; see `ScoringAdapter.read_together`."""
         return nullcontext()
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -272,12 +272,15 @@ class Seq2SeqAdapter(LanguageAdapter):
         self._note_heads(block.keys if block.source is None else [*block.keys, *block.source.keys])
 
     @contextmanager
-    def read_together(self, trajectory: Trajectory, rows: Sequence[int]) -> Iterator[None]:
+    def read_together(
+        self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
+    ) -> Iterator[None]:
         """Has the encoder read each prompt of some rows once; the decoder's gradients wait at what it gave.
 
         Args:
             trajectory: the store.
             rows: indices of the rows that will be scored inside.
+            forward: gives the context of the encoder's forward.
 
         Yields:
             Nothing.
@@ -285,7 +288,8 @@ class Seq2SeqAdapter(LanguageAdapter):
         if self.path.route is Route.WHOLE:
             yield
             return
-        read = self._read_prompts(trajectory, rows)
+        with forward():
+            read = self._read_prompts(trajectory, rows)
         graph = read.hidden_PLD
         self._read = replace(read, hidden_PLD=graph.detach().requires_grad_(graph.requires_grad))
         try:

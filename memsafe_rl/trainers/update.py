@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -138,15 +139,22 @@ def accumulate_gradient(
     step = StepGradient(loss=zero, run_tokens=zero)
     for group in cut_groups(work, plan.micro_batch_tokens, packed=plan.pack_prompts):
         together = [rows[place] for places in group for place in places]
-        with ExitStack() as stack:
-            with autocast(), kept_activations(adapter, plan):
-                stack.enter_context(adapter.read_together(trajectory, together))
+        with adapter.read_together(trajectory, together, partial(_forward, adapter, plan, autocast)):
             for places in worth_running(group):
                 micro, packed = [rows[place] for place in places], bool(work.prompts)
                 _learn_from(step, adapter, trajectory, micro, plan, terms, packed, autocast=autocast, scale=scale)
                 padded = len(micro) * max(work.row_tokens[place] for place in places)
                 step.tokens += packed_tokens(work, places) if packed else padded
     return step
+
+
+@contextmanager
+def _forward(
+    adapter: ScoringAdapter, plan: UpdatePlan, autocast: Callable[[], AbstractContextManager[object]]
+) -> Iterator[None]:
+    """The contexts of a forward pass; its backward runs outside."""
+    with autocast(), kept_activations(adapter, plan):
+        yield
 
 
 def _learn_from(
@@ -163,7 +171,7 @@ def _learn_from(
 ) -> None:
     """Adds the gradient of one micro-batch, and what is measured of it; a function, so that its tensors end with it."""
     critic = None if terms.values is None else terms.values.critic
-    with autocast(), kept_activations(adapter, plan):
+    with _forward(adapter, plan, autocast):
         scores = score_rows(
             adapter,
             trajectory,
