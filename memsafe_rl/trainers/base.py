@@ -45,7 +45,7 @@ from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.continuity import check_same_run, run_facts
 from memsafe_rl.trainers.credit import CriticCredit
 from memsafe_rl.trainers.data import PromptSource
-from memsafe_rl.trainers.experience import Experience, ExperienceMaker
+from memsafe_rl.trainers.experience import ExperienceMaker
 from memsafe_rl.trainers.lossy import Concession, concede, next_concession
 from memsafe_rl.trainers.objectives import (
     BetaControl,
@@ -64,6 +64,7 @@ from memsafe_rl.trainers.order import Cursor, merge_orders, rows_of_step
 from memsafe_rl.trainers.partial import OpenGroup, plain_groups
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.reporting import averages, read_step, step_metrics
+from memsafe_rl.trainers.samples import Experience
 from memsafe_rl.trainers.surface import TrainerSurface
 from memsafe_rl.trainers.update import (
     StepGradient,

@@ -6,17 +6,16 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from memsafe_rl.accounting import charge, claim
+from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.checks import check_rollout_plan
-from memsafe_rl.memory.host import to_device, to_host
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.recovery import Attempt, Recovery
 from memsafe_rl.models.adapter import ModelAdapter
@@ -36,11 +35,21 @@ from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.credit import CriticCredit
 from memsafe_rl.trainers.data import Prompts, PromptSource
 from memsafe_rl.trainers.episodes import Stage, drawn_by_limit
-from memsafe_rl.trainers.given import GivenRollout, Piece, RolloutFunction, read_rollout
+from memsafe_rl.trainers.given import GivenRollout, RolloutFunction, read_rollout
 from memsafe_rl.trainers.kinds import Kind
-from memsafe_rl.trainers.objectives import judge, objective_advantages, reward_metrics
+from memsafe_rl.trainers.objectives import judge, reward_metrics
 from memsafe_rl.trainers.partial import Gathered, OpenGroup, begin_groups, gather_groups, groups_from, joined_prompts
 from memsafe_rl.trainers.ranks import Ranks
+from memsafe_rl.trainers.samples import (
+    Answers,
+    Experience,
+    Samples,
+    joined_pairs,
+    judged,
+    laid_down,
+    partial_metrics,
+    rollout_metrics,
+)
 from memsafe_rl.trainers.update import contributes
 from memsafe_rl.types import (
     AdvantageResult,
@@ -66,122 +75,6 @@ EVALUATION_ROLLOUT = -1
 
 
 _NO_REWARDS = torch.empty(0, 0)
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Prompts and their completions, group by group, over all ranks.
-
-    Args:
-        prompts: P prompts.
-        group_size: completions per prompt.
-        conditions: the prompt ids that each completion follows; the tokenizer's, or those a `rollout_func` gave.
-        completions: P × group_size of them, prompt by prompt.
-        masks: per completion, 1 where the model itself chose the token; None when it chose all.
-        texts: what the reward functions see of each completion.
-        rewards_BF: (B, F) float32, NaN where a function gave None; (0, 0) until the rewards are known.
-        extras: per completion, what the reward functions logged through `log_extra`; () until the rewards are known.
-        external: whether another sampler than the trained model drew them.
-        stale: per completion, whether older weights drew some of it; () where none is.
-        pieces: per completion, the sequences that it is learnt from; () where each is one.
-        facts: what is logged of how they were drawn.
-    """
-
-    prompts: Prompts
-    group_size: int
-    conditions: tuple[Tensor, ...]
-    completions: tuple[Completion, ...]
-    masks: tuple[Tensor, ...] | None
-    texts: tuple[Any, ...]
-    rewards_BF: Tensor
-    extras: tuple[dict[str, Any], ...]
-    external: bool = False
-    stale: tuple[bool, ...] = ()
-    pieces: tuple[tuple[Piece, ...], ...] = ()
-    facts: Mapping[str, float] = field(default_factory=dict)
-
-    def groups(self, indices: Sequence[int]) -> Samples:
-        """Gives some groups only."""
-        rows = [group * self.group_size + sample for group in indices for sample in range(self.group_size)]
-        prompts = Prompts(*(tuple(values[i] for i in indices) for values in vars(self.prompts).values()))
-        masks = None if self.masks is None else tuple(self.masks[row] for row in rows)
-        return replace(
-            self,
-            prompts=prompts,
-            conditions=tuple(self.conditions[row] for row in rows),
-            completions=tuple(self.completions[row] for row in rows),
-            masks=masks,
-            texts=tuple(self.texts[row] for row in rows),
-            rewards_BF=self.rewards_BF[rows],
-            extras=tuple(self.extras[row] for row in rows),
-            pieces=tuple(self.pieces[row] for row in rows) if self.pieces else (),
-        )
-
-    def joined(self, other: Samples) -> Samples:
-        """Appends other groups."""
-        pairs = zip(vars(self.prompts).values(), vars(other.prompts).values(), strict=True)
-        both = None if self.masks is None or other.masks is None else self.masks + other.masks
-        return replace(
-            self,
-            prompts=Prompts(*(mine + theirs for mine, theirs in pairs)),
-            conditions=self.conditions + other.conditions,
-            completions=self.completions + other.completions,
-            masks=both,
-            texts=self.texts + other.texts,
-            rewards_BF=torch.cat([self.rewards_BF, other.rewards_BF]),
-            extras=self.extras + other.extras,
-            pieces=self.pieces + other.pieces,
-        )
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Rewards of one rank's rows, to be waited for.
-
-    Args:
-        pending: the reward functions' calls.
-        rows: completions of this rank.
-        phase: to which the wait belongs.
-    """
-
-    pending: PendingScores
-    rows: int
-    phase: Phase
-
-
-@dataclass(frozen=True)
-class Experience:
-    """A rollout, rewarded and ready to learn from.
-
-    Args:
-        trajectory: the store.
-        consumed: prompts taken from the source.
-        external: whether another sampler than the trained model drew the completions.
-        metrics: what is logged of it.
-        table: one row a completion, for people.
-        waiting: groups that are gone on with in the next rollout.
-    """
-
-    trajectory: Trajectory
-    consumed: int
-    external: bool
-    metrics: dict[str, float] = field(default_factory=dict)
-    table: tuple[dict[str, Any], ...] = ()
-    waiting: tuple[OpenGroup, ...] = ()
-
-    def to(self, place: str, device: torch.device) -> Experience:
-        """Moves the trajectory to where a plan wants it.
-
-        Args:
-            place: "device" or "host".
-            device: the model's device.
-
-        Returns:
-            The rollout there.
-        """
-        move = to_host if place == "host" else partial(to_device, device=device)
-        with charge(Component.TRAJECTORY):
-            return replace(self, trajectory=self.trajectory.moved(move))
 
 
 class ExperienceMaker:
@@ -319,7 +212,7 @@ class ExperienceMaker:
         else:
             gathered = self._go_on(source, rollout, position, waiting)
             samples, answers = self._taken(gathered.whole, rollout)
-            consumed, left, partly = gathered.consumed, gathered.waiting, _partial_metrics(gathered, samples)
+            consumed, left, partly = gathered.consumed, gathered.waiting, partial_metrics(gathered, samples)
         # Which groups are replaced depends on the rewards.
         overlapping = self._config.overlap_async_rewards and not self._config.dynamic_sampling
         if not overlapping:
@@ -328,7 +221,7 @@ class ExperienceMaker:
         if overlapping:
             samples = self._rewarded(samples, answers)
         advantages = self._repeat(lambda: self._advantages(samples))
-        trajectory = self._repeat(lambda: self._judged(trajectory, advantages))
+        trajectory = self._repeat(lambda: judged(trajectory, advantages))
         trajectory, judgement = self._repeat(lambda: self._credited(trajectory, advantages))
         if not trajectory.sample_of_row:
             advantages = replace(advantages, advantages_B=trajectory.advantages)
@@ -711,7 +604,7 @@ class ExperienceMaker:
             fresh = self._rewarded(*self._draw(prompts, rollout, samples.group_size, first_prompt=consumed))
             consumed += wanted
             more, flat = self._parted(fresh)
-            useful, spare = self._repeat(partial(_joined, (useful, spare), (more, flat)))
+            useful, spare = self._repeat(partial(joined_pairs, (useful, spare), (more, flat)))
         return self._repeat(lambda: useful.joined(spare).groups(list(range(wanted)))), consumed
 
     def _parted(self, samples: Samples) -> tuple[Samples, Samples]:
@@ -735,7 +628,13 @@ class ExperienceMaker:
         """Lays the samples down and scores what all of them need, while reward functions may still be under way."""
         try:
             with charge(Component.TRAJECTORY):
-                trajectory = self._repeat(lambda: self._laid_down(samples))
+                trajectory = self._repeat(
+                    lambda: laid_down(
+                        samples,
+                        masks_truncated=self._config.mask_truncated_completions,
+                        needs_whole=self._credit is not None,
+                    )
+                )
             trajectory = self._with_sources(trajectory)
             trajectory = self._score_everyone(trajectory, later_rows, external=samples.external)
             return self._score_stale(trajectory, samples)
@@ -757,60 +656,6 @@ class ExperienceMaker:
         with self._tracker.phase(Phase.SCORE, compared=False), charge(Component.TRAJECTORY):
             sources = read_sources(self._adapter, trajectory, self.scoring(trajectory, range(len(trajectory))))
         return replace(trajectory, sources=sources)
-
-    def _laid_down(self, samples: Samples) -> Trajectory:
-        """Lays the samples down as a trajectory, without what rewards say of them."""
-        pieces, sample_of_row = _learnt(samples)
-        masks = []
-        for piece in pieces:
-            cut = self._config.mask_truncated_completions and not piece.completion.finished
-            masks.append(torch.zeros_like(piece.mask) if cut else piece.mask)
-        unique: dict[Any, Tensor] = {}
-        for piece in pieces:
-            unique.setdefault(_identity(piece.condition), piece.condition)
-        places = {identity: place for place, identity in enumerate(unique)}
-        starts = [piece.completion.start for piece in pieces if piece.completion.start is not None]
-        split = len(pieces) > len(samples.completions)
-        if split and self._credit is not None:
-            raise ConfigError(
-                "An episode became several sequences, for the chat template changes what was said before once more is "
-                "said, and a critic judges the actions of one sequence. Set processing_class.chat_template to one that "
-                "keeps what was said, or use GRPO."
-            )
-        return Trajectory(
-            conditions=Ragged.from_rows(list(unique.values())),
-            condition_of_row=tuple(places[_identity(piece.condition)] for piece in pieces),
-            actions=Ragged.from_rows([piece.completion.ids for piece in pieces]),
-            loss_mask=Ragged.from_rows(masks),
-            sampling_logprobs=Ragged.from_rows([piece.completion.logprobs for piece in pieces]),
-            advantages=torch.zeros(len(pieces)),
-            group_of_row=tuple(sample // samples.group_size for sample in sample_of_row),
-            finished=tuple(piece.completion.finished for piece in pieces),
-            has_old=(False,) * len(pieces),
-            starts=torch.stack(starts) if starts else None,
-            sample_of_row=sample_of_row if split else (),
-        )
-
-    def _judged(self, trajectory: Trajectory, advantages: AdvantageResult) -> Trajectory:
-        """Adds what rewards say; a row that no function scored counts for nothing and gets an empty mask."""
-        advantages_B, unscored = advantages.advantages_B, advantages.unscored_B.tolist()
-        with charge(Component.TRAJECTORY):
-            objectives = objective_advantages(advantages)
-        if trajectory.sample_of_row:  # the sequences of one sample share its advantages
-            sample_of_row = list(trajectory.sample_of_row)
-            advantages_B, unscored = advantages_B[sample_of_row], [unscored[sample] for sample in sample_of_row]
-            objectives = None if objectives is None else objectives[sample_of_row]
-        claim(Component.TRAJECTORY, [advantages_B])
-        trajectory = replace(trajectory, advantages=advantages_B, objective_advantages=objectives)
-        if not any(unscored):
-            return trajectory
-        with charge(Component.TRAJECTORY):
-            loss_mask = Ragged(trajectory.loss_mask.flat.clone(), trajectory.loss_mask.lengths)
-        for row, mask in enumerate(loss_mask.rows()):
-            if unscored[row]:
-                mask.zero_()
-        groups = tuple(-1 if unscored[row] else group for row, group in enumerate(trajectory.group_of_row))
-        return replace(trajectory, loss_mask=loss_mask, group_of_row=groups)
 
     def _credited(self, trajectory: Trajectory, advantages: AdvantageResult) -> tuple[Trajectory, dict[str, float]]:
         """Adds what a critic makes of the rewards, and says what is logged of it."""
@@ -969,35 +814,10 @@ class ExperienceMaker:
         )
 
     def _metrics(self, samples: Samples, advantages: AdvantageResult) -> dict[str, float]:
-        """Computes TRL's rollout metrics, plus certified ties."""
-        lengths = torch.tensor(
-            [
-                len(completion.ids) if samples.masks is None else int(samples.masks[row].sum())
-                for row, completion in enumerate(samples.completions)
-            ],
-            dtype=torch.float32,
-        )
-        finished = torch.tensor([completion.finished for completion in samples.completions])
-        ended = lengths[finished] if finished.any() else torch.zeros(1)
-        prompt_tokens = sum(len(ids) for ids in samples.conditions)
-        metrics = {
-            "step_tokens": prompt_tokens + lengths.sum().item(),
-            "completions/clipped_ratio": 1.0 - finished.float().mean().item(),
-            "sampling/tied_fraction": sum(c.ties for c in samples.completions) / max(1.0, lengths.sum().item()),
-        }
-        for name, values in (("", lengths), ("_terminated", ended)):
-            metrics[f"completions/mean{name}_length"] = values.mean().item()
-            metrics[f"completions/min{name}_length"] = values.min().item()
-            metrics[f"completions/max{name}_length"] = values.max().item()
-        for column, name in enumerate(self._rewards.names):
-            values = samples.rewards_BF[:, column]
-            metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean_std(values)
-        metrics["reward"], metrics["reward_std"] = _mean_std(advantages.rewards_B)
-        metrics |= reward_metrics(self._config.objective_list, advantages)
-        metrics |= samples.facts
-        if self._config.num_generations > 1:  # a completion alone is always equal to itself
-            flat = torch.isclose(advantages.std_B, torch.zeros_like(advantages.std_B))
-            metrics["frac_reward_zero_std"] = flat.float().mean().item()
+        objectives = reward_metrics(self._config.objective_list, advantages)
+        metrics = {**rollout_metrics(samples, advantages, self._rewards.names), **objectives}
+        if self._config.num_generations == 1:  # a completion alone is always equal to itself
+            metrics.pop("frac_reward_zero_std")
         return metrics
 
     def _table(self, samples: Samples, advantages: AdvantageResult) -> tuple[dict[str, Any], ...]:
@@ -1011,25 +831,6 @@ class ExperienceMaker:
             }
             for row in range(len(samples.completions))
         )
-
-
-def _identity(ids: Tensor) -> tuple[Any, ...]:
-    """Gives what is equal where prompts are."""
-    return tuple(ids.shape), ids.cpu().numpy().tobytes()
-
-
-def _learnt(samples: Samples) -> tuple[list[Piece], tuple[int, ...]]:
-    """Lists the sequences that samples are learnt from, and which sample each is a part of."""
-    if samples.pieces:
-        pairs = [(piece, sample) for sample, pieces in enumerate(samples.pieces) for piece in pieces]
-        return [piece for piece, _ in pairs], tuple(sample for _, sample in pairs)
-    masks = samples.masks or [_all_counted(one) if one.mask is None else one.mask for one in samples.completions]
-    whole = zip(samples.conditions, samples.completions, masks, strict=True)
-    return [Piece(*parts) for parts in whole], tuple(range(len(samples.completions)))
-
-
-def _all_counted(completion: Completion) -> Tensor:
-    return torch.ones(len(completion.ids), dtype=torch.uint8)
 
 
 def _averaged(facts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -1056,26 +857,5 @@ def _served_by(engine: RolloutEngine, plan: Any) -> Any:
     return replace(plan, engine=engine.name, cache_dtype=engine.cache_dtype)
 
 
-def _partial_metrics(gathered: Gathered, samples: Samples) -> dict[str, float]:
-    """Says what a partial rollout left undone and what it took over."""
-    return {
-        "partial/rounds": float(gathered.rounds),
-        "partial/fresh_prompts": float(gathered.consumed),
-        "partial/waiting_groups": float(len(gathered.waiting)),
-        "partial/stale_fraction": sum(samples.stale) / len(samples.stale),
-    }
-
-
-def _joined(mine: tuple[Samples, Samples], more: tuple[Samples, Samples]) -> tuple[Samples, Samples]:
-    return mine[0].joined(more[0]), mine[1].joined(more[1])
-
-
 def _by_row(columns: Mapping[str, Sequence[Any]], rows: int) -> list[dict[str, Any]]:
     return [{name: values[row] for name, values in columns.items()} for row in range(rows)]
-
-
-def _mean_std(values: Tensor) -> tuple[float, float]:
-    known = values[~torch.isnan(values)]
-    if known.numel() == 0:
-        return float("nan"), float("nan")
-    return known.mean().item(), known.std().item() if known.numel() > 1 else 0.0

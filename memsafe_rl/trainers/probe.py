@@ -35,9 +35,9 @@ from memsafe_rl.rollout.generation import eval_mode, generate
 from memsafe_rl.rollout.scoring import score_all, update_work, value_all
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.data import Prompts
-from memsafe_rl.trainers.experience import Experience
 from memsafe_rl.trainers.longest_chains import chains, embedded_prompts, keys_of
 from memsafe_rl.trainers.ranks import Ranks
+from memsafe_rl.trainers.samples import Experience
 from memsafe_rl.types import Phase, Ragged, RolloutPlan, SequenceKey, Trajectory, UpdatePlan, UpdateWork
 from memsafe_rl.units import format_bytes
 

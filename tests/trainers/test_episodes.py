@@ -20,10 +20,10 @@ from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.rollout.episodes.protocol import Environment, Step
 from memsafe_rl.rollout.episodes.users import CallableUser, ModelUser
 from memsafe_rl.trainers.config import GRPOConfig
-from memsafe_rl.trainers.experience import Experience
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer
 from memsafe_rl.trainers.ppo_config import PPOConfig
+from memsafe_rl.trainers.samples import Experience
 from memsafe_rl.types import Ragged, Trajectory
 from tests.rollout.episodes.helpers import FORGETFUL, TEMPLATE, chat_tokenizer
 from tests.tiny import tiny_model
