@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import EncoderDecoderCache
@@ -67,8 +68,8 @@ class Seq2SeqAdapter(LanguageAdapter):
     """An encoder-decoder of transformers behind the `ModelAdapter` protocol."""
 
     start_token_id: int
-    reads_alike: bool
-    """Whether the encoder is frozen, so that all networks of a run read a prompt alike."""
+    takes_sources: bool
+    """Whether what a trajectory holds of its prompts came from this very encoder; whoever reads it there says so."""
 
     def __init__(self, model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> None:
         """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off.
@@ -102,7 +103,7 @@ class Seq2SeqAdapter(LanguageAdapter):
         )
         self._attention_configs = attention_configs(lm.get_decoder())
         self._windows = windows
-        self.reads_alike = not any(weight.requires_grad for weight in lm.get_encoder().parameters())
+        self.takes_sources = False
         self._read: _Read | None = None
         self._takes_positions = "position_ids" in inspect.signature(lm.get_decoder().forward).parameters
 
@@ -271,6 +272,19 @@ class Seq2SeqAdapter(LanguageAdapter):
         self.slot_bytes = max(own, read)
         self._note_heads(block.keys if block.source is None else [*block.keys, *block.source.keys])
 
+    @property
+    def reads_alike(self) -> bool:
+        """Whether the encoder is frozen and has no PEFT layers, so that policy and reference read a prompt alike."""
+        encoder = self._lm.get_encoder()
+        learns = any(weight.requires_grad for weight in encoder.parameters())
+        return not learns and not any(isinstance(module, BaseTunerLayer) for module in encoder.modules())
+
+    def take_sources(self) -> None:
+        """Reads prompts from trajectories from now on, where these hold what an encoder made of them."""
+        for adapter in (self, self.reference_adapter):
+            if adapter is not None:
+                adapter.takes_sources = True
+
     @contextmanager
     def read_together(
         self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
@@ -335,7 +349,7 @@ class Seq2SeqAdapter(LanguageAdapter):
         """Has the encoder read the unique prompts of some rows, unless what it gave is in the store."""
         unique = tuple(dict.fromkeys(trajectory.condition_of_row[row] for row in rows))
         lengths = tuple(trajectory.conditions.lengths[prompt] for prompt in unique)
-        if trajectory.sources is not None:
+        if trajectory.sources is not None and self.takes_sources:
             hidden_PLD = trajectory.sources.pad(unique, 0, self.device)
         else:
             prompts = trajectory.conditions.rows()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from memsafe_rl.accounting import charge
+from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.checks import check_rollout_plan
 from memsafe_rl.memory.policies import MemoryPolicy
@@ -138,6 +138,8 @@ class ExperienceMaker:
                 "takes a causal language model. Leave tools and environment_factory out."
             )
         engine.check(sampling)
+        if isinstance(adapter, Seq2SeqAdapter):
+            adapter.take_sources()
 
     def limit(self, max_new_tokens: int) -> None:
         """Sets the longest completion of the rollouts to come; a shortest one that is longer comes down to it.
@@ -627,7 +629,7 @@ class ExperienceMaker:
     def _scored_unrewarded(self, samples: Samples, answers: Answers, later_rows: Sequence[int]) -> Trajectory:
         """Lays the samples down and scores what all of them need, while reward functions may still be under way."""
         try:
-            with charge(Component.TRAJECTORY):
+            with host_memory(), charge(Component.TRAJECTORY):
                 trajectory = self._repeat(
                     lambda: laid_down(
                         samples,
@@ -647,7 +649,8 @@ class ExperienceMaker:
         """Whether what an encoder reads is kept with the rollout: it is frozen, and would read it more than once."""
         config = self._config
         again = config.num_iterations > 1 or config.updates_per_epoch > 1 or config.has_reference
-        return isinstance(self._adapter, Seq2SeqAdapter) and self._adapter.reads_alike and again
+        alike = isinstance(self._adapter, Seq2SeqAdapter) and self._adapter.reads_alike
+        return alike and again and config.disable_dropout  # dropout would read a prompt anew each time
 
     def _with_sources(self, trajectory: Trajectory) -> Trajectory:
         """Adds what a frozen encoder makes of the prompts, read once for scoring and all updates."""
@@ -724,7 +727,7 @@ class ExperienceMaker:
     ) -> Ragged:
         """Joins what every rank found of its rows, beside what is known of the others."""
         pairs = dict(self._ranks.gather(list(zip(mine, found, strict=True))))
-        with charge(Component.TRAJECTORY):
+        with host_memory(), charge(Component.TRAJECTORY):
             return self._recovery.repeat(lambda: trajectory.actions.beside(pairs, known))
 
     def _score_stale(self, trajectory: Trajectory, samples: Samples) -> Trajectory:
@@ -742,7 +745,7 @@ class ExperienceMaker:
             old = self._scored(self._adapter, trajectory, rows, known=trajectory.old_logprobs)
             has_old = tuple(known or stale for known, stale in zip(trajectory.has_old, samples.stale, strict=True))
             trajectory = replace(trajectory, old_logprobs=old, has_old=has_old)
-            with charge(Component.TRAJECTORY):
+            with host_memory(), charge(Component.TRAJECTORY):
                 weights = self._recovery.repeat(weighed)
             return replace(trajectory, importance_weights=weights)
 
@@ -750,7 +753,7 @@ class ExperienceMaker:
         """Adds old log-probs where the first update will come too late to give them, and weights they correct by."""
         with self._tracker.phase(Phase.SCORE):
             if self._corrected(external):
-                with charge(Component.TRAJECTORY):
+                with host_memory(), charge(Component.TRAJECTORY):
                     weights = self._recovery.repeat(lambda: self._corrections(trajectory))
                 return replace(trajectory, importance_weights=weights)
             wanting = [row for row in trajectory.rows_of(later_rows) if not trajectory.has_old[row]]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
@@ -21,6 +22,7 @@ from memsafe_rl.callbacks import (
     Trackers,
     banner,
 )
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.forecast.outcome import MemoryForecast
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.memory.monitor import meter_for
@@ -188,6 +190,7 @@ class PolicyTrainer(OnPolicyTrainer):
 
         # An adapter goes into a model object in place, so that only a model loaded by name can be loaded again.
         loaded = recovery.repeat(load) if isinstance(model, str) else load()
+        _refuse_half_weights(loaded.model)
         self.model = loaded.model.eval()
         recovery.repeat(lambda: self.rewards.to(self.accelerator.device))
         self.adapter = self._kind.adapt(loaded)
@@ -291,6 +294,17 @@ def _listed(callbacks: Any) -> list[Any]:
     if callbacks is None:
         return []
     return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+
+
+def _refuse_half_weights(model: Any) -> None:
+    """Refuses to move float16 weights, whose updates are lost to rounding or overflow without a word."""
+    name = next((name for name, w in model.named_parameters() if w.requires_grad and w.dtype == torch.float16), None)
+    if name is not None:
+        raise ConfigError(
+            f"{name} is to be trained in float16, in which updates vanish or overflow. Load the model in float32 "
+            "(model.float(), or model_init_kwargs={'dtype': 'float32'}) and set fp16=True or bf16=True for the forward "
+            "passes, or train an adapter (peft_config)."
+        )
 
 
 def _set_log_level(level: int) -> None:

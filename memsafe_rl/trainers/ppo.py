@@ -129,6 +129,11 @@ class PPOTrainer(PolicyTrainer):
         if wanted == "adapter":
             return SecondAdapter(adapter)
         loaded = load_model(wanted, trust_remote_code=self.args.trust_remote_code, device=self.accelerator.device).model
+        if {id(weight) for weight in loaded.parameters()} & {id(weight) for weight in adapter.model.parameters()}:
+            raise ConfigError(
+                "critic shares weights with the model. Leave critic out for a head on the model's own hidden states, "
+                "set critic='adapter', or give a copy (copy.deepcopy)."
+            )
         own = adapter_for(loaded, pad_token_id=self.processing_class.pad_token_id)
         self._check(own)
         return OwnModel(own, vocab_size=adapter.geometry.vocab_size)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsafe_rl.accounting import charge, claim
+from memsafe_rl.accounting import charge, claim, host_memory
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.host import to_device, to_host
 from memsafe_rl.rewards.base import PendingScores
@@ -194,7 +194,7 @@ def judged(trajectory: Trajectory, advantages: AdvantageResult) -> Trajectory:
         The trajectory with advantages.
     """
     advantages_B, unscored = advantages.advantages_B, advantages.unscored_B.tolist()
-    with charge(Component.TRAJECTORY):
+    with host_memory(), charge(Component.TRAJECTORY):
         objectives = objective_advantages(advantages)
     if trajectory.sample_of_row:  # the sequences of one sample share its advantages
         sample_of_row = list(trajectory.sample_of_row)
@@ -204,7 +204,7 @@ def judged(trajectory: Trajectory, advantages: AdvantageResult) -> Trajectory:
     trajectory = replace(trajectory, advantages=advantages_B, objective_advantages=objectives)
     if not any(unscored):
         return trajectory
-    with charge(Component.TRAJECTORY):
+    with host_memory(), charge(Component.TRAJECTORY):
         loss_mask = Ragged(trajectory.loss_mask.flat.clone(), trajectory.loss_mask.lengths)
     for row, mask in enumerate(loss_mask.rows()):
         if unscored[row]:

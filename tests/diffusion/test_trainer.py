@@ -17,6 +17,7 @@ from memsafe_rl.models.diffusion import Condition, DiffusionAdapter, TrainedStep
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.forecast_memory import forecast_memory
 from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.types import Component
 from tests.diffusion.small import PROMPTS, SHAPE, Denoiser, frames, make_policy
 from tests.trainers.helpers import cut, relative, weights
 
@@ -163,3 +164,21 @@ class Drawing(Denoiser):
 def test_a_denoiser_whose_rows_depend_on_their_company_is_refused(kind: type, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="other answers than alone"):
         make_trainer(tmp_path, policy=make_policy(denoiser=kind()))
+
+
+def test_a_stored_rollout_is_the_hosts_until_a_plan_wants_it_elsewhere(tmp_path: Path) -> None:
+    """64 chains of 4 states and their noise are larger than the device is."""
+    stored = 64 * 5 * 15 * 4
+    with SimulatedMemory(2**30) as memory:
+        trainer = make_trainer(
+            tmp_path,
+            policy=make_policy(steps=4),
+            plan=cut(4, 4),
+            per_device_train_batch_size=64,
+            num_generations=32,
+            max_steps=1,
+        )
+        trainer.train()
+    held = {phase: parts.get(Component.TRAJECTORY, 0) for phase, parts in memory.phase_peaks().items()}
+    assert max(held.values()) < stored / 8
+    assert memory.host_peak_bytes >= stored

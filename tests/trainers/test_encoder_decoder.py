@@ -8,19 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import BartConfig, BartForConditionalGeneration
 
 from benchmarks.small import small_t5
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.models.seq2seq import Seq2SeqAdapter
+from memsafe_rl.trainers.ppo import PPOTrainer
+from memsafe_rl.trainers.ppo_config import PPOConfig
 from memsafe_rl.trainers.probe import lay_down
 from memsafe_rl.trainers.update import StepTerms, accumulate_gradient
 from memsafe_rl.types import Denominators, LossSettings, Phase, UpdatePlan
 from tests.models.helpers import exact_norms
 from tests.tiny import tiny_tokenizer
-from tests.trainers.helpers import cut, make_trainer, relative, weights
+from tests.trainers.helpers import PROMPTS, count_digits, cut, make_trainer, relative, weights
 
 VOCAB_SIZE = 258
 LORA = {"r": 4, "target_modules": ["q", "v", "wo"], "task_type": "SEQ_2_SEQ_LM"}
@@ -232,3 +235,85 @@ def test_a_prompt_may_be_as_long_as_the_encoder_takes(tmp_path: Path) -> None:
 def test_other_engines_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"use_transformers_continuous_batching.*encoder-decoder"):
         make_trainer(tmp_path, model=tiny_t5(), use_transformers_continuous_batching=True)
+
+
+def frozen_t5(**config: Any) -> Any:
+    model = tiny_t5(**config)
+    model.shared.requires_grad_(False)
+    model.encoder.requires_grad_(False)
+    return model
+
+
+def test_a_critic_of_its_own_reads_prompts_itself(tmp_path: Path) -> None:
+    """What the policy's frozen encoder made of them is not what the critic's would."""
+    critic = tiny_t5(seed=5)
+    trainer = PPOTrainer(
+        frozen_t5(),
+        count_digits,
+        PPOConfig(
+            str(tmp_path),
+            per_device_train_batch_size=4,
+            max_completion_length=6,
+            max_steps=2,
+            num_iterations=2,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+        Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=tiny_tokenizer(),
+        critic=critic,
+    )
+    assert trainer._maker.keeps_sources
+    calls: list[int] = []
+    critic.get_encoder().register_forward_hook(lambda *_: calls.append(1))
+    before = [weight.detach().clone() for weight in critic.get_encoder().parameters()]
+    trainer.train()
+    assert calls
+    after = list(critic.get_encoder().parameters())
+    assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_an_encoder_with_an_adapter_on_it_is_not_kept(tmp_path: Path) -> None:
+    """A frozen adapter may still say something else than the base."""
+    model = get_peft_model(tiny_t5(), LoraConfig(**LORA))
+    for name, weight in model.named_parameters():
+        if ".encoder." in name:
+            weight.requires_grad_(False)
+    trainer = make_trainer(tmp_path, model=model, num_iterations=2)
+    assert not trainer._maker.keeps_sources
+    assert make_trainer(tmp_path / "b", model=frozen_t5(), num_iterations=2)._maker.keeps_sources
+    with_dropout = make_trainer(tmp_path / "c", model=frozen_t5(), num_iterations=2, disable_dropout=False)
+    assert not with_dropout._maker.keeps_sources
+
+
+def test_a_critic_that_shares_weights_is_refused(tmp_path: Path) -> None:
+    model = get_peft_model(tiny_t5(), LoraConfig(**LORA))
+    with pytest.raises(ConfigError, match="shares weights"):
+        PPOTrainer(
+            model,
+            count_digits,
+            PPOConfig(str(tmp_path), report_to="none", use_cpu=True),
+            Dataset.from_dict({"prompt": PROMPTS}),
+            processing_class=tiny_tokenizer(),
+            critic=model.get_base_model(),
+        )
+
+
+def test_float16_weights_are_not_trained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="float16"):
+        make_trainer(tmp_path, model=tiny_t5().half())
+
+
+def test_what_a_frozen_encoder_read_is_gone_on_with(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 4, "num_iterations": 2, "beta": 0.05, "save_strategy": "steps"}
+    settings |= {"save_steps": 1, "policy": cut(24)}
+    whole = make_trainer(tmp_path / "whole", model=frozen_t5(), **settings)
+    whole.train()
+    make_trainer(tmp_path / "parts", model=frozen_t5(), **{**settings, "max_steps": 3}).train()
+    second = make_trainer(tmp_path / "parts", model=frozen_t5(), **settings)
+    calls = Calls(second)
+    second.train(resume_from_checkpoint=True)
+    assert calls.rows == []
+    assert torch.equal(weights(second), weights(whole))
