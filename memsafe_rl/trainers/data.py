@@ -158,12 +158,20 @@ class PromptTokenizer:
         template_kwargs: extra arguments of the chat template.
         limit: longest prompt, in tokens; None for no limit.
         truncate: cut longer prompts on the left.
+        vocab_size: tokens that the model knows; None for any.
     """
 
     def __init__(
-        self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None, limit: int | None, truncate: bool
+        self,
+        tokenizer: Any,
+        *,
+        template_kwargs: Mapping[str, Any] | None,
+        limit: int | None,
+        truncate: bool,
+        vocab_size: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._template_kwargs = dict(template_kwargs or {})
         self.limit = limit
         self._truncate = truncate
@@ -190,6 +198,11 @@ class PromptTokenizer:
         for prompt, row in zip(prompts, ids, strict=True):
             if not row:
                 raise DataError(f"prompt {prompt!r} has no tokens. Remove empty prompts from the dataset.")
+            if self._vocab_size is not None and max(row) >= self._vocab_size:
+                raise DataError(
+                    f"prompt {prompt!r:.100} has the token id {max(row)}, but the model knows {self._vocab_size} tokens. "
+                    "Pass the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
+                )
         return [list(row) for row in ids]
 
     def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:

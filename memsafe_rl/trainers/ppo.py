@@ -129,6 +129,11 @@ class PPOTrainer(PolicyTrainer):
         if wanted == "adapter":
             return SecondAdapter(adapter)
         loaded = load_model(wanted, trust_remote_code=self.args.trust_remote_code, device=self.accelerator.device).model
+        if loaded.get_output_embeddings() is None:
+            raise ConfigError(
+                f"critic is a {type(loaded).__name__}, which has no language-model head. Pass the same network as "
+                "AutoModelForCausalLM (or AutoModelForSeq2SeqLM); its value head is made here."
+            )
         if {id(weight) for weight in loaded.parameters()} & {id(weight) for weight in adapter.model.parameters()}:
             raise ConfigError(
                 "critic shares weights with the model. Leave critic out for a head on the model's own hidden states, "

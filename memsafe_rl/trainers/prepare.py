@@ -111,6 +111,7 @@ def prompt_reader(config: TrainerConfig, tokenizer: Any, facts: ModelFacts) -> P
         template_kwargs=config.chat_template_kwargs,
         limit=min(limits, default=None),
         truncate=config.overlong_prompts == "truncate",
+        vocab_size=facts.vocab_size,
     )
 
 

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import BartConfig, BartForConditionalGeneration
 
 from benchmarks.small import small_t5
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.models.seq2seq import Seq2SeqAdapter
 from memsafe_rl.trainers.ppo import PPOTrainer
@@ -317,3 +317,8 @@ def test_what_a_frozen_encoder_read_is_gone_on_with(tmp_path: Path) -> None:
     second.train(resume_from_checkpoint=True)
     assert calls.rows == []
     assert torch.equal(weights(second), weights(whole))
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"token id \d+, but the model knows 20 tokens"):
+        make_trainer(tmp_path, model=small_t5(20, hidden=32, head_dim=8))
