@@ -200,8 +200,8 @@ class PromptTokenizer:
                 raise DataError(f"prompt {prompt!r} has no tokens. Remove empty prompts from the dataset.")
             if self._vocab_size is not None and max(row) >= self._vocab_size:
                 raise DataError(
-                    f"prompt {prompt!r:.100} has the token id {max(row)}, but the model knows {self._vocab_size} tokens. "
-                    "Pass the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
+                    f"prompt {prompt!r:.100} has token id {max(row)}, but the model knows {self._vocab_size} tokens."
+                    " Pass the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
                 )
         return [list(row) for row in ids]
 
