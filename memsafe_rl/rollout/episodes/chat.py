@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
+
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.rollout.episodes.protocol import Action, Message, ToolCall
 
@@ -15,6 +17,9 @@ _MARK = "\u241fturn\u241f"
 """Stands for what a turn said while its surroundings are rendered; nobody writes this."""
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 """How Qwen, SmolLM3 and Hermes write a call: JSON with "name" and "arguments"."""
+
+_DEEPEST_TURN = 64
+"""Lists and objects inside each other in a turn, 4 of them around a call's arguments: copying and rendering recurse."""
 
 Conversation = str | Sequence[Message]
 """A prompt, plain or conversational."""
@@ -60,6 +65,10 @@ class Dialect(Protocol):
         Returns:
             What it said and which tools it calls.
         """
+
+
+class UnrenderableError(DataError):
+    """A chat template refuses messages."""
 
 
 class PlainText:
@@ -124,10 +133,14 @@ class Chat:
 
     def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
         """Gives the ids of a whole conversation; see `Dialect.first`."""
-        rendered = self._tokenizer.apply_chat_template(
-            list(messages), tools=list(schemas) or None, add_generation_prompt=True, return_dict=True, **self._kwargs
-        )
-        return list(rendered["input_ids"])
+        rendered = self._rendered(messages, schemas, add_generation_prompt=True, return_dict=True)
+        ids = list(rendered["input_ids"])
+        if not ids:
+            raise DataError(
+                f"the chat template renders nothing for messages of the roles {_roles(messages)}. Set "
+                "processing_class.chat_template to one that writes them out."
+            )
+        return ids
 
     def following(
         self, turn: Message, last_id: int, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
@@ -135,12 +148,16 @@ class Chat:
         """Gives the ids between two turns; see `Dialect.following`.
 
         They are found in how a stand-in for the turn is rendered, with and without what follows: if the one is the
-        beginning of the other, the rest is what follows any turn.
+        beginning of the other, the rest is what follows any turn. A template that refuses the stand-in may still take
+        the conversation itself.
         """
         asked = {"role": "user", "content": "?"}
         stand_in = {"role": "assistant", "content": _MARK, **_calls_only(turn)}
-        before = self._text([asked, stand_in], schemas)
-        after = self._text([asked, stand_in, *messages], schemas, goes_on=True)
+        try:
+            before = self._text([asked, stand_in], schemas)
+            after = self._text([asked, stand_in, *messages], schemas, goes_on=True)
+        except UnrenderableError:
+            return None
         if not after.startswith(before) or _MARK not in before:
             return None
         closing = self._turn_end(asked, before)
@@ -166,7 +183,7 @@ class Chat:
             else:
                 message = _read_calls(self._tokenizer.decode(list(ids), skip_special_tokens=False), self._ends())
             return _action(message)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
             return Action(text, message={"role": "assistant", "content": text}, malformed=True)
 
@@ -174,14 +191,36 @@ class Chat:
         return [token for token in self._tokenizer.all_special_tokens if "tool_call" not in token]
 
     def _text(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], *, goes_on: bool = False) -> str:
-        rendered = self._tokenizer.apply_chat_template(
-            copy.deepcopy(list(messages)),
-            tools=list(schemas) or None,
-            add_generation_prompt=goes_on,
-            tokenize=False,
-            **self._kwargs,
-        )
-        return str(rendered)
+        return str(self._rendered(messages, schemas, add_generation_prompt=goes_on, tokenize=False))
+
+    def _rendered(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], **how: Any) -> Any:
+        own = copy.deepcopy(list(messages))
+        try:
+            return self._tokenizer.apply_chat_template(own, tools=list(schemas) or None, **how, **self._kwargs)
+        except (TemplateError, TypeError) as error:
+            raise UnrenderableError(
+                f"the chat template cannot render messages of the roles {_roles(messages)}: {error} Set "
+                "processing_class.chat_template to one that can, or have prompts, environments and users give messages "
+                "whose roles and contents it takes."
+            ) from error
+
+
+def encodable(value: Any) -> Any:
+    """Replaces what is no text in strings: halves of surrogate pairs, which JSON can spell and tokenizers refuse.
+
+    Args:
+        value: a string, or lists and mappings of them; anything else stays as it is.
+
+    Returns:
+        The same with "?" in their places.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="replace").decode()
+    if isinstance(value, Mapping):
+        return {encodable(name): encodable(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encodable(one) for one in value]
+    return value
 
 
 def check_tools(chat: Chat, schemas: Sequence[Mapping[str, Any]]) -> None:
@@ -230,13 +269,32 @@ def _action(message: Any) -> Action:
     """Turns a parsed message into an action; raises ValueError where a call has no name or no arguments."""
     if not isinstance(message, Mapping):
         raise ValueError("no message")
-    calls = []
+    _check_depth(message)
+    message = encodable(message)
+    calls, written = [], []
     for call in message.get("tool_calls") or ():
         function = call["function"]
         name, arguments = function["name"], function.get("arguments", {})
         if not isinstance(name, str) or not isinstance(arguments, Mapping):
             raise ValueError("a call has no name, or no arguments by name")
-        calls.append(ToolCall(name, dict(arguments)))
-    text = message.get("content") or ""
-    kept = {name: value for name, value in message.items() if name != "tool_calls" or value}
-    return Action(str(text), tuple(calls), {"role": "assistant", **kept, "content": str(text)})
+        calls.append(ToolCall(name, copy.deepcopy(dict(arguments))))
+        written.append({**call, "function": {**function, "arguments": arguments}})
+    text = str(message.get("content") or "")
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    own = {"tool_calls": written} if written else {}
+    return Action(text, tuple(calls), {"role": "assistant", **kept, **own, "content": text})
+
+
+def _check_depth(message: Any) -> None:
+    """Raises ValueError where lists and objects lie deeper inside each other than a turn needs."""
+    level = [message]
+    for _ in range(_DEEPEST_TURN):
+        inner = [one.values() if isinstance(one, Mapping) else one for one in level]
+        level = [one for values in inner for one in values if isinstance(one, (Mapping, list, tuple))]
+        if not level:
+            return
+    raise ValueError(f"a turn is deeper than {_DEEPEST_TURN} lists and objects")
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    return ", ".join(str(message.get("role")) for message in messages) or "(none)"

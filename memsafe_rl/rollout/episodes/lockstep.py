@@ -17,7 +17,7 @@ from torch import Tensor
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.rollout.episodes.calls import Call, Caller
-from memsafe_rl.rollout.episodes.chat import Chat, Dialect, PlainText
+from memsafe_rl.rollout.episodes.chat import Chat, Dialect, PlainText, encodable
 from memsafe_rl.rollout.episodes.episode import Ending, Episode, EpisodeLimits, LiveEpisode, turn_key
 from memsafe_rl.rollout.episodes.protocol import Environment, Message, Observation, Step
 from memsafe_rl.rollout.episodes.tools import tool_schemas
@@ -311,7 +311,7 @@ class Match:
         return answers
 
     def _seen_by(self, one: LiveEpisode) -> list[int]:
-        system: Message = {"role": "system", "content": one.instructions}
+        system: Message = {"role": "system", "content": encodable(one.instructions)}
         return self._dialect.first([system, *as_seen_by_user(one.messages)], ())
 
     def _hear(self, one: LiveEpisode, answer: Any) -> None:
@@ -322,7 +322,7 @@ class Match:
             return
         if answer is not None and not isinstance(answer, str):
             raise DataError(f"A user answered {answer!r:.100} ({type(answer).__name__}). Give a text, or None to end.")
-        said: list[Message] = [] if answer is None else [{"role": "user", "content": answer}]
+        said: list[Message] = [] if answer is None else [{"role": "user", "content": encodable(answer)}]
         over = answer is None or any(stop in answer for stop in getattr(one.user, "stops", ()))
         if over:
             one.messages += said
@@ -344,7 +344,10 @@ def opened(prompt: Any, seen: Observation) -> list[Message]:
     Returns:
         Messages; for plain text one, of the role "user".
     """
-    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _copied(prompt)
+    messages: list[Message] = (
+        [{"role": "user", "content": encodable(prompt)}] if isinstance(prompt, str) else _copied(prompt)
+    )
+    seen = encodable(seen) if isinstance(seen, str) else seen
     if isinstance(seen, str) and messages and messages[-1]["role"] == "user":
         content = messages[-1]["content"]
         part = [{"type": "text", "text": seen}] if isinstance(content, list) else seen
@@ -367,7 +370,7 @@ def observed(seen: Observation) -> list[Message]:
     if seen is None:
         return []
     if isinstance(seen, str):
-        return [{"role": "user", "content": seen}]
+        return [{"role": "user", "content": encodable(seen)}]
     if not isinstance(seen, Sequence) or not all(
         isinstance(message, Mapping) and "role" in message for message in seen
     ):
@@ -376,7 +379,7 @@ def observed(seen: Observation) -> list[Message]:
 
 
 def _copied(messages: Any) -> list[Message]:
-    return [dict(message) for message in messages or ()]
+    return [encodable(message) for message in messages or ()]
 
 
 def _bound(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -20,15 +20,46 @@ def tool_schemas(tools: Sequence[Tool | Mapping[str, Any]]) -> list[dict[str, An
     """Describes tools as chat templates want them.
 
     Args:
-        tools: typed functions with Google docstrings, or JSON schemas.
+        tools: typed functions with Google docstrings, or JSON schemas; a function alone is a list of one.
 
     Returns:
         One JSON schema each.
 
     Raises:
-        ConfigError: a function lacks type hints or a docstring.
+        ConfigError: a function lacks type hints or a docstring, or a schema a name.
     """
-    return [dict(tool) if isinstance(tool, Mapping) else _schema(tool) for tool in tools]
+    return [_named(tool) if isinstance(tool, Mapping) else _schema(tool) for tool in listed_tools(tools)]
+
+
+def listed_tools(tools: Any) -> list[Any]:
+    """Gives tools as a list.
+
+    Args:
+        tools: a list, a function alone, or None for none.
+
+    Returns:
+        The list.
+
+    Raises:
+        ConfigError: they are something else.
+    """
+    if tools is None:
+        return []
+    if callable(tools):
+        return [tools]
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
+        raise ConfigError(f"tools is {tools!r:.100} ({type(tools).__name__}). Give a list of functions.")
+    return list(tools)
+
+
+def _named(schema: Mapping[str, Any]) -> dict[str, Any]:
+    function = schema.get("function", schema)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConfigError(
+            f"The tool {dict(schema)!r:.100} is no JSON schema of a function: it has no name. Give "
+            '{"type": "function", "function": {"name": ..., "parameters": ...}}, or a typed function.'
+        )
+    return dict(schema)
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
@@ -51,7 +82,8 @@ def methods_of(instance: Any) -> list[Tool]:
         instance: the environment.
 
     Returns:
-        Its public methods, without `reset` and `get_reward`, by name.
+        Its public methods, inherited and static ones with them, without `reset` and `get_reward`, by name; class
+        methods and properties are none.
     """
     members = inspect.getmembers(type(instance), predicate=inspect.isfunction)
     return [getattr(instance, name) for name, _ in members if name not in _OWN and not name.startswith("_")]
@@ -68,14 +100,19 @@ class ToolEnvironment(Environment):
         user: who answers when no tool is called; None to end there.
 
     Raises:
-        ConfigError: two tools have one name.
+        ConfigError: two tools have one name, or one is no function.
     """
 
     def __init__(self, tools: Sequence[Tool] = (), user: User | None = None) -> None:
-        self.tools = list(tools)
+        self.tools = listed_tools(tools)
         self.user = user
         self._functions: dict[str, Tool] = {}
-        for tool in tools:
+        for tool in self.tools:
+            if not callable(tool):
+                raise ConfigError(
+                    f"The tool {tool!r:.100} ({type(tool).__name__}) cannot be called. Give a typed function; schemas "
+                    "alone belong to an Environment whose `step` carries the calls out."
+                )
             name = getattr(tool, "__name__", type(tool).__name__)
             if name in self._functions:
                 raise ConfigError(f"Two tools are called {name!r}. Rename one: the model calls tools by their names.")
@@ -140,12 +177,17 @@ class MethodEnvironment(ToolEnvironment):
     """
 
     def __init__(self, instance: Any, tools: Sequence[Tool] = ()) -> None:
+        if isinstance(instance, type):
+            raise ConfigError(
+                f"environment_factory gave the class {instance.__name__}. Have it give an instance, or pass the class "
+                "itself as environment_factory."
+            )
         if not callable(getattr(instance, "reset", None)):
             raise ConfigError(
                 f"environment_factory gave a {type(instance).__name__}, which has no method `reset`. Define "
                 "`reset(**columns)`, or derive it from memsafe_rl.Environment."
             )
-        super().__init__([*tools, *methods_of(instance)])
+        super().__init__([*listed_tools(tools), *methods_of(instance)])
         self.instance = instance
         self.blocking = bool(getattr(instance, "blocking", False))
 
@@ -187,15 +229,29 @@ def _failed(error: Exception) -> _Failed:
     """Turns what a tool raised into its result; memory that ran out is no answer."""
     if is_out_of_memory(error):
         raise error
-    return _Failed(str(error))
+    try:
+        return _Failed(str(error))
+    except Exception:
+        return _Failed(type(error).__name__)
 
 
 def _told(calls: Sequence[ToolCall], results: Sequence[Any]) -> Step:
+    shown = [_shown(result) for result in results]
     messages: list[Message] = [
-        {"role": "tool", "name": call.name, "content": result if _is_content(result) else str(result)}
-        for call, result in zip(calls, results, strict=True)
+        {"role": "tool", "name": call.name, "content": str(result) if isinstance(result, _Failed) else result}
+        for call, result in zip(calls, shown, strict=True)
     ]
-    return Step(messages, failures=sum(isinstance(result, _Failed) for result in results))
+    return Step(messages, failures=sum(isinstance(result, _Failed) for result in shown))
+
+
+def _shown(result: Any) -> Any:
+    """A result as the content of a message; one that cannot be shown as text is a failure."""
+    if isinstance(result, _Failed) or _is_content(result):
+        return result
+    try:
+        return str(result)
+    except Exception as error:
+        return _failed(error)
 
 
 def _is_content(result: Any) -> bool:

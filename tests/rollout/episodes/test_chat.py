@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.rollout.episodes.chat import Chat, PlainText, check_tools
+from memsafe_rl.rollout.episodes.chat import Chat, PlainText, check_tools, encodable
 from memsafe_rl.rollout.episodes.protocol import Message
 from memsafe_rl.rollout.episodes.tools import tool_schemas
 from tests.rollout.episodes.helpers import FORGETFUL, TEMPLATE, chat_tokenizer
@@ -136,6 +136,61 @@ def test_a_template_without_tools_is_refused() -> None:
         check_tools(Chat(chat_tokenizer(blind)), SCHEMAS)
     with pytest.raises(DataError, match="no chat template"):
         Chat(tiny_tokenizer())
+
+
+QWEN = TEMPLATE.replace("{{ call.function | tojson }}", "{{ call.function.arguments | tojson }}")
+"""Renders the arguments alone, which must be there."""
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ('{"name": "f"}', {}),
+        ('{"name": "f", "arguments": {"a": "\\ud83d", "\\ud83d": ["\\udc00x"]}}', {"a": "?", "?": ["?x"]}),
+        ('{"name": "f", "arguments": {"a": "\\ud83d\\ude00"}}', {"a": "\U0001f600"}),
+        ('{"name": "f", "arguments": {"a": ' + "[" * 59 + "]" * 59 + "}}", None),
+        ('{"name": "f", "arguments": {"a": ' + "[" * 900 + "]" * 900 + "}}", "malformed"),
+        ("[" * 100_000, "malformed"),
+        ('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "malformed"),
+    ],
+    ids=["no arguments", "halves", "a pair", "deep", "deeper", "deepest", "long number"],
+)
+@pytest.mark.parametrize("template", [QWEN, FORGETFUL.replace("call.function |", "call.function.arguments |")])
+def test_whatever_the_model_writes_can_be_rendered(template: str, call: str, arguments: Any) -> None:
+    tokenizer = chat_tokenizer(template)
+    chat = Chat(tokenizer)
+    action = chat.read([], [*tokenizer(f"<tool_call>{call}</tool_call>")["input_ids"], EOS_ID], SCHEMAS)
+    assert action.malformed is (arguments == "malformed")
+    if isinstance(arguments, dict):
+        assert action.calls[0].arguments == arguments
+        assert action.message["tool_calls"][0]["function"]["arguments"] == arguments
+    answer: Message = {"role": "tool", "name": "f", "content": "none"}
+    chat.following(action.message, EOS_ID, [answer], SCHEMAS)
+    assert chat.first([QUESTION, action.message, answer], SCHEMAS)
+
+
+def test_halves_of_pairs_are_replaced_and_nothing_else() -> None:
+    given = [{"a": ("\ud800x", 3, None)}, "h\u00e9 \U0001f600"]
+    assert encodable(given) == [{"a": ["?x", 3, None]}, "h\u00e9 \U0001f600"]
+
+
+def test_messages_that_a_template_refuses_are_named() -> None:
+    once = TEMPLATE.replace(
+        "{{ m.role }}: ", "{% if m.role == 'user' and loop.index > 1 %}{{ raise_exception('one') }}{% endif %}"
+    )
+    chat = Chat(chat_tokenizer(once))
+    turn: Message = {"role": "assistant", "content": "x"}
+    assert chat.following(turn, EOS_ID, [QUESTION], ()) is None
+    with pytest.raises(DataError, match=r"cannot render messages of the roles user, assistant, user: one Set proc"):
+        chat.first([QUESTION, turn, QUESTION], ())
+    with pytest.raises(DataError, match=r"renders nothing for messages of the roles user"):
+        Chat(chat_tokenizer("{% if messages | length > 5 %}x{% endif %}")).first([QUESTION], ())
+
+
+def test_schemas_without_a_name_are_refused() -> None:
+    assert tool_schemas(look_up) == SCHEMAS  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no JSON schema of a function"):
+        tool_schemas([{"a": 1}])
 
 
 def test_a_tool_without_type_hints_is_refused() -> None:
