@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from memsafe_rl.memory.simulated import SimulatedMemory
     from memsafe_rl.models.diffusion import Condition, DiffusionPolicy, TrainedSteps
     from memsafe_rl.models.schedulers import DDIMScheduler, DDPMScheduler, DiffusersScheduler, FlowSDEScheduler
+    from memsafe_rl.rewards.calls import Patience
     from memsafe_rl.rollout.engines.denoising import draw_samples
     from memsafe_rl.rollout.episodes.adapters import GymEnvironment, HalfDuplex
     from memsafe_rl.rollout.episodes.protocol import Action, Environment, Step, ToolCall
@@ -52,6 +53,7 @@ _HOMES = {
     "ModelUser": "memsafe_rl.rollout.episodes.users",
     "PPOConfig": "memsafe_rl.trainers.ppo_config",
     "PPOTrainer": "memsafe_rl.trainers.ppo",
+    "Patience": "memsafe_rl.rewards.calls",
     "RolloutPlan": "memsafe_rl.types",
     "SimulatedMemory": "memsafe_rl.memory.simulated",
     "Step": "memsafe_rl.rollout.episodes.protocol",
@@ -89,6 +91,7 @@ __all__ = [
     "ModelUser",
     "PPOConfig",
     "PPOTrainer",
+    "Patience",
     "RolloutPlan",
     "SimulatedMemory",
     "Step",

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memsafe_rl.errors import DataError, MemsafeError, RewardTimeoutError
+from memsafe_rl.errors import ConfigError, DataError, MemsafeError, RewardTimeoutError
 from memsafe_rl.rewards.background import BackgroundLoop
 
 RewardFunction = Callable[..., Any]
@@ -36,11 +36,20 @@ class Patience:
         retries: further calls of a function that took longer.
         gives_none: whether a function that took longer every time leaves its rows without its reward (True) or ends
             the run (False).
+
+    Raises:
+        ConfigError: the timeout is no number, or the retries are no whole one of at least 0.
     """
 
     timeout_seconds: float | None = None
     retries: int = 0
     gives_none: bool = False
+
+    def __post_init__(self) -> None:
+        if self.timeout_seconds is not None and not isinstance(self.timeout_seconds, (int, float)):
+            raise ConfigError(f"timeout_seconds is {self.timeout_seconds!r:.100}. Give seconds, or None for no limit.")
+        if not isinstance(self.retries, int) or self.retries < 0:
+            raise ConfigError(f"retries is {self.retries!r:.100}. Give a whole number of at least 0.")
 
     @property
     def deadline_seconds(self) -> float | None:

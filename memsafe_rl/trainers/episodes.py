@@ -18,7 +18,7 @@ from memsafe_rl.rollout.episodes.chat import Chat, check_tools
 from memsafe_rl.rollout.episodes.episode import Ending, Episode, EpisodeLimits, Segment
 from memsafe_rl.rollout.episodes.lockstep import AgentDraw, Beginning, Match, Table, UserDraw, begin
 from memsafe_rl.rollout.episodes.protocol import Environment, Tool
-from memsafe_rl.rollout.episodes.tools import MethodEnvironment, ToolEnvironment, tool_schemas
+from memsafe_rl.rollout.episodes.tools import MethodEnvironment, ToolEnvironment, listed_tools, tool_schemas
 from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.data import Prompts
 from memsafe_rl.trainers.given import GivenRollout, Piece
@@ -47,7 +47,7 @@ class EnvironmentReward:
         self._kind = kind
         self._caller = caller
 
-    def __call__(self, **given: Any) -> list[float | None]:
+    def __call__(self, /, **given: Any) -> list[float | None]:
         """Judges every environment once.
 
         Args:
@@ -108,7 +108,7 @@ class Stage:
     Args:
         config: the run's configuration.
         tokenizer: of the model.
-        tools: functions that every episode offers.
+        tools: functions that every episode offers; one alone is a list of one.
         environment_factory: makes environments; a mapping of them by the dataset's column "environment"; None for
             episodes of tools alone.
 
@@ -125,7 +125,9 @@ class Stage:
         self.caller = Caller()
         self._named = isinstance(environment_factory, Mapping)
         factories: Mapping[Any, Any] = environment_factory if self._named else {None: environment_factory}
-        self._pools = {name: _Pool(_maker(tools or (), make)) for name, make in factories.items()}
+        _check_factories(factories, named=self._named)
+        offered = listed_tools(tools)
+        self._pools = {name: _Pool(_maker(offered, make)) for name, make in factories.items()}
         probed = {name: pool.take() for name, pool in self._pools.items()}
         for environment in probed.values():
             schemas = tool_schemas(environment.tools)
@@ -375,6 +377,19 @@ def _check_config(config: TrainerConfig) -> None:
         raise ConfigError(
             f"partial_rollout_tokens is {config.partial_rollout_tokens} with tools or environments, whose episodes are "
             "played to their ends. Leave one of the two out."
+        )
+
+
+def _check_factories(factories: Mapping[Any, Any], *, named: bool) -> None:
+    if not factories:
+        raise ConfigError("environment_factory is an empty mapping. Give it an environment's class by name.")
+    for name, make in factories.items():
+        if callable(make) or (make is None and not named):
+            continue
+        place = f"environment_factory[{name!r}]" if named else "environment_factory"
+        raise ConfigError(
+            f"{place} is {make!r:.100}, which cannot be called: it is of the type {type(make).__name__}. Give the "
+            "environment's class, or a function that makes a new instance at every call."
         )
 
 

@@ -337,6 +337,13 @@ def test_environments_alone_need_no_dataset(tmp_path: Path) -> None:
     [
         ({"environment_factory": Silent}, ConfigError, "There is no reward"),
         ({"tools": [add]}, ConfigError, "tools are given beside Digits"),
+        ({"tools": add}, ConfigError, "tools are given beside Digits"),
+        ({"tools": "add"}, ConfigError, "Give a list of functions"),
+        ({"environment_factory": 5}, ConfigError, "environment_factory is 5"),
+        ({"environment_factory": "Digits"}, ConfigError, "environment_factory is 'Digits'"),
+        ({"environment_factory": Silent()}, ConfigError, "it is of the type Silent"),
+        ({"environment_factory": {"a": 5}}, ConfigError, r"environment_factory\['a'\] is 5"),
+        ({"environment_factory": {}}, ConfigError, "an empty mapping"),
         ({"rollout_func": lambda *_: {}}, ConfigError, "Leave tools and environment_factory out, or rollout_func"),
         ({"partial_rollout_tokens": 4}, ConfigError, "played to their ends"),
         ({"max_episode_turns": 0}, ConfigError, "max_episode_turns"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from memsafe_rl.errors import DataError
 
 Message = dict[str, Any]
 """A chat message: "role", "content", and what chat templates know besides."""
@@ -55,11 +58,22 @@ class Step:
         observation: what the agent sees next; a text is a message of the role "user".
         done: whether the episode is over.
         failures: tool calls that failed.
+
+    Raises:
+        DataError: failures are no number of calls.
     """
 
     observation: Observation = None
     done: bool = False
     failures: int = 0
+
+    def __post_init__(self) -> None:
+        try:
+            operator.index(self.failures)
+        except TypeError as error:
+            raise DataError(
+                f"a Step has failures={self.failures!r:.100}. Give the number of tool calls that failed."
+            ) from error
 
 
 class User:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memsafe_rl.errors import MemsafeError
+from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.rewards.calls import Patience
 from memsafe_rl.rollout.episodes.protocol import Message, User
 
@@ -41,12 +41,25 @@ class CallableUser(User):
             at the same time.
         patience: how long an async function is waited for; one that took longer every time ends the episode as
             truncated where `gives_none`, else the run.
+
+    Raises:
+        ConfigError: one of these cannot be used.
     """
 
     reply: Reply
     stops: Sequence[str] = STOPS
     blocking: bool = False
     patience: Patience = _ENDLESS
+
+    def __post_init__(self) -> None:
+        if not callable(self.reply):
+            raise ConfigError(f"CallableUser has reply={self.reply!r:.100}. Give a function of the conversation.")
+        if not isinstance(self.patience, Patience):
+            raise ConfigError(
+                f"CallableUser has patience={self.patience!r:.100} ({type(self.patience).__name__}). Give "
+                "Patience(timeout_seconds=...)."
+            )
+        object.__setattr__(self, "stops", _checked_stops(self.stops))
 
     def answer(self, messages: list[Message]) -> Any:
         """Calls the function.
@@ -94,6 +107,9 @@ class ModelUser(User):
         max_tokens: longest answer, in tokens.
         stops: strings that end the episode.
         temperature: of its draws; None for the run's.
+
+    Raises:
+        ConfigError: one of these cannot be used.
     """
 
     system: str | Callable[[Mapping[str, Any]], str]
@@ -101,6 +117,15 @@ class ModelUser(User):
     max_tokens: int = 128
     stops: Sequence[str] = STOPS
     temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.system, str) and not callable(self.system):
+            raise ConfigError(f"ModelUser has system={self.system!r:.100}. Give a text, or a function of the task.")
+        if not isinstance(self.role, str):
+            raise ConfigError(f"ModelUser has role={self.role!r:.100}. Give the name of a role, such as 'base'.")
+        if not isinstance(self.max_tokens, int) or isinstance(self.max_tokens, bool) or self.max_tokens < 1:
+            raise ConfigError(f"ModelUser has max_tokens={self.max_tokens!r:.100}. Give a whole number of at least 1.")
+        object.__setattr__(self, "stops", _checked_stops(self.stops))
 
     def instructions(self, example: Mapping[str, Any]) -> str:
         """Gives what the user is told in an episode.
@@ -110,8 +135,14 @@ class ModelUser(User):
 
         Returns:
             A system message.
+
+        Raises:
+            DataError: the function gave no text.
         """
-        return self.system if isinstance(self.system, str) else self.system(example)
+        told = self.system if isinstance(self.system, str) else self.system(example)
+        if not isinstance(told, str):
+            raise DataError(f"ModelUser's system gave {told!r:.100} ({type(told).__name__}). Have it give a text.")
+        return told
 
     def manner(self) -> ModelUser:
         """Gives what users must have in common to draw in one call.
@@ -120,6 +151,15 @@ class ModelUser(User):
             This user without its instructions; users whose ones are equal draw together.
         """
         return replace(self, system="", stops=())
+
+
+def _checked_stops(stops: Any) -> tuple[str, ...]:
+    """A text alone is one stop; an empty one would end every episode."""
+    listed = (stops,) if isinstance(stops, str) else stops
+    kept = tuple(listed) if isinstance(listed, Iterable) else (None,)
+    if not all(isinstance(stop, str) and stop for stop in kept):
+        raise ConfigError(f"A user has stops={stops!r:.100}. Give a list of texts that are not empty.")
+    return kept
 
 
 def as_seen_by_user(messages: Sequence[Message]) -> list[Message]:

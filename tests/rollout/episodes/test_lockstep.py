@@ -14,7 +14,7 @@ from memsafe_rl.rewards.calls import Patience
 from memsafe_rl.rollout.episodes.episode import Ending, Episode, EpisodeLimits, turn_key
 from memsafe_rl.rollout.episodes.lockstep import begin, play
 from memsafe_rl.rollout.episodes.protocol import Environment, Step
-from memsafe_rl.rollout.episodes.tools import MethodEnvironment, ToolEnvironment
+from memsafe_rl.rollout.episodes.tools import MethodEnvironment, ToolEnvironment, methods_of
 from memsafe_rl.rollout.episodes.users import CallableUser, ModelUser, UserTimeoutError
 from memsafe_rl.types import RolloutPlan, SequenceKey
 from tests.rollout.episodes.helpers import (
@@ -175,6 +175,52 @@ def test_tools_and_environments_that_cannot_work_are_refused() -> None:
         ToolEnvironment([add, add])
     with pytest.raises(ConfigError, match="has no method `reset`"):
         MethodEnvironment(object())
+    with pytest.raises(ConfigError, match="gave the class Bookings"):
+        MethodEnvironment(Bookings)
+    for tools in ("add", 5, {"add": add}):
+        with pytest.raises(ConfigError, match="Give a list of functions"):
+            ToolEnvironment(tools)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="cannot be called"):
+        ToolEnvironment(["add"])  # type: ignore[list-item]
+    with pytest.raises(DataError, match="failures='a'"):
+        Step(failures="a")  # type: ignore[arg-type]
+
+
+def test_static_and_inherited_methods_are_tools_and_class_methods_are_not() -> None:
+    class More(Bookings):
+        @staticmethod
+        def hours() -> str:
+            """Says when it is open."""
+            return "always"
+
+        @classmethod
+        def kind(cls) -> str:
+            """Says what it is."""
+            return cls.__name__
+
+    assert [tool.__name__ for tool in methods_of(More())] == ["find", "hours"]
+
+
+def test_a_result_that_is_no_text_is_a_failure() -> None:
+    class Mute(Exception):  # noqa: N818
+        def __str__(self) -> str:
+            raise self
+
+    def mute() -> Any:
+        """Says nothing."""
+        return Mute()
+
+    def halves() -> str:
+        """Says half a pair."""
+        return "\ud83d!"
+
+    tokenizer = chat_tokenizer()
+    agent = says(
+        tokenizer, script(KEY, '<tool_call>{"name": "mute"}</tool_call>\n<tool_call>{"name": "halves"}</tool_call>')
+    )
+    (episode,) = play([beginning(ToolEnvironment([mute, halves]))], table(tokenizer, agent))
+    assert [message["content"] for message in episode.messages[1:3]] == ["{'error': 'Mute'}", "?!"]
+    assert (episode.tool_calls, episode.tool_failures) == (2, 1)
 
 
 # ------------------------------------------------------------------ users
@@ -263,6 +309,44 @@ def test_users_that_are_models_draw_together() -> None:
     ]
     assert [episode.messages[1]["content"] for episode in episodes] == ["more 0", "more 1", "ok"]
     assert [episode.ending for episode in episodes] == [Ending.DONE] * 3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: CallableUser(str, patience=3), "patience=3"),  # type: ignore[arg-type]
+        (lambda: CallableUser("hi"), "reply='hi'"),  # type: ignore[arg-type]
+        (lambda: CallableUser(str, stops=("",)), "not empty"),
+        (lambda: Patience("a"), "timeout_seconds is 'a'"),  # type: ignore[arg-type]
+        (lambda: Patience(retries=-1), "retries is -1"),
+        (lambda: ModelUser(5), "system=5"),  # type: ignore[arg-type]
+        (lambda: ModelUser("x", role=None), "role=None"),  # type: ignore[arg-type]
+        (lambda: ModelUser("x", max_tokens="a"), "max_tokens='a'"),  # type: ignore[arg-type]
+        (lambda: ModelUser("x", max_tokens=0), "max_tokens=0"),
+        (lambda: ModelUser("x", stops=3), "stops=3"),  # type: ignore[arg-type]
+    ],
+)
+def test_users_that_cannot_work_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_one_stop_needs_no_list() -> None:
+    assert ModelUser("x", stops="abc").stops == CallableUser(str, stops="abc").stops == ("abc",)
+    with pytest.raises(DataError, match="system gave 5"):
+        ModelUser(lambda _: 5).instructions({})  # type: ignore[arg-type, return-value]
+
+
+def test_halves_of_pairs_in_what_others_say_are_replaced() -> None:
+    class Half(Echo):
+        def reset(self, example: Any) -> Any:
+            return "\ud83d"
+
+    tokenizer = chat_tokenizer()
+    user = CallableUser(lambda said: "\udc00" if len(said) < 4 else None)
+    (episode,) = play([beginning(Half(user=user))], table(tokenizer, says(tokenizer, {})))
+    assert episode.prompt[0]["content"] == "q0?"
+    assert episode.messages[1]["content"] == "?"
 
 
 def test_plain_text_has_no_user() -> None:
