@@ -12,8 +12,10 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError, RewardTimeoutError
 from memsafe_rl.rewards.background import BackgroundLoop
 
@@ -199,13 +201,13 @@ class Calls:
     def _output(self, name: str, function: RewardFunction) -> Any:
         """Calls a function with its keywords: all of them if it takes any, else those it names.
 
-        Lists are copied, so that a function that sorts or pops does not disturb the next one. What an earlier call of
-        it logged is forgotten.
+        Lists are copied, and the tensors and arrays in them, so that a function that sorts, pops or computes in place
+        does not disturb the next one. What an earlier call of it logged is forgotten.
         """
         extras: dict[str, list[Any]] = {}
         metrics: list[tuple[str, float]] = []
         self._extras[name], self._metrics[name] = extras, metrics
-        available = {key: list(value) if isinstance(value, list) else value for key, value in self._given.items()}
+        available = {key: _copied(value) for key, value in self._given.items()}
         available["log_extra"] = lambda column, values: extras.setdefault(column, []).extend(
             _listed(name, column, values)
         )
@@ -324,3 +326,16 @@ def required_names(function: RewardFunction) -> set[str]:
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = _parameters(function) or []
     return {p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty}
+
+
+def _copied(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    with host_memory():
+        return [_own(entry) for entry in value]
+
+
+def _own(entry: Any) -> Any:
+    if isinstance(entry, Tensor):
+        return entry.clone()
+    return entry.copy() if isinstance(entry, np.ndarray) else entry
