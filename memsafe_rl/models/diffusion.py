@@ -10,10 +10,11 @@ condition, ``D`` their width; ``...`` stands for the axes of a state.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.blocks import find_blocks, recomputed
+from memsafe_rl.models.embedding import EmbeddingCache, prompt_key
 from memsafe_rl.models.geometry import autocast_bytes, weight_bytes
 from memsafe_rl.models.language import as_reference
 from memsafe_rl.models.schedulers import DenoisingScheduler, as_scheduler
@@ -33,6 +35,7 @@ _APART, _APART_NARROW = 1e-4, 5e-2
 """How far a denoiser's answers in two batches may lie apart, of their norm, in 32 bits and below."""
 EMBEDDING_CACHE_BYTES = 256 * 2**20
 """Host memory that embedded prompts may take; the least recently used ones are embedded again."""
+_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,13 @@ class TrainedSteps:
     window: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise ConfigError(f"fraction is {self.fraction}. Set it above 0 and at most 1; 1 learns from every step.")
+        if not _is_number(self.fraction) or not 0 < self.fraction <= 1:
+            raise ConfigError(f"fraction is {self.fraction!r}. Set it above 0 and at most 1; 1 learns from every step.")
+        pair = self.window if isinstance(self.window, (tuple, list)) else ()
+        if self.window is not None and (len(pair) != 2 or not all(_is_whole(end) for end in pair)):
+            raise ConfigError(
+                f"window is {self.window!r}. Set it to (first step, step after the last one), or None for all."
+            )
 
     def candidates(self, stds: Sequence[float]) -> tuple[int, ...]:
         """Gives the steps that the fraction is taken of.
@@ -157,12 +165,18 @@ class DiffusionPolicy(nn.Module):
         super().__init__()
         if reduce not in ("mean", "sum"):
             raise ConfigError(f"reduce is {reduce!r}. Set it to 'mean' or 'sum'.")
-        if not state_dtype.is_floating_point:
-            raise ConfigError(f"state_dtype is {state_dtype}. Set it to torch.float32 or torch.bfloat16.")
+        if state_dtype not in _STATE_DTYPES:
+            raise ConfigError(f"state_dtype is {state_dtype!r}. Set it to torch.float32 or torch.bfloat16.")
+        if not isinstance(denoiser, nn.Module):
+            raise ConfigError(f"denoiser is a {type(denoiser).__name__}. Pass a torch.nn.Module.")
+        if not isinstance(trained_steps, (TrainedSteps, type(None))):
+            raise ConfigError(f"trained_steps is {trained_steps!r}. Pass a TrainedSteps, such as TrainedSteps(0.5).")
+        _check_numbers(num_inference_steps, guidance_scale)
+        _check_called(embed=embed, elements=elements, decode=decode)
         self.denoiser = denoiser
         self.scheduler = as_scheduler(scheduler)
-        self.sample_shape = tuple(sample_shape)
-        self.condition_shape = condition_shape
+        self.sample_shape = _as_shape("sample_shape", sample_shape, "one or more sizes, such as (3, 64, 64)")
+        self.condition_shape = _as_shape("condition_shape", condition_shape, "(longest L, width D)", axes=2)
         self.num_inference_steps = num_inference_steps
         self.guidance_scale = guidance_scale
         self.guidance_gradient = guidance_gradient
@@ -174,12 +188,13 @@ class DiffusionPolicy(nn.Module):
         self._embed = (embed,)  # in a tuple, so that an encoder's weights are not taken for the policy's
         self._decode = (decode,)
         self.scheduler.set_timesteps(num_inference_steps)
+        _check_laid_out(self.scheduler, num_inference_steps)
         self.stds: tuple[float, ...] = tuple(self.scheduler.stds.tolist())
         self.trained_steps.candidates(self.stds)
-        null_LD = torch.zeros(condition_shape) if null_condition is None else null_condition.detach()
+        null_LD = torch.zeros(self.condition_shape) if null_condition is None else null_condition
         self.null_condition: Tensor
         self.register_buffer("null_condition", self._checked(null_LD, "null_condition"), persistent=False)
-        self._cache: OrderedDict[str, Tensor] = OrderedDict()
+        self._cache = EmbeddingCache(EMBEDDING_CACHE_BYTES)
 
     def forward(self, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
         """Gives what the denoiser, guided, says of states.
@@ -207,21 +222,25 @@ class DiffusionPolicy(nn.Module):
             (M, ...).
         """
         if self.guidance_scale == 1.0:
-            return cast(Tensor, denoiser(x, timesteps, condition))
+            return _answer(denoiser, x, timesteps, condition)
         null = self._null(condition)
         if self.guidance_gradient or not torch.is_grad_enabled():
-            both = denoiser(torch.cat([x, x]), torch.cat([timesteps, timesteps]), _joined(condition, null))
+            twice = torch.cat([timesteps, timesteps])
+            both = _answer(denoiser, torch.cat([x, x]), twice, _joined(condition, null))
             prompted, free = both.chunk(2)
         else:
             with torch.no_grad():
-                free = denoiser(x, timesteps, null)
+                free = _answer(denoiser, x, timesteps, null)
             # Autocast keeps weights that it has cast, and without gradient it has cast them without a graph.
             torch.clear_autocast_cache()
-            prompted = denoiser(x, timesteps, condition)
-        return cast(Tensor, free + self.guidance_scale * (prompted - free))
+            prompted = _answer(denoiser, x, timesteps, condition)
+        return free + self.guidance_scale * (prompted - free)
 
     def embed(self, prompts: Sequence[Any]) -> list[Tensor]:
         """Embeds prompts, each unique one once as long as the cache holds it.
+
+        Prompts are compared by value where they are plain values, tensors, arrays, or lists, tuples and dictionaries
+        of these. Other objects are known again within one call only.
 
         Args:
             prompts: whatever the policy's own ``embed`` takes; without one, numbers: D of them, or L lists of D.
@@ -230,9 +249,13 @@ class DiffusionPolicy(nn.Module):
             For each prompt (L, D) float32, on the host; the same tensor for equal prompts.
 
         Raises:
-            DataError: an embedding has another shape than `condition_shape` allows.
+            DataError: an embedding is no tensor of finite numbers, or has another shape than `condition_shape` allows;
+                or there is no ``embed``, and a prompt is no numbers; or ``elements`` gives no weights of which one
+                counts.
         """
-        return [self._embedded(prompt) for prompt in prompts]
+        held = list(prompts)  # so that no two of them ever have the same address
+        others: dict[int, Tensor] = {}
+        return [self._embedded(prompt, others) for prompt in held]
 
     def decode(self, sample: Tensor) -> Any:
         """Gives what reward functions see of a sample.
@@ -241,11 +264,12 @@ class DiffusionPolicy(nn.Module):
             sample: (...), the last state of a chain.
 
         Returns:
-            What the policy's own ``decode`` gives of it in float32; without one, that tensor.
+            What the policy's own ``decode`` gives of a copy of it in float32; without one, that copy.
         """
         own = self._decode[0]
         with host_memory():
-            return sample.float() if own is None else own(sample.float())
+            copied = sample.to(torch.float32, copy=True)
+            return copied if own is None else own(copied)
 
     def count_elements(self, embeddings: Sequence[Tensor]) -> Tensor | None:
         """Marks what counts of the states that follow some prompts.
@@ -266,6 +290,12 @@ class DiffusionPolicy(nn.Module):
 
     def _counted(self, mask: Tensor) -> Tensor:
         axes = len(self.sample_shape)
+        if not isinstance(mask, Tensor) or mask.dim() > axes:
+            shown = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+            raise DataError(
+                f"elements gave a mask of {shown} for states of shape {self.sample_shape}. Give a tensor that can be "
+                "broadcast to them."
+            )
         mask = mask.reshape((1,) * (axes - mask.dim()) + tuple(mask.shape)).float()
         pairs = list(zip(mask.shape, self.sample_shape, strict=False))
         if mask.dim() != axes or any(have not in (1, want) for have, want in pairs):
@@ -275,21 +305,40 @@ class DiffusionPolicy(nn.Module):
             )
         return mask
 
-    def _embedded(self, prompt: Any) -> Tensor:
-        own, key = self._embed[0], repr(prompt)
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
+    def _check_counts(self, embedding_LD: Tensor, name: str) -> None:
+        """Refuses weights that are none; made-up embeddings, with which denoisers are probed, do not come here."""
+        if self.elements is None:
+            return
+        mask = self._counted(self.elements(embedding_LD))
+        if not bool(mask.isfinite().all()) or bool((mask < 0).any()) or not bool((mask > 0).any()):
+            raise DataError(
+                f"elements gave numbers from {float(mask.min()):.3g} to {float(mask.max()):.3g} for {name}. Give "
+                "finite ones, 1 where an element counts and 0 where not, and at least one that counts."
+            )
+
+    def _embedded(self, prompt: Any, others: dict[int, Tensor]) -> Tensor:
+        """Gives (L, D) from the cache, or embeds; ``others`` holds objects that are compared by identity."""
+        with host_memory():
+            key = prompt_key(prompt)
+        known = others.get(id(prompt)) if key is None else self._cache.get(key)
+        if known is not None:
+            return known
+        own = self._embed[0]
         with torch.no_grad(), host_memory():
-            found = torch.tensor(prompt, dtype=torch.float32) if own is None else own(prompt).detach().cpu().float()
-            embedding_LD = self._checked(found, f"the embedding of prompt {key[:80]}")
-        self._cache[key] = embedding_LD
-        while len(self._cache) > 1 and sum(kept.nbytes for kept in self._cache.values()) > EMBEDDING_CACHE_BYTES:
-            self._cache.popitem(last=False)
+            found = _numbers(prompt) if own is None else own(prompt)
+            name = f"the embedding of prompt {repr(prompt)[:80]}"
+            embedding_LD = self._checked(found, name)
+            self._check_counts(embedding_LD, name)
+        self._cache.put(key, embedding_LD)
+        if key is None:
+            others[id(prompt)] = embedding_LD
         return embedding_LD
 
-    def _checked(self, embedding: Tensor, name: str) -> Tensor:
-        """Gives (L, D), from (D,) too."""
+    def _checked(self, embedding: Any, name: str) -> Tensor:
+        """Gives (L, D) float32 on the host, from (D,) too; a copy, as whoever gave it may use its memory again."""
+        if not isinstance(embedding, Tensor) or embedding.is_complex():
+            told = str(embedding.dtype) if isinstance(embedding, Tensor) else f"a {type(embedding).__name__}"
+            raise DataError(f"{name} is {told}. Give a torch.Tensor of real numbers, {self.condition_shape} at most.")
         longest, width = self.condition_shape
         embedding_LD = embedding[None] if embedding.dim() == 1 else embedding
         if embedding_LD.dim() != 2 or not 1 <= embedding_LD.shape[0] <= longest or embedding_LD.shape[1] != width:
@@ -297,7 +346,10 @@ class DiffusionPolicy(nn.Module):
                 f"{name} has the shape {tuple(embedding.shape)}; condition_shape allows 1 to {longest} vectors of "
                 f"width {width}. Change what embed gives, or condition_shape."
             )
-        return embedding_LD.float().contiguous()
+        copied_LD = embedding_LD.detach().to("cpu", torch.float32, copy=True).contiguous()
+        if not bool(copied_LD.isfinite().all()):
+            raise DataError(f"{name} has numbers that are not finite. Give finite ones.")
+        return copied_LD
 
     def _null(self, condition: Condition) -> Condition:
         like_MLD = condition.embedding_MLD
@@ -414,6 +466,12 @@ class DiffusionAdapter:
             )
         stds_M = torch.tensor([self.policy.stds[column] for column in columns], dtype=torch.float64)
         means = scheduler.mean(output.to(wide), columns, states.to(wide))
+        if not isinstance(means, Tensor) or means.shape != states.shape:
+            given = tuple(means.shape) if isinstance(means, Tensor) else f"a {type(means).__name__}"
+            raise ConfigError(
+                f"mean of {type(scheduler).__name__} gave {given} for states of shape {tuple(states.shape)}. It must "
+                "give the mean of each of their numbers."
+            )
         return means, stds_M.to(wide).to(self.device)
 
     def distribution(
@@ -530,7 +588,8 @@ def check_denoiser(adapter: DiffusionAdapter) -> None:
         adapter: the policy; random generators are as before afterwards.
 
     Raises:
-        ConfigError: the denoiser mixes the states of a batch, or gives another answer each time it is asked.
+        ConfigError: the denoiser mixes the states of a batch, gives another answer each time it is asked, or has
+            weights to train and an answer without gradient.
     """
     policy, device = adapter.policy, adapter.device
     with torch.random.fork_rng(devices=[]), torch.no_grad(), host_memory():
@@ -547,6 +606,15 @@ def check_denoiser(adapter: DiffusionAdapter) -> None:
             f"The denoiser gives states that it is shown together other answers than alone: {apart:.1e} of their norm. "
             "It mixes the rows of a batch (batch norm), or draws random numbers in eval mode. Use layers that do not."
         )
+    if any(weight.requires_grad for weight in adapter.model.parameters()):
+        torch.clear_autocast_cache()  # it keeps weights that were cast above, without a graph
+        with torch.random.fork_rng(enabled=device.type == "cpu"), torch.enable_grad():
+            means, _ = adapter.step(states[:1].to(device), [0], adapter.condition(embedded[:1]))
+        if not means.requires_grad:
+            raise ConfigError(
+                "The denoiser's answer carries no gradient, so that none of its weights could be trained. Remove "
+                "torch.no_grad, inference_mode or detach from its forward, or from the scheduler's mean."
+            )
     _ = adapter.geometry
 
 
@@ -580,6 +648,73 @@ def prepare_policy(
     if not with_reference or adapted or peft_config is not None:
         return model, None
     return model, copy.deepcopy(inner.denoiser).requires_grad_(False).eval()
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, Real)) and type(value) is not bool and math.isfinite(value)
+
+
+def _as_shape(name: str, shape: Any, wanted: str, axes: int | None = None) -> tuple[int, ...]:
+    sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
+    right = sizes and all(_is_whole(size) and size > 0 for size in sizes) and len(sizes) == (axes or len(sizes))
+    if not right:
+        raise ConfigError(f"{name} is {shape!r}. Set it to {wanted}, whole numbers above 0.")
+    return tuple(int(size) for size in sizes)
+
+
+def _check_numbers(num_inference_steps: Any, guidance_scale: Any) -> None:
+    if not _is_whole(num_inference_steps) or num_inference_steps < 1:
+        raise ConfigError(f"num_inference_steps is {num_inference_steps!r}. Set it to a whole number above 0.")
+    if not _is_number(guidance_scale):
+        raise ConfigError(f"guidance_scale is {guidance_scale!r}. Set it to a finite number; 1 is for no guidance.")
+
+
+def _check_called(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name} is a {type(value).__name__}. Pass a function, or leave it out.")
+
+
+def _check_laid_out(scheduler: Any, steps: int) -> None:
+    """Refuses a scheduler whose tables are not those of that many steps."""
+    for name in ("timesteps", "stds"):
+        table = getattr(scheduler, name, None)
+        if not isinstance(table, Tensor) or table.shape != (steps,):
+            given = f"of shape {tuple(table.shape)}" if isinstance(table, Tensor) else f"a {type(table).__name__}"
+            raise ConfigError(
+                f"After set_timesteps({steps}), {name} of {type(scheduler).__name__} is {given}. It must be a tensor "
+                f"of shape ({steps},)."
+            )
+    if not bool(scheduler.stds.isfinite().all()) or bool((scheduler.stds < 0).any()):
+        raise ConfigError(
+            f"stds of {type(scheduler).__name__} are {scheduler.stds.tolist()!s:.200}. They must be finite and not "
+            "below 0."
+        )
+
+
+def _numbers(prompt: Any) -> Tensor:
+    """Gives a prompt that is an embedding already as a tensor."""
+    try:
+        return torch.as_tensor(prompt, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"Prompt {repr(prompt)[:80]} is no list of numbers, and the DiffusionPolicy has no embed. Pass embed=..., "
+            "which gives a prompt's embedding (L, D)."
+        ) from error
+
+
+def _answer(denoiser: nn.Module, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
+    output = denoiser(x, timesteps, condition)
+    if not isinstance(output, Tensor):
+        raise ConfigError(
+            f"The denoiser gave a {type(output).__name__}. Return the tensor of what it predicts, such as "
+            "output.sample or output[0]."
+        )
+    return output
 
 
 def _joined(first: Condition, second: Condition) -> Condition:

@@ -251,8 +251,8 @@ class FlowSDEScheduler(LinearScheduler):
     ) -> None:
         _check("noise_shape", noise_shape, NOISE_SHAPES)
         _check_positive("noise_level", noise_level)
-        if not shift > 0:
-            raise ConfigError(f"shift is {shift}. Set it above 0; 1 leaves timesteps even.")
+        if not _is_positive(shift):
+            raise ConfigError(f"shift is {shift!r}. Set it to a finite number above 0; 1 leaves timesteps even.")
         self.noise_level = noise_level
         self.noise_shape = noise_shape
         self.shift = shift
@@ -360,9 +360,23 @@ def as_scheduler(scheduler: Any) -> DenoisingScheduler:
 
     Returns:
         The scheduler.
+
+    Raises:
+        ConfigError: it is none of these.
     """
-    if hasattr(scheduler, "mean") and hasattr(scheduler, "set_timesteps"):
+    readable = hasattr(scheduler, "set_timesteps") or hasattr(scheduler, "config")
+    if isinstance(scheduler, type) or not readable:
+        shown = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else repr(scheduler)[:80]
+        raise ConfigError(
+            f"scheduler is {shown}. Pass an object, such as DDIMScheduler(), or one of the diffusers library."
+        )
+    if hasattr(scheduler, "mean"):
         return scheduler  # type: ignore[no-any-return]
+    if not hasattr(scheduler, "config"):
+        raise ConfigError(
+            f"{type(scheduler).__name__} has neither mean nor config. Write a class with timesteps, stds, "
+            "set_timesteps and mean."
+        )
     return DiffusersScheduler(scheduler)
 
 
@@ -492,7 +506,12 @@ def _check(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
+    if not _is_positive(value):
         raise ConfigError(
-            f"{name} is {value}; a step without noise has no log-prob, so that nothing could be learnt. Set it above 0."
+            f"{name} is {value!r}; a step without noise has no log-prob, so that nothing could be learnt. "
+            "Set it above 0, to a finite number."
         )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,9 +144,9 @@ class DenoisingKind:
         return [self._policy.decode(completion.ids[-1]) for completion in completions]
 
     def plain(self, completions: Sequence[Completion]) -> list[Any]:
-        """Gives the last states, float32."""
+        """Gives copies of the last states, float32."""
         with host_memory():
-            return [completion.ids[-1].float() for completion in completions]
+            return [completion.ids[-1].to(torch.float32, copy=True) for completion in completions]
 
     def told(self, shown: Any) -> Any:
         """Gives a sample's shape and spread, for tables; what is no tensor stays as it is."""
@@ -165,3 +166,34 @@ class DenoisingKind:
         """Says how chains are drawn, for the start banner."""
         steps = sum(std > 0 for std in self._policy.stds)
         return {"chains": f"{self._policy.num_inference_steps} denoising steps, {steps} of them with noise"}
+
+    def run_facts(self) -> dict[str, Any]:
+        """Says how chains are drawn and scored, for runs that are resumed; see `Kind.run_facts`."""
+        policy = self._policy
+        laid_out = torch.stack([policy.scheduler.timesteps.double().cpu(), policy.scheduler.stds.double().cpu()])
+        facts = {
+            "sample_shape": list(policy.sample_shape),
+            "condition_shape": list(policy.condition_shape),
+            "num_inference_steps": int(policy.num_inference_steps),
+            "guidance_scale": float(policy.guidance_scale),
+            "guidance_gradient": bool(policy.guidance_gradient),
+            "reduce": policy.reduce,
+            "state_dtype": str(policy.state_dtype),
+            "shared_noise": bool(policy.shared_noise),
+            "trained_steps": str(policy.trained_steps),
+            "scheduler": f"{type(policy.scheduler).__name__}, {_digest(laid_out)}",
+        }
+        return {f"{name} of the policy": value for name, value in facts.items()}
+
+    def check_given(self, given: Mapping[str, Any]) -> None:
+        """Refuses what plays or draws texts; see `Kind.check_given`."""
+        for name, value in given.items():
+            if value:
+                raise ConfigError(
+                    f"{name} is given, which is for models that draw tokens; a DiffusionPolicy draws its chains of "
+                    "states by itself. Leave it out."
+                )
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -122,6 +122,23 @@ class Kind(Protocol):
             Text, messages or numbers.
         """
 
+    def run_facts(self) -> dict[str, Any]:
+        """Says what of the model's own settings a resumed run must share with the one that wrote its checkpoint.
+
+        Returns:
+            Values that JSON has a form for, by name.
+        """
+
+    def check_given(self, given: Mapping[str, Any]) -> None:
+        """Refuses arguments of the trainer that this kind has no use for.
+
+        Args:
+            given: values by name, those that were left out too.
+
+        Raises:
+            ConfigError: one of them is given and cannot be used.
+        """
+
     def facts(self) -> dict[str, str]:
         """Says what the start banner says of samples.
 
@@ -219,6 +236,13 @@ class LanguageKind:
     def told(self, shown: Any) -> Any:
         """Gives texts and messages as they are."""
         return shown
+
+    def run_facts(self) -> dict[str, Any]:
+        """Adds nothing: all is in the configuration."""
+        return {}
+
+    def check_given(self, given: Mapping[str, Any]) -> None:
+        """Refuses nothing: where they do not fit together, others say so."""
 
     def facts(self) -> dict[str, str]:
         """Says how long completions can become, for the start banner."""

@@ -89,6 +89,9 @@ class PolicyTrainer(OnPolicyTrainer):
         set_seed(self.args.seed)
         self._kind = kind_of(model)(self.args, model, processing_class)
         self.processing_class, reader = self._kind.processing_class, self._kind.reader
+        self._kind.check_given(
+            {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
+        )
         stage = stage_for(self.args, self.processing_class, tools, environment_factory)
         if stage is not None:
             train_dataset = with_prompts(self.args, train_dataset, stage)
@@ -272,6 +275,9 @@ class PolicyTrainer(OnPolicyTrainer):
             **({} if self.forecast is None else {"forecast": self.forecast.sentence()}),
             "memory policy": type(self.memory_policy).__name__,
         }
+
+    def _run_facts(self) -> dict[str, Any]:
+        return {**super()._run_facts(), **self._kind.run_facts()}
 
     def _rehearse(self) -> None:
         if self.args.verify_plan:
