@@ -144,6 +144,8 @@ class DDIMScheduler(LinearScheduler):
         _check("prediction_type", prediction_type, PREDICTIONS)
         _check("timestep_spacing", timestep_spacing, SPACINGS)
         check_eta(eta)
+        if not isinstance(steps_offset, int) or steps_offset < 0:
+            raise ConfigError(f"steps_offset is {steps_offset!r}. Set it to 0 or a whole number above.")
         self.num_train_timesteps = num_train_timesteps
         self.alphas_cumprod = cumulative_alphas(num_train_timesteps, beta_start, beta_end, beta_schedule)
         self.prediction_type = prediction_type
@@ -423,12 +425,14 @@ def flow_steps(times: Sequence[float], noise: Callable[[float], float], noisy: t
         S steps.
     """
     count = len(times) - 1
-    first, end = (0, count - 1) if noisy is None else noisy
-    if not 0 <= first < end <= count - 1:
+    pair = (0, count - 1) if noisy is None else noisy
+    right = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(end, int) for end in pair)
+    if not right or not 0 <= pair[0] < pair[1] <= count - 1:
         raise ConfigError(
-            f"noisy_steps is {(first, end)}; of {count} steps the last has no noise. Set it to (first, end) with "
+            f"noisy_steps is {pair}; of {count} steps the last has no noise. Set it to (first, end) with "
             f"0 <= first < end <= {count - 1}."
         )
+    first, end = pair
     steps = []
     for column, (time, after) in enumerate(pairwise(times)):
         length = time - after

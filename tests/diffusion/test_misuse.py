@@ -174,6 +174,10 @@ def test_settings_beside_a_policy_are_checked() -> None:
         TrainedSteps(window=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="noise_level is inf"):
         FlowSDEScheduler(noise_level=float("inf"))
+    with pytest.raises(ConfigError, match="noisy_steps is 3"):
+        make_policy(scheduler=FlowSDEScheduler(noisy_steps=3))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="steps_offset is -3"):
+        DDIMScheduler(steps_offset=-3)
 
 
 @pytest.mark.parametrize("prompt", ["a horse", None, [{"role": "user", "content": "a horse"}]])
