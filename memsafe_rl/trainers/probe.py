@@ -281,7 +281,7 @@ def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
     # An end that no row reaches, where a least length makes a copy of the logits to forbid it; else none at all.
     delayed = bool(sampling.eos_token_ids) and max(sampling.min_new_tokens, sampling.min_length) > 0
     ends = (geometry.vocab_size - 1,) if delayed else ()
-    least = 2 if delayed else 0
+    least = min(2, sampling.max_new_tokens) if delayed else 0
     two_tokens = replace(
         sampling, max_step_tokens=2, eos_token_ids=ends, min_new_tokens=least, min_length=0, stops=None
     )
