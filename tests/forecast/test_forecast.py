@@ -306,10 +306,10 @@ class TestOfACard:
 
     def test_how_the_weights_were_saved_counts(self, tmp_path: Path) -> None:
         config = tiny_config("qwen3", hidden=128, layers=4)
-        config.dtype = torch.float16
+        config.dtype = torch.bfloat16
         config.save_pretrained(tmp_path / "half")
         half = on_a_card(tmp_path / "half", settings={"model_init_kwargs": {"dtype": "auto"}})
-        assert "weights of the base are float16" in half.assumptions
+        assert "weights of the base are bfloat16" in half.assumptions
         config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
         config.save_pretrained(tmp_path / "four")
         lora = LoraConfig(**LORA)
