@@ -440,6 +440,29 @@ def test_memory_that_runs_out_in_a_turn_changes_nothing(tmp_path: Path) -> None:
     assert relative(failed, plain) < 1e-6
 
 
+def test_faults_anywhere_in_a_run_change_no_bit(tmp_path: Path) -> None:
+    """Rollouts, rewards, updates and commits of episodes, one refused allocation a run."""
+
+    def run(place: int | None = None) -> tuple[Any, Any, int, int]:
+        Digits.made.clear()
+        with SimulatedMemory(exact=True) as memory:
+            torch.manual_seed(0)
+            trainer = trainer_of(tmp_path, memory_policy=cut(64), max_steps=2)
+            if place is not None:
+                memory.fail_after(place)
+            before = memory.allocations
+            trainer.train()
+            asked = [(one.resets, one.steps, one.judged, tuple(one.said)) for one in Digits.made]
+            return weights(trainer), asked, memory.allocations - before, memory.refusals
+
+    plain, asked, allocations, _ = run()
+    for part in range(1, 8):
+        learnt, again, _, refusals = run(part * allocations // 8)
+        assert refusals == 1
+        assert again == asked
+        assert torch.equal(learnt, plain)
+
+
 def test_a_run_fits_a_budget_that_its_plain_plan_does_not(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": 32, "peft_config": lora()}
     with SimulatedMemory() as memory:
