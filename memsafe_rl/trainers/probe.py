@@ -35,7 +35,7 @@ from memsafe_rl.rollout.generation import eval_mode, generate
 from memsafe_rl.rollout.scoring import score_all, update_work, value_all
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.data import Prompts
-from memsafe_rl.trainers.longest_chains import chains, embedded_prompts, keys_of
+from memsafe_rl.trainers.made_up import chains, embedded_prompts, lay_down
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.samples import Experience
 from memsafe_rl.types import Phase, Ragged, RolloutPlan, SequenceKey, Trajectory, UpdatePlan, UpdateWork
@@ -309,8 +309,7 @@ def _probe_chains(trial: OnPolicyTrainer, prompts: Prompts) -> None:
     rows = [divmod(row, group) for row in range(_share(trial, trial.args.rollout_rows))]
     with trial._tracker.phase(Phase.ROLLOUT):
         attempt = maker._attempt(maker._work(prompts, group))
-        keys = keys_of(rows)
-        maker._engine.generate(prompts.ids[: len(keys)], keys, maker._sampling, attempt)
+        maker._engine.generate(*_samples(prompts.ids, rows), maker._sampling, attempt)
 
 
 def _in_flight(adapter: ModelAdapter, waiting: Sequence[Candidate], plan: RolloutPlan) -> int:
@@ -409,7 +408,8 @@ def _longest_rows(trial: OnPolicyTrainer, longest: Longest) -> Trajectory:
     config = trial.args
     if trial.adapter.time_separable:
         needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1
-        return chains(cast(Any, trial.adapter), config.prompts_per_rollout, config.rollout_rows, needs_old=needs_old)
+        group, objectives = config.num_generations, len(config.objective_list)
+        return chains(cast(Any, trial.adapter), config.prompts_per_rollout, group, objectives, needs_old=needs_old)
     prompts = [longest.ids(len(longest.prompt))] * config.prompts_per_rollout
     completions = [longest.ids(longest.completion_tokens)] * config.rollout_rows
     with host_memory():
@@ -547,39 +547,3 @@ def untouched(trainer: OnPolicyTrainer) -> Iterator[None]:
             repeat(trainer._committed.unpark)
             set_random_state(state)
             trainer._tracker.meter.reset_peak()
-
-
-def lay_down(
-    prompts: Sequence[Tensor], completions: Sequence[Tensor], group_size: int, objectives: int = 0
-) -> Trajectory:
-    """Lays prompts and completions down as a rollout in which every token counts and no advantage is zero.
-
-    Advantages are made up, alternating in sign and different in every row: rewards of an untrained model are often
-    all equal, and their gradient zero, which would prove nothing.
-
-    Args:
-        prompts: P tensors (length,) int64.
-        completions: P × group_size tensors (length,) int64, prompt by prompt.
-        group_size: completions per prompt.
-        objectives: how many there are, each of which scores every row; 0 for none beside the sum of all rewards.
-
-    Returns:
-        The trajectory, on the host.
-    """
-    rows = len(completions)
-    signs = torch.tensor([1.0, -1.0]).repeat(-(-rows // 2))[:rows]
-    advantages = signs * (0.5 + torch.arange(rows) / rows)
-    shifted = [advantages.roll(index) for index in range(objectives)]
-    actions = Ragged.from_rows(list(completions))
-    return Trajectory(
-        conditions=Ragged.from_rows(list(prompts)),
-        condition_of_row=tuple(row // group_size for row in range(rows)),
-        actions=actions,
-        loss_mask=Ragged(torch.ones_like(actions.flat, dtype=torch.uint8), actions.lengths),
-        sampling_logprobs=Ragged(torch.zeros(len(actions.flat)), actions.lengths),
-        advantages=advantages,
-        objective_advantages=torch.stack(shifted, 1) if shifted else None,
-        group_of_row=tuple(row // group_size for row in range(rows)),
-        finished=(True,) * rows,
-        has_old=(False,) * rows,
-    )

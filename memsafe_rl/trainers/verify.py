@@ -29,7 +29,8 @@ from memsafe_rl.models.blocks import find_blocks
 from memsafe_rl.rollout.scoring import row_lengths, update_work
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.data import Prompts
-from memsafe_rl.trainers.probe import lay_down, rehearsal, untouched
+from memsafe_rl.trainers.made_up import lay_down
+from memsafe_rl.trainers.probe import rehearsal, untouched
 from memsafe_rl.trainers.samples import Experience
 from memsafe_rl.trainers.update import StepTerms
 from memsafe_rl.types import (

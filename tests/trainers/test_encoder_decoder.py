@@ -16,9 +16,9 @@ from benchmarks.small import small_t5
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.models.seq2seq import Seq2SeqAdapter
+from memsafe_rl.trainers.made_up import lay_down
 from memsafe_rl.trainers.ppo import PPOTrainer
 from memsafe_rl.trainers.ppo_config import PPOConfig
-from memsafe_rl.trainers.probe import lay_down
 from memsafe_rl.trainers.update import StepTerms, accumulate_gradient
 from memsafe_rl.types import Denominators, LossSettings, Phase, UpdatePlan
 from tests.models.helpers import exact_norms
