@@ -163,8 +163,10 @@ class MemoryTracker:
 
     def _to_be_parked(self, plan: RolloutPlan | UpdatePlan) -> int:
         """Counts the bytes that a plan will take from the device before its work begins."""
+        if not plan.park_optimizer:
+            return 0
         optimizer_bytes, parked_bytes = self._optimizer_bytes()
-        return optimizer_bytes - parked_bytes if plan.park_optimizer else 0
+        return optimizer_bytes - parked_bytes
 
     def expect(self, corrections: Mapping[str, float]) -> None:
         """Begins with what a forecast has learnt of the estimates, as if a step had measured it.
