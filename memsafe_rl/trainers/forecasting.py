@@ -107,7 +107,6 @@ def forecast_run(
     if quantization_config is not None and peft_config is None:
         raise ConfigError("A 4-bit base cannot be trained. Pass a peft_config such as LoraConfig(r=16), or no 4 bits.")
     settings.model_init_kwargs = None
-    granularity = CUDA_GRANULARITY_BYTES if device == "cuda" else 1
 
     def network(*, frozen: bool = False, shallow: bool = False) -> Any:
         return fake_language_model(
@@ -131,8 +130,7 @@ def forecast_run(
     rehearsed = _Rehearsed(
         _faked(trainer_class), device, settings, train_dataset, processing_class, prompt_tokens, memory_policy, further
     )
-    # The budget is kept from the optimizer's state on; before that nothing is refused.
-    with _random_state_kept(), fake_device(_UNLIMITED_BYTES, granularity_bytes=granularity) as memory:
+    with _rehearsing_on(device) as memory:
         found = rehearsed.run(network, memory, device_bytes, copies=settings.has_reference and peft_config is None)
     dtype = _base_dtype(init, config, device, frozen=peft_config is not None)
     base = f"weights of the base are {str(dtype).removeprefix('torch.')}"
@@ -142,6 +140,14 @@ def forecast_run(
         *(_ABOUT_CUDA if device == "cuda" else ()),
     )
     return replace(found, assumptions=assumed, seconds=time.perf_counter() - started)
+
+
+@contextmanager
+def _rehearsing_on(device: str) -> Iterator[SimulatedMemory]:
+    """Stands for a device; the budget is kept from the optimizer's state on, and before that nothing is refused."""
+    granularity = CUDA_GRANULARITY_BYTES if device == "cuda" else 1
+    with _random_state_kept(), fake_device(_UNLIMITED_BYTES, granularity_bytes=granularity) as memory:
+        yield memory
 
 
 def _forecast_chains(
@@ -155,9 +161,7 @@ def _forecast_chains(
 ) -> MemoryForecast:
     """Forecasts a run of a diffusion policy."""
     rehearsed = _Rehearsed(_faked(trainer_class), device, settings, None, None, None, memory_policy, dict)
-    rehearsed.draws_chains = True
-    granularity = CUDA_GRANULARITY_BYTES if device == "cuda" else 1
-    with _random_state_kept(), fake_device(_UNLIMITED_BYTES, granularity_bytes=granularity) as memory:
+    with _rehearsing_on(device) as memory:
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             with torch.device("meta"):
                 trained, reference = prepare_policy(
@@ -273,7 +277,6 @@ class _Rehearsed:
         self._settings, self._dataset, self._tokenizer, self._policy = settings, dataset, tokenizer, policy
         self._class, self._device, self._prompt_tokens = trainer_class, device, prompt_tokens
         self._further = further
-        self.draws_chains = False
         self.about_prompts = ""
 
     def run(self, network: Any, memory: SimulatedMemory, device_bytes: int, *, copies: bool) -> MemoryForecast:
@@ -343,14 +346,14 @@ class _Rehearsed:
             self._device,
             self._settings,
             train_dataset=dataset,
-            processing_class=None if self.draws_chains else self._tokenizer or _stand_in_tokenizer(),
+            processing_class=None if checked is None else self._tokenizer or _stand_in_tokenizer(),
             memory_policy=self._policy,
             **further,
         )
 
     def _longest(self, trainer: Any) -> Longest:
         completion = self._settings.max_completion_length
-        if self.draws_chains:
+        if trainer.adapter.time_separable:
             return Longest((0,), completion, "chains are alike")
         if self._prompt_tokens is None and self._dataset is not None:
             longest = find_longest(trainer)

@@ -13,8 +13,8 @@ from memsafe_rl.memory.policies import AdaptivePolicy, LadderPolicy, MemoryPolic
 from memsafe_rl.memory.presets import PRESETS, preset
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.models.language import is_encoder_decoder, language_model_of
 from memsafe_rl.models.loading import ModelFacts, read_config
+from memsafe_rl.models.seq2seq import Seq2SeqAdapter
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.engines.continuous import ContinuousEngine
@@ -324,12 +324,11 @@ def rollout_engine(config: TrainerConfig, adapter: ModelAdapter, tracker: Memory
     Raises:
         ConfigError: it cannot serve this network on this device.
     """
-
-    if is_encoder_decoder(language_model_of(adapter.model)):
+    if isinstance(adapter, Seq2SeqAdapter):
         for name in ("use_vllm", "use_transformers_continuous_batching"):
             if getattr(config, name):
                 raise ConfigError(
-                    f"{name} is True, but {type(language_model_of(adapter.model)).__name__} is an encoder-decoder, "
+                    f"{name} is True, but {type(adapter.model).__name__} is an encoder-decoder, "
                     "which only this library's own engine samples. Leave it out."
                 )
 

@@ -240,7 +240,7 @@ def _accumulate_columns(
     found: dict[str, Tensor] = {}
     for places, columns in worth_running(cut_columns(len(rows), trajectory.counted_columns, plan.micro_batch_tokens)):
         micro = [rows[place] for place in places]
-        with autocast(), kept_activations(adapter, plan):
+        with _forward(adapter, plan, autocast):
             scores = score_rows(
                 adapter,
                 trajectory,
@@ -366,7 +366,7 @@ def _critic_gradient(
     """Adds the gradient of a critic that runs by itself, over the same rows."""
     with critic.running() as network:
         packed = plan.pack_prompts and network.packs_prompts and not network.model.training
-        with autocast(), kept_activations(network, plan):
+        with _forward(network, plan, autocast):
             values_BT = value_rows(network, trajectory, rows, critic.head, packed=packed)
         share = value_share(trajectory, rows, terms, values_BT)
         torch.autograd.backward(scale(share.loss))
