@@ -169,20 +169,20 @@ def test_async_functions_run_together_also_inside_a_running_loop():
 
 
 def test_async_functions_keep_one_loop_for_the_run():
-    loops = []
+    loops, threads = [], []
 
     async def reward(**kwargs):
         loops.append(asyncio.get_running_loop())
+        threads.append(threading.current_thread())
         return [0.0] * 4
 
     runner = RewardRunner(reward)
     for _ in range(2):
         runner.score(PROMPTS, COMPLETIONS, IDS)
-    assert loops[0] is loops[1]
+    assert loops[0] is loops[1] and threads[0] is threads[1] is not threading.current_thread()
+    assert threads[0].is_alive()
     runner.close()
-    assert loops[0].is_closed()
-    del runner
-    assert "memsafe-rl-rewards" not in [thread.name for thread in threading.enumerate()]
+    assert loops[0].is_closed() and not threads[0].is_alive()
 
 
 def test_a_failing_async_function_cancels_the_others():
