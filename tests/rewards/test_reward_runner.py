@@ -179,10 +179,12 @@ def test_async_functions_keep_one_loop_for_the_run():
     runner = RewardRunner(reward)
     for _ in range(2):
         runner.score(PROMPTS, COMPLETIONS, IDS)
-    assert loops[0] is loops[1] and threads[0] is threads[1] is not threading.current_thread()
+    assert loops[0] is loops[1]
+    assert threads[0] is threads[1] is not threading.current_thread()
     assert threads[0].is_alive()
     runner.close()
-    assert loops[0].is_closed() and not threads[0].is_alive()
+    assert loops[0].is_closed()
+    assert not threads[0].is_alive()
 
 
 def test_a_failing_async_function_cancels_the_others():
