@@ -613,7 +613,7 @@ class Standing:
         set_random_state(self._random)
 
 
-_FACTS = ("_cursor", "_experience", "_entropy", "_betas", "_table", "_random_before_step")
+_FACTS = ("_cursor", "_experience", "_steering", "_table", "_random_before_step")
 
 
 @dataclass

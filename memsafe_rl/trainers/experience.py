@@ -17,12 +17,11 @@ from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.checks import check_rollout_plan
 from memsafe_rl.memory.policies import MemoryPolicy
-from memsafe_rl.memory.recovery import Attempt, Recovery
+from memsafe_rl.memory.recovery import Recovery
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.seq2seq import Seq2SeqAdapter
 from memsafe_rl.ops.advantages import estimated_advantages, zero_spread_groups
 from memsafe_rl.ops.evaluation import sample_metrics
-from memsafe_rl.ops.importance import importance_weights
 from memsafe_rl.rewards.base import PendingScores, RewardRunner
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.engines.native import NativeEngine
@@ -30,7 +29,6 @@ from memsafe_rl.rollout.episodes.lockstep import Match
 from memsafe_rl.rollout.episodes.roles import ModelHub
 from memsafe_rl.rollout.episodes.users import ModelUser
 from memsafe_rl.rollout.generation import generate
-from memsafe_rl.rollout.scoring import read_sources, score_all, update_work, value_all
 from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.credit import CriticCredit
 from memsafe_rl.trainers.data import Prompts, PromptSource
@@ -50,20 +48,17 @@ from memsafe_rl.trainers.samples import (
     partial_metrics,
     rollout_metrics,
 )
-from memsafe_rl.trainers.update import contributes
+from memsafe_rl.trainers.scoring import RolloutScorer
 from memsafe_rl.types import (
     AdvantageResult,
     Completion,
     Component,
     Phase,
-    Ragged,
     RolloutPlan,
     RolloutWork,
     SamplingSettings,
     SequenceKey,
     Trajectory,
-    UpdateWork,
-    ValueHead,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,7 +72,7 @@ EVALUATION_ROLLOUT = -1
 _NO_REWARDS = torch.empty(0, 0)
 
 
-class ExperienceMaker:
+class ExperienceMaker(RolloutScorer):
     """Makes rollouts; holds no state that a failed attempt could spoil.
 
     Args:
@@ -115,21 +110,14 @@ class ExperienceMaker:
         credit: CriticCredit | None = None,
         stage: Stage | None = None,
     ) -> None:
-        self._config = config
-        self._adapter = adapter
+        super().__init__(config, adapter, recovery, ranks, autocast, owner, credit)
         self._engine = engine
         self._kind = kind
         self._read_prompts = kind.reader
         self._rewards = rewards
         self._policy = policy
-        self._recovery = recovery
-        self._tracker = recovery.tracker
-        self._ranks = ranks
         self._sampling = sampling
-        self._autocast = autocast
         self._rollout_func = rollout_func
-        self._owner = owner
-        self._credit = credit
         self._stage = stage
         self.roles = ModelHub(adapter)
         if stage is not None and (adapter.time_separable or adapter.geometry.source_bytes is not None):
@@ -538,26 +526,6 @@ class ExperienceMaker:
         stale = tuple(group.rollout != rollout for group in groups for _ in range(size))
         return replace(samples, stale=stale), answers
 
-    def _attempt(self, work: RolloutWork | UpdateWork) -> Attempt[RolloutPlan]:
-        return self._attempt_in(work, self._autocast)
-
-    def _attempt_in(
-        self, work: RolloutWork | UpdateWork, context: Callable[[], AbstractContextManager[object]]
-    ) -> Attempt[RolloutPlan]:
-        """Runs units of this work under the rollout plan in force, each in a context of its own."""
-        attempts = self._recovery.attempts(self._tracker.rollout_plan, work)
-
-        def run(unit: Callable[[RolloutPlan], Made], undo: Callable[[], None] | None = None) -> Made:
-            def prepared(plan: RolloutPlan) -> Made:
-                if plan.park_optimizer:
-                    self._owner.park_optimizer()
-                with context():
-                    return unit(plan)
-
-            return attempts(prepared, undo)
-
-        return run
-
     def _call_rollout_func(self, prompts: Prompts, group_size: int, mine: range) -> GivenRollout:
         """Has the user's function draw this rank's rows, and checks what it returns."""
         if self._rollout_func is None:
@@ -644,177 +612,9 @@ class ExperienceMaker:
             answers.pending.cancel()
             raise
 
-    @property
-    def keeps_sources(self) -> bool:
-        """Whether what an encoder reads is kept with the rollout: it is frozen, and would read it more than once."""
-        config = self._config
-        again = config.num_iterations > 1 or config.updates_per_epoch > 1 or config.has_reference
-        alike = isinstance(self._adapter, Seq2SeqAdapter) and self._adapter.reads_alike
-        return alike and again and config.disable_dropout  # dropout would read a prompt anew each time
-
-    def _with_sources(self, trajectory: Trajectory) -> Trajectory:
-        """Adds what a frozen encoder makes of the prompts, read once for scoring and all updates."""
-        if not (isinstance(self._adapter, Seq2SeqAdapter) and self.keeps_sources):
-            return trajectory
-        with self._tracker.phase(Phase.SCORE, compared=False), charge(Component.TRAJECTORY):
-            sources = read_sources(self._adapter, trajectory, self.scoring(trajectory, range(len(trajectory))))
-        return replace(trajectory, sources=sources)
-
     def _credited(self, trajectory: Trajectory, advantages: AdvantageResult) -> tuple[Trajectory, dict[str, float]]:
         """Adds what a critic makes of the rewards, and says what is logged of it."""
         return (trajectory, {}) if self._credit is None else self._credit.assign(trajectory, advantages.rewards_B)
-
-    def _score_everyone(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
-        """Adds what no reward changes: reference log-probs, values, and old log-probs that correct another sampler."""
-        # A denoiser's KL is taken in the update, in closed form, from the means of both networks.
-        referred = self._config.has_reference and not self._adapter.time_separable
-        corrected = self._corrected(external)
-        if not (corrected or referred or self._credit is not None):
-            return trajectory
-        everyone = list(range(len(trajectory)))
-        with self._tracker.phase(Phase.SCORE):
-            if referred:
-                with self._adapter.reference() as reference:
-                    trajectory = replace(trajectory, ref_logprobs=self._scored(reference, trajectory, everyone))
-            if self._credit is not None:
-                trajectory = self._valued(trajectory, later_rows, self._credit)
-            if corrected:
-                old = trajectory.old_logprobs or self._scored(self._adapter, trajectory, everyone)
-                trajectory = replace(trajectory, old_logprobs=old, has_old=(True,) * len(trajectory))
-        return trajectory
-
-    def _valued(self, trajectory: Trajectory, later_rows: Sequence[int], credit: CriticCredit) -> Trajectory:
-        """Adds a critic's values, and where they are needed log-probs, from the same pass if the critic shares it.
-
-        Rows of the first update have their old log-probs from that update even so: then its ratios are exactly 1.
-        """
-        critic, everyone = credit.critic, list(range(len(trajectory)))
-        if critic.shares_forward:
-            stores = self._scored_with_values(trajectory, everyone, critic.head)
-            trajectory = replace(trajectory, old_logprobs=stores[0], values=stores[1])
-        else:
-            if credit.wants_logprobs:
-                old = self._scored(self._adapter, trajectory, everyone)
-                trajectory = replace(trajectory, old_logprobs=old)
-            with critic.running() as network:
-                mine = self._ranks.balance(everyone, trajectory.action_lengths(everyone))
-                attempt = self._attempt(update_work(network, trajectory, mine))
-                values = value_all(network, trajectory, mine, critic.head, attempt=attempt)
-            trajectory = replace(trajectory, values=self._laid_beside(trajectory, mine, values))
-        later = set(later_rows) if credit.wants_logprobs else set()
-        return replace(trajectory, has_old=tuple(row in later for row in everyone))
-
-    def _scored_with_values(
-        self, trajectory: Trajectory, rows: Sequence[int], value_head: ValueHead
-    ) -> tuple[Ragged, Ragged]:
-        """Scores rows, shared over the ranks, into stores of log-probs and of values."""
-        mine = self._ranks.balance(rows, trajectory.action_lengths(rows))
-        scored = score_all(
-            self._adapter,
-            trajectory,
-            mine,
-            temperature=self._config.temperature,
-            attempt=self.scoring(trajectory, mine),
-            tile=self._tracker.update_plan.logprob_tile,
-            value_head=value_head,
-        )
-        logprobs = self._laid_beside(trajectory, mine, [scores.logprobs for scores in scored])
-        values = [scores.values for scores in scored if scores.values is not None]
-        return logprobs, self._laid_beside(trajectory, mine, values)
-
-    def _laid_beside(
-        self, trajectory: Trajectory, mine: Sequence[int], found: Sequence[Tensor], known: Ragged | None = None
-    ) -> Ragged:
-        """Joins what every rank found of its rows, beside what is known of the others."""
-        pairs = dict(self._ranks.gather(list(zip(mine, found, strict=True))))
-        with host_memory(), charge(Component.TRAJECTORY):
-            return self._recovery.repeat(lambda: trajectory.actions.beside(pairs, known))
-
-    def _score_stale(self, trajectory: Trajectory, samples: Samples) -> Trajectory:
-        """Corrects rows that older weights have begun by what the present ones think of them; the others weigh 1."""
-        rows = [row for row, stale in enumerate(samples.stale) if stale]
-        if not rows:
-            return trajectory
-
-        def weighed() -> Ragged:
-            found = {row: self._correction(trajectory, row, samples.completions[row].model_logprobs) for row in rows}
-            ones = Ragged(torch.ones_like(old.flat), trajectory.actions.lengths)
-            return trajectory.actions.beside(found, ones)
-
-        with self._tracker.phase(Phase.SCORE):
-            old = self._scored(self._adapter, trajectory, rows, known=trajectory.old_logprobs)
-            has_old = tuple(known or stale for known, stale in zip(trajectory.has_old, samples.stale, strict=True))
-            trajectory = replace(trajectory, old_logprobs=old, has_old=has_old)
-            with host_memory(), charge(Component.TRAJECTORY):
-                weights = self._recovery.repeat(weighed)
-            return replace(trajectory, importance_weights=weights)
-
-    def _score_later(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
-        """Adds old log-probs where the first update will come too late to give them, and weights they correct by."""
-        with self._tracker.phase(Phase.SCORE):
-            if self._corrected(external):
-                with host_memory(), charge(Component.TRAJECTORY):
-                    weights = self._recovery.repeat(lambda: self._corrections(trajectory))
-                return replace(trajectory, importance_weights=weights)
-            wanting = [row for row in trajectory.rows_of(later_rows) if not trajectory.has_old[row]]
-            later = self._recovery.repeat(lambda: [row for row in wanting if self._learns(trajectory, row)])
-            if not later:
-                return trajectory
-            old = self._scored(self._adapter, trajectory, later, known=trajectory.old_logprobs)
-            has_old = tuple(known or row in set(later) for row, known in enumerate(trajectory.has_old))
-            return replace(trajectory, old_logprobs=old, has_old=has_old)
-
-    def _corrected(self, external: bool) -> bool:
-        return external and self._config.vllm_importance_sampling_correction
-
-    def _learns(self, trajectory: Trajectory, row: int) -> bool:
-        return contributes(trajectory, row, every_row=self._config.every_row_learns)
-
-    def _scored(
-        self, adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], known: Ragged | None = None
-    ) -> Ragged:
-        """Scores rows, shared over the ranks, into a store of all rows, beside what is known of the others."""
-        mine = self._ranks.balance(rows, trajectory.action_lengths(rows))
-        scored = score_all(
-            adapter,
-            trajectory,
-            mine,
-            temperature=self._config.temperature,
-            attempt=self.scoring(trajectory, mine),
-            tile=self._tracker.update_plan.logprob_tile,
-        )
-        return self._laid_beside(trajectory, mine, [scores.logprobs for scores in scored], known)
-
-    def scoring(self, trajectory: Trajectory, rows: Sequence[int]) -> Attempt[RolloutPlan]:
-        """Begins a scoring pass without gradient.
-
-        Args:
-            trajectory: the store.
-            rows: the rows to be scored.
-
-        Returns:
-            Runs slices of it.
-        """
-        return self._attempt(update_work(self._adapter, trajectory, rows))
-
-    def _corrections(self, trajectory: Trajectory) -> Ragged:
-        if trajectory.sampling_logprobs is None:
-            raise AssertionError("a rollout has the log-probs it was drawn with")
-        sampled = trajectory.sampling_logprobs.rows()
-        return Ragged.from_rows([self._correction(trajectory, row, sampled[row]) for row in range(len(trajectory))])
-
-    def _correction(self, trajectory: Trajectory, row: int, sampling_logprobs_T: Tensor) -> Tensor:
-        """Weighs a row's actions by how much likelier they have become since they were drawn."""
-        if trajectory.old_logprobs is None:
-            raise AssertionError("corrections follow scoring")
-        return importance_weights(
-            trajectory.old_logprobs.rows()[row],
-            sampling_logprobs_T,
-            trajectory.loss_mask.rows()[row],
-            mode=self._config.vllm_importance_sampling_mode,
-            clip_min=self._config.vllm_importance_sampling_clip_min,
-            clip_max=self._config.vllm_importance_sampling_clip_max,
-        )
 
     def _metrics(self, samples: Samples, advantages: AdvantageResult) -> dict[str, float]:
         objectives = reward_metrics(self._config.objective_list, advantages)

@@ -16,7 +16,7 @@ import torch
 from transformers import HfArgumentParser
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.trainers import base
+from memsafe_rl.trainers import learning
 from memsafe_rl.trainers.alarms import ALARMS, STEPS_TO_END, WINDOW_STEPS, AlarmRules, AlarmWatch
 from memsafe_rl.trainers.config import GRPOConfig
 from tests.trainers.helpers import make_trainer
@@ -333,14 +333,14 @@ def test_a_slow_judge_is_heard_in_training_and_not_in_evaluation(tmp_path: Path)
 
 
 def test_failed_allocations_are_counted_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    accumulate, calls = base.accumulate_gradient, itertools.count()
+    accumulate, calls = learning.accumulate_gradient, itertools.count()
 
     def failing_twice(*arguments: Any, **named: Any) -> Any:
         if next(calls) in (0, 2):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return accumulate(*arguments, **named)
 
-    monkeypatch.setattr(base, "accumulate_gradient", failing_twice)
+    monkeypatch.setattr(learning, "accumulate_gradient", failing_twice)
     trainer = make_trainer(tmp_path, max_steps=3, alarms={"truncation": None, "retries": 2})
     trainer.train()
     assert [(alarm["kind"], alarm["step"], alarm["value"]) for alarm in alarms_of(trainer)] == [("retries", 2, 2)]

@@ -25,7 +25,7 @@ from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.ops.advantages import group_advantages
 from memsafe_rl.ops.merging import MERGES, merge_weights
 from memsafe_rl.rewards import calls
-from memsafe_rl.trainers import base, update
+from memsafe_rl.trainers import learning, update
 from memsafe_rl.trainers.checks import CHOICES
 from memsafe_rl.trainers.objectives import BetaControl, Objective, judge, objective_advantages, read_objectives, steered
 from memsafe_rl.types import Component, Phase, UpdatePlan, UpdateWork
@@ -260,7 +260,7 @@ def test_an_objective_that_runs_out_of_memory_is_begun_again_and_the_others_are_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calm = gradient_of(make_trainer(tmp_path, policy=cut(30), gradient_merge="pcgrad", **TWO))
-    honest, begun = base.accumulate_gradient, []
+    honest, begun = learning.accumulate_gradient, []
 
     def failing(adapter: Any, trajectory: Any, rows: Any, *others: Any, **named: Any) -> Any:
         begun.append(tuple(rows))
@@ -269,7 +269,7 @@ def test_an_objective_that_runs_out_of_memory_is_begun_again_and_the_others_are_
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return found
 
-    monkeypatch.setattr(base, "accumulate_gradient", failing)
+    monkeypatch.setattr(learning, "accumulate_gradient", failing)
     assert torch.equal(gradient_of(make_trainer(tmp_path, policy=cut(30), gradient_merge="pcgrad", **TWO)), calm)
     first, failed, again = begun
     assert failed == again != first
