@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +24,51 @@ from memsafe_rl.trainers.update import check_separable
 from memsafe_rl.trainers.weights import read_weights, write_weights
 from memsafe_rl.types import Completion, Component, SamplingSettings
 
-_FOR_TOKENS: Mapping[str, Any] = {
-    "use_vllm": False,
-    "use_transformers_continuous_batching": False,
-    "caches_in_8_bits": False,
-    "partial_rollout_tokens": None,
-    "mask_truncated_completions": False,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": None,
-    "repetition_penalty": 1.0,
-    "generation_kwargs": None,
-    "max_prompt_length": None,
-    "entropy_coef": 0.0,
-    "use_adaptive_entropy": False,
-    "top_entropy_quantile": 1.0,
-    "verify_plan": False,
-    "probe_worst_case": False,
-}
-"""Settings that only rows of tokens have a use for, and their values when nobody asks for them: chains are alike, so
-that the first step is the worst case."""
+logger = logging.getLogger(__name__)
+
+_FOR_TOKENS = (
+    "use_vllm",
+    "vllm_gpu_memory_utilization",
+    "vllm_enable_sleep_mode",
+    "vllm_max_model_length",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "use_transformers_continuous_batching",
+    "transformers_continuous_batching_config",
+    "cache_implementation",
+    "partial_rollout_tokens",
+    "max_tool_calling_iterations",
+    "max_turn_length",
+    "max_episode_turns",
+    "mask_truncated_completions",
+    "missing_eos_penalty",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "generation_kwargs",
+    "max_prompt_length",
+    "overlong_prompts",
+    "chat_template_kwargs",
+    "pad_to_multiple_of",
+    "model_init_kwargs",
+    "entropy_coef",
+    "use_adaptive_entropy",
+    "entropy_coef_min",
+    "entropy_coef_max",
+    "entropy_coef_delta",
+    "entropy_target",
+    "top_entropy_quantile",
+    "verify_plan",
+    "probe_worst_case",
+)
+"""Settings that only rows of tokens, or models loaded by name, have a use for; their defaults ask for nothing. Chains
+are alike, so that the first step is the worst case."""
+_SHORTENED_BY_NOTHING = frozenset({"max_completion_length", "cache_implementation"})
+"""Remedies of `allow_lossy` that would change nothing of a chain."""
 
 
 class ConditionReader:
@@ -101,14 +127,9 @@ class DenoisingKind:
                 f"processing_class is a {type(processing_class).__name__}, but a DiffusionPolicy embeds its prompts by "
                 "itself. Leave it out, and pass embed=... to the policy."
             )
-        for name, plain in _FOR_TOKENS.items():
-            if getattr(config, name) != plain:
-                raise ConfigError(
-                    f"{name} is {getattr(config, name)!r}, which is for models that draw tokens; a DiffusionPolicy "
-                    f"draws states. Leave it out (or set it to {plain!r})."
-                )
+        _refuse_what_is_for_tokens(config)
         self._config, self._policy = config, policy_of(model)
-        config.max_completion_length = self._policy.num_inference_steps
+        _take_steps(config, self._policy.num_inference_steps)
         check_separable(config.loss_settings())
         self.reader: PromptReader = ConditionReader(self._policy)
 
@@ -193,6 +214,36 @@ class DenoisingKind:
                     f"{name} is given, which is for models that draw tokens; a DiffusionPolicy draws its chains of "
                     "states by itself. Leave it out."
                 )
+
+
+def _refuse_what_is_for_tokens(config: TrainerConfig) -> None:
+    """Refuses every setting that was changed and would be without effect."""
+    for setting in fields(config):
+        value = getattr(config, setting.name)
+        if setting.name in _FOR_TOKENS and value != setting.default:
+            raise ConfigError(
+                f"{setting.name} is {value!r}, which is for models that draw tokens; a DiffusionPolicy draws states. "
+                f"Leave it out (or set it to {setting.default!r})."
+            )
+    useless = sorted(_SHORTENED_BY_NOTHING.intersection(config.allow_lossy))
+    if useless:
+        raise ConfigError(
+            f"allow_lossy names {useless[0]!r}, which makes rows of tokens lighter; a chain has the steps that its "
+            "DiffusionPolicy says, and no cache. Leave it out, and make num_inference_steps smaller yourself."
+        )
+
+
+def _take_steps(config: TrainerConfig, steps: int) -> None:
+    """Makes the steps of a chain the length of a row, and says so where another length was asked for."""
+    default = next(setting.default for setting in fields(config) if setting.name == "max_completion_length")
+    if config.max_completion_length not in (default, steps):
+        logger.warning(
+            "max_completion_length is %d, but a chain of this DiffusionPolicy has %d steps (num_inference_steps): the "
+            "setting is without effect",
+            config.max_completion_length,
+            steps,
+        )
+    config.max_completion_length = steps
 
 
 def _digest(tensor: Tensor) -> str:

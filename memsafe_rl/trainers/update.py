@@ -6,16 +6,16 @@ Axes: ``B`` rows, ``T`` completion tokens or denoising steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from memsafe_rl.accounting import worth_running
+from memsafe_rl.accounting import host_memory, is_on_host, worth_running
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.host import offloaded
+from memsafe_rl.memory.host import offloaded, to_device, to_host
 from memsafe_rl.memory.recovery import Attempt
 from memsafe_rl.memory.slices import cut_columns, cut_groups, packed_tokens
 from memsafe_rl.models.adapter import ScoringAdapter
@@ -230,11 +230,11 @@ def _accumulate_columns(
 ) -> StepGradient:
     """Goes over rows × columns, forward and backward of a rectangle at a time, so that bytes do not grow with columns.
 
-    What is measured of a row is measured at the end, on all its columns.
+    What is measured of a row is measured at the end, on all its columns, on the host: its numbers grow with them.
     """
     check_separable(terms.settings)
-    zero = torch.zeros((), device=adapter.device)
-    step = StepGradient(loss=zero, run_tokens=zero)
+    with host_memory():
+        step = StepGradient(loss=torch.zeros(()), run_tokens=torch.zeros(()))
     if not rows:
         return step
     found: dict[str, Tensor] = {}
@@ -256,8 +256,8 @@ def _accumulate_columns(
         _collect(found, scores, places, columns, (len(rows), max(trajectory.action_lengths(rows))))
         step.micro_batches += 1
         step.tokens += len(places) * len(columns)
-    whole = loss_inputs(trajectory, rows, terms, TokenScores(**found))
-    with torch.no_grad():
+    with torch.no_grad(), host_memory():
+        whole = loss_inputs(trajectory, rows, terms, TokenScores(**found))
         _add(step, policy_loss(whole, terms.settings, terms.denominators), whole.mask_BT.sum())
     for place, row in enumerate(rows):
         step.logprobs[row] = found["logprobs_BT"][place, : trajectory.actions.lengths[row]]
@@ -271,12 +271,15 @@ def _collect(
     columns: Sequence[int],
     shape: tuple[int, int],
 ) -> None:
-    """Writes what was found of a rectangle, detached, where it belongs among all rows and columns."""
+    """Writes what was found of a rectangle where it belongs among all rows and columns, detached, on the host."""
     for entry in fields(scores):
         values_BT = getattr(scores, entry.name)
         if values_BT is not None:
-            all_BT = found.setdefault(entry.name, values_BT.new_zeros(shape))
-            all_BT[torch.tensor(places)[:, None], torch.tensor(columns)] = values_BT.detach()
+            with host_memory():
+                if entry.name not in found:
+                    found[entry.name] = torch.zeros(shape, dtype=values_BT.dtype)
+                where = torch.tensor(places)[:, None], torch.tensor(columns)
+                found[entry.name][where] = to_host(values_BT.detach())
 
 
 def loss_inputs(
@@ -300,11 +303,8 @@ def loss_inputs(
     """
     device, dtype = scores.logprobs_BT.device, scores.logprobs_BT.dtype
 
-    def of_columns(values_BT: Tensor) -> Tensor:
-        return values_BT if columns is None else values_BT[:, torch.tensor(columns, device=values_BT.device)]
-
     def cut(store: Ragged | None) -> Tensor | None:
-        return None if store is None else of_columns(store.pad(rows, 0, device)).to(dtype)
+        return None if store is None else cut_out(store, rows, columns, device).to(dtype)
 
     by_action = cut(trajectory.action_advantages)
     by_row = trajectory.advantages[list(rows)].to(device=device, dtype=dtype)
@@ -312,12 +312,14 @@ def loss_inputs(
     entropy_mask = None
     if terms.entropy_masks is not None:
         kept = Ragged.from_rows([terms.entropy_masks[row] for row in rows])
-        entropy_mask = of_columns(kept.pad(range(len(rows)), 0, device)).to(dtype)
-    mask_BT = trajectory.loss_mask.pad(rows, 0, device).to(dtype)
+        entropy_mask = cut_out(kept, range(len(rows)), columns, device).to(dtype)
+    counted_B = None
+    if columns is not None:
+        counted_B = torch.tensor([trajectory.counted_actions[row] for row in rows], dtype=dtype, device=device)
     return LossInputs(
         logprobs_BT=scores.logprobs_BT,
         advantages_B=by_row if by_action is None else by_action,
-        mask_BT=of_columns(mask_BT),
+        mask_BT=cut_out(trajectory.loss_mask, rows, columns, device).to(dtype),
         old_logprobs_BT=cut(trajectory.old_logprobs) if has_old else None,
         ref_logprobs_BT=cut(trajectory.ref_logprobs),
         sampling_logprobs_BT=cut(trajectory.sampling_logprobs) if terms.sampler_is_external else None,
@@ -326,8 +328,29 @@ def loss_inputs(
         entropy_mask_BT=entropy_mask,
         entropy_coef=terms.entropy_coef,
         kl_BT=scores.kl_BT,
-        row_counts_B=None if columns is None else mask_BT.sum(1),
+        row_counts_B=counted_B,
     )
+
+
+def cut_out(store: Ragged, rows: Sequence[int], columns: Sequence[int] | None, device: torch.device) -> Tensor:
+    """Cuts some columns of some rows out of a store; only these are moved, so that a long row costs no more than one.
+
+    Args:
+        store: numbers by row.
+        rows: the rows.
+        columns: the columns, which all of the rows have; None for all, padded with 0 to the longest of these rows.
+        device: where they go.
+
+    Returns:
+        (n, columns), of the store's type.
+    """
+    if columns is None:
+        return store.pad(rows, 0, device)
+    views = store.rows()
+    with host_memory() if is_on_host(store.flat) else nullcontext():
+        chosen = torch.tensor(columns, device=store.flat.device)
+        cut_BT = torch.stack([views[row][chosen] for row in rows])
+    return to_device(cut_BT, device)
 
 
 def value_share(trajectory: Trajectory, rows: Sequence[int], terms: StepTerms, values_BT: Tensor) -> LossResult:

@@ -69,7 +69,8 @@ class Ragged:
         out = self.flat.new_full((len(rows), width, *self.flat.shape[1:]), fill)
         for position, row in enumerate(rows):
             out[position, : self.lengths[row]] = views[row]
-        return out if device is None else out.to(device, non_blocking=True)
+        # Only on its way to a device may a copy be under way still when it is read.
+        return out if device is None else out.to(device, non_blocking=out.device.type == "cpu")
 
     def nbytes(self) -> int:
         """Bytes of the store."""

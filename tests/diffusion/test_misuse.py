@@ -18,7 +18,8 @@ from memsafe_rl.models.embedding import prompt_key
 from memsafe_rl.models.schedulers import DDIMScheduler, FlowSDEScheduler
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.trainers.config import GRPOConfig
-from memsafe_rl.trainers.denoising import DenoisingKind
+from memsafe_rl.trainers.denoising import _FOR_TOKENS, DenoisingKind
+from memsafe_rl.trainers.fields import GROUPS
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from tests.diffusion.small import PROMPTS, SHAPE, WIDTH, Denoiser, draw, make_policy
 
@@ -138,6 +139,42 @@ def test_what_draws_texts_is_refused_by_name(name: str, tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=f"{name} is given, which is for models that draw tokens"):
         make_trainer(tmp_path, given={name: [function] if name == "tools" else function})
+
+
+OF_TOKENS: dict[str, Any] = {
+    "cache_implementation": "static",
+    "max_turn_length": 5,
+    "max_episode_turns": 3,
+    "overlong_prompts": "truncate",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "pad_to_multiple_of": 8,
+    "model_init_kwargs": {"dtype": "bfloat16"},
+    "entropy_coef_max": 0.5,
+    "vllm_importance_sampling_correction": False,
+    "vllm_max_model_length": 512,
+    "allow_lossy": ["num_iterations", "max_completion_length"],
+}
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_no_setting_of_tokens_is_passed_over_in_silence(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{name} (is|names) .*Leave it out"):
+        make_trainer(tmp_path, **{name: OF_TOKENS[name]})
+
+
+def test_a_length_that_a_chain_does_not_have_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_trainer(tmp_path, max_completion_length=6)
+    assert not caplog.records
+    trainer = make_trainer(tmp_path, max_completion_length=64)
+    assert trainer.args.max_completion_length == 6
+    assert "max_completion_length is 64, but a chain of this DiffusionPolicy has 6 steps" in caplog.text
+
+
+def test_every_setting_is_either_used_by_chains_or_known_to_be_of_tokens() -> None:
+    """Whoever adds a setting to the groups that speak of tokens says what a chain makes of it."""
+    of_tokens = {name for title in ("Sampling", "Rollout engine", "Prompts") for name in GROUPS[title]}
+    used = {"shuffle_dataset", "remove_unused_columns", "max_completion_length"}
+    assert of_tokens - used <= set(_FOR_TOKENS)
 
 
 @pytest.mark.parametrize(
