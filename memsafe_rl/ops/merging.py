@@ -51,11 +51,14 @@ def merge_weights(
     *,
     cagrad_c: float = 0.2,
     orders: Sequence[Sequence[int]] | None = None,
+    there: Sequence[bool] | None = None,
 ) -> tuple[float, ...]:
     """Gives the coefficients of a merge: the merged gradient is ``sum_k coefficient_k g_k``.
 
-    Each objective's gradient is first multiplied by its weight. Where a dot product is no finite number, as after an
-    overflow, the coefficients are the weights, so that what is wrong with a gradient stays to be seen.
+    Each objective's gradient is first multiplied by its weight. An objective that is not there has a coefficient of 0,
+    and the others are merged as if it did not exist: the mean that CAGrad starts from is theirs. Where a dot product is
+    no finite number, as after an overflow, the coefficients are the weights, so that what is wrong with a gradient
+    stays to be seen.
 
     Args:
         gram_KK: (K, K) float64 on the host, from `gram_matrix`.
@@ -63,6 +66,7 @@ def merge_weights(
         weights_K: weight of each objective.
         cagrad_c: how far CAGrad goes from the mean, as a share of its length.
         orders: for each objective, the order in which PCGrad looks at the others; None for theirs.
+        there: whether each objective says anything; None where all do.
 
     Returns:
         K coefficients.
@@ -76,7 +80,11 @@ def merge_weights(
     weighted_KK = gram_KK.to(torch.float64) * weights[:, None] * weights
     if not bool(weighted_KK.isfinite().all()):
         return tuple(weights_K)
-    coefficients = MERGES[method](weighted_KK, cagrad_c, orders)
+    known = [k for k in range(len(weights)) if there is None or there[k]]
+    coefficients = torch.zeros_like(weights)
+    if known:
+        among = None if orders is None else [[known.index(j) for j in orders[i] if j in known] for i in known]
+        coefficients[known] = MERGES[method](weighted_KK[known][:, known], cagrad_c, among)
     return tuple((coefficients * weights).tolist())
 
 

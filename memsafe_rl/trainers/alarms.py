@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.trainers.checks import Range, read
+from memsafe_rl.trainers.checks import Range, check_in, read
 from memsafe_rl.trainers.refusals import unknown
 
 STEPS_TO_END = 5
@@ -105,8 +105,8 @@ def _read_limit(name: str, value: Any) -> Any:
         if len(limit) != 2 or not 0 <= limit[0] < limit[1] < math.inf:
             raise ConfigError(f"{told} is {value!r}; it must be [low, high] in nats per token, such as [0.02, 0.15].")
         return tuple(limit)
-    if name != "objective_kl" and limit not in _RANGES[name]:
-        raise ConfigError(f"{told} is {value!r}; it must be {_RANGES[name]}.")
+    if name in _RANGES:
+        check_in(told, limit, _RANGES[name])
     return limit
 
 

@@ -121,7 +121,7 @@ RANGES: dict[str, Range] = {
     "epsilon_high": _POSITIVE,
     "delta": _POSITIVE,
     "beta": _NOT_NEGATIVE,
-    "cagrad_c": _NOT_NEGATIVE,
+    "cagrad_c": Range(0, 1, open_high=True),
     "ref_model_mixup_alpha": _SHARE,
     "ref_model_sync_steps": _AT_LEAST_ONE,
     "entropy_coef_delta": _NOT_NEGATIVE,
@@ -328,11 +328,26 @@ def check_range(name: str, value: float) -> None:
     Raises:
         ConfigError: the number lies outside.
     """
-    if name not in RANGES or value in RANGES[name]:
+    if name in RANGES:
+        check_in(name, value, RANGES[name])
+
+
+def check_in(told: str, value: float, allowed: Range) -> None:
+    """Refuses a number outside a range.
+
+    Args:
+        told: what it is called.
+        value: the number.
+        allowed: the range.
+
+    Raises:
+        ConfigError: the number lies outside.
+    """
+    if value in allowed:
         return
-    wanted = str(RANGES[name])
+    wanted = str(allowed)
     finite = "" if _is_finite(value) or wanted == "finite" else "finite, and "
-    raise ConfigError(f"{name} is {value!r}; it must be {finite}{wanted}.")
+    raise ConfigError(f"{told} is {value!r}; it must be {finite}{wanted}.")
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -184,7 +184,7 @@ class LearningTrainer(TrainerSurface):
                 experience, gradient = self._gradient_of(experience, rows, part, index)
                 found.append(gradient)
                 waiting.add(last=index + 1 == len(terms.objectives))
-            merge = self._merge(waiting)
+            merge = self._merge(waiting, [part.denominators.tokens > 0 for part in terms.objectives])
         finally:
             waiting.drop()
         weights = [objective.weight for objective in self.args.objective_list]
@@ -223,8 +223,11 @@ class LearningTrainer(TrainerSurface):
         self._ranks.sum_gradients(self._committed.parameters)
         return placed, gradient
 
-    def _merge(self, gradients: GradientsAside) -> dict[str, float]:
-        """Puts the merged gradient in place of the objectives' own, and gives what is known of them."""
+    def _merge(self, gradients: GradientsAside, there: Sequence[bool]) -> dict[str, float]:
+        """Puts the merged gradient in place of the objectives' own, and gives what is known of them.
+
+        An objective that scored no counted action of the step is not there, and leaves the merge to the others.
+        """
         config, objectives = self.args, self.args.objective_list
         gram = self._ranks.gather([self._recovery.repeat(lambda: gradients.gram().tolist())])[0]  # the same everywhere
 
@@ -234,6 +237,7 @@ class LearningTrainer(TrainerSurface):
                 weights_K=[objective.weight for objective in objectives],
                 **config.merge_settings(),
                 orders=merge_orders(len(objectives), config.seed, self.state.global_step),
+                there=there,
             )
 
         found = self._recovery.repeat(coefficients)

@@ -6,6 +6,7 @@ Axes: ``B`` rows, ``F`` reward functions, ``K`` objectives.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from statistics import median
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.ops.merging import add_up, cosines, gram_matrix
-from memsafe_rl.trainers.checks import Range, read
+from memsafe_rl.trainers.checks import Range, check_in, read
 from memsafe_rl.trainers.refusals import unknown
 from memsafe_rl.trainers.update import StepTerms
 from memsafe_rl.types import AdvantageResult, Denominators, Trajectory
@@ -92,13 +93,30 @@ def read_objectives(given: Mapping[str, Any] | None, *, beta: float) -> tuple[Ob
         return ()
     if not given:
         raise ConfigError(f"objectives is {dict(given)!r}, which names none. Write {_EXAMPLE}, or leave it out.")
-    return tuple(_read_objective(name, settings, beta) for name, settings in given.items())
+    objectives = tuple(_read_objective(name, settings, beta) for name, settings in given.items())
+    _refuse_twins(objectives)
+    return objectives
+
+
+def _refuse_twins(objectives: Sequence[Objective]) -> None:
+    """Refuses two objectives of the same rewards, whose rows and advantages would be the same."""
+    seen: dict[frozenset[str], str] = {}
+    for objective in objectives:
+        rewards = frozenset(objective.rewards)
+        if rewards in seen:
+            raise ConfigError(
+                f"objectives[{objective.name!r}] has the same rewards as objectives[{seen[rewards]!r}], "
+                f"{list(objective.rewards)}, so that both would learn the same. Join them, or give one other rewards."
+            )
+        seen[rewards] = objective.name
 
 
 def _read_objective(name: str, given: Any, beta: float) -> Objective:
     told = f"objectives[{name!r}]"
     if not isinstance(name, str) or not name.strip() or "/" in name:
         raise ConfigError(f"{told}: a name is text without '/', as metrics bear it. Write {_EXAMPLE}.")
+    if isinstance(given, Objective):
+        raise ConfigError(f"{told} is an {type(given).__name__}; write its settings as a mapping, as in {_EXAMPLE}.")
     if not isinstance(given, Mapping):
         raise ConfigError(f"{told} is {given!r}; it must be a mapping, as in {_EXAMPLE}.")
     settings: dict[str, Any] = {"beta": beta}
@@ -108,6 +126,12 @@ def _read_objective(name: str, given: Any, beta: float) -> Objective:
         settings[key] = _read_part(f"{told}['{key}']", key, value)
     if not settings.get("rewards"):
         raise ConfigError(f"{told} has no reward functions. Name at least one: {told}['rewards']=['...'].")
+    twice = [reward for reward, times in Counter(settings["rewards"]).items() if times > 1]
+    if twice:
+        raise ConfigError(
+            f"{told}['rewards'] names {twice[0]!r} more than once, which would count it as often. Name it once, and "
+            "weigh it by reward_weights."
+        )
     objective = Objective(name=name, **settings)
     _check_beta(told, objective)
     return objective
@@ -115,8 +139,8 @@ def _read_objective(name: str, given: Any, beta: float) -> Objective:
 
 def _read_part(told: str, key: str, value: Any) -> Any:
     part = read(told, value, _KINDS[key])
-    if key in _RANGES and part not in _RANGES[key]:
-        raise ConfigError(f"{told} is {part!r}; it must be {_RANGES[key]}.")
+    if key in _RANGES:
+        check_in(told, part, _RANGES[key])
     if key in ("kl_band", "beta_bounds") and part is not None:
         what, example = ("nats per token", "[0.02, 0.06]") if key == "kl_band" else ("nats", "[0.01, 1.0]")
         if len(part) != 2 or not 0 <= part[0] < part[1] < math.inf:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.trainers.fields import GRPOFields, PPOFields, TrainerFields
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,16 @@ ALIASES: dict[str, str] = {
     "response_length": "max_completion_length",
 }
 """Other names that TRL and transformers have for a setting of ours; None under such a name means not given."""
+
+
+_SHARED = {setting.name for setting in fields(TrainerFields)}
+_ALGORITHM_OF = {
+    setting.name: algorithm
+    for algorithm, own in (("GRPO", GRPOFields), ("PPO", PPOFields))
+    for setting in fields(own)
+    if setting.name not in _SHARED
+}
+"""The algorithm of each setting that only one has."""
 
 
 def _table(reason: str, remedy: str, **off: Any) -> dict[str, Refusal]:
@@ -317,6 +328,7 @@ def admit(
         ConfigError: a setting is refused or unknown, or stands twice under two names.
     """
     kept: dict[str, Any] = {}
+    written: dict[str, str] = {}
     for name, value in given.items():
         target = ALIASES.get(name, name)
         if target in known:
@@ -324,11 +336,18 @@ def admit(
                 continue
             if target in kept and kept[target] != value:
                 raise ConfigError(
-                    f"{name} is {value!r}, but {target}, its other name, is {kept[target]!r}. Set one only."
+                    f"{name} is {value!r}, but {written[target]}, another name of the same {what}, is "
+                    f"{kept[target]!r}. Set one only."
                 )
-            kept[target] = value
+            kept[target], written[target] = value, name
         elif target in refused:
             _refuse(target, value, refused[target])
+        elif what == "setting" and target in _ALGORITHM_OF:
+            algorithm = _ALGORITHM_OF[target]
+            raise ConfigError(
+                f"{name} is {value!r:.100}, but it is a setting of {algorithm} alone. Use {algorithm}Config with "
+                f"{algorithm}Trainer, or leave {name} out."
+            )
         else:
             others = [alias for alias, meant in ALIASES.items() if meant in known]
             raise unknown(name, known, what, also=[*refused, *others])

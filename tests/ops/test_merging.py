@@ -206,6 +206,19 @@ def test_a_weight_multiplies_a_gradient_before_the_merge(method):
 
 
 @pytest.mark.parametrize("method", MERGES)
+def test_who_is_not_there_leaves_the_merge_to_the_others(method):
+    gradients, factors = drawn(4, 5, seed=3, conflict=1.2), [1.0, 0.3, 2.5, 0.7]
+    there, others = [True, False, True, True], [0, 2, 3]
+    orders = [[3, 2, 1, 0], [0, 1, 2, 3], [1, 3, 0, 2], [2, 1, 0, 3]]
+    among = [[2, 1, 0], [2, 0, 1], [1, 0, 2]]  # the same orders without the second, counted anew
+    found = merge_weights(gram(gradients), method, factors, orders=orders, there=there)
+    alone = merge_weights(gram(gradients[others]), method, [factors[k] for k in others], orders=among)
+    assert [found[k] for k in others] == pytest.approx(alone)
+    assert found[1] == 0
+    assert merge_weights(gram(gradients), method, factors, there=[False] * 4) == (0.0,) * 4
+
+
+@pytest.mark.parametrize("method", MERGES)
 def test_one_scale_of_all_gradients_is_the_scale_of_the_merge(method):
     """So that a loss scale for fp16 may be divided out afterwards."""
     gradients = drawn(2, 5, seed=4, conflict=1.2)
