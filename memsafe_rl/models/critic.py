@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.language import LanguageAdapter, Route, refuse_trained_bias
-from memsafe_rl.types import Component
+from memsafe_rl.types import Component, ModelGeometry
 
 CRITIC_ADAPTER = "critic"
 """Name of the PEFT adapter of a critic on the model's own base."""
@@ -67,6 +67,11 @@ class Critic(ABC):
             head: maps hidden states to values.
         """
         self.head = head
+
+    @property
+    def own_geometry(self) -> ModelGeometry | None:
+        """Sizes of a network of its own; None where it reads with the model's."""
+        return None
 
     @property
     @abstractmethod
@@ -233,6 +238,11 @@ class OwnModel(Critic):
     def beside(self) -> nn.Module:
         """The network and the head."""
         return self._module
+
+    @property
+    def own_geometry(self) -> ModelGeometry:
+        """Sizes of the critic's network."""
+        return self._adapter.geometry
 
     def running(self) -> AbstractContextManager[LanguageAdapter]:
         """Gives the critic's network."""

@@ -32,9 +32,11 @@ from memsafe_rl.models.language import (
     refuse_prompt_learning,
     refuse_trained_bias,
 )
-from memsafe_rl.types import Component
+from memsafe_rl.types import Component, room_for_prompt
 
 logger = logging.getLogger(__name__)
+
+_USE_TEXT = "Give a causal LM or an encoder-decoder of text, such as Qwen3 or T5."
 
 _CONFIG_KEYS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "code_revision")
 """Loading arguments that say where files are; the config and the tokenizer need them too."""
@@ -63,13 +65,9 @@ class ModelFacts:
             new_tokens: longest completion, in tokens.
 
         Returns:
-            int, tokens, all of the context where an encoder reads the prompts, and 0 or less where the completion
-            alone passes it; None if unbounded.
+            int, tokens; see `memsafe_rl.types.room_for_prompt`.
         """
-        limit = self.max_positions
-        if limit is None or (is_encoder_decoder(self.config) and new_tokens <= limit):
-            return limit
-        return limit - new_tokens
+        return room_for_prompt(self.max_positions, new_tokens, encoded=is_encoder_decoder(self.config))
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,11 @@ class LoadedModel:
 
 
 def read_config(
-    model: str | nn.Module, *, trust_remote_code: bool = False, model_init_kwargs: Mapping[str, Any] | None = None
+    model: str | nn.Module,
+    *,
+    trust_remote_code: bool = False,
+    model_init_kwargs: Mapping[str, Any] | None = None,
+    told: str = "model",
 ) -> ModelFacts:
     """Reads a model's config; no weight is loaded.
 
@@ -96,14 +98,15 @@ def read_config(
         model: a name, a path or a model.
         trust_remote_code: whether code that comes with the model may run.
         model_init_kwargs: arguments of ``from_pretrained``; of these, where the files are and a given ``config``.
+        told: what the model is called in messages.
 
     Returns:
         What the config says.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: there is no such model, or it draws no tokens.
     """
-    _check_kind(model)
+    _check_kind(model, told)
     arguments = dict(model_init_kwargs or {})
     if not isinstance(model, str):
         config = language_model_of(model).config
@@ -115,10 +118,15 @@ def read_config(
             config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **places)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"model={model!r} has no config that can be read ({_first_line(error)}). Give a folder with a "
+                f"{told}={model!r} has no config that can be read ({_first_line(error)}). Give a folder with a "
                 "config.json, or the name of a model on a hub that can be reached."
             ) from error
     text = config.get_text_config(decoder=True)
+    if getattr(text, "vocab_size", None) is None:
+        raise ConfigError(
+            f"{told}={_name(model)!r} has a {type(config).__name__}, which names no vocab_size: it draws no tokens. "
+            f"{_USE_TEXT}"
+        )
     return ModelFacts(config, max_positions(config), int(text.vocab_size), _router_coefficient(text))
 
 
@@ -294,10 +302,24 @@ def _refuse_contradictions(
         refuse_trained_bias(configs)
 
 
-def _check_kind(model: Any) -> None:
+def _check_kind(model: Any, told: str = "model") -> None:
     if not isinstance(model, (str, PreTrainedModel, PeftModel)):
         raise ConfigError(
-            f"model is a {type(model).__name__}; give a name, a path (as text), a transformers model or a PeftModel."
+            f"{told} is a {type(model).__name__}; give a name, a path (as text), a transformers model or a PeftModel."
+        )
+    if not isinstance(model, str):
+        _refuse_without_tokens(language_model_of(model), told)
+
+
+def _refuse_without_tokens(lm: Any, told: str) -> None:
+    """Refuses a network that reads something else than tokens, or has no head that gives them."""
+    kind, reads = type(lm).__name__, str(getattr(lm, "main_input_name", "input_ids"))
+    if reads != "input_ids":
+        raise ConfigError(f"{told} is a {kind}, which reads {reads} and no tokens of a text prompt. {_USE_TEXT}")
+    if not lm.can_generate() and lm.get_output_embeddings() is None:
+        raise ConfigError(
+            f"{told} is a {kind}, which has no head that gives tokens' log-probs. Load the same weights with a head: "
+            "AutoModelForCausalLM.from_pretrained(...), or AutoModelForSeq2SeqLM for an encoder-decoder."
         )
 
 

@@ -456,16 +456,26 @@ def start_token_of(lm: Any) -> int:
         int, its id.
 
     Raises:
-        ConfigError: neither the config nor the generation config names one.
+        ConfigError: neither the config nor the generation config names one, or it is no token of the decoder's.
     """
-    for config in (lm.config, lm.generation_config):
-        for name in ("decoder_start_token_id", "bos_token_id"):
+    for name in ("decoder_start_token_id", "bos_token_id"):
+        for config in (lm.config, lm.generation_config):
             start = getattr(config, name, None)
             if start is not None:
-                return int(start)
+                return _checked_start(lm, name, start)
     raise ConfigError(
         f"{type(lm).__name__} names no decoder_start_token_id, so that nothing predicts a completion's first token. "
         "Set model.config.decoder_start_token_id; for T5 it is the pad token."
+    )
+
+
+def _checked_start(lm: Any, name: str, start: Any) -> int:
+    known = int(lm.get_decoder().get_input_embeddings().weight.shape[0])
+    if isinstance(start, int) and not isinstance(start, bool) and 0 <= start < known:
+        return start
+    raise ConfigError(
+        f"{name} of {type(lm).__name__} is {start!r}, but its decoder knows the tokens 0 to {known - 1}, and reads one "
+        f"of them before a completion. Set model.config.{name}; for T5 it is the pad token, for BART the eos token."
     )
 
 

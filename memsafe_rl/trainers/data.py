@@ -125,9 +125,11 @@ class PromptReader(Protocol):
 
     Attributes:
         limit: longest prompt, in tokens; None for no limit.
+        why_limited: what the limit comes from, as the end of a sentence about prompts over it.
     """
 
     limit: int | None
+    why_limited: str
 
     def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
         """Gives the tokens of prompts, without a limit; their number is what counts.
@@ -159,6 +161,7 @@ class PromptTokenizer:
         limit: longest prompt, in tokens; None for no limit.
         truncate: cut longer prompts on the left.
         vocab_size: tokens that the model knows; None for any.
+        why_limited: what the limit comes from, as the end of a sentence about prompts over it.
     """
 
     def __init__(
@@ -169,12 +172,24 @@ class PromptTokenizer:
         limit: int | None,
         truncate: bool,
         vocab_size: int | None = None,
+        why_limited: str = "the limit",
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._template_kwargs = dict(template_kwargs or {})
         self.limit = limit
+        self.why_limited = why_limited
         self._truncate = truncate
+
+    def bound(self, limit: int | None, why: str) -> None:
+        """Lowers the limit.
+
+        Args:
+            limit: longest prompt, in tokens; None for no limit.
+            why: what it comes from, as the end of a sentence about prompts over it.
+        """
+        if limit is not None and (self.limit is None or limit < self.limit):
+            self.limit, self.why_limited = limit, why
 
     def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
         """Tokenizes prompts as they are, without a limit.
@@ -222,7 +237,7 @@ class PromptTokenizer:
         if self.limit is not None:
             longest = max(len(row) for row in rows)
             if longest > self.limit and not self._truncate:
-                raise DataError(overlong_message(longest, self.limit, 1))
+                raise DataError(overlong_message(longest, self, 1))
             rows = [row[-self.limit :] for row in rows]
         ids = tuple(torch.tensor(row, dtype=torch.int64) for row in rows)
         return Prompts(tuple(examples), tuple(prompts), ids)
@@ -313,15 +328,12 @@ def prompt_of(example: Mapping[str, Any]) -> Any:
     return example["prompt"]
 
 
-def usable_prompts(
-    examples: Any, tokenizer: PromptReader, *, limit: int | None, overlong: str, name: str = "train_dataset"
-) -> list[int]:
+def usable_prompts(examples: Any, tokenizer: PromptReader, *, overlong: str, name: str = "train_dataset") -> list[int]:
     """Checks every prompt of a map-style dataset before any weight is loaded.
 
     Args:
         examples: a `datasets.Dataset` with a `prompt` column.
-        tokenizer: tokenizes the prompts.
-        limit: longest prompt, in tokens; None for no limit.
+        tokenizer: tokenizes the prompts, and says which are too long.
         overlong: "error", "filter" or "truncate".
         name: the argument the dataset was given as, for messages.
 
@@ -340,19 +352,19 @@ def usable_prompts(
         starts = track(starts, description="Reading prompts", transient=True)
     for start in starts:
         lengths += [len(row) for row in tokenizer.ids(examples[start : start + _TOKENIZE_BATCH]["prompt"])]
+    limit = tokenizer.limit
     over = [] if limit is None else [index for index, length in enumerate(lengths) if length > limit]
     if over and overlong == "error":
-        raise DataError(overlong_message(max(lengths), limit or 0, len(over)))
+        raise DataError(overlong_message(max(lengths), tokenizer, len(over)))
     dropped = set(over) if overlong == "filter" else set()
     return [index for index in range(len(lengths)) if index not in dropped]
 
 
-def overlong_message(longest: int, limit: int, count: int) -> str:
-    """Writes the error for prompts over the limit."""
+def overlong_message(longest: int, reader: PromptReader, count: int) -> str:
+    """Writes the error for prompts over a reader's limit."""
     return (
-        f"{count} prompt(s) are longer than {limit} tokens (the longest has {longest}), which leaves no room for "
-        "max_completion_length in the model's context. Set overlong_prompts to 'filter' or 'truncate', or lower "
-        "max_completion_length."
+        f"{count} prompt(s) are longer than {reader.limit} tokens (the longest has {longest}), {reader.why_limited}. "
+        "Set overlong_prompts to 'filter' or 'truncate', or change that."
     )
 
 

@@ -79,6 +79,7 @@ class ConditionReader:
     """
 
     limit: int | None = None
+    why_limited = "which embeddings do not know"
 
     def __init__(self, policy: DiffusionPolicy) -> None:
         self._policy = policy

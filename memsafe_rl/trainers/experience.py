@@ -33,7 +33,7 @@ from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.credit import CriticCredit
 from memsafe_rl.trainers.data import Prompts, PromptSource
 from memsafe_rl.trainers.episodes import Stage, drawn_by_limit
-from memsafe_rl.trainers.given import GivenRollout, RolloutFunction, read_rollout
+from memsafe_rl.trainers.given import GivenRollout, RolloutFunction, check_contexts, read_rollout
 from memsafe_rl.trainers.kinds import Kind
 from memsafe_rl.trainers.objectives import judge, reward_metrics
 from memsafe_rl.trainers.partial import Gathered, OpenGroup, begin_groups, gather_groups, groups_from, joined_prompts
@@ -53,6 +53,7 @@ from memsafe_rl.types import (
     AdvantageResult,
     Completion,
     Component,
+    ModelGeometry,
     Phase,
     RolloutPlan,
     RolloutWork,
@@ -400,7 +401,7 @@ class ExperienceMaker(RolloutScorer):
             self._draw_turns,
             self._draw_answers,
             completion_tokens=self._sampling.max_new_tokens,
-            context_tokens=self._adapter.geometry.max_positions,
+            context_tokens=min((g.max_positions for g in self._readers.values() if g.max_positions), default=None),
         )
         return stage.begin(prompts, keys, group_size, table)
 
@@ -534,7 +535,15 @@ class ExperienceMaker(RolloutScorer):
         output = self._rollout_func(copy.deepcopy(repeated), self._owner)
         ends = {*self._sampling.eos_token_ids, self._kind.processing_class.pad_token_id}
         vocab_size = self._adapter.geometry.vocab_size
-        return self._recovery.repeat(lambda: read_rollout(output, rows=len(mine), vocab_size=vocab_size, ends=ends))
+        given = self._recovery.repeat(lambda: read_rollout(output, rows=len(mine), vocab_size=vocab_size, ends=ends))
+        check_contexts(given, self._readers)
+        return given
+
+    @property
+    def _readers(self) -> dict[str, ModelGeometry]:
+        """Sizes of the networks that read a rollout, by what they are called."""
+        critic = None if self._credit is None else self._credit.critic.own_geometry
+        return {"model": self._adapter.geometry, **({} if critic is None else {"critic": critic})}
 
     def _reward(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memsafe_rl.errors import DataError
 from memsafe_rl.memory.failures import is_out_of_memory
-from memsafe_rl.types import Completion
+from memsafe_rl.types import Completion, ModelGeometry
 
 RolloutFunction = Callable[[list[Any], Any], dict[str, Any]]
 """Called with prompts (each repeated for its group) and the trainer; gives "prompt_ids", "completion_ids", "logprobs",
@@ -101,6 +101,26 @@ def read_rollout(output: Any, *, rows: int, vocab_size: int, ends: Collection[in
         extra=extra,
         external=logprobs is not None,
     )
+
+
+def check_contexts(given: GivenRollout, readers: Mapping[str, ModelGeometry]) -> None:
+    """Refuses rows that do not fit the context of a network that is to read them.
+
+    Args:
+        given: the completions.
+        readers: sizes of each such network, by what it is called.
+
+    Raises:
+        DataError: a row is too long.
+    """
+    for whose, geometry in readers.items():
+        for row, (prompt, completion) in enumerate(zip(given.conditions, given.completions, strict=True)):
+            room = geometry.room_for_prompt(len(completion.ids))
+            if room is not None and (room <= 0 or len(prompt) > room):
+                raise DataError(
+                    f"rollout_func's row {row} has a prompt of {len(prompt)} and a completion of {len(completion.ids)} "
+                    f"tokens, but the {whose}'s context is {geometry.max_positions} tokens. Return shorter rows."
+                )
 
 
 def _ids(name: str, row: int, tokens: Sequence[int], vocab_size: int) -> Tensor:

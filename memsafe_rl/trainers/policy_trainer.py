@@ -35,6 +35,7 @@ from memsafe_rl.rewards.calls import Patience
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.credit import CriticCredit
+from memsafe_rl.trainers.data import PromptReader
 from memsafe_rl.trainers.episodes import ENVIRONMENTS, Stage, stage_for, with_prompts
 from memsafe_rl.trainers.experience import ExperienceMaker
 from memsafe_rl.trainers.forecasting import foresee, wants_forecast
@@ -89,6 +90,7 @@ class PolicyTrainer(OnPolicyTrainer):
         set_seed(self.args.seed)
         self._kind = kind_of(model)(self.args, model, processing_class)
         self.processing_class, reader = self._kind.processing_class, self._kind.reader
+        self._bound_prompts(reader)
         self._kind.check_given(
             {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
         )
@@ -142,6 +144,9 @@ class PolicyTrainer(OnPolicyTrainer):
         )
         if ranks.is_main and not self.args.disable_tqdm:
             banner(self._facts(recovery.tracker))
+
+    def _bound_prompts(self, reader: PromptReader) -> None:
+        """Lowers the limit of prompts to what every network that reads them has room for."""
 
     def _foresee(self, tracker: MemoryTracker, model: Any, **given: Any) -> MemoryForecast | None:
         """Forecasts the run where its weights are still to be loaded; plans begin with what that tells."""

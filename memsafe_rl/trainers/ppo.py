@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from datasets import Dataset, IterableDataset
+from peft import PeftModel
+from transformers import PreTrainedModel
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.forecast.outcome import MemoryForecast
@@ -15,11 +17,13 @@ from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.choice import adapter_for
 from memsafe_rl.models.critic import Critic, OwnModel, SecondAdapter, SharedTrunk
 from memsafe_rl.models.language import LanguageAdapter
-from memsafe_rl.models.loading import load_model
+from memsafe_rl.models.loading import load_model, read_config
 from memsafe_rl.trainers.credit import CriticCredit
+from memsafe_rl.trainers.data import PromptReader, PromptTokenizer
 from memsafe_rl.trainers.given import RolloutFunction
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
 from memsafe_rl.trainers.ppo_config import PPOConfig
+from memsafe_rl.trainers.prepare import prompt_room
 
 
 class PPOTrainer(PolicyTrainer):
@@ -105,6 +109,20 @@ class PPOTrainer(PolicyTrainer):
     def critic(self) -> Critic:
         """What foresees rewards."""
         return cast(CriticCredit, self.credit).critic
+
+    def _bound_prompts(self, reader: PromptReader) -> None:
+        """Keeps prompts to the context of a critic that is a network of its own."""
+        wanted = self._wanted_critic
+        shares_base = wanted is None or (isinstance(wanted, str) and wanted == "adapter")
+        if shares_base or not isinstance(reader, PromptTokenizer):
+            return
+        if not isinstance(wanted, (str, PreTrainedModel, PeftModel)):
+            raise ConfigError(
+                f"critic is {wanted!r:.100} ({type(wanted).__name__}). Give None for a head on the model's own hidden "
+                "states, 'adapter', or another model: its name, its path, or the model itself."
+            )
+        facts = read_config(wanted, trust_remote_code=self.args.trust_remote_code, told="critic")
+        reader.bound(*prompt_room(self.args, facts, "critic"))
 
     def _foresee(self, tracker: MemoryTracker, model: Any, **given: Any) -> MemoryForecast | None:
         """Forecasts the critic too."""

@@ -84,13 +84,32 @@ def model_facts(config: TrainerConfig, model: Any) -> ModelFacts:
             f"the model declares router_aux_loss_coef={facts.router_aux_loss_coef}, a balance loss that cannot be "
             "split over micro-batches. Set router_aux_loss_coef=0.0 to train without it."
         )
-    room = facts.room_for_prompt(config.max_completion_length)
+    prompt_room(config, facts, "model")
+    return facts
+
+
+def prompt_room(config: TrainerConfig, facts: ModelFacts, whose: str) -> tuple[int | None, str]:
+    """Gives the longest prompt that leaves room for a completion in a network's context.
+
+    Args:
+        config: the configuration.
+        facts: gives the context.
+        whose: "model" or "critic".
+
+    Returns:
+        int, tokens, or None for no limit; and why, as the end of a sentence about prompts over it.
+
+    Raises:
+        ConfigError: a completion alone passes the context.
+    """
+    room, length = facts.room_for_prompt(config.max_completion_length), config.max_completion_length
     if room is not None and room <= 0:
         raise ConfigError(
-            f"max_completion_length is {config.max_completion_length} but the model's context is "
-            f"{facts.max_positions} tokens. Lower max_completion_length below {facts.max_positions}."
+            f"max_completion_length is {length} but the {whose}'s context is {facts.max_positions} tokens. "
+            f"Lower max_completion_length below {facts.max_positions}, or give a {whose} with a longer context."
         )
-    return facts
+    beside = "" if room == facts.max_positions else f" beside max_completion_length {length}"
+    return room, f"which is what the {whose}'s context of {facts.max_positions} tokens leaves{beside}"
 
 
 def prompt_reader(config: TrainerConfig, tokenizer: Any, facts: ModelFacts) -> PromptTokenizer:
@@ -104,15 +123,16 @@ def prompt_reader(config: TrainerConfig, tokenizer: Any, facts: ModelFacts) -> P
     Returns:
         The reader.
     """
-    room = facts.room_for_prompt(config.max_completion_length)
-    limits = [limit for limit in (room, config.max_prompt_length) if limit is not None]
-    return PromptTokenizer(
+    reader = PromptTokenizer(
         tokenizer,
         template_kwargs=config.chat_template_kwargs,
-        limit=min(limits, default=None),
+        limit=config.max_prompt_length,
         truncate=config.overlong_prompts == "truncate",
         vocab_size=facts.vocab_size,
+        why_limited="which is max_prompt_length",
     )
+    reader.bound(*prompt_room(config, facts, "model"))
+    return reader
 
 
 def text_dataset(config: TrainerConfig, dataset: Any, name: str) -> Dataset | IterableDataset:
@@ -156,7 +176,7 @@ def training_prompts(config: TrainerConfig, dataset: Dataset | IterableDataset, 
         if config.max_steps <= 0:
             raise ConfigError("max_steps is -1 but train_dataset is a stream of unknown length. Set max_steps.")
         return StreamedPrompts(dataset.shuffle(seed=config.seed) if config.shuffle_dataset else dataset)
-    keep = usable_prompts(dataset, reader, limit=reader.limit, overlong=config.overlong_prompts)
+    keep = usable_prompts(dataset, reader, overlong=config.overlong_prompts)
     if len(keep) < len(dataset):
         logger.warning("%d prompt(s) over %s tokens are left out", len(dataset) - len(keep), reader.limit)
     return IndexedPrompts(
@@ -202,7 +222,7 @@ def evaluation_prompts(config: TrainerConfig, dataset: Any, reader: PromptReader
     if isinstance(dataset, IterableDataset):
         raise DataError("eval_dataset is a stream. Pass a Dataset, such as Dataset.from_list(list(stream)).")
     overlong = config.overlong_prompts
-    keep = usable_prompts(dataset, reader, limit=reader.limit, overlong=overlong, name="eval_dataset")
+    keep = usable_prompts(dataset, reader, overlong=overlong, name="eval_dataset")
     rewards.check_columns(dataset.column_names)
     return dataset.select(keep)
 

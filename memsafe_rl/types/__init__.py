@@ -35,6 +35,7 @@ from memsafe_rl.types.plans import (
     UnitBytes,
     UpdatePlan,
     UpdateWork,
+    room_for_prompt,
     whole_blocks,
 )
 from memsafe_rl.types.rollouts import Completion, SamplingSettings, SequenceKey, TextStops
@@ -72,5 +73,6 @@ __all__ = [
     "UpdatePlan",
     "UpdateWork",
     "ValueHead",
+    "room_for_prompt",
     "whole_blocks",
 ]

@@ -73,6 +73,23 @@ class UnitBytes:
     state: int
 
 
+def room_for_prompt(positions: int | None, new_tokens: int, *, encoded: bool) -> int | None:
+    """Counts the tokens of the longest prompt that a network accepts beside a completion.
+
+    Args:
+        positions: longest sequence the network accepts, in tokens; None if unbounded.
+        new_tokens: longest completion, in tokens.
+        encoded: whether an encoder reads the prompt, and a decoder the completion.
+
+    Returns:
+        int, tokens, all positions where an encoder reads the prompts, and 0 or less where the completion alone passes
+        them; None if unbounded.
+    """
+    if positions is None or (encoded and new_tokens <= positions):
+        return positions
+    return positions - new_tokens
+
+
 @dataclass(frozen=True)
 class ModelGeometry:
     """The sizes of a network from which its bytes can be counted.
@@ -121,6 +138,10 @@ class ModelGeometry:
     key_bytes: int | None = None
     encoder_layers: int = 0
     unit: UnitBytes | None = None
+
+    def room_for_prompt(self, new_tokens: int) -> int | None:
+        """Counts the tokens of the longest prompt that the network accepts; see `room_for_prompt`."""
+        return room_for_prompt(self.max_positions, new_tokens, encoded=self.source_bytes is not None)
 
     def kv_bytes(self, slots: int) -> int:
         """Counts the key/value bytes of one sequence that holds ``slots`` tokens.

@@ -9,7 +9,20 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, BartConfig, BitsAndBytesConfig, MixtralConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BitsAndBytesConfig,
+    MixtralConfig,
+    Qwen3ForSequenceClassification,
+    T5Config,
+    T5EncoderModel,
+    T5Model,
+    ViTConfig,
+    ViTModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models import loading
@@ -173,6 +186,43 @@ def test_every_declared_eos_ends_a_completion(declared: Any, wanted: tuple[int, 
     model.generation_config.eos_token_id = declared
     assert eos_token_ids(tiny_tokenizer(), model) == wanted
     assert eos_token_ids(tiny_tokenizer(), get_peft_model(model, LoraConfig(**LORA))) == wanted
+
+
+SMALL: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+SMALL_T5 = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: tiny_model().model, "model is a Qwen3Model, which has no head that gives tokens' log-probs"),
+        (lambda: tiny_model("gpt2").transformer, "model is a GPT2Model, which has no head"),
+        (lambda: T5EncoderModel(SMALL_T5), "model is a T5EncoderModel, which has no head .* AutoModelForSeq2SeqLM"),
+        (lambda: T5Model(SMALL_T5), "model is a T5Model, which has no head"),
+        (lambda: Qwen3ForSequenceClassification(tiny_config()), "Qwen3ForSequenceClassification, which has no head"),
+        (
+            lambda: get_peft_model(tiny_model().model, LoraConfig(r=2, target_modules=["q_proj"])),
+            "Qwen3Model, which has no head",
+        ),
+        (
+            lambda: WhisperForConditionalGeneration(
+                WhisperConfig(d_model=12, encoder_layers=1, decoder_layers=1, vocab_size=20, pad_token_id=0)
+            ),
+            "model is a WhisperForConditionalGeneration, which reads input_features and no tokens of a text prompt",
+        ),
+        (lambda: ViTModel(ViTConfig(**SMALL, image_size=4, patch_size=2)), "ViTModel, which reads pixel_values and"),
+    ],
+)
+def test_what_reads_or_draws_no_tokens_is_refused_before_anything_runs(make: Any, told: str) -> None:
+    for ask in (read_config, load_model):
+        with pytest.raises(ConfigError, match=told):
+            ask(make())
+
+
+def test_a_config_without_a_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
+    ViTConfig(**SMALL).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"critic=.* has a ViTConfig, which names no vocab_size: it draws no tokens"):
+        read_config(str(tmp_path), told="critic")
 
 
 def test_no_eos_at_all_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -36,7 +37,7 @@ from memsafe_rl.models.causal_lm import CausalLMAdapter
 from memsafe_rl.models.choice import adapter_for, check_adapter
 from memsafe_rl.models.heads import naive_logits
 from memsafe_rl.models.language import Route
-from memsafe_rl.models.seq2seq import Seq2SeqAdapter, check_seq2seq
+from memsafe_rl.models.seq2seq import Seq2SeqAdapter, check_seq2seq, start_token_of
 from memsafe_rl.rollout.generation import generate
 from memsafe_rl.types import (
     Completion,
@@ -601,6 +602,22 @@ def test_a_network_without_a_start_token_is_refused() -> None:
     model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
     with pytest.raises(ConfigError, match="names no decoder_start_token_id"):
         Seq2SeqAdapter(model, pad_token_id=PAD)
+
+
+@pytest.mark.parametrize("start", [-1, 258, "0", [0], 1.5, True])
+def test_a_start_token_that_the_decoder_does_not_know_is_refused(start: Any) -> None:
+    model = build("t5")
+    model.config.decoder_start_token_id = start
+    told = rf"decoder_start_token_id of T5.* is {re.escape(repr(start))}, but its decoder knows the tokens 0 to 257"
+    with pytest.raises(ConfigError, match=told):
+        Seq2SeqAdapter(model, pad_token_id=PAD)
+
+
+def test_the_start_token_of_generation_goes_before_bos() -> None:
+    model = build("bart")
+    model.config.decoder_start_token_id, model.config.bos_token_id = None, 3
+    model.generation_config.decoder_start_token_id = 5
+    assert start_token_of(model) == 5
 
 
 def test_rows_are_scored_whole() -> None:

@@ -67,9 +67,9 @@ def test_long_prompts_are_refused_filtered_or_cut_on_the_left() -> None:
     dataset = Dataset.from_dict({"prompt": ["1+2=", "1+2+3+4+5+6="]})
     short = len(reader().ids(["1+2="])[0])
     with pytest.raises(DataError, match=r"1 prompt\(s\) are longer than .* Set overlong_prompts"):
-        usable_prompts(dataset, reader(), limit=short, overlong="error")
-    assert usable_prompts(dataset, reader(), limit=short, overlong="filter") == [0]
-    assert usable_prompts(dataset, reader(), limit=short, overlong="truncate") == [0, 1]
+        usable_prompts(dataset, reader(limit=short), overlong="error")
+    assert usable_prompts(dataset, reader(limit=short), overlong="filter") == [0]
+    assert usable_prompts(dataset, reader(limit=short), overlong="truncate") == [0, 1]
     cut = reader(limit=short, truncate=True)([dataset[1]]).ids[0]
     assert torch.equal(cut, torch.tensor(reader().ids([dataset[1]["prompt"]])[0][-short:]))
     with pytest.raises(DataError, match="longer than"):
@@ -86,7 +86,7 @@ def test_long_prompts_are_refused_filtered_or_cut_on_the_left() -> None:
 )
 def test_bad_datasets_are_refused_by_name(dataset: dict[str, list[str]], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        usable_prompts(Dataset.from_dict(dataset), reader(), limit=None, overlong="error")
+        usable_prompts(Dataset.from_dict(dataset), reader(), overlong="error")
 
 
 def test_prompts_of_two_kinds_or_none_are_refused() -> None:

@@ -11,8 +11,8 @@ from peft import LoraConfig
 
 from benchmarks.ppo_layouts import LAYOUTS, measure
 from benchmarks.small import small_t5
-from memsafe_rl import PPOConfig, PPOTrainer
-from memsafe_rl.errors import ConfigError
+from memsafe_rl import GRPOConfig, PPOConfig, PPOTrainer
+from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.critic import OwnModel, SecondAdapter, SharedTrunk
 from tests.models.test_packing import InDouble
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -381,15 +381,55 @@ def test_encoder_decoders_learn_by_ppo(critic: str, tmp_path: Path) -> None:
     assert relative(trained(trainer), before) > 1e-3
 
 
+def test_prompts_are_kept_to_the_context_of_a_critic_of_its_own(tmp_path: Path) -> None:
+    longest = max(map(len, PROMPTS))
+    for arch in ("gpt2", "llama"):
+        critic = tiny_model(arch, seed=3, positions=longest + 5)
+        told = (
+            rf"longer than {longest - 1} tokens \(the longest has {longest}\), which is what the critic's context of "
+        )
+        with pytest.raises(DataError, match=rf"{told}{longest + 5} tokens leaves beside max_completion_length 6\. Set"):
+            make_ppo(tmp_path, critic)
+    make_ppo(tmp_path, critic, overlong_prompts="truncate", max_steps=1).train()
+    make_ppo(tmp_path, tiny_model("gpt2", seed=3, positions=longest + 6), max_steps=1).train()
+    with pytest.raises(ConfigError, match="max_completion_length is 6 but the critic's context is 4 tokens"):
+        make_ppo(tmp_path, tiny_model("gpt2", seed=3, positions=4))
+
+
+def test_rollouts_of_a_user_are_kept_to_the_contexts_of_model_and_critic(tmp_path: Path) -> None:
+    def long(prompts: list[str], _trainer: Any) -> dict[str, Any]:
+        return {"prompt_ids": [[5] * 8] * len(prompts), "completion_ids": [[6] * 9] * len(prompts), "logprobs": None}
+
+    for model, critic, whose in (
+        (tiny_model(), tiny_model("gpt2", seed=3, positions=16), "critic"),
+        (tiny_model("gpt2", positions=16), None, "model"),
+    ):
+        trainer = PPOTrainer(
+            model,
+            count_digits,
+            PPOConfig(output_dir=str(tmp_path), max_completion_length=6, max_steps=1, use_cpu=True, disable_tqdm=True),
+            Dataset.from_dict({"prompt": PROMPTS}),
+            processing_class=tiny_tokenizer(),
+            rollout_func=long,
+            critic=critic,
+        )
+        with pytest.raises(
+            DataError, match=f"prompt of 8 and a completion of 9 tokens, but the {whose}'s context is 16"
+        ):
+            trainer.train()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"critic": "adapter", "peft_config": None}, "no first one.*peft_config"),
+        ({"critic": 5}, r"critic is 5 \(int\)\. Give None for a head on the model's own hidden states"),
+        ({"critic": tiny_model("gpt2").transformer}, "critic is a GPT2Model, which has no head"),
         ({"critic": tiny_model("llama", vocab_size=20)}, "20 tokens and the model's 258"),
         ({"kl_coef": 0.0, "kl_target": 1.0}, "nothing to steer"),
         ({"dynamic_sampling": True}, "equals itself"),
         ({"gamma": 1.5}, "gamma is 1.5"),
-        ({"scale_rewards": "group"}, "no setting 'scale_rewards'"),
+        ({"scale_rewards": "group"}, "scale_rewards is 'group', but it is a setting of GRPO alone"),
     ],
 )
 def test_what_cannot_work_is_refused(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -401,3 +441,31 @@ def test_earlier_names_are_understood() -> None:
     config = PPOConfig(num_ppo_epochs=2, cliprange=0.1, cliprange_value=0.3, lam=0.9, response_length=7)
     assert (config.num_iterations, config.epsilon, config.vf_clip) == (2, 0.1, 0.3)
     assert (config.gae_lambda, config.max_completion_length, config.num_generations) == (0.9, 7, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        (
+            PPOConfig,
+            {"cliprange": 0.1, "epsilon": 0.2},
+            r"epsilon is 0\.2, but cliprange, another name of the same setting, is 0\.1\. Set one only",
+        ),
+        (
+            PPOConfig,
+            {"epsilon": 0.2, "cliprange": 0.1},
+            r"cliprange is 0\.1, but epsilon, another name of the same setting, is 0\.2\. Set one only",
+        ),
+        (
+            PPOConfig,
+            {"objectives": {"a": {"rewards": ["x"]}}},
+            "objectives is .* a setting of GRPO alone. Use GRPOConfig with GRPOTrainer, or leave objectives out",
+        ),
+        (GRPOConfig, {"lam": 0.9}, r"lam is 0\.9, but it is a setting of PPO alone\. Use PPOConfig with PPOTrainer"),
+    ],
+)
+def test_settings_of_two_names_and_of_the_other_algorithm_are_told_by_name(
+    kind: Any, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        kind(**settings)
