@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import takewhile
 from statistics import median
@@ -42,6 +42,7 @@ class AlarmRules:
         throughput_drop: share of the usual speed that is lost.
         retries: failed allocations within the last `WINDOW_STEPS` steps, after each of which work was done again.
         objective_kl: whether each objective's KL is held against its own `kl_band`.
+        lost_updates: share of trained weights of half precision whose update is rounded away.
     """
 
     truncation: float | None = 0.05
@@ -51,6 +52,7 @@ class AlarmRules:
     throughput_drop: float | None = 0.5
     retries: int | None = 3
     objective_kl: bool | None = True
+    lost_updates: float | None = 0.5
 
 
 ALARMS = tuple(rule.name for rule in fields(AlarmRules))
@@ -64,6 +66,7 @@ _RANGES = {
     "truncation": _SHARE,
     "judge_seconds": Range(0, open_low=True, none="no alarm"),
     "equal_rewards": _SHARE,
+    "lost_updates": _SHARE,
     "throughput_drop": Range(0, 1, open_low=True, open_high=True, none="no alarm"),
     "retries": Range(1, none="no alarm"),
 }
@@ -158,6 +161,23 @@ class AlarmWatch:
         Returns:
             Events for `trainer.memory_events`, usually none; each with one ``sentence``.
         """
+        return self._events(step, self._readings(step, metrics, events))
+
+    def observe_weights(self, step: int, share: float, rate: float) -> list[dict[str, Any]]:
+        """Holds against the rules what a step has moved.
+
+        Args:
+            step: optimizer steps done.
+            share: of the trained weights of half precision with a gradient, those that did not move.
+            rate: the step's learning rate.
+
+        Returns:
+            Events, as `observe` gives them.
+        """
+        limit = self._rules.lost_updates
+        return [] if limit is None else self._events(step, [("lost_updates", _lost_updates(share, rate, limit))])
+
+    def _events(self, step: int, readings: Iterable[tuple[str, _Reading]]) -> list[dict[str, Any]]:
         return [
             {
                 "event": "alarm",
@@ -168,7 +188,7 @@ class AlarmWatch:
                 **reading.details,
                 "sentence": reading.sentence,
             }
-            for episode, reading in self._readings(step, metrics, events)
+            for episode, reading in readings
             if self._begins(episode, reading.broken)
         ]
 
@@ -261,6 +281,17 @@ def _equal_rewards(share: float, limit: float, mean: float | None) -> _Reading:
         f"In {share:.1%} of the groups all rewards are equal (alarm from {limit:.1%}){known}: such groups teach "
         "nothing; choose prompts that are neither always solved nor never, grade the reward more finely, raise "
         "num_generations or temperature, or set dynamic_sampling=True."
+    )
+    return _Reading(share >= limit, share, limit, sentence)
+
+
+def _lost_updates(share: float, rate: float, limit: float) -> _Reading:
+    sentence = (
+        f"{share:.1%} of the trained bfloat16 weights that have a gradient were not moved by the step (alarm from "
+        f"{limit:.1%}, a small sample): at a learning rate of {rate:.3g} their updates are smaller than the rounding "
+        "of bfloat16, so that nothing of them is left, however many steps follow. Keep trained weights in float32, "
+        "with bf16=True for the forward passes (model_init_kwargs={'dtype': 'float32'}, or model.float() where a model "
+        "is passed), or train an adapter (peft_config)."
     )
     return _Reading(share >= limit, share, limit, sentence)
 

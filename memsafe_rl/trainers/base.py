@@ -45,6 +45,7 @@ from memsafe_rl.trainers.order import Cursor, rows_of_step
 from memsafe_rl.trainers.partial import OpenGroup, plain_groups
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.reporting import averages
+from memsafe_rl.trainers.rounding import Look
 from memsafe_rl.trainers.samples import Experience
 from memsafe_rl.trainers.steering import Steering
 from memsafe_rl.trainers.update import StepGradient
@@ -258,6 +259,7 @@ class OnPolicyTrainer(LearningTrainer):
         with self._tracker.phase(Phase.UPDATE):
             self._experience, gradient = self._gradient(self._experience, mine, terms)
             measured = self._measure(gradient, terms)
+            look = self._look_at_weights()
             experience = self._with_old_logprobs(self._experience, gradient)
         with uninterrupted():  # from here to the cursor nothing is read from the device
             self._commit()
@@ -266,6 +268,8 @@ class OnPolicyTrainer(LearningTrainer):
             self._advance(metrics)
             self._note(metrics)
             self._random_before_step = None
+        if look is not None:
+            self._tell_lost_updates(look)
         return metrics
 
     def _roll_out(self) -> Experience:
@@ -387,7 +391,18 @@ class OnPolicyTrainer(LearningTrainer):
 
     def _sound_alarms(self, metrics: Mapping[str, float]) -> None:
         """Says it when the step broke a rule of `alarms` that held before."""
-        events = self._alarms.observe(self.state.global_step, {**metrics, **self._judged}, self.memory_events)
+        self._tell(self._alarms.observe(self.state.global_step, {**metrics, **self._judged}, self.memory_events))
+
+    def _tell_lost_updates(self, look: Look) -> None:
+        """Notes which share of half-precision weights the step just done did not move, and says it if it is large."""
+        share = self._recovery.repeat(look.lost_share)
+        if share is not None:
+            self.history[-1]["lost_updates"] = share
+            self._pending["lost_updates"].append(share)
+            self._tell(self._alarms.observe_weights(self.state.global_step, share, self._last_learning_rate))
+
+    def _tell(self, events: Sequence[dict[str, Any]]) -> None:
+        """Writes alarms down."""
         for event in events:
             self.memory_events.append(event)
             if self._ranks.is_main:

@@ -201,8 +201,8 @@ class TrainerFields:
         None,
         "Limits from which an alarm is given, once an episode: truncation (share, 0.05), judge_seconds (6), "
         "equal_rewards (share of groups, 0.9), kl ([low, high] in nats per token, off), objective_kl (objectives' own "
-        "kl_band, on), throughput_drop (share lost, 0.5), retries (in 20 steps, 3); null switches one off, false all; "
-        "None: these.",
+        "kl_band, on), lost_updates (share of half-precision weights, 0.5), throughput_drop (share lost, 0.5), retries "
+        "(in 20 steps, 3); null switches one off, false all; None: these.",
     )
 
     # Randomness, device and data

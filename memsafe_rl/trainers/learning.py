@@ -35,6 +35,7 @@ from memsafe_rl.trainers.optimizer import Committer, ReferenceMix, build_optimiz
 from memsafe_rl.trainers.order import merge_orders
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.reporting import read_step, step_metrics
+from memsafe_rl.trainers.rounding import Look, is_due, look_at, rounds_to_nearest
 from memsafe_rl.trainers.samples import Experience
 from memsafe_rl.trainers.steering import Steering
 from memsafe_rl.trainers.surface import TrainerSurface
@@ -261,6 +262,15 @@ class LearningTrainer(TrainerSurface):
         if any(own.settings.beta == 0 for own in terms.objectives):
             metrics.pop("kl", None)  # would be that of some rows only
         return metrics
+
+    def _look_at_weights(self) -> Look | None:
+        """Notes a sample of half-precision weights where it is to be seen whether the step to come moves them."""
+        committer, last = self._committed, self.state.max_steps
+        due = is_due(self.state.global_step, self.args.get_warmup_steps(last), last)
+        wanted = due and self.args.alarm_rules.lost_updates is not None
+        if not wanted or committer.learning_rate == 0 or not rounds_to_nearest(committer.optimizer):
+            return None
+        return self._recovery.repeat(lambda: look_at(committer.parameters))
 
     def _commit(self) -> None:
         """Moves the weights. An optimizer whose step allocates works on a copy's word: it is undone, never resumed."""

@@ -13,13 +13,23 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from torch import nn
 from transformers import HfArgumentParser
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.trainers import learning
 from memsafe_rl.trainers.alarms import ALARMS, STEPS_TO_END, WINDOW_STEPS, AlarmRules, AlarmWatch
 from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.trainers.rounding import is_due, look_at
+from tests.tiny import tiny_model
 from tests.trainers.helpers import make_trainer
+
+
+class OfTheirOwn(torch.optim.SGD):
+    """An optimizer of which nobody knows how it rounds."""
+
 
 OFF = AlarmRules(**dict.fromkeys(ALARMS))  # type: ignore[arg-type]
 HEALTHY = {"completions/clipped_ratio": 0.0, "frac_reward_zero_std": 0.0, "reward": 0.5, "kl": 0.05, "step_time": 4.0}
@@ -101,6 +111,101 @@ def test_the_slowest_judge_is_named() -> None:
     assert event["sentence"].startswith("The reward function judge took 8.5 s for a rollout (alarm from 6 s)")
     assert "async" in event["sentence"]
     assert "reward_timeout_seconds" in event["sentence"]
+
+
+# Updates that rounding swallows
+
+
+def bfloat16_trainer(tmp_path: Path, rate: float, **settings: Any) -> Any:
+    model = settings.pop("model", None) or tiny_model(dtype=torch.bfloat16, scale=1.0)
+    return make_trainer(tmp_path, model=model, learning_rate=rate, **{"max_steps": 4, **settings})
+
+
+def lost(trainer: Any) -> list[dict[str, Any]]:
+    return [event for event in trainer.memory_events if event.get("kind") == "lost_updates"]
+
+
+def test_updates_below_the_rounding_of_bfloat16_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = bfloat16_trainer(tmp_path, 1e-6)
+    before = [weight.clone() for weight in trainer.model.parameters() if weight.ndim > 1]
+    trainer.train()
+    shares = [record.get("lost_updates") for record in trainer.history]
+    assert shares[0] > 0.9
+    assert shares[1] > 0.9
+    assert shares[2:] == [None, None]
+    (event,) = lost(trainer)
+    assert (event["step"], event["limit"], event["value"]) == (1, 0.5, shares[0])
+    for words in ("were not moved by the step", "learning rate of 1e-06", "float32", "peft_config"):
+        assert words in event["sentence"]
+    assert caplog.text.count("were not moved by the step") == 1
+    assert "lost_updates" in trainer.state.log_history[0]
+    # What is said of the sample holds for all elements: Adam gives each the same step in the beginning.
+    after = [weight for weight in trainer.model.parameters() if weight.ndim > 1]
+    stayed = sum(int((old == new).sum()) for old, new in zip(before, after, strict=True))
+    assert stayed > 0.9 * sum(weight.numel() for weight in after)
+
+
+@pytest.mark.parametrize(
+    ("rate", "settings"),
+    [
+        (3e-3, {}),
+        (1e-6, {"model": tiny_model()}),
+        (1e-6, {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}),
+        (1e-6, {"alarms": {"lost_updates": None}}),
+        (1e-6, {"optimizers": (OfTheirOwn, None)}),
+    ],
+    ids=["large updates", "float32", "adapter", "switched off", "unknown optimizer"],
+)
+def test_nothing_is_said_where_updates_arrive_or_are_not_known(
+    rate: float, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    if "optimizers" in settings:
+        model = tiny_model(dtype=torch.bfloat16, scale=1.0)
+        settings = {"model": model, "optimizers": (OfTheirOwn(model.parameters(), lr=rate), None)}
+    trainer = bfloat16_trainer(tmp_path, rate, **settings)
+    trainer.train()
+    assert lost(trainer) == []
+    if rate == 1e-6:
+        assert "lost_updates" not in trainer.history[0]
+
+
+def test_updates_are_first_looked_at_when_the_rate_has_risen(tmp_path: Path) -> None:
+    risen = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
+    trainer = bfloat16_trainer(tmp_path, 3e-3, **risen)
+    trainer.train()
+    assert [("lost_updates" in record) for record in trainer.history] == [False, False, True, False]
+    assert lost(trainer) == []
+
+
+def test_looking_changes_no_bit_and_next_to_no_byte(tmp_path: Path) -> None:
+    ends, peaks = [], []
+    for limit in (0.5, None):
+        with SimulatedMemory() as device:
+            trainer = bfloat16_trainer(tmp_path, 1e-4, alarms={"lost_updates": limit})
+            trainer.train()
+            peaks.append(device.peak_bytes)
+            ends.append([weight.clone() for weight in trainer.model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+    assert abs(peaks[0] - peaks[1]) < 4096
+
+
+def test_a_sample_is_taken_all_over_and_counts_what_has_a_gradient() -> None:
+    wide = nn.Parameter(torch.ones(64, 256, dtype=torch.bfloat16))
+    norm, narrow = nn.Parameter(torch.ones(8, dtype=torch.bfloat16)), nn.Parameter(torch.ones(4, 4))
+    wide.grad, norm.grad, narrow.grad = torch.ones_like(wide), torch.ones_like(norm), torch.ones_like(narrow)
+    wide.grad[32:] = 0
+    look = look_at([norm, narrow, wide])
+    assert look is not None
+    assert look.tensors == (wide,), "matrices go before vectors, and float32 loses nothing"
+    assert len(look.pushed[0]) == 128
+    assert sum(look.pushed[0]) == 65, "every 127th of 16,384 elements, of which the first half has a gradient"
+    assert look.lost_share() == 1.0
+    with torch.no_grad():
+        wide[:16] += 1
+    assert look.lost_share() == pytest.approx(0.5, abs=0.02)
+    assert look_at([narrow]) is None
+    assert [step for step in range(40) if is_due(step, 4, 40)] == [4, 5, 7, 11, 19]
+    assert is_due(0, 0, 1)
 
 
 def test_equal_rewards_say_what_they_are() -> None:
@@ -205,7 +310,8 @@ def test_one_rule_can_be_off_alone(name: str) -> None:
 
     def kinds(rules: AlarmRules) -> set[str]:
         watch = AlarmWatch(rules, {"truth": (0.08, 0.15)})
-        return {event["kind"] for step in range(12) for event in watch.observe(step + 1, sick(step), failures)}
+        told = [event for step in range(12) for event in watch.observe(step + 1, sick(step), failures)]
+        return {event["kind"] for event in [*told, *watch.observe_weights(1, 0.9, 1e-6)]}
 
     every = AlarmRules(kl=(0.02, 0.06))
     assert kinds(every) == set(ALARMS)
