@@ -77,7 +77,7 @@ class Scene:
         dropout: rate of dropout in the update; 0 for none.
         settings: fields of `GRPOConfig` or `PPOConfig`.
         denoises: whether a diffusion policy is trained.
-        critic: "trunk", "adapter" or "model", what foresees rewards in PPO; None for GRPO.
+        critic: "trunk", "adapter", "model" or, of a denoiser, "states", what foresees rewards in PPO; None for GRPO.
     """
 
     name: str
@@ -170,6 +170,15 @@ SCENES = (
         HalvingPolicy(*_plans(8, 16, checkpointing=True)),
         lora=True,
         denoises=True,
+        settings={"beta": 0.05, "epsilon": 1e-3},
+    ),
+    Scene("denoiser, PPO", FixedPolicy(*_plans(8, 16)), denoises=True, critic="states"),
+    Scene(
+        "denoiser, PPO with LoRA, recomputed, leaner plans",
+        HalvingPolicy(*_plans(8, 16, checkpointing=True)),
+        lora=True,
+        denoises=True,
+        critic="states",
         settings={"beta": 0.05, "epsilon": 1e-3},
     ),
     Scene(
@@ -882,7 +891,7 @@ def _make_trainer(
         make: Any = partial(GRPOTrainer, args=GRPOConfig(**named))
     else:
         small = small_qwen3(VOCAB_SIZE, hidden=32) if scene.critic == "model" else None
-        critic = {"trunk": None, "adapter": "adapter", "model": small}[scene.critic]
+        critic = {"trunk": None, "states": None, "adapter": "adapter", "model": small}[scene.critic]
         make = partial(PPOTrainer, args=PPOConfig(**{"kl_coef": 0.1, **named}), critic=critic)
     trainer: GRPOTrainer | PPOTrainer = make(
         build_model(scene),

@@ -1,7 +1,7 @@
 """Critics: networks that foresee what is still to come of a row, one number for each action.
 
 A critic is a head on hidden states, and says whose: those of the model's own forward, those of the model's base under
-a second adapter, or those of a network of its own. It works for whatever gives a `TokenDistribution`.
+a second adapter, or those of a network of its own. Those here read tokens; `state_critic` has one for denoisers.
 
 Axes: ``M`` actions of several rows laid end to end, ``D`` hidden width.
 """
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.adapter import ScoringAdapter
 from memsafe_rl.models.language import LanguageAdapter, Route, refuse_trained_bias
 from memsafe_rl.types import Component, ModelGeometry
 
@@ -60,13 +61,18 @@ class Critic(ABC):
 
     shares_forward = False
 
-    def __init__(self, head: ValueLayer) -> None:
+    def __init__(self, head: nn.Module) -> None:
         """Keeps the head.
 
         Args:
             head: maps hidden states to values.
         """
         self.head = head
+
+    @property
+    def judged_columns(self) -> tuple[int, ...] | None:
+        """The columns of a row that are judged, whichever of them a rollout learns from; None for those that count."""
+        return None
 
     @property
     def own_geometry(self) -> ModelGeometry | None:
@@ -79,7 +85,7 @@ class Critic(ABC):
         """What is trained of it and is no part of the model."""
 
     @abstractmethod
-    def running(self) -> AbstractContextManager[LanguageAdapter]:
+    def running(self) -> AbstractContextManager[ScoringAdapter]:
         """Gives the network whose hidden states the head reads.
 
         Returns:

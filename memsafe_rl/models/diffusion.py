@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, cast
@@ -20,14 +20,14 @@ from typing import Any, cast
 import torch
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.models.blocks import find_blocks, recomputed
+from memsafe_rl.models.blocks import recomputed
 from memsafe_rl.models.embedding import EmbeddingCache, prompt_key
 from memsafe_rl.models.geometry import autocast_bytes, weight_bytes
 from memsafe_rl.models.language import as_reference
+from memsafe_rl.models.pairs import blocks_of, measured_pair
 from memsafe_rl.models.schedulers import DenoisingScheduler, as_scheduler
 from memsafe_rl.types import GaussianDistribution, ModelGeometry, Trajectory, UnitBytes
 
@@ -110,6 +110,18 @@ class TrainedSteps:
             At least 1.
         """
         return max(1, int(self.fraction * candidates + 1e-9))
+
+    def learnable(self, stds: Sequence[float]) -> tuple[int, ...]:
+        """Gives the steps that some rollout may learn from: those a random share is drawn of, else the share itself.
+
+        Args:
+            stds: deviation of each step's noise.
+
+        Returns:
+            Columns, ascending.
+        """
+        candidates = self.candidates(stds)
+        return candidates if self.random else candidates[: self.count(len(candidates))]
 
 
 class DiffusionPolicy(nn.Module):
@@ -400,10 +412,10 @@ class DiffusionAdapter:
         return self._geometry
 
     def _measure(self) -> ModelGeometry:
-        unit, elements = _measured(self)
+        unit, elements = self._measured_unit()
         copies = () if self.reference_denoiser is None else (self.reference_denoiser,)
         return ModelGeometry(
-            layers=len(_blocks(self._denoiser)),
+            layers=len(blocks_of(self._denoiser)),
             hidden_size=elements,
             intermediate_size=elements,
             heads=1,
@@ -419,6 +431,17 @@ class DiffusionAdapter:
             head_trainable=False,
             unit=unit,
         )
+
+    def _measured_unit(self) -> tuple[UnitBytes, int]:
+        policy = self.policy
+
+        def one_pair() -> Tensor:
+            condition = self.condition([torch.zeros(policy.condition_shape)])
+            return self.step(torch.zeros(1, *policy.sample_shape, device=self.device), [0], condition)[0]
+
+        weights, blocks = (*policy.parameters(), *policy.buffers()), blocks_of(self._denoiser)
+        width = autocast_bytes(self.device) or self.dtype.itemsize
+        return measured_pair(one_pair, weights, blocks, policy.state_dtype.itemsize, width)
 
     def condition(self, embeddings: Sequence[Tensor], repeats: int = 1) -> Condition:
         """Lays embedded prompts out for the denoiser.
@@ -501,11 +524,8 @@ class DiffusionAdapter:
                 f"packed={packed}, and the trajectory has {'no' if trajectory.starts is None else ''} starts: a "
                 "denoiser scores chains of states, one by one. Leave packed out, and take rollouts of DenoisingEngine."
             )
-        steps = trajectory.actions.lengths[0]
-        wanted = range(steps) if columns is None else columns
-        embeddings = trajectory.conditions.rows()
-        condition = self.condition([embeddings[trajectory.condition_of_row[row]] for row in rows], len(wanted))
-        before, taken = (states.to(self.device) for states in _states(trajectory, rows, wanted, steps))
+        wanted = range(trajectory.actions.lengths[0]) if columns is None else columns
+        before, taken, condition = self.entries(trajectory, rows, wanted)
         means, stds_M = self.step(before, list(wanted) * len(rows), condition)
         return GaussianDistribution(
             means=means,
@@ -515,6 +535,25 @@ class DiffusionAdapter:
             reduction=self.policy.reduce,
             elements=condition.elements,
         )
+
+    def entries(
+        self, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Condition]:
+        """Cuts some steps of some rows out of a store.
+
+        Args:
+            trajectory: the store; all rows have the same number of steps.
+            rows: indices of the rows wanted.
+            columns: steps wanted, ascending.
+
+        Returns:
+            The states before and after each step, (M, ...), as they are stored, and the M entries' condition; on the
+            device.
+        """
+        embeddings = trajectory.conditions.rows()
+        condition = self.condition([embeddings[trajectory.condition_of_row[row]] for row in rows], len(columns))
+        before, taken = _states(trajectory, rows, columns, trajectory.actions.lengths[0])
+        return before.to(self.device), taken.to(self.device), condition
 
     @contextmanager
     def reference(self) -> Iterator[DiffusionAdapter]:
@@ -558,7 +597,7 @@ class DiffusionAdapter:
         Returns:
             A context; only the forward must run inside. A denoiser without repeated blocks counts as one.
         """
-        return recomputed(_blocks(self._denoiser)) if enabled else nullcontext()
+        return recomputed(blocks_of(self._denoiser)) if enabled else nullcontext()
 
 
 def policy_of(model: nn.Module) -> DiffusionPolicy:
@@ -735,57 +774,3 @@ def _states(trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int],
     if first:
         before[torch.tensor(first, device=flat.device)] = starts[torch.tensor(list(rows), device=starts.device)]
     return before, flat.index_select(0, after)
-
-
-def _blocks(denoiser: nn.Module) -> tuple[nn.Module, ...]:
-    """Gives the repeated blocks of a denoiser; where it has none, itself."""
-    inner = denoiser.get_base_model() if isinstance(denoiser, PeftModel) else denoiser
-    try:
-        return find_blocks(cast(nn.Module, inner))
-    except ConfigError:
-        return (cast(nn.Module, inner),)
-
-
-def _measured(adapter: DiffusionAdapter) -> tuple[UnitBytes, int]:
-    """Runs one pair forward with a graph, and counts what it keeps and the elements of its widest block's input."""
-    kept, inputs, state_bytes = _kept_bytes(adapter, recompute=False)
-    outside, again, _ = _kept_bytes(adapter, recompute=True)
-    blocks = max(1, len(inputs))
-    widest = max(inputs, default=0)
-    width = autocast_bytes(adapter.device) or adapter.dtype.itemsize
-    unit = UnitBytes(
-        kept=kept,
-        recomputed=min(kept, outside + sum(again)),
-        forward=max(2 * widest, kept // blocks),
-        state=state_bytes,
-    )
-    return unit, max(1, widest // width)
-
-
-def _kept_bytes(adapter: DiffusionAdapter, *, recompute: bool) -> tuple[int, list[int], int]:
-    """Counts what autograd saves of one pair besides weights, the bytes of each block's input, and of a state."""
-    policy = adapter.policy
-    weights = {weight.untyped_storage()._cdata for weight in (*policy.parameters(), *policy.buffers())}
-    saved: dict[int, int] = {}
-    inputs: list[int] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            saved[storage._cdata] = storage.nbytes()
-        return tensor
-
-    def note(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        tensors = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
-        inputs.append(max((value.nbytes for value in tensors), default=0))
-
-    with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
-        stack.enter_context(adapter.recompute(recompute))
-        for block in _blocks(adapter._denoiser):
-            stack.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
-        condition = adapter.condition([torch.zeros(policy.condition_shape)])
-        state = torch.zeros(1, *policy.sample_shape, device=adapter.device)
-        means = adapter.step(state, [0], condition)[0]  # its graph holds what is saved, so that no address comes twice
-    return sum(saved.values()), inputs, policy.state_dtype.itemsize * means.numel()

@@ -30,6 +30,7 @@ from memsafe_rl.types import (
     GaussianDistribution,
     Ragged,
     RolloutPlan,
+    StateFeatures,
     TokenScores,
     Trajectory,
     UpdateWork,
@@ -37,6 +38,9 @@ from memsafe_rl.types import (
 )
 
 Found = TypeVar("Found")
+
+_KINDS = ("logprobs_BT", "entropies_BT", "kl_BT")
+"""What a rectangle of a chain's steps is scored for."""
 
 
 class RowScores(NamedTuple):
@@ -46,11 +50,13 @@ class RowScores(NamedTuple):
         logprobs: (T,), nats; 0 in columns that were not wanted.
         entropies: (T,), nats; likewise; None unless wanted.
         values: (T,), a critic's; None unless wanted.
+        kl: (T,), nats, to the reference in closed form; likewise; None unless wanted.
     """
 
     logprobs: Tensor
     entropies: Tensor | None
     values: Tensor | None = None
+    kl: Tensor | None = None
 
 
 def score_rows(
@@ -100,7 +106,13 @@ def score_rows(
 
 
 def value_rows(
-    network: ScoringAdapter, trajectory: Trajectory, rows: Sequence[int], value_head: ValueHead, *, packed: bool = False
+    network: ScoringAdapter,
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    value_head: ValueHead,
+    columns: Sequence[int] | None = None,
+    *,
+    packed: bool = False,
 ) -> Tensor:
     """Gives a critic's values of some rows' actions in one forward; carries a graph if gradients are enabled.
 
@@ -109,12 +121,13 @@ def value_rows(
         trajectory: the store.
         rows: indices of the rows wanted.
         value_head: maps hidden states to values.
+        columns: columns wanted, ascending; None for all, and always None for tokens.
         packed: whether rows lie behind one copy of each of their prompts; only where the network can.
 
     Returns:
         (B, T), padded with 0 to the longest of these rows.
     """
-    distribution = network.distribution(trajectory, rows, packed=packed)
+    distribution = network.distribution(trajectory, rows, columns, packed=packed)
     return pad_rows(_values(distribution, value_head), distribution.lengths, 0.0)
 
 
@@ -127,6 +140,8 @@ def score_all(
     attempt: Attempt[RolloutPlan],
     tile: int,
     with_entropy: bool = False,
+    with_kl: bool = False,
+    columns: Sequence[int] | None = None,
     value_head: ValueHead | None = None,
 ) -> list[RowScores]:
     """Scores the actions of any number of rows without gradient, in eval mode, a slice at a time.
@@ -146,14 +161,20 @@ def score_all(
         tile: completion tokens whose logits exist at the same time; never more than ``score_tokens``, so that a plan
             can go on shrinking when a row is alone.
         with_entropy: whether entropies are wanted.
+        with_kl: whether the KL to the reference is wanted in closed form; only where columns are scored one by one.
+        columns: columns wanted, ascending, where they are scored one by one; None for those that count.
         value_head: gives values of the same hidden states; None for no values, and only for tokens.
 
     Returns:
         Scores of each row's own actions, on the host, in the order of ``rows``.
     """
     if adapter.time_separable:
-        with torch.no_grad(), eval_mode(adapter.model):
-            return _score_columns(adapter, trajectory, rows, attempt, with_entropy)
+
+        def rectangle(chosen: Sequence[int], some: Sequence[int]) -> Tensor:
+            return _score_rectangle(adapter, trajectory, chosen, some, with_kl)
+
+        found = _in_rectangles(adapter, trajectory, rows, columns, attempt, rectangle)
+        return [RowScores(one[0], one[1] if with_entropy else None, kl=one[2] if with_kl else None) for one in found]
 
     def score(chosen: Sequence[int], plan: RolloutPlan, packed: bool) -> list[RowScores]:
         least = min(tile, plan.score_tokens)
@@ -169,6 +190,7 @@ def value_all(
     value_head: ValueHead,
     *,
     attempt: Attempt[RolloutPlan],
+    columns: Sequence[int] | None = None,
 ) -> list[Tensor]:
     """Gives a critic's values of any number of rows without gradient, in eval mode, a slice at a time.
 
@@ -178,10 +200,18 @@ def value_all(
         rows: indices of the rows wanted.
         value_head: maps hidden states to values.
         attempt: runs a slice under the plan in force, as in `score_all`.
+        columns: columns wanted, as in `score_all`.
 
     Returns:
-        Per row (T,), on the host, in the order of ``rows``.
+        Per row (T,), on the host, in the order of ``rows``; 0 in columns that were not wanted.
     """
+    if network.time_separable:
+
+        def rectangle(chosen: Sequence[int], some: Sequence[int]) -> Tensor:
+            values_BT = value_rows(network, trajectory, chosen, value_head, some)
+            return to_host(values_BT)[None]
+
+        return [one[0] for one in _in_rectangles(network, trajectory, rows, columns, attempt, rectangle)]
 
     def value(chosen: Sequence[int], plan: RolloutPlan, packed: bool) -> list[Tensor]:  # noqa: ARG001
         distribution = network.distribution(trajectory, chosen, packed=packed)
@@ -280,51 +310,58 @@ def _in_slices(
 def _values(distribution: Distribution, value_head: ValueHead) -> Tensor:
     """Gives values (M,) of the hidden states from which actions are drawn."""
     if isinstance(distribution, GaussianDistribution):
-        raise ConfigError("A critic reads hidden states, and a denoiser shows none. Train it with GRPOTrainer.")
+        raise AssertionError("a denoiser shows no hidden states; its critic is a network of its own")
     return value_head(distribution.hidden_MD)
 
 
-def _score_columns(
+def _in_rectangles(
     adapter: ScoringAdapter,
     trajectory: Trajectory,
     rows: Sequence[int],
+    columns: Sequence[int] | None,
     attempt: Attempt[RolloutPlan],
-    with_entropy: bool,
-) -> list[RowScores]:
-    """Scores rows × columns, a rectangle at a time; what is left of one that was cut waits before the others."""
+    run: Callable[[Sequence[int], Sequence[int]], Tensor],
+) -> list[Tensor]:
+    """Runs rows × columns without gradient, in eval mode, a rectangle at a time.
+
+    What is left of a column piece that was cut waits before the others. ``run`` takes rows and columns and gives
+    (K, B, T) numbers on the host; what comes back is (K, S) float64 for each row, 0 in columns that were not wanted.
+    """
     lengths = trajectory.action_lengths(rows)
+    wanted = trajectory.counted_columns if columns is None else columns
+    found: list[Tensor] = []
+    waiting = [(list(range(len(rows))), list(wanted))]
+
+    def run_next(plan: RolloutPlan) -> tuple[list[int], list[int], Tensor]:
+        places, left = waiting[0]
+        piece, chosen = cut_columns(len(places), left, plan.score_tokens)[0]
+        numbers = run([rows[places[index]] for index in piece], chosen)
+        return [places[index] for index in piece], chosen, numbers
+
+    with torch.no_grad(), eval_mode(adapter.model):
+        while waiting:
+            if not all(waiting[0]):
+                waiting.pop(0)
+                continue
+            done, chosen, numbers_KBT = attempt(run_next)
+            with host_memory():
+                found = found or [torch.zeros(len(numbers_KBT), length, dtype=torch.float64) for length in lengths]
+                for index, place in enumerate(done):
+                    found[place][:, chosen] = numbers_KBT[:, index].double()
+            places, left = waiting.pop(0)
+            rest = [place for place in places if place not in set(done)]
+            waiting[:0] = [(rest, chosen), (places, [column for column in left if column not in set(chosen)])]
     with host_memory():
-        scores = [torch.zeros(2, length, dtype=torch.float64) for length in lengths]
-    waiting = [(list(range(len(rows))), list(trajectory.counted_columns))]
-
-    def score_next(plan: RolloutPlan) -> tuple[list[int], list[int], Tensor]:
-        places, columns = waiting[0]
-        piece, chosen = cut_columns(len(places), columns, plan.score_tokens)[0]
-        found = _score_rectangle(adapter, trajectory, [rows[places[index]] for index in piece], chosen)
-        return [places[index] for index in piece], chosen, found
-
-    while waiting:
-        if not all(waiting[0]):
-            waiting.pop(0)
-            continue
-        done, columns, found_2BT = attempt(score_next)
-        with host_memory():
-            for index, place in enumerate(done):
-                scores[place][:, columns] = found_2BT[:, index].double()
-        places, all_columns = waiting.pop(0)
-        rest = [place for place in places if place not in set(done)]
-        waiting[:0] = [(rest, columns), (places, [column for column in all_columns if column not in set(columns)])]
-    return [RowScores(one_2T[0], one_2T[1] if with_entropy else None) for one_2T in scores]
+        return found or [torch.zeros(len(_KINDS), length, dtype=torch.float64) for length in lengths]
 
 
 def _score_rectangle(
-    adapter: ScoringAdapter, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int]
+    adapter: ScoringAdapter, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int], with_kl: bool
 ) -> Tensor:
-    """Gives log-probs and entropies of some rows and columns, (2, B, T) on the host."""
-    logprobs_M, entropies_M = _logprobs(adapter.distribution(trajectory, rows, columns), 1.0, 1, True)
-    if entropies_M is None:
-        raise AssertionError("entropies were asked for")
-    return to_host(torch.stack([logprobs_M, entropies_M])).view(2, len(rows), len(columns))
+    """Gives log-probs, entropies and, if wanted, the KL of some rows and columns, (K, B, T) on the host."""
+    scores = score_rows(adapter, trajectory, rows, columns, temperature=1.0, tile=1, with_entropy=True, with_kl=with_kl)
+    kinds = [getattr(scores, name) for name in _KINDS]
+    return to_host(torch.stack([each_BT for each_BT in kinds if each_BT is not None]))
 
 
 def _reference_means(
@@ -345,6 +382,8 @@ def _logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     if isinstance(distribution, GaussianDistribution):
         return gaussian_logprobs(distribution), gaussian_entropies(distribution) if with_entropy else None
+    if isinstance(distribution, StateFeatures):
+        raise AssertionError("a critic draws nothing")
     return token_logprobs(distribution, temperature=temperature, tile=tile, with_entropy=with_entropy)
 
 

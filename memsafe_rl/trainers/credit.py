@@ -6,7 +6,7 @@ Axes: ``B`` rows, ``T`` actions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from memsafe_rl.ops.gae import (
 )
 from memsafe_rl.trainers.ppo_config import PPOConfig
 from memsafe_rl.trainers.update import ValueTerms
-from memsafe_rl.types import Component, LossSettings, Ragged, Trajectory, UpdateWork
+from memsafe_rl.types import Component, LossSettings, Ragged, Trajectory, UnitBytes, UpdateWork
 
 ROLLOUT_KL = "objective/kl"
 """Name of the metric that holds a rollout's KL to the reference, nats a row."""
@@ -44,8 +44,15 @@ class CriticCredit:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether every action's log-prob is needed before advantages are."""
+        """Whether every action's log-prob, or KL in closed form, is needed before advantages are."""
+        if self.has_closed_kl:
+            return self._config.kl_coef != 0 or self._config.kl_target is not None
         return self.critic.shares_forward or self._config.has_reference
+
+    @property
+    def has_closed_kl(self) -> bool:
+        """Whether the KL to the reference is known in closed form, so that none is estimated from log-probs."""
+        return self.critic.judged_columns is not None
 
     def trained(self, model: nn.Module) -> nn.Module:
         """Joins a model and what is trained beside it, for an optimizer.
@@ -59,7 +66,7 @@ class CriticCredit:
         return nn.ModuleDict({"model": model, "critic": self.critic.beside})
 
     def planned(self, work: UpdateWork) -> UpdateWork:
-        """Adds the gradients of what is trained beside the model to a step's shape.
+        """Adds what is trained beside the model to a step's shape: its gradients, and what its pairs hold.
 
         Args:
             work: the step's rows.
@@ -68,7 +75,10 @@ class CriticCredit:
             The same rows.
         """
         trainable_bytes = work.geometry.trainable_bytes + self.critic.beside_bytes
-        return replace(work, geometry=replace(work.geometry, trainable_bytes=trainable_bytes))
+        unit, own = work.geometry.unit, self.critic.own_geometry
+        if unit is not None and own is not None and own.unit is not None:  # its pass comes after the model's
+            unit = UnitBytes(*map(max, astuple(unit), astuple(own.unit)))
+        return replace(work, geometry=replace(work.geometry, trainable_bytes=trainable_bytes, unit=unit))
 
     def value_terms(self) -> ValueTerms:
         """Gives the critic's part of an optimizer step's loss."""
@@ -99,22 +109,27 @@ class CriticCredit:
         if trajectory.values is None:
             raise AssertionError("values come before advantages")
         mask_BT, values_BT = trajectory.loss_mask.pad(rows, 0).bool(), trajectory.values.pad(rows, 0)
+        judged_BT = self._judged(mask_BT)
         kl_BT = self._kl(trajectory)
         scores_B = self._scores(trajectory, rewards_B.to(values_BT.dtype))
-        rewards_BT = token_rewards(scores_B, mask_BT, kl_BT=kl_BT, kl_coef=config.kl_coef * self.kl_scale)
+        rewards_BT = token_rewards(scores_B, judged_BT, kl_BT=kl_BT, kl_coef=config.kl_coef * self.kl_scale)
         costs_B = scores_B - rewards_BT.sum(1)
         if config.whiten_rewards:
-            rewards_BT = whiten(rewards_BT, mask_BT, shift_mean=False)
-        found = generalized_advantages(rewards_BT, values_BT, mask_BT, gamma=config.gamma, gae_lambda=config.gae_lambda)
-        advantages_BT = whiten(found.advantages_BT, mask_BT) if config.whiten_advantages else found.advantages_BT
-        metrics = _metrics(values_BT, found.returns_BT, mask_BT)
+            rewards_BT = whiten(rewards_BT, judged_BT, shift_mean=False)
+        found = generalized_advantages(
+            rewards_BT, values_BT, judged_BT, gamma=config.gamma, gae_lambda=config.gae_lambda
+        )
+        advantages_BT = found.advantages_BT.masked_fill(~mask_BT, 0.0)
+        if config.whiten_advantages:
+            advantages_BT = whiten(advantages_BT, mask_BT)
+        metrics = _metrics(values_BT, found.returns_BT, judged_BT)
         if kl_BT is not None:
-            counted_B = mask_BT.any(1)
-            kl_B = (kl_BT * mask_BT).sum(1)
+            counted_B = judged_BT.any(1)
+            kl_B = (kl_BT * judged_BT).sum(1)
             metrics |= {
                 ROLLOUT_KL: float(kl_B[counted_B].mean()),
                 "objective/non_score_reward": -float(costs_B[counted_B].mean()),
-                **({} if config.beta else {"kl": float(kl_B.sum()) / max(1, int(mask_BT.sum()))}),
+                **({} if config.beta else {"kl": float(kl_B.sum()) / max(1, int(judged_BT.sum()))}),
                 "kl_coef": (config.kl_coef or config.beta) * self.kl_scale,
             }
         lengths = trajectory.actions.lengths
@@ -143,6 +158,19 @@ class CriticCredit:
                 horizon=config.kl_horizon,
             )
 
+    def _judged(self, mask_BT: Tensor) -> Tensor:
+        """Marks the actions through which advantages are added up: those that count.
+
+        Of a chain, all those of which a rollout learns from some: a step's advantage must not depend on which others
+        were drawn with it.
+        """
+        columns = self.critic.judged_columns
+        if columns is None:
+            return mask_BT
+        judged_T = torch.zeros(mask_BT.shape[1], dtype=torch.bool)
+        judged_T[list(columns)] = True
+        return mask_BT.any(1, keepdim=True) & judged_T
+
     def _scores(self, trajectory: Trajectory, rewards_B: Tensor) -> Tensor:
         scores_B = rewards_B.nan_to_num(nan=0.0)
         if self._config.missing_eos_penalty is None:
@@ -151,7 +179,9 @@ class CriticCredit:
         return scores_B - self._config.missing_eos_penalty * unfinished_B
 
     def _kl(self, trajectory: Trajectory) -> Tensor | None:
-        """Estimates each action's KL to the reference, (B, T); None without one."""
+        """Gives each action's KL to the reference, (B, T), estimated where it is not known; None without one."""
+        if trajectory.kl is not None:
+            return trajectory.kl.pad(range(len(trajectory)), 0)
         if trajectory.ref_logprobs is None:
             return None
         if trajectory.old_logprobs is None:

@@ -17,6 +17,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.diffusion import DiffusionAdapter, DiffusionPolicy, check_denoiser, policy_of, prepare_policy
 from memsafe_rl.models.loading import LoadedModel
+from memsafe_rl.models.state_critic import StateNetwork, check_state_critic
 from memsafe_rl.rollout.engines.denoising import DenoisingEngine
 from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.data import PromptReader, Prompts, prompt_of
@@ -44,6 +45,7 @@ _FOR_TOKENS = (
     "max_episode_turns",
     "mask_truncated_completions",
     "missing_eos_penalty",
+    "kl_estimator",
     "temperature",
     "top_p",
     "top_k",
@@ -149,9 +151,12 @@ class DenoisingKind:
         """Wraps the policy; see `Kind.adapt`."""
         return DiffusionAdapter(loaded.model, reference_denoiser=loaded.reference_model)
 
-    def check(self, adapter: DiffusionAdapter) -> None:
-        """Compares states that are denoised together with the same ones alone; see `Kind.check`."""
-        check_denoiser(adapter)
+    def check(self, adapter: DiffusionAdapter | StateNetwork) -> None:
+        """Compares states that are denoised, or valued, together with the same ones alone; see `Kind.check`."""
+        if isinstance(adapter, StateNetwork):
+            check_state_critic(adapter)
+        else:
+            check_denoiser(adapter)
 
     def sampling_settings(self, adapter: DiffusionAdapter) -> SamplingSettings:
         """Gives the steps of a chain; how they are drawn, the policy says."""

@@ -623,7 +623,10 @@ class ExperienceMaker(RolloutScorer):
 
     def _credited(self, trajectory: Trajectory, advantages: AdvantageResult) -> tuple[Trajectory, dict[str, float]]:
         """Adds what a critic makes of the rewards, and says what is logged of it."""
-        return (trajectory, {}) if self._credit is None else self._credit.assign(trajectory, advantages.rewards_B)
+        if self._credit is None:
+            return trajectory, {}
+        with host_memory():  # where the rollout is
+            return self._credit.assign(trajectory, advantages.rewards_B)
 
     def _metrics(self, samples: Samples, advantages: AdvantageResult) -> dict[str, float]:
         objectives = reward_metrics(self._config.objective_list, advantages)

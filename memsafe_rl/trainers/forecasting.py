@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from tokenizers import Tokenizer, models
+from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from memsafe_rl.accounting import charge, in_phase
@@ -97,7 +98,9 @@ def forecast_run(
     if not isinstance(model, str):
         if processing_class is not None or prompt_tokens is not None or quantization_config is not None:
             raise ConfigError("A DiffusionPolicy has no tokens. Leave processing_class and the like out.")
-        found = _forecast_chains(trainer_class, model, settings, device_bytes, device, peft_config, memory_policy)
+        found = _forecast_chains(
+            trainer_class, model, settings, device_bytes, device, peft_config, memory_policy, critic
+        )
         return replace(found, seconds=time.perf_counter() - started)
     init = dict(settings.model_init_kwargs or {})
     given = init.pop("config", None)
@@ -158,9 +161,18 @@ def _forecast_chains(
     device: str,
     peft_config: Any,
     memory_policy: Any,
+    critic: Any,
 ) -> MemoryForecast:
     """Forecasts a run of a diffusion policy."""
-    rehearsed = _Rehearsed(_faked(trainer_class), device, settings, None, None, None, memory_policy, dict)
+
+    def further() -> dict[str, Any]:
+        if not isinstance(critic, nn.Module):
+            return {} if critic is None else {"critic": critic}
+        judge = hollow_copy(critic)
+        give_fake_weights(judge)
+        return {"critic": judge}
+
+    rehearsed = _Rehearsed(_faked(trainer_class), device, settings, None, None, None, memory_policy, further)
     with _rehearsing_on(device) as memory:
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             with torch.device("meta"):

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
+from torch import nn
 from transformers import PreTrainedModel
 
 from memsafe_rl.errors import ConfigError
@@ -16,8 +17,10 @@ from memsafe_rl.memory.recovery import Recovery
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.choice import adapter_for
 from memsafe_rl.models.critic import Critic, OwnModel, SecondAdapter, SharedTrunk
+from memsafe_rl.models.diffusion import DiffusionAdapter
 from memsafe_rl.models.language import LanguageAdapter
 from memsafe_rl.models.loading import load_model, read_config
+from memsafe_rl.models.state_critic import StateCritic
 from memsafe_rl.trainers.credit import CriticCredit
 from memsafe_rl.trainers.data import PromptReader, PromptTokenizer
 from memsafe_rl.trainers.given import RolloutFunction
@@ -27,14 +30,15 @@ from memsafe_rl.trainers.prepare import prompt_room
 
 
 class PPOTrainer(PolicyTrainer):
-    """Trains a language model with Proximal Policy Optimization (Schulman et al. 2017, arXiv 1707.06347).
+    """Trains a model with Proximal Policy Optimization (Schulman et al. 2017, arXiv 1707.06347).
 
     A critic foresees what is still to come of a completion, so that each action has an advantage of its own
     (generalized advantages, arXiv 1506.02438) and a prompt needs no group. Everything else, from the arguments to what
     happens when memory runs out, is as in `GRPOTrainer`.
 
     Args:
-        model: a name or path, or a model (a `PeftModel` too); a causal LM or an encoder-decoder.
+        model: a name or path, or a model (a `PeftModel` too); a causal LM, an encoder-decoder, or a `DiffusionPolicy`,
+            whose denoising steps are then the actions (DPPO, arXiv 2409.00588).
         reward_funcs: a reward function or a list of them: callables, sync or async, reward models, or their names.
         args: the configuration; None for the defaults.
         train_dataset: a `datasets` dataset with a `prompt` column, plain or conversational.
@@ -54,6 +58,8 @@ class PPOTrainer(PolicyTrainer):
         critic: None for a head on the model's own hidden states (one forward gives log-probs and values); "adapter"
             for a second adapter on the model's base, made as `peft_config` says; or another model with the same
             tokenizer, perhaps a smaller one: its name, its path, or the model itself, which is then trained in place.
+            Of a `DiffusionPolicy`: None for a small network on state, timestep and condition, or a module that is
+            called as the denoiser is and gives one value for each state.
 
     Raises:
         ConfigError: a setting cannot work; the message names it, its value and the remedy.
@@ -136,12 +142,12 @@ class PPOTrainer(PolicyTrainer):
         return CriticCredit(cast(PPOConfig, self.args), made)
 
     def _make_critic(self) -> Critic:
-        wanted, adapter = self._wanted_critic, self.adapter
+        wanted = self._wanted_critic
+        adapter: Any = self.adapter
+        if isinstance(adapter, DiffusionAdapter):
+            return self._make_state_critic(adapter)
         if not isinstance(adapter, LanguageAdapter):
-            raise ConfigError(
-                f"model is a {type(self.model).__name__}; a critic of PPO reads a language model's hidden states or "
-                "tokens. Use GRPOTrainer for other kinds of model."
-            )
+            raise AssertionError("models are language models or denoisers")
         if wanted is None:
             return SharedTrunk(adapter)
         if wanted == "adapter":
@@ -160,3 +166,15 @@ class PPOTrainer(PolicyTrainer):
         own = adapter_for(loaded, pad_token_id=self.processing_class.pad_token_id)
         self._check(own)
         return OwnModel(own, vocab_size=adapter.geometry.vocab_size)
+
+    def _make_state_critic(self, adapter: DiffusionAdapter) -> StateCritic:
+        wanted = self._wanted_critic
+        if wanted is not None and not isinstance(wanted, nn.Module):
+            raise ConfigError(
+                f"critic is {wanted!r:.100} and the model a DiffusionPolicy, whose denoiser shows no hidden states that a "
+                "head or a second adapter could read. Leave critic out for a small network of its own, or pass a "
+                "torch.nn.Module called critic(x, t, condition) that gives a value for each state."
+            )
+        critic = StateCritic(adapter, wanted)
+        self._check(critic.network)
+        return critic

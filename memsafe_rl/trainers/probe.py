@@ -374,23 +374,24 @@ def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory, tile: int) ->
     work = update_work(trial.adapter, trajectory, range(len(trajectory)))
     whole = work.geometry.unit is not None
     rows = range(len(trajectory)) if whole else cut_work(work, plan.score_tokens, packed=packing_saves(work))[0]
-    with (
-        tracker.phase(Phase.SCORE),
-        _scorer(trial) as adapter,
-    ):
-        score_all(
-            adapter,
-            trajectory,
-            rows,
-            temperature=trial.args.temperature,
-            attempt=trial._maker.scoring(trajectory, rows),
-            tile=tile,
-        )
-    if trial.credit is not None:
-        critic = trial.credit.critic
-        with tracker.phase(Phase.SCORE), critic.running() as network:
+    credit, later = trial.credit, trial.args.updates_per_epoch > 1
+    judged = None if credit is None else credit.critic.judged_columns
+    if judged is None or later or (credit is not None and credit.wants_logprobs):
+        with tracker.phase(Phase.SCORE), _scorer(trial) as adapter:
+            score_all(
+                adapter,
+                trajectory,
+                rows,
+                temperature=trial.args.temperature,
+                attempt=trial._maker.scoring(trajectory, rows),
+                tile=tile,
+                with_kl=judged is not None and credit is not None and credit.wants_logprobs,
+                columns=judged,
+            )
+    if credit is not None:
+        with tracker.phase(Phase.SCORE), credit.critic.running() as network:
             attempt = trial._maker.scoring(trajectory, rows)
-            value_all(network, trajectory, rows, critic.head, attempt=attempt)
+            value_all(network, trajectory, rows, credit.critic.head, attempt=attempt, columns=judged)
 
 
 @contextmanager
@@ -409,7 +410,9 @@ def _longest_rows(trial: OnPolicyTrainer, longest: Longest) -> Trajectory:
     if trial.adapter.time_separable:
         needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1
         group, objectives = config.num_generations, len(config.objective_list)
-        return chains(cast(Any, trial.adapter), config.prompts_per_rollout, group, objectives, needs_old=needs_old)
+        laid = chains(cast(Any, trial.adapter), config.prompts_per_rollout, group, objectives, needs_old=needs_old)
+        numbers = laid.sampling_logprobs if trial.credit is not None else None
+        return replace(laid, values=numbers, returns=numbers, action_advantages=numbers)
     prompts = [longest.ids(len(longest.prompt))] * config.prompts_per_rollout
     completions = [longest.ids(longest.completion_tokens)] * config.rollout_rows
     with host_memory():

@@ -135,16 +135,37 @@ class RolloutScorer:
             stores = self._scored_with_values(trajectory, everyone, critic.head)
             trajectory = replace(trajectory, old_logprobs=stores[0], values=stores[1])
         else:
-            if credit.wants_logprobs:
+            if credit.wants_logprobs and credit.has_closed_kl:
+                trajectory = self._with_kl(trajectory, critic.judged_columns)
+            elif credit.wants_logprobs:
                 old = self._scored(self._adapter, trajectory, everyone)
                 trajectory = replace(trajectory, old_logprobs=old)
             with critic.running() as network:
                 mine = self._ranks.balance(everyone, trajectory.action_lengths(everyone))
                 attempt = self._attempt(update_work(network, trajectory, mine))
-                values = value_all(network, trajectory, mine, critic.head, attempt=attempt)
+                judged = critic.judged_columns
+                values = value_all(network, trajectory, mine, critic.head, attempt=attempt, columns=judged)
             trajectory = replace(trajectory, values=self._laid_beside(trajectory, mine, values))
         later = set(later_rows) if credit.wants_logprobs else set()
         return replace(trajectory, has_old=tuple(row in later for row in everyone))
+
+    def _with_kl(self, trajectory: Trajectory, columns: Sequence[int] | None) -> Trajectory:
+        """Adds the KL to the reference in closed form of some columns, and the log-probs that come with it."""
+        everyone = list(range(len(trajectory)))
+        mine = self._ranks.balance(everyone, trajectory.action_lengths(everyone))
+        scored = score_all(
+            self._adapter,
+            trajectory,
+            mine,
+            temperature=self._config.temperature,
+            attempt=self.scoring(trajectory, mine),
+            tile=self._tracker.update_plan.logprob_tile,
+            with_kl=True,
+            columns=columns,
+        )
+        old = self._laid_beside(trajectory, mine, [scores.logprobs for scores in scored])
+        kl = self._laid_beside(trajectory, mine, [scores.kl for scores in scored if scores.kl is not None])
+        return replace(trajectory, old_logprobs=old, kl=kl)
 
     def _scored_with_values(
         self, trajectory: Trajectory, rows: Sequence[int], value_head: ValueHead

@@ -238,22 +238,17 @@ def _accumulate_columns(
     if not rows:
         return step
     found: dict[str, Tensor] = {}
+    shape = len(rows), max(trajectory.action_lengths(rows))
     for places, columns in worth_running(cut_columns(len(rows), trajectory.counted_columns, plan.micro_batch_tokens)):
         micro = [rows[place] for place in places]
-        with _forward(adapter, plan, autocast):
-            scores = score_rows(
-                adapter,
-                trajectory,
-                micro,
-                columns,
-                temperature=terms.temperature,
-                tile=plan.logprob_tile,
-                with_entropy=terms.with_entropy,
-                with_kl=terms.settings.beta != 0.0,
+        scores = _policy_gradient(adapter, trajectory, micro, columns, plan, terms, autocast=autocast, scale=scale)
+        _collect(found, scores, places, columns, shape)
+        del scores  # the critic's forward needs their room
+        if terms.values is not None:
+            critic = terms.values.critic
+            _add(
+                step, _critic_gradient(critic, trajectory, micro, plan, terms, columns, autocast=autocast, scale=scale)
             )
-        inputs = loss_inputs(trajectory, micro, terms, scores, columns)
-        torch.autograd.backward(scale(policy_loss(inputs, terms.settings, terms.denominators).loss))
-        _collect(found, scores, places, columns, (len(rows), max(trajectory.action_lengths(rows))))
         step.micro_batches += 1
         step.tokens += len(places) * len(columns)
     with torch.no_grad(), host_memory():
@@ -264,6 +259,35 @@ def _accumulate_columns(
     return step
 
 
+def _policy_gradient(
+    adapter: ScoringAdapter,
+    trajectory: Trajectory,
+    micro: Sequence[int],
+    columns: Sequence[int],
+    plan: UpdatePlan,
+    terms: StepTerms,
+    *,
+    autocast: Callable[[], AbstractContextManager[object]],
+    scale: Callable[[Tensor], Tensor],
+) -> TokenScores:
+    """Adds the gradient of the policy's loss over a rectangle, and gives its scores, detached."""
+    with _forward(adapter, plan, autocast):
+        scores = score_rows(
+            adapter,
+            trajectory,
+            micro,
+            columns,
+            temperature=terms.temperature,
+            tile=plan.logprob_tile,
+            with_entropy=terms.with_entropy,
+            with_kl=terms.settings.beta != 0.0,
+        )
+    inputs = loss_inputs(trajectory, micro, terms, scores, columns)
+    torch.autograd.backward(scale(policy_loss(inputs, terms.settings, terms.denominators).loss))
+    parts = {entry.name: getattr(scores, entry.name) for entry in fields(scores)}
+    return replace(scores, **{name: part.detach() for name, part in parts.items() if part is not None})
+
+
 def _collect(
     found: dict[str, Tensor],
     scores: TokenScores,
@@ -271,7 +295,7 @@ def _collect(
     columns: Sequence[int],
     shape: tuple[int, int],
 ) -> None:
-    """Writes what was found of a rectangle where it belongs among all rows and columns, detached, on the host."""
+    """Writes what was found of a rectangle where it belongs among all rows and columns, on the host."""
     for entry in fields(scores):
         values_BT = getattr(scores, entry.name)
         if values_BT is not None:
@@ -279,7 +303,7 @@ def _collect(
                 if entry.name not in found:
                     found[entry.name] = torch.zeros(shape, dtype=values_BT.dtype)
                 where = torch.tensor(places)[:, None], torch.tensor(columns)
-                found[entry.name][where] = to_host(values_BT.detach())
+                found[entry.name][where] = to_host(values_BT)
 
 
 def loss_inputs(
@@ -353,7 +377,13 @@ def cut_out(store: Ragged, rows: Sequence[int], columns: Sequence[int] | None, d
     return to_device(cut_BT, device)
 
 
-def value_share(trajectory: Trajectory, rows: Sequence[int], terms: StepTerms, values_BT: Tensor) -> LossResult:
+def value_share(
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    terms: StepTerms,
+    values_BT: Tensor,
+    columns: Sequence[int] | None = None,
+) -> LossResult:
     """Gives a micro-batch's share of the critic's loss, times its coefficient.
 
     Args:
@@ -361,6 +391,7 @@ def value_share(trajectory: Trajectory, rows: Sequence[int], terms: StepTerms, v
         rows: the rows of the micro-batch.
         terms: what the step has fixed.
         values_BT: (B, T), the critic's values now, with gradient.
+        columns: the columns they are of; None for all.
 
     Returns:
         The share; ``value_loss`` and ``value_clip`` of its sums are without the coefficient.
@@ -368,7 +399,7 @@ def value_share(trajectory: Trajectory, rows: Sequence[int], terms: StepTerms, v
     if terms.values is None or trajectory.values is None or trajectory.returns is None:
         raise AssertionError("a critic learns from a rollout that it has judged")
     old_BT, returns_BT, mask_BT = (
-        store.pad(rows, 0, values_BT.device).to(values_BT.dtype)
+        cut_out(store, rows, columns, values_BT.device).to(values_BT.dtype)
         for store in (trajectory.values, trajectory.returns, trajectory.loss_mask)
     )
     share = value_loss(values_BT, old_BT, returns_BT, mask_BT, clip=terms.values.clip, tokens=terms.denominators.tokens)
@@ -382,16 +413,17 @@ def _critic_gradient(
     rows: Sequence[int],
     plan: UpdatePlan,
     terms: StepTerms,
+    columns: Sequence[int] | None = None,
     *,
     autocast: Callable[[], AbstractContextManager[object]],
     scale: Callable[[Tensor], Tensor],
 ) -> LossResult:
-    """Adds the gradient of a critic that runs by itself, over the same rows."""
+    """Adds the gradient of a critic that runs by itself, over the same rows, or some columns of them."""
     with critic.running() as network:
         packed = plan.pack_prompts and network.packs_prompts and not network.model.training
         with _forward(network, plan, autocast):
-            values_BT = value_rows(network, trajectory, rows, critic.head, packed=packed)
-        share = value_share(trajectory, rows, terms, values_BT)
+            values_BT = value_rows(network, trajectory, rows, critic.head, columns, packed=packed)
+        share = value_share(trajectory, rows, terms, values_BT, columns)
         torch.autograd.backward(scale(share.loss))
     return share
 

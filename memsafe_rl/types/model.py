@@ -78,8 +78,21 @@ class GaussianDistribution:
     reference_means: Tensor | None = None
 
 
-Distribution = TokenDistribution | GaussianDistribution
-"""What a network says of the actions of some rows."""
+@dataclass(frozen=True)
+class StateFeatures:
+    """What a critic's network makes of the states before some denoising steps of some rows; it draws nothing.
+
+    Args:
+        hidden_MD: (M, D), entries ordered as in `GaussianDistribution`, with graph if gradients are enabled.
+        lengths: entries of each row; their sum is M.
+    """
+
+    hidden_MD: Tensor
+    lengths: tuple[int, ...]
+
+
+Distribution = TokenDistribution | GaussianDistribution | StateFeatures
+"""What a network says of the actions of some rows, or of the states in which they are taken."""
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,8 @@ class Trajectory:
         sample_of_row: for each row, the sample that it is a part of, in order; () where every row is a whole sample.
         columns: the columns in which actions count, where they are known beforehand; None where the mask tells.
         sources: (L, D) for each of the P conditions, what a frozen encoder made of it; None where it is read anew.
+        kl: per action, nats, the KL to the reference at the rollout in closed form, which only denoisers have; None
+            where nobody needs it, or ``ref_logprobs`` serve.
     """
 
     conditions: Ragged
@@ -146,6 +148,7 @@ class Trajectory:
     sample_of_row: tuple[int, ...] = ()
     columns: tuple[int, ...] | None = None
     sources: Ragged | None = None
+    kl: Ragged | None = None
 
     def __len__(self) -> int:
         return len(self.actions)

@@ -66,6 +66,7 @@ def test_a_storm_changes_nothing(scene: Scene, tmp_path: Path) -> None:
         ("LoRA, two objectives", {}, 8),
         ("denoiser, KL to a copy", {}, 8),
         ("PPO, head on the trunk, KL to a copy", {}, 8),
+        ("denoiser, PPO", {}, 8),
         ("PPO, second adapter, recomputed, leaner plans", {}, 6),
         ("full, everything on the host, leaner plans", {}, 16),
         ("full", EVERYTHING_ELSE, 6),
