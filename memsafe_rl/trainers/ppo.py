@@ -171,9 +171,9 @@ class PPOTrainer(PolicyTrainer):
         wanted = self._wanted_critic
         if wanted is not None and not isinstance(wanted, nn.Module):
             raise ConfigError(
-                f"critic is {wanted!r:.100} and the model a DiffusionPolicy, whose denoiser shows no hidden states that a "
-                "head or a second adapter could read. Leave critic out for a small network of its own, or pass a "
-                "torch.nn.Module called critic(x, t, condition) that gives a value for each state."
+                f"critic is {wanted!r:.100} and the model a DiffusionPolicy, whose denoiser shows no hidden states "
+                "that a head or a second adapter could read. Leave critic out for a small network of its own, or pass "
+                "a torch.nn.Module called critic(x, t, condition) that gives a value for each state."
             )
         critic = StateCritic(adapter, wanted)
         self._check(critic.network)
