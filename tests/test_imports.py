@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "memsafe_rl"
 
 RANKS = (
-    {"accounting", "errors", "status", "summary", "types", "units"},
+    {"accounting", "errors", "hub", "status", "summary", "types", "units"},
     {"ops", "memory", "models", "rewards"},
     {"rollout"},
     {"forecast", "callbacks", "logging", "checkpoint"},

@@ -37,12 +37,28 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
         if func is torch.ops.aten.add.Tensor and _joins_gradients_of_an_embedding():
             return torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default:
+            return _grouped_product(*args, **(kwargs or {}))
         if func is not torch.ops.aten._local_scalar_dense.default:
             return func(*args, **(kwargs or {}))
         dtype = args[0].dtype
         if dtype == torch.bool:
             return False
         return self._number if dtype.is_floating_point else 1
+
+
+def _grouped_product(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """Gives what experts make of the tokens sent to them, which PyTorch's own stand-in gives of bfloat16 only.
+
+    No number of tokens per expert is needed: rows are sorted by expert, and there are as many whoever gets them.
+    """
+    del bias  # refused by the operator itself
+    groups: tuple[int, ...] = ()
+    if left.dim() == right.dim():
+        groups = (left.shape[0] if offs is None else offs.shape[0],)
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype or left.dtype)
 
 
 def _joins_gradients_of_an_embedding() -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.hub import places_for
 
 
 def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
@@ -184,7 +185,9 @@ def config_for(model: str, *, trust_remote_code: bool = False, **places: Any) ->
     if known is not None:
         return known
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **places)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            model, trust_remote_code=trust_remote_code, **places_for(model, **places)
+        )
     except (OSError, ValueError) as error:
         names = ", ".join(FAMILIES)
         raise ConfigError(

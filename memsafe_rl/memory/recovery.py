@@ -157,6 +157,26 @@ class Recovery:
         """
         return self.run(Attempts(self, None, None), lambda _: unit(), undo or _nothing)
 
+    def once(self, unit: Callable[[], T]) -> T:
+        """Runs work that cannot be repeated; where it does not fit, says who holds what.
+
+        Args:
+            unit: does the work.
+
+        Returns:
+            What the unit returned.
+
+        Raises:
+            MemoryBudgetError: it did not fit.
+        """
+        live, began = self.tracker.meter.live_bytes(), time.perf_counter()
+        outcome = _try(lambda _: unit(), None)
+        if isinstance(outcome, _Done):
+            return outcome.value
+        clear_device_cache()
+        self._record_failure(outcome, live, 1, time.perf_counter() - began)
+        raise self._verdict(Attempts(self, None, None), outcome)
+
     def run(self, attempts: Attempts[Plan], unit: Callable[[Plan], T], undo: Callable[[], None]) -> T:
         """Runs a unit until it succeeds: again under the same plan, then under the policy's next ones.
 

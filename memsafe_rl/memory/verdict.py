@@ -96,7 +96,7 @@ def explain(
 
 def _tried(plans: Sequence[RolloutPlan | UpdatePlan], failure: MemoryFailure, policy: str) -> str:
     if not plans:
-        return "The same work was tried several times; there is nothing in it to cut."
+        return "No plan cuts this work: there is nothing in it to cut."
     moved = ", ".join(f"{name} {old} to {new}" for name, (old, new) in changes(plans[0], plans[-1]).items())
     went = f", from the first to the last {moved}" if moved else ""
     unused = _unused(plans[-1], failure)

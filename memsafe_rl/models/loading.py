@@ -24,6 +24,7 @@ from transformers import (
 
 from memsafe_rl.accounting import charge, hold, weights_of
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models.geometry import max_positions
 from memsafe_rl.models.language import (
     REFERENCE_ADAPTER,
@@ -115,7 +116,9 @@ def read_config(
     else:
         places = {key: arguments[key] for key in _CONFIG_KEYS if key in arguments}
         try:
-            config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **places)
+            config = AutoConfig.from_pretrained(
+                model, trust_remote_code=trust_remote_code, **places_for(model, **places)
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{told}={model!r} has no config that can be read ({_first_line(error)}). Give a folder with a "
@@ -225,7 +228,9 @@ def load_tokenizer(
     if tokenizer is None:
         name = _name(model)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **places)
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, trust_remote_code=trust_remote_code, **places_for(name, **places)
+            )
             if len(tokenizer) < 2:  # transformers makes an empty one where a folder has none
                 raise OSError("there are no tokenizer files")
         except (OSError, ValueError, ImportError) as error:
@@ -335,7 +340,7 @@ def _from_name(
         settings.setdefault("device_map", {"": device})
     kind = AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
     try:
-        model = kind.from_pretrained(name, **settings)
+        model = kind.from_pretrained(name, **loading_places_for(name, **settings))
     except (OSError, ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"model={name!r} cannot be loaded by {kind.__name__}: {_first_line(error)}") from error
     places = getattr(model, "hf_device_map", None) or {}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.hub import loading_places_for, places_for
 
 _PADDED = ("input_ids", "attention_mask", "token_type_ids")
 
@@ -30,7 +31,9 @@ def load_reward_model(name: str, model_init_kwargs: Mapping[str, Any], trust_rem
     """
     arguments = {"trust_remote_code": trust_remote_code, **model_init_kwargs}
     try:
-        model: nn.Module = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **arguments)
+        model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=1, **loading_places_for(name, **arguments)
+        )
     except (OSError, ValueError, TypeError, ImportError) as error:
         raise ConfigError(
             f"reward model {name!r} cannot be loaded ({_first_line(error)}). Give a folder with a sequence classifier, "
@@ -125,7 +128,9 @@ class RewardModel:
                 "reward_processing_classes."
             )
         try:
-            loaded = AutoTokenizer.from_pretrained(identifier, revision=revision, trust_remote_code=trust_remote_code)
+            loaded = AutoTokenizer.from_pretrained(
+                identifier, revision=revision, trust_remote_code=trust_remote_code, **places_for(identifier)
+            )
             if len(loaded) < 2:  # transformers makes an empty one where a folder has none
                 raise OSError("there are no tokenizer files")
         except (OSError, ValueError, ImportError) as error:

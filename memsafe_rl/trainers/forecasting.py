@@ -8,6 +8,7 @@ what does not fit, so that plans are made again as in the run.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import logging
 import time
@@ -304,6 +305,7 @@ class _Rehearsed:
             What was found.
         """
         checked = _check_shallow(network(shallow=True), self._settings, memory)
+        gc.collect()  # some networks hold themselves, and the shallow one would count beside the whole
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, reference = network(), network(frozen=True) if copies else None
         return self.run_trainer(model, reference, checked, memory, device_bytes)

@@ -13,6 +13,7 @@ from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
 from transformers.utils import logging as transformers_logging
 
+from memsafe_rl.accounting import weights_of
 from memsafe_rl.callbacks import (
     CompletionsTable,
     MetricsLog,
@@ -22,7 +23,7 @@ from memsafe_rl.callbacks import (
     Trackers,
     banner,
 )
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.forecast.outcome import MemoryForecast
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.memory.monitor import meter_for
@@ -197,7 +198,7 @@ class PolicyTrainer(OnPolicyTrainer):
             return self._load_model(model, quantization_config, peft_config)
 
         # An adapter goes into a model object in place, so that only a model loaded by name can be loaded again.
-        loaded = recovery.repeat(load) if isinstance(model, str) else load()
+        loaded = recovery.repeat(load) if isinstance(model, str) else _loaded_once(recovery, load, model)
         _refuse_half_weights(loaded.model)
         self.model = loaded.model.eval()
         recovery.repeat(lambda: self.rewards.to(self.accelerator.device))
@@ -299,6 +300,20 @@ class PolicyTrainer(OnPolicyTrainer):
         self._kind.restore(self.model, folder)
         if self.credit is not None:
             read_critic(self.credit.critic, folder)
+
+
+def _loaded_once(recovery: Recovery, load: Callable[[], LoadedModel], model: Any) -> LoadedModel:
+    """Prepares a model object; where that does not fit, says how large its weights are."""
+    try:
+        return recovery.once(load)
+    except MemoryBudgetError as error:
+        storages = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in weights_of(model)}
+        size = format_bytes(sum(storage.nbytes() for storage in storages.values()))
+        raise MemoryBudgetError(
+            f"The weights of the {type(model).__name__} that was given are {size}. {error}",
+            failure=error.failure,
+            held_bytes=error.held_bytes,
+        ) from None
 
 
 def _listed(callbacks: Any) -> list[Any]:

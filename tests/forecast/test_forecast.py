@@ -199,6 +199,21 @@ def test_a_run_that_cannot_fit_is_refused_before_its_weights_are_loaded(
         trainer_for(folder, memory_budget=3 * 2**20)
 
 
+def test_a_model_object_that_does_not_fit_is_named_with_its_size() -> None:
+    network = tiny_model("qwen3", vocab_size=4000, layers=4, hidden=128)
+    told = r"The weights of the Qwen3ForCausalLM that was given are 3\.83 MiB\. Loading the model does not fit"
+    with SimulatedMemory(2**20), pytest.raises(MemoryBudgetError, match=told) as caught:
+        GRPOTrainer(
+            network,
+            alternating,
+            GRPOConfig("unused", report_to="none", use_cpu=True, max_completion_length=8),
+            Dataset.from_dict({"prompt": ["a"] * 8}),
+            processing_class=tiny_tokenizer(),
+        )
+    assert caught.value.failure is not None
+    assert caught.value.failure.phase is Phase.LOAD
+
+
 def test_remedies_are_left_to_the_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with SimulatedMemory(ROOM), caplog.at_level(logging.WARNING):
         trainer_for(folder, memory_budget=2**20, allow_lossy=["num_iterations"])

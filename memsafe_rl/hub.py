@@ -1,0 +1,65 @@
+"""Whether a hub of models answers, asked once and briefly, so that nobody waits for retries that cannot succeed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, get_session
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_SECONDS = 3.0
+"""How long a hub may take to answer at all; loading itself then has the client's own patience."""
+_BELIEVED_SECONDS = 60
+"""How long an answer, or none, is believed."""
+
+
+def places_for(name: str, **given: Any) -> dict[str, Any]:
+    """Adds to the arguments of ``from_pretrained`` what keeps it from asking a hub that does not answer.
+
+    The client tries for half a minute, file by file; what lies in its cache is found without the hub too.
+
+    Args:
+        name: a name on a hub, or a folder.
+        given: arguments that say where the files are.
+
+    Returns:
+        The arguments, with ``local_files_only`` where the hub cannot be reached.
+    """
+    if given.get("local_files_only") is not None or constants.HF_HUB_OFFLINE or Path(name).exists():
+        return dict(given)
+    if _answers(constants.ENDPOINT, int(time.monotonic() // _BELIEVED_SECONDS)):
+        return given
+    return {**given, "local_files_only": True}
+
+
+def loading_places_for(name: str, **given: Any) -> dict[str, Any]:
+    """Adds the same for a network, whose loader looks for an adapter of that name too, and is told so apart.
+
+    Args:
+        name: a name on a hub, or a folder.
+        given: arguments of ``from_pretrained``.
+
+    Returns:
+        The arguments.
+    """
+    found = places_for(name, **given)
+    if found.get("local_files_only") and "adapter_kwargs" not in found:
+        found["adapter_kwargs"] = {"local_files_only": True}
+    return found
+
+
+@lru_cache(maxsize=2)
+def _answers(endpoint: str, now: int) -> bool:
+    """Tells whether a hub answers anything; ``now`` makes the answer one of this minute."""
+    del now
+    try:
+        get_session().head(endpoint, timeout=_PATIENCE_SECONDS)
+    except Exception as error:  # the client's errors differ between its versions
+        logger.info("%s does not answer (%s); only files that lie here are looked for", endpoint, error)
+        return False
+    return True
