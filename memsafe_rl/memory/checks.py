@@ -29,6 +29,8 @@ def check_rollout_plan(plan: RolloutPlan) -> None:
         _check_count(plan, name)
     if plan.kv_bytes is not None:
         _check_count(plan, "kv_bytes")
+    if plan.kept_kv_bytes != 0:
+        _check_count(plan, "kept_kv_bytes")
     _check_switch(plan, "park_optimizer")
     _check_predictions(plan)
     if plan.engine not in _ENGINES:

@@ -258,7 +258,7 @@ class Reading:
         state, block = self.state, segment.block
         window, width = state.windows[layer], block.keys[layer].shape[2]
         lengths = [state.lengths[row] for row in segment.rows]
-        prompts = [block.lengths[prompt] for prompt in segment.prompts]
+        prompts = [state.bases[row] for row in segment.rows]
         dropped = [block.dropped[layer][prompt] for prompt in segment.prompts]
         farthest = max(prompt + length for prompt, length in zip(prompts, lengths, strict=True)) + self.tokens
         padded = any(first < 0 or first + width > prompt for first, prompt in zip(dropped, prompts, strict=True))
@@ -272,7 +272,7 @@ class Reading:
         """Gives the place of each token read (rows, N) and of each key (rows, K) in its row; -1 for padding."""
         state, block = self.state, segment.block
         lengths = [state.lengths[row] for row in segment.rows]
-        prompts = [block.lengths[prompt] for prompt in segment.prompts]
+        prompts = [state.bases[row] for row in segment.rows]
         dropped = [block.dropped[layer][prompt] for prompt in segment.prompts]
         table = torch.tensor([prompts, lengths, dropped], device=state.device)[:, :, None]  # (3, rows, 1)
         prompt_B1, length_B1, dropped_B1 = table.unbind(0)

@@ -9,10 +9,11 @@ Axes: ``B`` rows, ``P`` prompts of a block, ``H`` key/value heads, ``L`` slots o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ class PromptBlock:
         kept_whole: whether rows may still begin at these prompts, so that nothing of them may be given up.
         source: what an encoder read for these prompts, which rows attend to apart from their own tokens; None without
             an encoder. Where there is one, ``lengths`` count what the decoder read before a row's own tokens.
+        waiting: rows that wait outside of any state and may go on at these prompts, so that nothing of them may be
+            given up either.
     """
 
     lengths: tuple[int, ...]
@@ -43,6 +46,12 @@ class PromptBlock:
     dropped: list[tuple[int, ...]]
     kept_whole: bool = False
     source: PromptBlock | None = None
+    waiting: WeakSet[RowCache] = field(default_factory=WeakSet)
+
+    @property
+    def stays_whole(self) -> bool:
+        """Whether nothing of it may be given up."""
+        return self.kept_whole or bool(self.waiting)
 
     def tensors(self) -> Iterator[Tensor]:
         """Gives all keys and values."""
@@ -90,6 +99,49 @@ class PromptBlock:
         for store in (self.keys, self.values):
             store[layer] = _shifted(store[layer], starts, self.dropped[layer], kept)
         self.dropped[layer] = starts
+
+
+@dataclass(eq=False)
+class RowCache:
+    """Keys and values of a row that waits outside of any state, in storage of their own except for its prompt's.
+
+    Args:
+        block: holds its prompt.
+        prompt: index of its prompt in the block.
+        base: tokens of the prompt that belong to it.
+        length: tokens behind them.
+        keys: per layer (H, S, D), no more than its tokens; empty where there are none.
+        values: per layer, likewise.
+    """
+
+    block: PromptBlock
+    prompt: int
+    base: int
+    length: int
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.block.waiting.add(self)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose keys and values it has, the prompt's included."""
+        return self.base + self.length
+
+    def nbytes(self) -> int:
+        """Bytes of its own, without its prompt's."""
+        return sum(part.nbytes for part in (*self.keys, *self.values))
+
+    def goes_back_to(self, tokens: int, windows: Sequence[int | None]) -> bool:
+        """Tells whether it could be read on from an earlier token.
+
+        Args:
+            tokens: how many of its first tokens count.
+            windows: per layer, its window; one that has moved on has lost what lay before it.
+        """
+        moved_on = any(window is not None and self.tokens >= window for window in windows)
+        return tokens == self.tokens or not moved_on
 
 
 @dataclass(frozen=True)
@@ -144,6 +196,7 @@ class GroupedDecodeState:
         keys: per layer (B, H, S, D), suffixes; empty while no row has any.
         values: per layer, likewise.
         capacity: slots of a suffix, where no window makes it shorter.
+        bases: for each row, the tokens of its prompt that it has read; all of them where nothing is given.
         joins: always true: rows of several caches can be put together, and a cache outlives a selection from it.
     """
 
@@ -155,7 +208,13 @@ class GroupedDecodeState:
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     capacity: int = 0
+    bases: tuple[int, ...] = ()
     _segments: tuple[Segment, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.bases:
+            pairs = zip(self.blocks, self.prompts, strict=True)
+            self.bases = tuple(block.lengths[prompt] for block, prompt in pairs)
 
     @property
     def rows(self) -> int:
@@ -165,8 +224,7 @@ class GroupedDecodeState:
     @property
     def positions(self) -> list[int]:
         """For each row, the position of the token it reads next."""
-        pairs = zip(self.blocks, self.prompts, self.lengths, strict=True)
-        return [block.lengths[prompt] + length for block, prompt, length in pairs]
+        return [base + length for base, length in zip(self.bases, self.lengths, strict=True)]
 
     def segments(self) -> tuple[Segment, ...]:
         """Cuts the rows where the block changes."""
@@ -206,6 +264,7 @@ class GroupedDecodeState:
             lengths=lengths,
             device=self.device,
             capacity=whole_blocks(max(lengths, default=0)),
+            bases=tuple(self.bases[row] for row in rows),
         )
         if state.capacity:
             state._refill([(self, torch.tensor(rows, device=self.device))])
@@ -227,18 +286,59 @@ class GroupedDecodeState:
             lengths=self.lengths + other.lengths,
             device=self.device,
             capacity=max(self.capacity, other.capacity),
+            bases=self.bases + other.bases,
         )
         if state.capacity:
             state._refill([(self, None), (other, None)])
         return state
 
-    def reserve(self, tokens: int) -> None:
-        """Makes room for so many more tokens of every row.
+    def set_aside(
+        self, leaving: Mapping[int, int], staying: Sequence[int]
+    ) -> tuple[GroupedDecodeState, list[RowCache]]:
+        """Takes rows out, to wait outside of any state, a tensor at a time, so that no more is ever there twice.
 
         Args:
-            tokens: int, tokens.
+            leaving: rows that leave, each with the tokens of its suffix that are worth keeping: all of them, where a
+                window has moved on.
+            staying: indices of the rows that stay.
+
+        Returns:
+            A state of those that stay, and those that leave, in their order; this state must not be used afterwards.
         """
-        needed = max(self.lengths, default=0) + tokens
+        lengths = [self.lengths[row] for row in staying]
+        rest = GroupedDecodeState(
+            windows=self.windows,
+            blocks=tuple(self.blocks[row] for row in staying),
+            prompts=tuple(self.prompts[row] for row in staying),
+            lengths=lengths,
+            device=self.device,
+            capacity=whole_blocks(max(lengths, default=0)),
+            bases=tuple(self.bases[row] for row in staying),
+        )
+        aside = [
+            RowCache(self.blocks[row], self.prompts[row], self.bases[row], length) for row, length in leaving.items()
+        ]
+        index = torch.tensor(staying, device=self.device) if rest.capacity else None
+        with charge(Component.KV_CACHE):
+            for name in ("keys", "values"):
+                store: list[Tensor] = getattr(self, name)
+                for layer, held in enumerate(store):
+                    for row, cache in zip(leaving, aside, strict=True):
+                        if cache.length:
+                            getattr(cache, name).append(held[row, :, : cache.length].clone())
+                    if index is not None:
+                        getattr(rest, name).append(held[:, :, : rest.slots_of(layer)].index_select(0, index))
+                    store[layer] = held.new_empty(0)
+        return rest, aside
+
+    def reserve(self, tokens: int | Sequence[int]) -> None:
+        """Makes room for more tokens.
+
+        Args:
+            tokens: int, tokens of every row, or of each.
+        """
+        counts = [tokens] * self.rows if isinstance(tokens, int) else tokens
+        needed = max((length + count for length, count in zip(self.lengths, counts, strict=True)), default=0)
         if needed <= self.capacity:
             return
         self.capacity = whole_blocks(needed)
@@ -247,10 +347,14 @@ class GroupedDecodeState:
             self.keys, self.values = [], []
             self._refill([(before, None)])
         for block in {id(block): block for block in self.blocks}.values():
-            if not block.kept_whole:
-                block.trim(
-                    self.windows, min(self.lengths[row] for row in range(self.rows) if self.blocks[row] is block)
-                )
+            if not block.stays_whole:
+                block.trim(self.windows, self._least_drawn(block))
+
+    def _least_drawn(self, block: PromptBlock) -> int:
+        """Fewest tokens that a row of these prompts has behind its whole prompt."""
+        rows = [row for row in range(self.rows) if self.blocks[row] is block]
+        drawn = min(self.bases[row] + self.lengths[row] - block.lengths[self.prompts[row]] for row in rows)
+        return max(0, drawn)
 
     def replace_prompt(self, block: PromptBlock) -> None:
         """Has every row follow the only prompt of another block.
@@ -258,7 +362,7 @@ class GroupedDecodeState:
         Args:
             block: a block of one prompt.
         """
-        self.blocks, self._segments = (block,) * self.rows, None
+        self.blocks, self.bases, self._segments = (block,) * self.rows, block.lengths * self.rows, None
 
     def stretch(self, slots: int) -> None:
         """Widens every row as if so many tokens had been read, with keys and values that mean nothing.
@@ -320,7 +424,7 @@ class GroupedDecodeState:
         """Gives up prompts that no row follows any more, where they are half of a block at least."""
         for block in {id(block): block for block in self.blocks}.values():
             used = sorted({self.prompts[row] for row in range(self.rows) if self.blocks[row] is block})
-            if block.kept_whole or 2 * len(used) > len(block.lengths):
+            if block.stays_whole or 2 * len(used) > len(block.lengths):
                 continue
             block.narrow(used)
             self.prompts = tuple(
@@ -468,6 +572,59 @@ def layer_windows(config: Any) -> tuple[int | None, ...] | None:
     if not layers or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
         return None
     return tuple(int(layer.sliding_window) if layer.is_sliding else None for layer in layers)
+
+
+def resumed(
+    rows: Sequence[RowCache],
+    tokens: Sequence[int],
+    more: Sequence[int],
+    windows: tuple[int | None, ...],
+    device: torch.device,
+) -> GroupedDecodeState:
+    """Puts rows that waited into a state, a tensor at a time.
+
+    Args:
+        rows: the rows, emptied on the way; as long as they are held, nothing of their prompts is given up.
+        tokens: of each, how many of its first tokens count; a row that `goes_back_to` fewer than it has forgets the
+            others.
+        more: tokens that each reads next, for which room is made.
+        windows: per layer, its window in tokens, None for full attention.
+        device: where the network computes.
+
+    Returns:
+        The state.
+    """
+    bases = tuple(min(row.base, count) for row, count in zip(rows, tokens, strict=True))
+    lengths = [count - base for count, base in zip(tokens, bases, strict=True)]
+    state = GroupedDecodeState(
+        windows=windows,
+        blocks=tuple(row.block for row in rows),
+        prompts=tuple(row.prompt for row in rows),
+        lengths=lengths,
+        device=device,
+        bases=bases,
+    )
+    layers = max(len(row.keys) for row in rows) if any(lengths) else 0
+    if layers:
+        state.capacity = whole_blocks(max(length + count for length, count in zip(lengths, more, strict=True)))
+    with charge(Component.KV_CACHE):
+        for name in ("keys", "values"):
+            for layer in range(layers):
+                getattr(state, name).append(_gathered(name, layer, rows, lengths, state.slots_of(layer)))
+    return state
+
+
+def _gathered(name: str, layer: int, rows: Sequence[RowCache], lengths: Sequence[int], slots: int) -> Tensor:
+    """Lays a tensor of rows that waited side by side, (B, H, slots, D), and lets go of theirs."""
+    like: Tensor = next(getattr(row, name)[layer] for row in rows if row.keys)
+    together = like.new_zeros((len(rows), like.shape[0], slots, like.shape[2]))
+    for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        store: list[Tensor] = getattr(row, name)
+        if store:
+            used = min(length, slots)
+            together[place, :, :used] = store[layer][:, :used]
+            store[layer] = store[layer].new_empty(0)
+    return together
 
 
 def block_of(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -16,6 +16,7 @@ from typing import Any, Self, cast
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -25,7 +26,7 @@ from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.attention import Reading
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.geometry import autocast_bytes, read_geometry
-from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, SourceMarks
+from memsafe_rl.models.grouped import GroupedCache, GroupedDecodeState, RowCache, SourceMarks, resumed
 from memsafe_rl.models.heads import LogitMap, head_of, naive_logits
 from memsafe_rl.models.implementations import attention_configs
 from memsafe_rl.models.plain_decoding import Choose
@@ -308,12 +309,70 @@ class LanguageAdapter(ABC):
         for start in range(0, max(len(row) for row in tokens), step):
             pieces = [row[start : start + step] for row in tokens]
             counts = [len(piece) for piece in pieces]
-            rows.reserve(max(counts))
+            rows.reserve(counts)
             ids_BN = pad_sequence(pieces, True, self.pad_token_id).to(self.device)
             hidden_BND = self._attend_grouped(ids_BN, self._reading(rows, counts))
             rows.lengths = [length + count for length, count in zip(rows.lengths, counts, strict=True)]
             last = [hidden_BND[row, count - 1] if count else last[row] for row, count in enumerate(counts)]
         return self._logits(torch.stack(last))
+
+    @torch.no_grad()
+    def set_aside(
+        self, state: GroupedDecodeState, leaving: Mapping[int, int], staying: Sequence[int]
+    ) -> tuple[GroupedDecodeState, list[RowCache]]:
+        """Takes rows out of a cache, to wait; see `GroupedDecodeState.set_aside`.
+
+        Args:
+            state: a cache, which must not be used afterwards.
+            leaving: rows that leave, each with the tokens behind its prompt that are worth keeping.
+            staying: indices of the rows that stay.
+
+        Returns:
+            A cache of those that stay, and those that leave.
+        """
+        rest, aside = state.set_aside(leaving, staying)
+        if staying:
+            rest.give_up_idle_prompts()
+        return rest, aside
+
+    @torch.no_grad()
+    def resume(
+        self, rows: Sequence[RowCache], kept: Sequence[int], tokens: Sequence[Tensor], chunk_tokens: int
+    ) -> tuple[Tensor, GroupedDecodeState]:
+        """Puts rows that waited into a cache, and has each read on.
+
+        Args:
+            rows: the rows, emptied on the way; as long as they are held, nothing of their prompts is given up.
+            kept: of each, how many of its first tokens count.
+            tokens: for each row (length,) int64, what follows them, at least one.
+            chunk_tokens: as for `extend`.
+
+        Returns:
+            Logits of the next token (B, V), and the cache.
+        """
+        state = resumed(rows, kept, [len(more) for more in tokens], self.geometry.windows, self.device)
+        return self.extend(state, tokens, chunk_tokens), state
+
+    def peft_adapters_on(self) -> tuple[str, ...]:
+        """Names the PEFT adapters that take part in a forward pass now.
+
+        Returns:
+            Their names; none where all are off, or there are none.
+        """
+        for module in self.model.modules():
+            if isinstance(module, BaseTunerLayer):
+                return () if module.disable_adapters else tuple(module.active_adapters)
+        return ()
+
+    def weights_mark(self) -> int:
+        """Gives a number that differs once a weight was written to, or replaced.
+
+        Returns:
+            A number that means nothing by itself.
+        """
+        weights = list(self.model.parameters())
+        versions = [-1 if weight.is_inference() else weight._version for weight in weights]
+        return hash((*versions, *(weight.untyped_storage()._cdata for weight in weights)))
 
     @contextmanager
     def reference(self) -> Iterator[ModelAdapter]:

@@ -20,13 +20,15 @@ class Candidate(NamedTuple):
         prompt_tokens: length of the prompt.
         drawn_tokens: tokens it has drawn before.
         max_new_tokens: most tokens it may draw in all; where prompts are kept once, that any row of the batch may draw,
-            since rows are as wide as the widest.
+            since rows are as wide as the widest; of a prompt that was kept in part, what is read behind it counts too.
+        is_kept: whether its prompt's cache was kept, whose bytes count with those of the batch's prompts.
     """
 
     prompt: int
     prompt_tokens: int
     drawn_tokens: int
     max_new_tokens: int
+    is_kept: bool = False
 
 
 def admit(
@@ -35,11 +37,11 @@ def admit(
     """Counts how many of the first candidates may join.
 
     Every row counts as long as it can become, so that no row ever has to leave for others. At least one joins a batch
-    that is empty. Where the network keeps a prompt once for its group, only a group that does not fit whole is parted,
-    and goes alone.
+    that is empty, unless it was kept: it may be smaller when it is read anew. Where the network keeps a prompt once for
+    its group, only a group that does not fit whole is parted, and goes alone.
 
     Args:
-        waiting: candidates, either all begun before or none, the longest prompts first.
+        waiting: candidates, either all begun before or none, and all kept or none, the longest prompts first.
         plan: the limits: ``rows_in_flight``, ``kv_bytes`` and ``prefill_tokens``.
         geometry: sizes of the network.
         rows: rows in the batch.
@@ -50,9 +52,11 @@ def admit(
     """
     most = _most_rows(waiting, plan, geometry, rows, prompt_bytes)
     if most < 1:
-        return 0 if rows else 1
+        return 0 if rows or waiting[0].is_kept else 1
     if rows and most < min(len(waiting), -(-plan.rows_in_flight // _JOIN_SHARE)):
         return 0
+    if waiting[0].is_kept:
+        return most
     if waiting[0].drawn_tokens and not geometry.shares_prompts:
         return min(most, max(1, plan.prefill_tokens // max(one.prompt_tokens + one.drawn_tokens for one in waiting)))
     per_prompt = max(1, plan.prefill_tokens // waiting[0].prompt_tokens)
@@ -80,7 +84,7 @@ def _most_rows(
         return min(most, plan.kv_bytes // max(1, *(row_bytes(one, geometry) for one in waiting)))
     prompts: dict[int, int] = {}
     for count, one in enumerate(waiting[:most]):
-        prompts.setdefault(one.prompt, geometry.prompt_kv_bytes(waiting[0].prompt_tokens))
+        prompts.setdefault(one.prompt, 0 if one.is_kept else geometry.prompt_kv_bytes(waiting[0].prompt_tokens))
         held = prompt_bytes + sum(prompts.values())
         if geometry.batch_kv_bytes(held, rows + count + 1, one.max_new_tokens) > plan.kv_bytes:
             return count

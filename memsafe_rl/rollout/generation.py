@@ -21,12 +21,14 @@ from memsafe_rl.errors import DataError
 from memsafe_rl.memory.checks import check_rollout_plan
 from memsafe_rl.memory.recovery import Attempt
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.grouped import RowCache
 from memsafe_rl.models.language import LanguageAdapter
 from memsafe_rl.rollout.admission import Candidate, admit
 from memsafe_rl.rollout.checks import check_settings
 from memsafe_rl.rollout.drawing import Drawer, key_tensor, refuse_broken
 from memsafe_rl.rollout.engine import Progress
 from memsafe_rl.rollout.fallback import generate_by_transformers
+from memsafe_rl.rollout.keeping import KeptCaches, blocks_of, kept_limit, name_of
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 
 _SPAN_STEPS = 32
@@ -45,6 +47,7 @@ def generate(
     *,
     begun: Sequence[Sequence[Completion | None]] | None = None,
     limits: Sequence[int] | None = None,
+    kept: KeptCaches | None = None,
 ) -> list[Completion]:
     """Samples completions for every prompt, without gradient, in eval mode, in a running batch that fits the plan.
 
@@ -65,6 +68,8 @@ def generate(
         progress: told of sequences that ended; None for nobody.
         begun: for each sample, a completion that is gone on with unless it has ended; None where there is none.
         limits: for each prompt, its longest completion, in tokens, at most ``max_new_tokens``; None for that.
+        kept: caches of earlier turns, which are read on where they fit, and kept again as far as the plan allows; None
+            where completions are single turns.
 
     Returns:
         Completions on the host, prompt by prompt, samples in the order of the keys.
@@ -85,11 +90,13 @@ def generate(
             )
     with host_memory():
         sequences = _sequences(prompts, keys, begun, limits)
-    batch = _RunningBatch(adapter, sequences, settings, progress)
+    batch = _RunningBatch(adapter, sequences, settings, progress, kept)
     try:
         with torch.no_grad(), eval_mode(adapter.model):
             while batch.goes_on:
-                attempt(batch.advance, batch.give_up)
+                attempt(batch.advance, batch.give_up_all)
+            if kept is not None:
+                attempt(batch.drop_ended, batch.give_up_all)
     finally:
         batch.give_up()
     with host_memory():
@@ -124,6 +131,7 @@ class _Sequence:
         prompt_ids: (length,) int64, on the host.
         key: name of its random stream.
         limit: longest completion, in tokens.
+        base: tokens of its prompt that lie in a block of prompts.
         ids: tokens drawn.
         logprobs: nats, of the distribution sampled from.
         model_logprobs: nats, of the model's own.
@@ -138,6 +146,7 @@ class _Sequence:
     prompt_ids: Tensor
     key: SequenceKey
     limit: int
+    base: int
     ids: array[int] = field(default_factory=lambda: array("q"))
     logprobs: array[float] = field(default_factory=lambda: array("d"))
     model_logprobs: array[float] = field(default_factory=lambda: array("d"))
@@ -146,6 +155,11 @@ class _Sequence:
     idle: int = 0
     ended: bool = False
     finished: bool = False
+
+    @property
+    def suffix(self) -> int:
+        """Most tokens that it may have behind its block of prompts."""
+        return len(self.prompt_ids) + self.limit - self.base
 
     def history(self, window: int = 0, *, with_prompt: bool = True) -> Tensor:
         """Gives prompt and completion, or the last tokens of them, (length,) int64 on the host."""
@@ -184,6 +198,7 @@ class _RunningBatch:
         sequences: all of them, samples of a prompt side by side.
         settings: how tokens are drawn.
         progress: told of sequences that ended.
+        kept: caches of earlier turns; None where there are none.
     """
 
     def __init__(
@@ -192,7 +207,10 @@ class _RunningBatch:
         sequences: Sequence[_Sequence],
         settings: SamplingSettings,
         progress: Progress | None,
+        kept: KeptCaches | None = None,
     ) -> None:
+        self._caches = kept
+        self._kept = None if kept is None else kept.of(adapter)
         self.draw = Drawer(settings, adapter.start_token_id if isinstance(adapter, LanguageAdapter) else None)
         self._adapter, self._sequences, self._settings, self._progress = adapter, sequences, settings, progress
         self._eos = frozenset(settings.eos_token_ids)
@@ -215,6 +233,12 @@ class _RunningBatch:
         self._keys_B4: Tensor | None = None
         self._template: _Template | None = None
 
+    def give_up_all(self) -> None:
+        """Lets go of what waits for later turns too, of every role."""
+        self.give_up()
+        if self._caches is not None:
+            self._caches.clear()
+
     def advance(self, plan: RolloutPlan) -> None:
         """Drops rows that have ended, takes in rows that wait, and decodes a span of steps.
 
@@ -222,7 +246,7 @@ class _RunningBatch:
             plan: how many may be in flight.
         """
         check_rollout_plan(plan)
-        self._drop_ended()
+        self.drop_ended(plan)
         while wave := self._next_to_join(plan):
             self._take_in(wave, plan)
         for _ in range(_SPAN_STEPS):
@@ -232,47 +256,129 @@ class _RunningBatch:
         self._tell()
 
     def _waiting(self) -> list[_Sequence]:
-        """Sequences that are not in the batch: those begun first, then the longest prompts."""
+        """Sequences that are not in the batch: those begun first, then those kept, then the longest prompts."""
         inside = {id(row) for row in self._rows}
         outside = [self._sequences[place] for place in self._order]
         waiting = [one for one in outside if not one.ended and id(one) not in inside]
-        return sorted(waiting, key=lambda one: not one.ids)
+        return sorted(waiting, key=lambda one: (not one.ids, not self._common(one)))
+
+    def _common(self, one: _Sequence) -> int:
+        """Counts the tokens of a sequence that an earlier turn has left; 0 once it has begun."""
+        if self._kept is None or one.ids:
+            return 0
+        return self._kept.common(name_of(one.key), one.prompt_ids)
 
     def _next_to_join(self, plan: RolloutPlan) -> list[_Sequence]:
         """Chooses what joins the batch in one forward over prompts."""
         waiting = self._waiting()
         if not waiting or (self._rows and not self._adapter.joins):
             return []
+        if self._kept is not None and self._common(waiting[0]):
+            return self._next_kept(waiting, plan)
         alike = [one for one in waiting if bool(one.ids) == bool(waiting[0].ids)]
         template = self._template
         if template is not None and not alike[0].ids and alike[0].prompt == template.prompt:
             alike = [one for one in alike if one.prompt == template.prompt]
-        shared = self._longest if self._adapter.geometry.shares_prompts else 0
+        shared = self._widest(alike) if self._adapter.geometry.shares_prompts else 0
         candidates = [Candidate(one.prompt, len(one.prompt_ids), len(one.ids), max(one.limit, shared)) for one in alike]
         held = 0 if self._state is None else self._adapter.prompt_bytes(self._state)
         count = admit(candidates, plan, self._adapter.geometry, rows=len(self._rows), prompt_bytes=held)
         return alike[:count]
 
+    def _next_kept(self, waiting: Sequence[_Sequence], plan: RolloutPlan) -> list[_Sequence]:
+        """Chooses what joins the batch from what was kept; what does not fit an empty batch is read anew."""
+        if self._kept is None:
+            raise AssertionError("called only where something was kept")
+        kept = self._kept
+        alike = [one for one in waiting if self._common(one)]
+        for one in alike:
+            one.base = min(kept.base_of(name_of(one.key)), self._common(one))
+        alike.sort(key=lambda one: kept.place_of(name_of(one.key)))
+        blocks = {id(block): block for block in blocks_of(self._state)}
+        blocks |= {id(block): block for block in (kept.block_of(name_of(one.key)) for one in alike)}
+        shared = self._widest(alike)
+        candidates = [Candidate(one.prompt, len(one.prompt_ids), 0, shared, is_kept=True) for one in alike]
+        held = sum(block.nbytes() for block in blocks.values())
+        count = admit(candidates, plan, self._adapter.geometry, rows=len(self._rows), prompt_bytes=held)
+        if count == 0 and not self._rows:
+            longest = max(alike, key=lambda one: len(one.prompt_ids))
+            kept.drop(name_of(longest.key))
+            longest.base = len(longest.prompt_ids)
+            return self._next_to_join(plan)
+        return alike[:count]
+
+    def _widest(self, joining: Sequence[_Sequence]) -> int:
+        """Most tokens that any row may have behind its block of prompts."""
+        return max(self._longest, *(one.suffix for one in (*self._rows, *joining)))
+
     def _take_in(self, wave: Sequence[_Sequence], plan: RolloutPlan) -> None:
         """Reads what sequences consist of so far, draws the next token of each, and joins them to the batch."""
         prompts = list(dict.fromkeys(one.prompt for one in wave))
-        logits_BV, state, spread = self._read(wave, prompts, plan)
+        common = [self._common(one) for one in wave]
+        resumed = self._kept.take([name_of(one.key) for one in wave]) if self._kept is not None and common[0] else []
+        self._make_room(plan, wave, resumed)
+        if resumed:
+            logits_BV, state = self._read_on(wave, resumed, common, plan)
+            spread = None
+        else:
+            logits_BV, state, spread = self._read(wave, prompts, plan)
         rows, keys_B4 = list(wave), key_tensor([one.key for one in wave]).to(self._adapter.device)
         tokens_B = self._draw_and_note(logits_BV, rows, keys_B4)
         del logits_BV  # its bytes are free before the cache is spread
         going = [place for place, one in enumerate(rows) if not one.ended]
+        if spread is not None and self._keeps(plan):
+            state, spread = self._adapter.select(state, spread), None
+        if len(going) < len(rows) and self._keeps(plan):
+            state = self._without_ended(state, rows)
+        elif going and (spread is not None or len(going) < len(rows)):
+            state = self._adapter.select(state, going if spread is None else [spread[place] for place in going])
         if not going:
             return
         index = torch.tensor(going, device=self._adapter.device)
-        if spread is not None or len(going) < len(rows):
-            places = going if spread is None else [spread[place] for place in going]
-            state = self._adapter.select(state, places)
         rows, tokens_B, keys_B4 = [rows[place] for place in going], tokens_B[index], keys_B4[index]
         if self._state is not None and self._tokens_B is not None and self._keys_B4 is not None:
             held, self._state = self._state, None
             state = self._adapter.join(held, state)
             tokens_B, keys_B4 = torch.cat([self._tokens_B, tokens_B]), torch.cat([self._keys_B4, keys_B4])
         self._state, self._tokens_B, self._keys_B4, self._rows = state, tokens_B, keys_B4, self._rows + rows
+        resumed.clear()  # held until here, so that no prompt of theirs was given up before all rows were together
+
+    def _read_on(
+        self, wave: Sequence[_Sequence], resumed: Sequence[RowCache], common: Sequence[int], plan: RolloutPlan
+    ) -> tuple[Tensor, DecodeState]:
+        """Reads what contexts have beyond what was kept, and gives logits (B, V) and a cache."""
+        if self._kept is None:
+            raise AssertionError("called only where something was kept")
+        with host_memory():
+            tokens = [one.prompt_ids[count:] for one, count in zip(wave, common, strict=True)]
+        return self._kept.resume(resumed, common, tokens, plan.prefill_tokens)
+
+    def _make_room(
+        self, plan: RolloutPlan, joining: Sequence[_Sequence] = (), resumed: Sequence[RowCache] = ()
+    ) -> None:
+        """Gives up what waits for later turns, as far as it does not fit beside the rows in flight at their longest."""
+        if self._caches is None:
+            return
+        geometry = self._adapter.geometry
+        blocks = list({id(b): b for b in (*blocks_of(self._state), *(row.block for row in resumed))}.values())
+        prompts = sum(block.nbytes() for block in blocks)
+        if joining and not resumed:
+            lengths = {one.prompt: len(one.prompt_ids) for one in joining}
+            prompts += len(lengths) * geometry.prompt_kv_bytes(max(lengths.values()))
+        rows = len(self._rows) + len(joining)
+        in_flight = geometry.batch_kv_bytes(prompts, rows, self._widest(joining)) if rows else 0
+        self._caches.shrink(kept_limit(plan) - in_flight, blocks)
+
+    def _keeps(self, plan: RolloutPlan) -> bool:
+        return self._kept is not None and kept_limit(plan) > 0
+
+    def _without_ended(self, state: DecodeState, rows: Sequence[_Sequence]) -> DecodeState:
+        """Takes rows that have ended out of a cache, and keeps them for a later turn."""
+        if self._kept is None:
+            raise AssertionError("called only where something is kept")
+        with host_memory():
+            leaving = [(place, name_of(one.key), one.history()) for place, one in enumerate(rows) if one.ended]
+        return self._kept.set_aside(state, leaving, [place for place, one in enumerate(rows) if not one.ended])
 
     def _read(
         self, wave: Sequence[_Sequence], prompts: Sequence[int], plan: RolloutPlan
@@ -369,17 +475,25 @@ class _RunningBatch:
             return True
         return any(len(one.ids) + one.idle >= one.limit for one in ended)
 
-    def _drop_ended(self) -> None:
-        """Takes rows that have ended out of the cache."""
-        going = [place for place, one in enumerate(self._rows) if not one.ended]
-        if len(going) == len(self._rows):
-            return
-        self._rows = [self._rows[place] for place in going]
-        if not going or self._state is None or self._tokens_B is None or self._keys_B4 is None:
-            self._state = self._tokens_B = self._keys_B4 = None
+    def drop_ended(self, plan: RolloutPlan) -> None:
+        """Takes rows that have ended out of the cache; what they have read may be kept for a later turn.
+
+        Args:
+            plan: how much may be kept.
+        """
+        ended, going = self._rows, [place for place, one in enumerate(self._rows) if not one.ended]
+        if len(going) == len(ended):
             return
         held, self._state = self._state, None
-        self._state = self._adapter.select(held, going)
+        self._rows = [ended[place] for place in going]
+        if held is not None and self._keeps(plan):
+            self._state = self._without_ended(held, ended)
+            self._make_room(plan)
+        elif held is not None and going:
+            self._state = self._adapter.select(held, going)
+        if not going or self._tokens_B is None or self._keys_B4 is None:
+            self._state = self._tokens_B = self._keys_B4 = None
+            return
         index = torch.tensor(going, device=self._tokens_B.device)
         self._tokens_B, self._keys_B4 = self._tokens_B[index], self._keys_B4[index]
 
@@ -401,7 +515,7 @@ def _sequences(
     for index, prompt in enumerate(prompts):
         prompt_ids = prompt.cpu()
         for sample, key in enumerate(keys[index]):
-            one = _Sequence(index, prompt_ids, key, limits[index])
+            one = _Sequence(index, prompt_ids, key, limits[index], len(prompt_ids))
             earlier = None if begun is None else begun[index][sample]
             if earlier is not None:
                 one.ids.extend(earlier.ids.tolist())

@@ -267,7 +267,10 @@ class RolloutPlan:
 
     Args:
         rows_in_flight: sequences decoded together.
-        kv_bytes: int, bytes; cap on the key/value cache of the rows in flight; None for no cap.
+        kv_bytes: int, bytes; cap on the key/value cache of the rows in flight, and of those that wait beside them; None
+            for no cap.
+        kept_kv_bytes: int, bytes; as long as the caches of rows in flight and of episodes that wait for their next turn
+            are no more together, the latter are kept; 0 keeps none, and each turn reads its context again.
         prefill_tokens: prompt tokens (padding included) read in one forward.
         score_tokens: tokens (padding included) scored in one forward without gradient.
         reward_rows: completions a reward model scores in one forward.
@@ -287,6 +290,7 @@ class RolloutPlan:
     cache_dtype: str | None = None
     engine: str = "native"
     park_optimizer: bool = False
+    kept_kv_bytes: int = 0
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
 
 

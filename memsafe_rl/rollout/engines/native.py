@@ -12,6 +12,7 @@ from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language import LanguageAdapter
 from memsafe_rl.rollout.engine import Progress
 from memsafe_rl.rollout.generation import generate
+from memsafe_rl.rollout.keeping import KeptCaches
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 
@@ -70,6 +71,7 @@ class NativeEngine:
         progress: Progress | None = None,
         *,
         limits: Sequence[int] | None = None,
+        kept: KeptCaches | None = None,
     ) -> list[Completion]:
         """Draws one completion for every key, as `RolloutEngine.generate` says.
 
@@ -80,11 +82,12 @@ class NativeEngine:
             attempt: runs a piece of work under the plan in force.
             progress: told of sequences that ended; None for nobody.
             limits: for each prompt, its longest completion, in tokens; None for ``max_new_tokens`` of all.
+            kept: caches of earlier turns; None where completions are single turns.
 
         Returns:
             Completions on the host, prompt by prompt, samples in the order of the keys.
         """
-        return generate(self._adapter, prompts, keys, settings, attempt, progress, limits=limits)
+        return generate(self._adapter, prompts, keys, settings, attempt, progress, limits=limits, kept=kept)
 
     def release(self) -> None:
         """Does nothing: every wave gives its bytes back."""
