@@ -1,7 +1,7 @@
-"""Tokens and time spent on reading again, since caches are dropped between turns: `python -m benchmarks.rereading`.
+"""What caches that are kept between turns save: `python -m benchmarks.rereading`.
 
-Episodes of a fixed number of turns with answers of a fixed length, drawn by a random Qwen3. Reading is timed where
-prompts are read; what had been read before is counted apart, so that the saving of a cache that is kept has a bound.
+Episodes of a fixed number of turns with answers of a fixed length, drawn by a random Qwen3, with caches dropped after
+each turn and with caches kept: tokens read, processor time, and the most bytes of keys and values at any moment.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,13 +18,17 @@ from torch import Tensor
 from benchmarks.machine import describe_machine
 from benchmarks.small import EOS_ID, PAD_ID, byte_tokenizer, small_qwen3
 from memsafe_rl.memory.recovery import under
+from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.rollout.episodes.calls import Caller
 from memsafe_rl.rollout.episodes.episode import EpisodeLimits
 from memsafe_rl.rollout.episodes.lockstep import Beginning, Table, play
 from memsafe_rl.rollout.episodes.protocol import Action, Environment, Step
 from memsafe_rl.rollout.generation import generate
+from memsafe_rl.rollout.keeping import KeptCaches
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
+
+_ANY_BYTES = 2**40
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
@@ -59,24 +63,28 @@ class _Clock:
 
     def __init__(self, adapter: CausalLMAdapter) -> None:
         self.seconds, self.tokens = 0.0, 0
-        self._prefill = adapter.prefill
-        adapter.prefill = self._timed  # type: ignore[method-assign]
+        adapter.prefill = self._timed(adapter.prefill, 0)  # type: ignore[method-assign]
+        adapter.resume = self._timed(adapter.resume, 2)  # type: ignore[method-assign]
 
-    def _timed(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> Any:
-        started = time.process_time()
-        read = self._prefill(prompts, chunk_tokens)
-        self.seconds += time.process_time() - started
-        self.tokens += sum(len(prompt) for prompt in prompts)
-        return read
+    def _timed(self, read: Any, place: int) -> Any:
+        def timed(*given: Any) -> Any:
+            started = time.process_time()
+            found = read(*given)
+            self.seconds += time.process_time() - started
+            self.tokens += sum(len(tokens) for tokens in given[place])
+            return found
+
+        return timed
 
 
 def measure(
-    turns: int, *, episodes: int, prompt: int, turn: int, answer: int, hidden: int, layers: int
+    turns: int, *, keeps: bool, episodes: int, prompt: int, turn: int, answer: int, hidden: int, layers: int
 ) -> dict[str, Any]:
     """Plays episodes and counts what was read.
 
     Args:
         turns: of an episode.
+        keeps: whether caches are kept between turns.
         episodes: played together, one a prompt.
         prompt: characters of the first prompt.
         turn: tokens of a turn of the agent.
@@ -94,12 +102,13 @@ def measure(
         pad_token_id=PAD_ID,
     )
     check_head(adapter)
-    clock, plan = _Clock(adapter), under(RolloutPlan(rows_in_flight=episodes, prefill_tokens=2048))
+    clock, kept = _Clock(adapter), KeptCaches()
+    plan = under(RolloutPlan(rows_in_flight=episodes, prefill_tokens=2048, kept_kv_bytes=_ANY_BYTES if keeps else 0))
 
     def draw(prompts: list[Tensor], keys: list[list[SequenceKey]], limits: list[int]) -> list[Completion]:
         # The eos is drawn last, so that every turn has its full length.
         sampling = SamplingSettings(turn, (EOS_ID,), min_new_tokens=turn - 1, forced_eos_token_ids=(EOS_ID,))
-        return generate(adapter, prompts, keys, sampling, plan, limits=limits)
+        return generate(adapter, prompts, keys, sampling, plan, limits=limits, kept=kept)
 
     beginnings = [
         Beginning(
@@ -111,17 +120,18 @@ def measure(
         for number in range(episodes)
     ]
     table = Table(tokenizer, EpisodeLimits(turns * (turn + answer + 32), turn_tokens=turn), draw, None, Caller())
-    started = time.process_time()
-    played = play(beginnings, table)
-    seconds = time.process_time() - started
-    last = sum(len(one.segments[0].condition) + len(one.segments[0].completion.ids) - turn for one in played)
+    with SimulatedMemory() as memory:
+        started = time.process_time()
+        play(beginnings, table)
+        seconds = time.process_time() - started
+        kept.clear()
     return {
         "turns": turns,
+        "keeps": keeps,
         "tokens_read": clock.tokens,
-        "of_them_again": clock.tokens - last,
         "seconds": seconds,
         "reading": clock.seconds,
-        "again": clock.seconds * (clock.tokens - last) / clock.tokens,
+        "peak_bytes": memory.peak_bytes,
     }
 
 
@@ -142,7 +152,8 @@ def main() -> None:
     torch.set_num_threads(1)
     print(json.dumps(describe_machine()))
     for turns in given.pop("turns"):
-        print(json.dumps(measure(turns, **given)))
+        for keeps in (False, True):
+            print(json.dumps(measure(turns, keeps=keeps, **given)))
 
 
 if __name__ == "__main__":

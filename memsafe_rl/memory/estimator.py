@@ -193,13 +193,27 @@ def read_tokens(work: RolloutWork, plan: RolloutPlan) -> int:
     return min(longest, plan.prefill_tokens) if prompts == 1 and in_chunks else prompts * longest
 
 
+def kept_bytes(work: RolloutWork, plan: RolloutPlan) -> int:
+    """Counts the bytes up to which caches are kept between turns, those of the rows in flight included.
+
+    Args:
+        work: the shape of the rollout.
+        plan: how it is cut.
+
+    Returns:
+        int, bytes; 0 where none are kept.
+    """
+    kept = min(plan.kept_kv_bytes, work.kept_bytes)
+    return kept if plan.kv_bytes is None else min(kept, plan.kv_bytes)
+
+
 def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:
     """Estimates what a rollout adds to what is held before it.
 
     Three moments compete: reading the prompts (one block's temporaries, the prompts' cache), the last decoding step
     (a block's temporaries, the cache at full length, one layer of it twice while it grows), and the draw after it (a
     row of logits for each sequence and the sampler's copies). Where each row has its own copy of the prompt, so does
-    spreading the copies.
+    spreading the copies. Where caches are kept between turns, the cache at full length is that of all that is kept.
 
     Args:
         work: the shape of the rollout.
@@ -217,7 +231,7 @@ def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:
     prompt_cache = prompts * geometry.prompt_kv_bytes(longest)
     decoding, spreading = _forward_bytes(geometry) * rows, rows * geometry.kv_bytes(longest)
     if geometry.shares_prompts:
-        cache, spreading = _shared_cache_bytes(work, rows), prompt_cache
+        cache, spreading = max(_shared_cache_bytes(work, rows), kept_bytes(work, plan)), prompt_cache
         if geometry.key_bytes is not None:  # what is kept in 8 bits is floats while it is attended to
             head = rows * slots * geometry.head_dim
             decoding += _LOGIT_BYTES * max(head, min(SCORE_ELEMENTS, geometry.kv_heads * head))

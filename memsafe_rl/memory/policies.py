@@ -128,7 +128,13 @@ class AdaptivePolicy(MemoryPolicy):
         """
         rows = full_speed_rows(memory.device, work)
         tokens = full_speed_tokens(memory.device, work.geometry)
-        plan = fast = RolloutPlan(rows_in_flight=rows, prefill_tokens=tokens, score_tokens=tokens, reward_rows=rows)
+        plan = fast = RolloutPlan(
+            rows_in_flight=rows,
+            prefill_tokens=tokens,
+            score_tokens=tokens,
+            reward_rows=rows,
+            kept_kv_bytes=work.kept_bytes,
+        )
         times: dict[Phase, Callable[[RolloutPlan], float]] = {
             Phase.ROLLOUT: lambda lower: rollout_time(work, lower, fast),
             Phase.SCORE: lambda lower: score_time(work, lower, fast),

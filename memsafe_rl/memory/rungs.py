@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.estimator import read_tokens, wave_rows
+from memsafe_rl.memory.estimator import kept_bytes, read_tokens, rollout_parts, wave_rows
 from memsafe_rl.memory.slices import measure_slices, packed_tokens
-from memsafe_rl.types import Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+from memsafe_rl.types import Component, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 Plan = TypeVar("Plan", RolloutPlan, UpdatePlan)
 Work = RolloutWork | UpdateWork | None
@@ -88,6 +88,19 @@ def _park(plan: Plan, work: Work) -> Plan | None:  # noqa: ARG001
 def _smaller_waves(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
     rows = wave_rows(work, plan)[0] if isinstance(work, RolloutWork) else plan.rows_in_flight
     return replace(plan, rows_in_flight=rows // 2) if rows > 1 else None
+
+
+def _keep_none(plan: RolloutPlan, work: Work) -> RolloutPlan | None:  # noqa: ARG001
+    return replace(plan, kept_kv_bytes=0) if plan.kept_kv_bytes else None
+
+
+def _keep_half(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
+    if not plan.kept_kv_bytes or not isinstance(work, RolloutWork):
+        return _keep_none(plan, work)
+    alone = replace(plan, kept_kv_bytes=0)
+    half = kept_bytes(work, plan) // 2
+    # Less than the rows in flight hold by themselves would keep next to nothing.
+    return replace(plan, kept_kv_bytes=half) if half > rollout_parts(work, alone)[Component.KV_CACHE] else alone
 
 
 def _fewer_prompts(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
@@ -163,15 +176,14 @@ UPDATE_RUNGS: tuple[Rung, ...] = (
 )
 """Lossless rungs of an update, in the order in which a failure takes them."""
 
-FINE_STEPS: Mapping[str, Rung] = {
-    rung.name: replace(rung, step=partial(_smaller_micro_batch, share=0.75))
-    for rung in UPDATE_RUNGS
-    if rung.name == "micro_batch_tokens"
-}
-"""Rungs by name whose steps are shorter where a plan is chosen: what half a micro-batch overshoots, three quarters may
-still afford. After a failure, when nobody knows how far the estimate is off, halving finds what fits sooner."""
-
 ROLLOUT_RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "kept_kv_bytes",
+        "caches of episodes are dropped between turns: saves those of all rows but the ones in flight, costs reading "
+        "each turn's context again; same tokens",
+        SAMPLING,
+        _keep_none,
+    ),
     Rung(
         "rows_in_flight",
         "fewer sequences are decoded together, down to one: halves caches and logits, costs speed; same tokens",
@@ -199,6 +211,16 @@ ROLLOUT_RUNGS: tuple[Rung, ...] = (
     PARK,
 )
 """Lossless rungs of a rollout, of scoring and of reward models."""
+
+_FINE: Mapping[str, Step] = {
+    "micro_batch_tokens": partial(_smaller_micro_batch, share=0.75),
+    "kept_kv_bytes": _keep_half,
+}
+FINE_STEPS: Mapping[str, Rung] = {
+    rung.name: replace(rung, step=_FINE[rung.name]) for rung in (*UPDATE_RUNGS, *ROLLOUT_RUNGS) if rung.name in _FINE
+}
+"""Rungs by name whose steps are shorter where a plan is chosen: what half a micro-batch overshoots, three quarters may
+still afford. After a failure, when nobody knows how far the estimate is off, halving finds what fits sooner."""
 
 
 class Lossy(StrEnum):

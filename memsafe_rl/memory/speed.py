@@ -6,7 +6,7 @@ order, not to tell seconds.
 
 from __future__ import annotations
 
-from memsafe_rl.memory.estimator import wave_rows
+from memsafe_rl.memory.estimator import kept_bytes, wave_rows
 from memsafe_rl.memory.slices import measure_slices, packed_tokens
 from memsafe_rl.types import ModelGeometry, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
@@ -53,6 +53,9 @@ _OFFLOADED_INPUTS = 1.25
 _PARKING_TOKENS = 2**15
 """Tokens of a step whose arithmetic takes as long as moving the state of all weights there and back (16 bytes a weight
 at 20 GB/s, 6 operations a weight and token at 2e14 a second)."""
+_READ_AGAIN = 0.5
+"""Share by which reading contexts again makes a rollout of episodes longer; measured on one core: 0.4, 0.7 and 0.9 of
+the time with caches kept, at 2, 4 and 8 turns (`python -m benchmarks.rereading`)."""
 _LEAST_COST = 1.12
 """What a rung costs at least that has no business in a plan while there is room."""
 
@@ -172,6 +175,8 @@ def rollout_time(work: RolloutWork, plan: RolloutPlan, fastest: RolloutPlan) -> 
         Relative time, 1 or more.
     """
     time = _slowness(wave_rows(work, fastest)[0], wave_rows(work, plan)[0], _FIXED_SHARE)
+    if work.kept_bytes:
+        time *= 1 + _READ_AGAIN * (1 - kept_bytes(work, plan) / work.kept_bytes)
     return time * (_LEAST_COST if plan.park_optimizer else 1.0)
 
 

@@ -180,6 +180,40 @@ class Reading:
         scoring: Scoring,
         bias_BHNK: Tensor | None = None,
     ) -> Tensor:
+        """Attends a few tokens at a time, where those of one head alone have too many scores."""
+        keys_each = query_BHXD.shape[0] * sum(part.shape[2] for part in keys)
+        group = query_BHXD.shape[2] // self.tokens
+        step = max(1, SCORE_ELEMENTS // max(1, keys_each * group))
+        if step >= self.tokens:
+            return self._attend_tokens(segment, query_BHXD, keys, values, hidden_BNK, scoring, bias_BHNK, self.tokens)
+        alike = hidden_BNK is None or hidden_BNK.shape[1] == 1  # where an encoder reads, all tokens see the same
+        query_BHRND = query_BHXD.reshape(*query_BHXD.shape[:2], group, self.tokens, -1)
+        mixed = [
+            self._attend_tokens(
+                segment,
+                query_BHRND[:, :, :, first : first + step].flatten(2, 3),
+                keys,
+                values,
+                hidden_BNK if alike or hidden_BNK is None else hidden_BNK[:, first : first + step],
+                scoring,
+                None if bias_BHNK is None else bias_BHNK[:, :, first : first + step],
+                min(step, self.tokens - first),
+            )
+            for first in range(0, self.tokens, step)
+        ]
+        return torch.cat([part.reshape(*part.shape[:2], group, -1, part.shape[3]) for part in mixed], 3).flatten(2, 3)
+
+    def _attend_tokens(
+        self,
+        segment: Segment,
+        query_BHXD: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        hidden_BNK: Tensor | None,
+        scoring: Scoring,
+        bias_BHNK: Tensor | None,
+        tokens: int,
+    ) -> Tensor:
         """Attends a few key/value heads at a time."""
         heads = query_BHXD.shape[1]
         # keys in 8 bits are floats while they are attended to, as wide as their head
@@ -198,6 +232,7 @@ class Reading:
                 scoring.soft_cap,
                 None if sinks is None else sinks[head : head + step],
                 None if bias is None else bias[:, head : head + step],
+                tokens,
             )
             for head in range(0, heads, step)
         ]
@@ -213,25 +248,29 @@ class Reading:
         soft_cap: float | None,
         sinks_HR: Tensor | None,
         bias_BHRNK: Tensor | None,
+        tokens: int,
     ) -> Tensor:
         """Attends for some heads of a segment: the first keys are the prompts', the others the rows' own."""
         dtype = query_BHXD.dtype if values[0].dtype == torch.int8 else values[0].dtype
         scores = [segment.by_row(segment.grouped(query_BHXD) @ as_floats(keys[0], dtype).mT)]
         scores += [query_BHXD @ as_floats(part, dtype).mT for part in keys[1:]]
         scores_BHXK = torch.cat(scores, 3) if len(scores) > 1 else scores[0]
+        del scores  # joined, and the largest thing here
         if soft_cap is not None:
             scores_BHXK = torch.tanh(scores_BHXK / soft_cap) * soft_cap
         rows, heads, _, width = scores_BHXK.shape
-        split = scores_BHXK.view(rows, heads, -1, self.tokens, width)  # (B, H, R, N, K)
+        split = scores_BHXK.view(rows, heads, -1, tokens, width)  # (B, H, R, N, K)
         if bias_BHRNK is not None:
             split = split + bias_BHRNK
         if hidden_BNK is not None:
-            split = split.masked_fill(hidden_BNK[:, None, None], -math.inf)
+            split = split.masked_fill_(hidden_BNK[:, None, None], -math.inf)
         if sinks_HR is not None:
             sink = sinks_HR[None, :, :, None, None].to(split.dtype).expand(*split.shape[:4], 1)
             split = torch.cat([split, sink], 4)
         wide = torch.promote_types(split.dtype, torch.float32)
+        del scores_BHXK
         weights = torch.softmax(split, 4, dtype=wide)[..., :width].to(dtype).reshape(rows, heads, -1, width)
+        del split
         lengths = [part.shape[2] for part in values]
         first, *others = torch.split(weights, lengths, 3)
         mixed = segment.by_row(segment.grouped(first) @ as_floats(values[0], dtype))

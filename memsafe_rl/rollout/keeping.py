@@ -8,7 +8,7 @@ of memory gives all of it up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -80,11 +80,11 @@ class KeptCaches:
     """Rows of all roles that wait; empty between rollouts.
 
     Args:
-        lives: tells whether an episode still goes on; None where all do.
+        live: gives the names of the episodes that are not over; None where all go on.
     """
 
-    def __init__(self, lives: Callable[[RowName], bool] | None = None) -> None:
-        self._lives = lives
+    def __init__(self, live: Callable[[], Container[RowName]] | None = None) -> None:
+        self._live = live
         self._rows: dict[_Reader, dict[RowName, _Waiting]] = {}
         self._weights: dict[_Reader, int] = {}
 
@@ -94,7 +94,7 @@ class KeptCaches:
             rows.clear()
 
     def of(self, adapter: ModelAdapter) -> KeptRows | None:
-        """Gives the rows that a network can read on as it is now.
+        """Gives the rows that a network can read on as it is now; those of episodes that are over are given up.
 
         Args:
             adapter: the network, the adapters of a role switched on.
@@ -108,6 +108,7 @@ class KeptCaches:
         if self._weights.get(reader) != weights:
             self._rows.setdefault(reader, {}).clear()
         self._weights[reader] = weights
+        self._give_up_ended()
         return KeptRows(self, adapter, self._rows.setdefault(reader, {}))
 
     def nbytes(self, in_flight: Sequence[PromptBlock] = ()) -> int:
@@ -126,19 +127,29 @@ class KeptCaches:
     def shrink(self, most_bytes: int, in_flight: Sequence[PromptBlock]) -> None:
         """Gives rows up until the others hold no more than so many bytes: of episodes that are over, then the longest.
 
+        The longest, for so the fewest are read anew; what is kept of the others is used at their next turn. Giving up
+        the oldest would give up all in turn, since turns go round.
+
         Args:
             most_bytes: int, bytes, beside the rows in flight.
             in_flight: prompts of the rows in flight.
         """
+        if self.nbytes(in_flight) > max(0, most_bytes):
+            self._give_up_ended()
         while self.nbytes(in_flight) > max(0, most_bytes):
             found = [(rows, name) for rows in self._rows.values() for name in rows]
             if not found:
                 return
-            rows, name = max(found, key=lambda one: (self._is_over(one[1]), one[0][one[1]].cache.tokens))
+            rows, name = max(found, key=lambda one: one[0][one[1]].cache.tokens)
             del rows[name]
 
-    def _is_over(self, name: RowName) -> bool:
-        return self._lives is not None and not self._lives(name)
+    def _give_up_ended(self) -> None:
+        if self._live is None:
+            return
+        live = self._live()
+        for rows in self._rows.values():
+            for name in [name for name in rows if name not in live]:
+                del rows[name]
 
     def _all(self) -> Iterator[_Waiting]:
         for rows in self._rows.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -29,6 +30,7 @@ from memsafe_rl.rollout.episodes.lockstep import Match
 from memsafe_rl.rollout.episodes.roles import ModelHub
 from memsafe_rl.rollout.episodes.users import ModelUser
 from memsafe_rl.rollout.generation import generate
+from memsafe_rl.rollout.keeping import KeptCaches, name_of
 from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.credit import CriticCredit
 from memsafe_rl.trainers.data import Prompts, PromptSource
@@ -121,6 +123,7 @@ class ExperienceMaker(RolloutScorer):
         self._rollout_func = rollout_func
         self._stage = stage
         self.roles = ModelHub(adapter)
+        self._kept: KeptCaches | None = None
         if stage is not None and (adapter.time_separable or adapter.geometry.source_bytes is not None):
             raise ConfigError(
                 f"{type(adapter.model).__name__} cannot play episodes, where a prompt grows by what was said: that "
@@ -280,6 +283,7 @@ class ExperienceMaker(RolloutScorer):
         work = self._work(prompts, self._config.num_generations)
         if match is not None:
             work = replace(work, prompt_tokens=self._first_tokens(work.prompt_tokens, match))
+        work = replace(work, kept_bytes=self._kept_most(work, match))
         plan = self._policy.before_rollout(work, self._tracker.state())
         self._tracker.adopt(self.served(plan), RolloutPlan)
 
@@ -412,12 +416,35 @@ class ExperienceMaker(RolloutScorer):
             longest[key.prompt] = max(longest[key.prompt], len(context))
         return tuple(longest)
 
+    def _kept_most(self, work: RolloutWork, match: Match | None = None) -> int:
+        """Counts the keys and values that could wait between turns: of all agents at their longest, and of users."""
+        stage, geometry = self._stage, work.geometry
+        if stage is None or not isinstance(self._engine, NativeEngine) or not geometry.shares_prompts:
+            return 0
+        if self._config.max_episode_turns == 1:
+            return 0
+        longest = max(work.prompt_tokens, default=1)
+        prompts = len(work.prompt_tokens) * geometry.prompt_kv_bytes(longest)
+        agents = geometry.batch_kv_bytes(prompts, work.rows, work.max_new_tokens)
+        users = Counter(match.user_roles) if match is not None else {}
+        for role, rows in users.items():
+            with self.roles.acting(role) as adapter:
+                read = longest + work.max_new_tokens
+                most = adapter.geometry.max_positions
+                agents += rows * adapter.geometry.kv_bytes(read if most is None else min(read, most))
+        return agents
+
     def _play(self, stage: Stage, match: Match) -> GivenRollout:
         """Plays episodes to their ends; only what draws is repeated when memory runs out."""
         self._recovery.repeat(lambda: self._engine.synchronise(self._owner.state.global_step))
-        while match.goes_on:
-            match.agents_speak()
-            match.users_speak()
+        self._kept = kept = KeptCaches(live=lambda: {name_of(key) for key in match.live_keys})
+        try:
+            while match.goes_on:
+                match.agents_speak()
+                match.users_speak()
+        finally:
+            kept.clear()
+            self._kept = None
         self._engine.release()
         return stage.given(match.episodes(), external=self._engine.is_external)
 
@@ -426,7 +453,7 @@ class ExperienceMaker(RolloutScorer):
         settings, attempt = self._sampling, self._attempt(self._turn_work(prompts, keys, limits, self._adapter))
         progress = self._owner.report_sampling
         if isinstance(self._engine, NativeEngine):
-            return self._engine.generate(prompts, keys, settings, attempt, progress, limits=limits)
+            return self._engine.generate(prompts, keys, settings, attempt, progress, limits=limits, kept=self._kept)
         return drawn_by_limit(
             lambda some, names, limit: self._engine.generate(
                 some, names, replace(settings, max_new_tokens=limit), attempt, progress
@@ -450,7 +477,7 @@ class ExperienceMaker(RolloutScorer):
         )
         with self.roles.acting(user.role) as adapter:
             attempt = self._attempt(self._turn_work(prompts, keys, limits, adapter))
-            return generate(adapter, prompts, keys, own, attempt, limits=limits)
+            return generate(adapter, prompts, keys, own, attempt, limits=limits, kept=self._kept)
 
     def _turn_work(
         self, prompts: Sequence[Tensor], keys: Sequence[Sequence[SequenceKey]], limits: Sequence[int], adapter: Any
@@ -460,6 +487,7 @@ class ExperienceMaker(RolloutScorer):
             group_size=max(len(names) for names in keys),
             max_new_tokens=max(limits),
             geometry=adapter.geometry,
+            kept_bytes=self._tracker.rollout_plan.kept_kv_bytes,
         )
 
     # ------------------------------------------------------------------ completions of one turn

@@ -37,7 +37,7 @@ KV_BLOCK_SLOTS = 32
 """Slots by which a row's cache grows."""
 
 SCORE_ELEMENTS = 2**21
-"""Attention scores that decoding has at the same time, at least those of one key/value head."""
+"""Attention scores that decoding has at the same time, at least those of one token and one key/value head."""
 
 
 CACHE_SCALE_BYTES = 4
@@ -219,6 +219,8 @@ class RolloutWork:
         max_new_tokens: longest completion, in tokens, or denoising steps.
         geometry: sizes of the network that samples.
         scored: whether a pass for reference or old log-probs follows.
+        kept_bytes: int, bytes of the caches of all rows at their longest, every role's, which could wait between turns;
+            0 where a completion is one turn.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -226,6 +228,7 @@ class RolloutWork:
     max_new_tokens: int
     geometry: ModelGeometry
     scored: bool = False
+    kept_bytes: int = 0
 
     @property
     def rows(self) -> int:

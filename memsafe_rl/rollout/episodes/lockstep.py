@@ -140,6 +140,16 @@ class Match:
         """The names of the episodes."""
         return [one.key for one in self._all]
 
+    @property
+    def live_keys(self) -> list[SequenceKey]:
+        """The names of those that are not over."""
+        return [one.key for one in self._all if one.ending is None]
+
+    @property
+    def user_roles(self) -> list[str]:
+        """The roles of users that are models, one for each episode that has one."""
+        return [one.user.role for one in self._all if isinstance(one.user, ModelUser)]
+
     def episodes(self) -> list[Episode]:
         """Gives the episodes when all are over, and tells their environments."""
         episodes = [one.whole() for one in self._all]
