@@ -260,8 +260,8 @@ LOSSY_RUNGS: tuple[Rung, ...] = (
 )
 """What changes the task: never taken by a plan, only by the trainer, and only when `allow_lossy` names it."""
 
-LOSSLESS = tuple(dict.fromkeys(rung.name for rung in (*UPDATE_RUNGS, *ROLLOUT_RUNGS)))
-"""Names of all lossless rungs, in order."""
+LOSSLESS = tuple(dict.fromkeys(rung.name for rung in (ROLLOUT_RUNGS[0], *UPDATE_RUNGS, *ROLLOUT_RUNGS)))
+"""Names of all lossless rungs, in order; what is only kept for later goes before what a phase itself needs."""
 LOSSY = tuple(rung.name for rung in LOSSY_RUNGS)
 """Names of all lossy rungs, in order."""
 

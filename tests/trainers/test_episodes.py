@@ -16,7 +16,9 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy, LadderPolicy
 from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.models.causal_lm import CausalLMAdapter
 from memsafe_rl.rollout.episodes.protocol import Environment, Step
 from memsafe_rl.rollout.episodes.users import CallableUser, ModelUser
 from memsafe_rl.trainers.config import GRPOConfig
@@ -24,7 +26,16 @@ from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer
 from memsafe_rl.trainers.ppo_config import PPOConfig
 from memsafe_rl.trainers.samples import Experience
-from memsafe_rl.types import Ragged, Trajectory
+from memsafe_rl.types import (
+    Component,
+    MemoryFailure,
+    MemoryState,
+    Phase,
+    Ragged,
+    RolloutPlan,
+    RolloutWork,
+    Trajectory,
+)
 from tests.rollout.episodes.helpers import FORGETFUL, TEMPLATE, chat_tokenizer
 from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, relative, weights
@@ -574,3 +585,127 @@ def test_two_ranks_play_what_one_does(tmp_path: Path) -> None:
         for name in theirs.keys() & {"loss", "reward", "num_tokens", "episodes/mean_turns", "episodes/sequences"}:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-7), name
     assert [len(made) for _, _, made in ranks] == [4, 4]  # each rank plays its own rows only
+
+
+# ------------------------------------------------------------------ caches between turns
+
+
+def kept_or_dropped(kept_kv_bytes: int, micro_batch_tokens: int = 8192) -> FixedPolicy:
+    plain = cut(micro_batch_tokens)
+    return replace(plain, rollout=replace(plain.rollout, kept_kv_bytes=kept_kv_bytes))
+
+
+def talking() -> Digits:
+    return Digits(user=ModelUser("you are a guest", max_tokens=5))
+
+
+USED = {None: Digits, "base": talking}
+"""Environments by the role of their users."""
+
+
+@pytest.mark.parametrize("role", USED)
+def test_kept_caches_change_nothing_that_is_drawn(
+    tmp_path: Path, role: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, reads = [], []
+    resume = CausalLMAdapter.resume
+
+    def noted(self: Any, rows: Any, kept: Any, *given: Any) -> Any:
+        reads[-1] += sum(kept)
+        return resume(self, rows, kept, *given)
+
+    monkeypatch.setattr(CausalLMAdapter, "resume", noted)
+    some = kept_or_dropped(150_000 if role is None else 700_000)
+    for policy in (kept_or_dropped(0), kept_or_dropped(2**30), AdaptivePolicy(), some):
+        torch.manual_seed(0)
+        reads.append(0)
+        given = {} if role is None else {"peft_config": lora()}
+        trainer = trainer_of(tmp_path, environment_factory=USED[role], memory_policy=policy, **given)
+        found.append(first_rollout(trainer))
+        assert trainer._maker._kept is None
+    assert reads[0] == 0
+    assert reads[1] == reads[2] > reads[3] > 0
+    for other in found[1:]:
+        assert other.actions.lengths == found[0].actions.lengths
+        assert torch.equal(other.actions.flat, found[0].actions.flat)
+        assert torch.equal(other.loss_mask.flat, found[0].loss_mask.flat)
+        drawn, plain = other.sampling_logprobs, found[0].sampling_logprobs
+        assert drawn is not None
+        assert plain is not None
+        torch.testing.assert_close(drawn.flat, plain.flat, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, FORGETFUL])
+def test_kept_caches_change_no_gradient(tmp_path: Path, template: str) -> None:
+    found = []
+    for policy in (kept_or_dropped(0), kept_or_dropped(2**30, 128)):
+        model = tiny_model(positions=512, dtype=torch.float64)
+        tokenizer = chat_tokenizer(template)
+        trainer = trainer_of(tmp_path, model=model, memory_policy=policy, processing_class=tokenizer, num_iterations=2)
+        trainer.train()
+        found.append(weights(trainer))
+    assert relative(found[1], found[0]) < 1e-10
+
+
+def test_nothing_is_kept_after_a_rollout_nor_after_an_exception(tmp_path: Path) -> None:
+    class Breaking(Digits):
+        def step(self, action: Any) -> Any:
+            if len(self.said) == 1 and len(self.made) == 8:
+                held.append(memory.live_by_component().get(Component.KV_CACHE, 0))
+                if breaks:
+                    raise RuntimeError("the environment broke")
+            return super().step(action)
+
+    for breaks in (False, True):
+        held: list[int] = []
+        Digits.made.clear()
+        with SimulatedMemory() as memory:
+            trainer = trainer_of(tmp_path, environment_factory=Breaking, max_steps=1)
+            if breaks:
+                with pytest.raises(RuntimeError, match="the environment broke"):
+                    trainer.train()
+            else:
+                trainer.train()
+            assert memory.live_by_component().get(Component.KV_CACHE, 0) == 0
+        assert max(held) > 0
+
+
+def test_what_is_kept_goes_first_when_memory_runs_out(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, max_steps=1)
+    expected = first_rollout(trainer)
+    Digits.made.clear()
+    trainer = trainer_of(tmp_path, max_steps=1)
+    step, calls = trainer.adapter.decode_step, []
+
+    def failing(state: Any, tokens_B: Any) -> Any:
+        calls.append(1)
+        if len(calls) in (10, 12):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return step(state, tokens_B)
+
+    trainer.adapter.decode_step = failing  # type: ignore[method-assign]
+    trajectory = first_rollout(trainer)
+    rungs = [event["changes"] for event in trainer.memory_events if event["event"] == "rung"]
+    assert len(calls) > 12
+    assert len(rungs) <= 1
+    if rungs:
+        assert "kept_kv_bytes" in str(rungs[0])
+        assert trainer._tracker.rollout_plan.kept_kv_bytes == 0
+    assert torch.equal(trajectory.actions.flat, expected.actions.flat)
+
+
+def test_a_rung_drops_what_is_kept_before_it_lowers_anything_else() -> None:
+    geometry = CausalLMAdapter(tiny_model(), pad_token_id=0).geometry
+    work = RolloutWork((20,) * 4, 4, 64, replace(geometry, shares_prompts=True), kept_bytes=2**30)
+    plan = RolloutPlan(rows_in_flight=4, kept_kv_bytes=2**30)
+    failure = MemoryFailure(Phase.ROLLOUT, None, 1, "", plan=plan, work=work)
+    for policy in (AdaptivePolicy(), LadderPolicy()):
+        assert policy.after_oom(plan, failure) == replace(plan, kept_kv_bytes=0)
+    roomy = MemoryState("cpu", budget_bytes=2**40, live_bytes=0, peak_bytes=0)
+    assert AdaptivePolicy().before_rollout(work, roomy).kept_kv_bytes == 2**30
+    tight = MemoryState("cpu", budget_bytes=2**28, live_bytes=0, peak_bytes=0)
+    part = AdaptivePolicy().before_rollout(work, tight)
+    assert 0 < part.kept_kv_bytes <= 0.8 * 2**28
+    assert part.predicted_bytes["rollout"] <= 2**28
+    one_turn = AdaptivePolicy().before_rollout(replace(work, kept_bytes=0), roomy)
+    assert one_turn.kept_kv_bytes == 0
