@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from memsafe_rl.callbacks import summary
 from memsafe_rl.cli import app
 from memsafe_rl.cli.charts import MOST_POINTS, Limit, Mark, Series, chart, round_ticks
+from memsafe_rl.cli.pieces import percent
 from memsafe_rl.cli.reporting import page, report
 from memsafe_rl.cli.run_folder import read_run
 from memsafe_rl.errors import ConfigError
@@ -274,6 +275,120 @@ def test_a_folder_of_an_earlier_version_is_reported_from_its_log(tmp_path: Path)
 def test_numbers_that_are_none_break_nothing(tmp_path: Path) -> None:
     odd = step(2, reward=None, kl=float("nan"), loss=float("inf"))
     assert "steps 3" in words(write(tmp_path, [step(1), odd, step(3, **{"rewards/judge/mean": None})]))
+
+
+def figures(folder: Path) -> dict[str, str]:
+    """Gives the small charts of a report by their titles."""
+    found = re.findall(r"<figure><h3>(.*?)</h3>(.*?)</figure>", page(read_run(folder)), re.DOTALL)
+    assert len({title for title, _ in found}) == len(found)
+    return dict(found)
+
+
+def sections(folder: Path) -> list[str]:
+    return re.findall(r"<h2>(.*?)</h2>", page(read_run(folder)))
+
+
+def test_a_critic_has_charts_of_its_own(tmp_path: Path) -> None:
+    assert "Critic" not in sections(write(tmp_path, [step(1), step(2)]))
+    critic = {"value_loss": 0.2, "explained_variance": 0.4, "values/mean": 0.1, "returns/mean": 0.3, "policy_loss": 0.1}
+    coefficient = {"clip_ratio/value": 0.05, "kl_coef": 0.01, "objective/kl": 0.7, "objective/non_score_reward": -0.1}
+    folder = write(tmp_path, [step(1, **critic, **coefficient), step(2, **critic, **coefficient)])
+    assert "Critic" in sections(folder)
+    shown = figures(folder)
+    for title, value in {
+        "Loss of the critic": "half the squared error: 0.2",
+        "Variance of returns that the critic explains": "explained: 0.4",
+        "Values and returns": "come true: 0.3\nforeseen: 0.1",
+        "Clipped values": "share: 5%",
+        "Coefficient of the KL": "reward a nat: 0.01",
+        "KL of a row to the reference": "nats a row: 0.7",
+        "Reward that the KL takes from a row": "in units of reward: -0.1",
+        "Loss": "of the policy: 0.1\nwhole: 0.5",
+    }.items():
+        assert value in shown[title], title
+    assert "Other metrics" not in sections(folder)
+
+
+def test_objectives_have_charts_of_their_own_with_bands_and_shares(tmp_path: Path) -> None:
+    def of(name: str, coefficient: float, norm: float) -> dict[str, float]:
+        known = {"reward": 0.5, "kl": 0.03, "beta": 0.1, "loss": 0.2, "scored": 0.5, "coefficient": coefficient}
+        return {f"objectives/{name}/{key}": value for key, value in {**known, "grad_norm": norm}.items()}
+
+    both = {**of("fair", 250.0, 0.002), **of("true", 1.0, 3.0), "objectives/cosine/fair/true": -0.2}
+    config = {"objectives": {"fair": {"rewards": ["a"], "kl_band": [0.02, 0.06]}, "true": {"rewards": ["b"]}}}
+    folder = write(tmp_path, [step(1, **both), step(2, **both)], config=config)
+    assert "Objectives" in sections(folder)
+    shown = figures(folder)
+    kl = shown["KL of each objective&#x27;s rows to the reference"]
+    assert "band of fair: 0.06\nband of fair: 0.02\ntrue: 0.03\nfair: 0.03" in kl
+    assert kl.count("c0 dashed") >= 2, "in the colour of the objective"
+    assert "true: 3\nfair: 0.5" in shown["Length of what each objective adds to the step"]
+    assert "true: 1\nfair: 250" in shown["Coefficient in the merge"]
+    assert "fair/true: -0.2" in shown["Cosine between gradients"]
+    assert "Other metrics" not in sections(folder)
+
+
+def test_episodes_have_charts_of_their_own(tmp_path: Path) -> None:
+    tools = {"tools/call_frequency": 1.5, "tools/failure_frequency": 0.25, "tools/malformed_frequency": 0.0}
+    lengths = {
+        "episodes/mean_turns": 2.5,
+        "episodes/sequences": 1.0,
+        "episodes/no_room": 0.0,
+        "episodes/out_of_turns": 0.5,
+    }
+    folder = write(tmp_path, [step(1, **tools, **lengths)])
+    shown = figures(folder)
+    assert "mean: 2.5" in shown["Turns of an episode"]
+    assert "could not be read, of all turns: 0%\nfailed, of all calls: 25%" in shown["Calls that went wrong"]
+    assert "out of turns: 50%" in shown["Episodes cut short"]
+    assert "Other metrics" not in sections(folder)
+
+
+def test_what_no_group_knows_is_shown_all_the_same(tmp_path: Path) -> None:
+    odd = [{"a/b_mean": 0.1 * n, "a/b_max": 0.2 * n, "lonely": n / 3, "never/changes": 7.0} for n in (1, 2)]
+    folder = write(tmp_path, [step(n, **more) for n, more in zip((1, 2), odd, strict=True)])
+    logs = [{"step": n, "loss": 0.5, "from_a_reward": 3.0 * n, **more} for n, more in zip((1, 2), odd, strict=True)]
+    logs += [{"step": 2, "eval_reward": 0.5, "eval_b_reward": 0.25, "eval_b_pass@2": 0.75, "eval_b_odd": 0.125}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in logs))
+    shown = figures(folder)
+    assert "max: 0.4\nmean: 0.2" in shown["a/b"]
+    assert ": 0.6667" in shown["lonely"]
+    assert ": 6" in shown["from_a_reward"]
+    assert "b: 0.25\nmean: 0.5" in shown["Reward in evaluations"]
+    assert "b pass@2: 75%" in shown["Passed in k tries"]
+    assert ": 0.125" in shown["eval_b_odd"]
+    assert "never/changes 7" in words(folder)
+    assert [title for title in shown if "loss" in title.lower()] == ["Loss"]
+
+
+def test_no_metric_of_a_real_run_vanishes(run: tuple[Path, Any]) -> None:
+    folder, trainer = run
+    drawn = "".join(figures(folder).values())
+    for name in ("clip_ratio/low_min", "sampling/tied_fraction"):
+        assert name in trainer.history[0]
+        assert name in words(folder)
+    for value in (
+        trainer.history[1]["approx_kl/k1_sequence"],
+        trainer.history[1]["completions/mean_terminated_length"],
+    ):
+        assert f"{value:.4g}" in drawn
+
+
+def test_colours_of_many_series_begin_anew(tmp_path: Path) -> None:
+    rewards = {f"rewards/r{n}/mean": n / 10 for n in range(12)}
+    folder = write(tmp_path, [step(1, **rewards), step(2, **rewards)])
+    assert set(re.findall(r"line c(\d+)", page(read_run(folder)))) <= set("01234567")
+
+
+def test_shares_are_written_so_that_ticks_differ() -> None:
+    assert [percent(value) for value in (0.0, 0.0005, 0.0025, 0.125, 1.0, -0.05)] == [
+        "0%",
+        "0.05%",
+        "0.25%",
+        "12.5%",
+        "100%",
+        "-5%",
+    ]
 
 
 def test_completions_are_shown_best_and_worst_and_escaped(tmp_path: Path) -> None:

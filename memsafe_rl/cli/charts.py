@@ -110,7 +110,7 @@ def chart(
     shown = limit if limit is not None and limit.value <= _OFF_SCALE * max(flat, default=0.0) else None
     frame = _Frame.around(at, [*flat, *([shown.value] if shown else [])], width, height, base, from_zero or stacked)
     body = _layers(frame, at, series, drawn) if stacked else _lines(frame, at, series, drawn)
-    parts = [_axes(frame, write), body, _limit(frame, limit, shown), _marks(frame, marks)]
+    parts = [_axes(frame, write), body, _limit(frame, limit, shown, below_marks=bool(marks)), _marks(frame, marks)]
     parts.append(_hints(frame, steps, groups, series, drawn, write, total=stacked and len(series) > 1))
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}" '
@@ -240,15 +240,14 @@ def _lines(
     return "".join(parts)
 
 
-def _limit(frame: _Frame, limit: Limit | None, shown: Limit | None) -> str:
+def _limit(frame: _Frame, limit: Limit | None, shown: Limit | None, *, below_marks: bool) -> str:
     if limit is None:
         return ""
     right = frame.width - _RIGHT
     if shown is None:
         text = f"{limit.label}, far above this scale ↑"
-        return (
-            f'<text class="limit-text" x="{right - 2}" y="{_TOP + _LANE + 12}" text-anchor="end">{escape(text)}</text>'
-        )
+        height = _TOP + (_LANE + 12 if below_marks else 10)
+        return f'<text class="limit-text" x="{right - 2}" y="{height}" text-anchor="end">{escape(text)}</text>'
     y = frame.y(shown.value)
     below = y + 13 if y < _TOP + _LANE + 14 else y - 5
     return (

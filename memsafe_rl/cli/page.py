@@ -48,6 +48,8 @@ svg{display:block;width:100%;height:auto;overflow:visible}
 .plan{color:var(--plan)}.failure{color:var(--bad)}.mark.alarm,.key.alarm{color:var(--warn)}
 .lossy{color:var(--lossy)}
 .legend{margin:2px 0 4px;font-size:12.5px;display:flex;flex-wrap:wrap;gap:2px 14px;color:var(--dim)}
+.hint-text{margin:0;font-size:12.5px;color:var(--dim)}
+.swatch.dashed{background:repeating-linear-gradient(90deg,var(--c) 0 4px,transparent 4px 7px)}
 .swatch{display:inline-block;width:11px;height:11px;border-radius:2px;background:var(--c);margin-right:5px;
 vertical-align:-1px}
 .key{font-weight:600}

@@ -5,13 +5,27 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from memsafe_rl.cli.charts import Limit, Mark, Series, chart
+from memsafe_rl.cli.curves import learning_sections
 from memsafe_rl.cli.page import document
+from memsafe_rl.cli.pieces import (
+    Plot,
+    bytes_or_dash,
+    bytes_text,
+    duration,
+    grid,
+    in_seconds,
+    legend,
+    line,
+    percent,
+    short,
+    table,
+)
 from memsafe_rl.cli.run_folder import Record, RunFolder, read_run
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.bands import band_of
@@ -75,7 +89,7 @@ def page(folder: RunFolder) -> str:
         ("Memory", _memory(folder, events)),
         ("Forecast against measured", _forecast(folder)),
         ("What happened", _events(events)),
-        ("Learning", _learning(folder)),
+        *learning_sections(folder),
         ("Throughput", _throughput(folder, events)),
         ("Completions", _completions(folder)),
         ("Plans", _plans(events)),
@@ -118,11 +132,11 @@ def _figures(folder: RunFolder, figures: RunFigures) -> str:
     lost = figures.seconds_lost / figures.seconds if figures.seconds else 0.0
     rewards = None if figures.last_reward is None else f"{figures.last_reward:.3f}"
     cards = (
-        ("steps", f"{figures.steps}", f"{of_all} in {_duration(figures.seconds)}", ""),
-        ("peak", _bytes_or_dash(figures.peak_bytes), of_budget, "" if band is None else f"band-{band.value}"),
+        ("steps", f"{figures.steps}", f"{of_all} in {duration(figures.seconds)}", ""),
+        ("peak", bytes_or_dash(figures.peak_bytes), of_budget, "" if band is None else f"band-{band.value}"),
         (
             "forecast",
-            _bytes_or_dash(figures.forecast_bytes),
+            bytes_or_dash(figures.forecast_bytes),
             "none was made" if error is None else f"{error:+.1%} off",
             "",
         ),
@@ -132,11 +146,11 @@ def _figures(folder: RunFolder, figures: RunFigures) -> str:
             f"{figures.leaner_plans} leaner plans",
             "warn" if figures.failures else "",
         ),
-        ("lost to memory", _duration(figures.seconds_lost), f"{lost:.1%} of the time", "warn" if lost > 0.05 else ""),
+        ("lost to memory", duration(figures.seconds_lost), f"{lost:.1%} of the time", "warn" if lost > 0.05 else ""),
         (
             "samples a second",
-            _short(figures.samples_per_second),
-            f"{_short(figures.tokens_per_second)} tokens a second",
+            short(figures.samples_per_second),
+            f"{short(figures.tokens_per_second)} tokens a second",
             "",
         ),
         ("reward", rewards or "-", "" if rewards is None else f"from {figures.first_reward:.3f}", ""),
@@ -163,14 +177,16 @@ def _memory(folder: RunFolder, events: Sequence[Record]) -> str:
     limit = None if budget is None else Limit(budget, f"budget {format_bytes(int(budget))}")
     marks = _memory_marks(events, steps)
     layers, about = _layers(folder)
-    parts = [f"<h3>Highest moment of each step, {about}</h3>", _legend(layers), _mark_legend(marks)]
+    parts = [f"<h3>Highest moment of each step, {about}</h3>", legend(layers), _mark_legend(marks)]
     parts.append(
-        chart(steps, layers, write=_bytes, label="memory over steps", stacked=True, limit=limit, marks=marks, base=2.0)
+        chart(
+            steps, layers, write=bytes_text, label="memory over steps", stacked=True, limit=limit, marks=marks, base=2.0
+        )
     )
     parts.append(_phases_apart(folder, limit))
     phases = _phase_lines(records)
-    parts += [f"<h3>Peak of each phase</h3>{_legend(phases)}"]
-    parts.append(chart(steps, phases, write=_bytes, label="peaks by phase", limit=limit, base=2.0, height=240))
+    parts += [f"<h3>Peak of each phase</h3>{legend(phases)}"]
+    parts.append(chart(steps, phases, write=bytes_text, label="peaks by phase", limit=limit, base=2.0, height=240))
     return "".join(parts)
 
 
@@ -205,8 +221,8 @@ def _phases_apart(folder: RunFolder, limit: Limit | None) -> str:
             layers = _parts(folder, [record["held_at_peak"][phase] for record in there])
             steps = [float(record["step"]) for record in there]
             shape: dict[str, Any] = {"width": 530, "height": 230, "base": 2.0, "limit": limit, "stacked": True}
-            drawn = chart(steps, layers, write=_bytes, label=f"memory of the {phase}", **shape)
-            cells.append(f"<figure><h3>Peak of the {phase}, by what it is for</h3>{_legend(layers)}{drawn}</figure>")
+            drawn = chart(steps, layers, write=bytes_text, label=f"memory of the {phase}", **shape)
+            cells.append(f"<figure><h3>Peak of the {phase}, by what it is for</h3>{legend(layers)}{drawn}</figure>")
     return f'<div class="grid2">{"".join(cells)}</div>'
 
 
@@ -306,8 +322,8 @@ def _forecast(folder: RunFolder) -> str:
         rows.append(
             (
                 name,
-                _bytes_or_dash(foreseen),
-                _bytes_or_dash(measured),
+                bytes_or_dash(foreseen),
+                bytes_or_dash(measured),
                 "-" if foreseen is None or not measured else f"{foreseen / measured - 1:+.1%}",
                 *_plan_cells(pairs),
             )
@@ -331,7 +347,7 @@ def _forecast(folder: RunFolder) -> str:
         "<p class='dim'>Error: predicted over measured, less one; above zero more was predicted than was needed. The "
         "right half compares each step's plan with that step.</p>"
     )
-    return note + _table(head, rows) + explained + _prediction_chart(folder.steps)
+    return note + table(head, rows) + explained + _prediction_chart(folder.steps)
 
 
 def _plan_errors(records: Sequence[Record], phase: str) -> list[float]:
@@ -366,8 +382,8 @@ def _prediction_chart(records: Sequence[Record]) -> str:
     if not series:
         return ""
     steps = [float(record["step"]) for record in records]
-    drawn = chart(steps, series, write=_percent, label="error of predictions", height=200)
-    return f"<h3>Error of each step's prediction</h3>{_legend(series)}{drawn}"
+    drawn = chart(steps, series, write=percent, label="error of predictions", height=200)
+    return f"<h3>Error of each step's prediction</h3>{legend(series)}{drawn}"
 
 
 # ---------------------------------------------------------------------- events
@@ -385,15 +401,15 @@ def _events(events: Sequence[Record]) -> str:
         parts.append("<p>No alarm was raised.</p>")
     if failures:
         many = "1 allocation" if len(failures) == 1 else f"{len(failures)} allocations"
-        parts.append(f"<p>{many} failed; the work was done again, which cost {_duration(total)}.</p>")
+        parts.append(f"<p>{many} failed; the work was done again, which cost {duration(total)}.</p>")
     else:
         parts.append("<p>No allocation failed.</p>")
     listed = [event for event in events if event.get("event") not in _UNLISTED]
     if listed:
         rows = [_event_row(event) for event in listed[:_MOST_EVENTS]]
         more = f"the first {_MOST_EVENTS} of " if len(listed) > _MOST_EVENTS else ""
-        table = _table(("step", "event", "phase", "what"), rows, text_columns=(1, 2, 3))
-        parts.append(f"<details><summary>Events besides plans: {more}{len(listed)}</summary>{table}</details>")
+        told = table(("step", "event", "phase", "what"), rows, text_columns=(1, 2, 3))
+        parts.append(f"<details><summary>Events besides plans: {more}{len(listed)}</summary>{told}</details>")
     return "".join(parts)
 
 
@@ -441,7 +457,7 @@ def _sentence(event: Record) -> str:
     if kind == "concession":
         return f"the task was changed, as allow_lossy allows: {_changes(event.get('changes') or {})}"
     if kind == "kl_stop":
-        measured, target = (_short(number(event.get(name))) for name in ("measured", "target"))
+        measured, target = (short(number(event.get(name))) for name in ("measured", "target"))
         return f"the KL of {measured} passed its bound of {target}: the passes over this rollout ended"
     return kind
 
@@ -462,60 +478,7 @@ def _value(name: str, value: Any) -> str:
     return "yes" if value is True else "no" if value is False else str(value)
 
 
-# ---------------------------------------------------------------------- learning and throughput
-
-
-def _learning(folder: RunFolder) -> str:
-    records = folder.steps
-    rewards = sorted(
-        {name for record in records for name in record if name.startswith("rewards/") and name.endswith("/mean")}
-    )
-    by_function = [
-        _line(records, name, name.split("/", 1)[1].removesuffix("/mean"), 1 + n) for n, name in enumerate(rewards)
-    ]
-    plots = [
-        ("Reward", [_line(records, "reward", "together", 0), *(by_function if len(rewards) > 1 else [])], _plain),
-        ("Spread of rewards", [_line(records, "reward_std", "standard deviation", 0)], _plain),
-        ("Groups without a signal", [_line(records, "frac_reward_zero_std", "all rewards equal", 5)], _percent),
-        (
-            "KL",
-            [
-                _line(records, "kl", "to the reference", 0),
-                _line(records, "approx_kl/k3_token", "to the weights that sampled (k3)", 2),
-            ],
-            _plain,
-        ),
-        (
-            "Entropy",
-            [_line(records, "entropy", "nats a token", 3), _line(records, "active_entropy", "masked", 4)],
-            _plain,
-        ),
-        (
-            "Tokens of completions",
-            [
-                _line(records, "completions/max_length", "longest", 5),
-                _line(records, "completions/mean_length", "mean", 0),
-                _line(records, "completions/min_length", "shortest", 2),
-            ],
-            _plain,
-        ),
-        ("Truncated completions", [_line(records, "completions/clipped_ratio", "share", 5)], _percent),
-        ("Loss", [_line(records, "loss", "loss", 0)], _plain),
-        ("Gradient norm", [_line(records, "grad_norm", "before clipping", 3)], _plain),
-        ("Learning rate", [_line(records, "learning_rate", "learning rate", 6)], _scientific),
-    ]
-    return _grid(records, plots) + _evaluations(folder.logs)
-
-
-def _evaluations(logs: Sequence[Record]) -> str:
-    found = [record for record in logs if number(record.get("eval_reward")) is not None]
-    if not found:
-        return ""
-    plots = [
-        ("Reward in evaluations", [_line(found, "eval_reward", "eval_reward", 0)], _plain),
-        ("Tokens in evaluations", [_line(found, "eval_completions/mean_length", "mean", 0)], _plain),
-    ]
-    return _grid(found, plots)
+# ---------------------------------------------------------------------- throughput
 
 
 def _throughput(folder: RunFolder, events: Sequence[Record]) -> str:
@@ -533,22 +496,18 @@ def _throughput(folder: RunFolder, events: Sequence[Record]) -> str:
         if event.get("event") == "failure" and event["at"] in lost:
             lost[event["at"]] += number(event.get("seconds_lost")) or 0.0
     waste = Series("lost to failed work", [lost[step] for step in steps], 1)
-    plots = [("Tokens a second", [Series("prompts and completions", _token_rates(records), 0)], _plain)]
+    plots = [Plot("Tokens a second", [Series("prompts and completions", _token_rates(records), 0)])]
     if any(lost.values()):
-        plots.append(("Seconds lost to memory", [waste], _plain))
+        plots.append(Plot("Seconds lost to memory", [waste]))
     judges = sorted({name for record in folder.logs for name in record if name.startswith("time/reward/")})
     logged = [record for record in folder.logs if any(name in record for name in judges)]
     called = [
-        _line(logged, name, name.removeprefix("time/reward/").removesuffix("_seconds"), n)
+        line(logged, name, name.removeprefix("time/reward/").removesuffix("_seconds"), n)
         for n, name in enumerate(judges)
     ]
-    drawn = chart(steps, layers, write=_seconds, label="seconds by phase", stacked=True, height=220)
-    timed = f"<h3>Seconds of each step, by phase</h3>{_legend(layers)}{drawn}" if layers else ""
-    return (
-        timed
-        + _grid(records, plots)
-        + _grid(logged, [("Seconds of reward functions", called, _plain)] if judges else [])
-    )
+    drawn = chart(steps, layers, write=in_seconds, label="seconds by phase", stacked=True, height=220)
+    timed = f"<h3>Seconds of each step, by phase</h3>{legend(layers)}{drawn}" if layers else ""
+    return timed + grid(records, plots) + grid(logged, [Plot("Seconds of reward functions", called)])
 
 
 def _token_rates(records: Sequence[Record]) -> list[float | None]:
@@ -564,30 +523,6 @@ def _token_rates(records: Sequence[Record]) -> list[float | None]:
         if tokens > last:
             last, seconds = tokens, 0.0
     return rates
-
-
-def _line(records: Sequence[Record], name: str, label: str, color: int) -> Series:
-    return Series(label, [number(record.get(name)) for record in records], color)
-
-
-def _grid(records: Sequence[Record], plots: Iterable[tuple[str, list[Series], Callable[[float], str]]]) -> str:
-    """Sets small charts side by side; those without a value are left out."""
-    steps = [float(record["step"]) for record in records]
-    cells = []
-    for title, series, write in plots:
-        there = [one for one in series if any(value is not None for value in one.values)]
-        if there:
-            drawn = chart(
-                steps,
-                there,
-                write=write,
-                label=title,
-                from_zero=write in (_percent, _scientific),
-                width=530,
-                height=210,
-            )
-            cells.append(f"<figure><h3>{escape(title)}</h3>{_legend(there)}{drawn}</figure>")
-    return f'<div class="grid2">{"".join(cells)}</div>' if cells else ""
 
 
 # ---------------------------------------------------------------------- completions, plans, configuration
@@ -609,7 +544,7 @@ def _completions(folder: RunFolder) -> str:
             for row in shown
         ]
         parts.append(f"<h3>Step {step}{which or ':'} {len(rows)}, by advantage</h3>")
-        parts.append(_table(("prompt", "completion", *names), body, text_columns=(0, 1), wide=True))
+        parts.append(table(("prompt", "completion", *names), body, text_columns=(0, 1), wide=True))
     return "".join(parts)
 
 
@@ -636,7 +571,7 @@ def _plans(events: Sequence[Record]) -> str:
         first, last = plans[0], plans[-1]
         names = [name for name in last if name not in (*_PLAN_FIELDS_LEFT_OUT, "at")]
         rows = [(name, _value(name, first.get(name)), _value(name, last.get(name))) for name in names]
-        parts.append(f"<figure><h3>Plan of the {kind}</h3>{_table(('', 'first', 'last'), rows)}</figure>")
+        parts.append(f"<figure><h3>Plan of the {kind}</h3>{table(('', 'first', 'last'), rows)}</figure>")
     return f'<div class="grid2">{"".join(parts)}</div>' if parts else "<p class='dim'>No plan was recorded.</p>"
 
 
@@ -645,11 +580,11 @@ def _configuration(folder: RunFolder) -> str:
     if not run:
         return "<p class='dim'>This run wrote no run.json.</p>"
     facts = {**run.get("facts", {}), "command": run.get("command", "")}
-    parts = [_table(("", ""), [(name, str(value)) for name, value in facts.items()], text_columns=(1,))]
+    parts = [table(("", ""), [(name, str(value)) for name, value in facts.items()], text_columns=(1,))]
     versions = run.get("versions", {})
-    parts.append(_table(("", ""), [(name, str(value)) for name, value in versions.items()], text_columns=(1,)))
+    parts.append(table(("", ""), [(name, str(value)) for name, value in versions.items()], text_columns=(1,)))
     settings = [(name, str(value)) for name, value in sorted((run.get("config") or {}).items())]
-    listed = _table(("setting", "value"), settings, text_columns=(1,))
+    listed = table(("setting", "value"), settings, text_columns=(1,))
     parts.append(f"<details><summary>All {len(settings)} settings</summary>{listed}</details>")
     return "".join(parts)
 
@@ -659,69 +594,8 @@ def _rollout_rows(folder: RunFolder) -> int | None:
     return None if rows is None else int(rows)
 
 
-# ---------------------------------------------------------------------- pieces
-
-
-def _legend(series: Sequence[Series]) -> str:
-    if len(series) == 1 and len(series[0].label) < 3:
-        return ""
-    items = (f'<span><i class="swatch c{one.color}"></i>{escape(one.label)}</span>' for one in series)
-    return f'<p class="legend">{"".join(items)}</p>'
-
-
 def _mark_legend(marks: Sequence[Mark]) -> str:
     words = {"plan": "| another plan", "failure": "▼ failure", "alarm": "● alarm", "lossy": "◆ task changed"}
     there = [kind for kind in words if any(mark.kind == kind for mark in marks)]
     items = (f'<span class="key {kind}">{words[kind]}</span>' for kind in there)
     return f'<p class="legend">{"".join(items)}</p>' if there else ""
-
-
-def _table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: Sequence[int] = (), wide: bool = False
-) -> str:
-    """Writes a table; the first column and those named hold text, the others figures."""
-    words = {0, *text_columns}
-
-    def cells(row: Sequence[str], tag: str) -> str:
-        return "".join(
-            f"<{tag}{'' if place in words else ' class=n'}>{escape(value)}</{tag}>" for place, value in enumerate(row)
-        )
-
-    top = f"<thead><tr>{cells(head, 'th')}</tr></thead>" if any(head) else ""
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return f'<div class="scroll"><table{" class=wide" if wide else ""}>{top}<tbody>{body}</tbody></table></div>'
-
-
-def _bytes(value: float) -> str:
-    return format_bytes(int(value)).replace(".00 ", " ")
-
-
-def _bytes_or_dash(value: float | None) -> str:
-    return "-" if value is None else format_bytes(int(value))
-
-
-def _plain(value: float) -> str:
-    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
-
-
-def _percent(value: float) -> str:
-    return f"{value:.0%}" if abs(value) >= 0.1 or value == 0 else f"{value:.1%}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s"
-
-
-def _scientific(value: float) -> str:
-    return "0" if value == 0 else f"{value:.2g}"
-
-
-def _short(value: float | None) -> str:
-    return "-" if value is None else _plain(value)
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s" if seconds >= 1 or not seconds else f"{1000 * seconds:.3g} ms"

@@ -268,9 +268,7 @@ class OnPolicyTrainer(LearningTrainer):
             self._advance(metrics)
             self._note(metrics)
             self._random_before_step = None
-        if look is not None:
-            self._tell_lost_updates(look)
-        return metrics
+        return metrics if look is None else metrics | self._lost_updates(look)
 
     def _roll_out(self) -> Experience:
         """Prompts, completions, rewards, advantages, reference and old log-probs of the next rollout."""
@@ -393,13 +391,15 @@ class OnPolicyTrainer(LearningTrainer):
         """Says it when the step broke a rule of `alarms` that held before."""
         self._tell(self._alarms.observe(self.state.global_step, {**metrics, **self._judged}, self.memory_events))
 
-    def _tell_lost_updates(self, look: Look) -> None:
+    def _lost_updates(self, look: Look) -> dict[str, float]:
         """Notes which share of half-precision weights the step just done did not move, and says it if it is large."""
         share = self._recovery.repeat(look.lost_share)
-        if share is not None:
-            self.history[-1]["lost_updates"] = share
-            self._pending["lost_updates"].append(share)
-            self._tell(self._alarms.observe_weights(self.state.global_step, share, self._last_learning_rate))
+        if share is None:
+            return {}
+        self.history[-1]["lost_updates"] = share
+        self._pending["lost_updates"].append(share)
+        self._tell(self._alarms.observe_weights(self.state.global_step, share, self._last_learning_rate))
+        return {"lost_updates": share}
 
     def _tell(self, events: Sequence[dict[str, Any]]) -> None:
         """Writes alarms down."""
