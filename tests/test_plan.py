@@ -68,6 +68,24 @@ def test_prompts_are_measured_where_there_are_some(tmp_path: Path) -> None:
     assert "the longest prompt has 11 tokens (the longest of train_dataset)" in told
 
 
+def test_reward_models_and_evaluations_are_phases_of_their_own(folder: Path, tmp_path: Path) -> None:
+    tiny_config("qwen3", vocab_size=2000, layers=3, hidden=96, positions=600).save_pretrained(tmp_path)
+    words = ("--gpu", "1GiB", "--max-completion-length", "32", "--prompt-tokens", "32", "--json")
+    evaluated = (*words, "--eval-strategy", "steps", "--eval-steps", "5")
+    found = [
+        json.loads(plan(folder, *chosen)[1])
+        for chosen in (
+            evaluated,
+            (*evaluated, "--reward-model", str(tmp_path / "config.json")),
+            (*evaluated, "--reward-funcs", str(tmp_path)),
+        )
+    ]
+    assert ["reward" in one["phases"] for one in found] == [False, True, True]
+    assert all("evaluate" in one["phases"] for one in found)
+    weights = [one["components"]["update"]["weights"] for one in found]
+    assert weights[0] < weights[1] == weights[2]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

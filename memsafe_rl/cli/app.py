@@ -133,6 +133,15 @@ def plan(
         typer.Option("--prompt-tokens", min=1, help="Longest prompt; else the dataset's, max_prompt_length, or 512."),
     ] = None,
     load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="The base in 4 bits (needs --peft).")] = False,
+    reward_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reward-model",
+            metavar="NAME",
+            help="A sequence classifier that rewards: a known name, a folder or a config.json; may be repeated. Those "
+            "among reward_funcs count by themselves.",
+        ),
+    ] = None,
     find: Annotated[
         bool, typer.Option("--find", help="Search cards, lengths, groups and ranks too, and prove what is found.")
     ] = False,
@@ -149,7 +158,13 @@ def plan(
     with plain_errors():
         request = read_request(words or [])
         planning = importlib.import_module("memsafe_rl.cli.planning")
-        wanted = planning.wish(request, gpu=gpu, prompt_tokens=prompt_tokens, load_in_4bit=load_in_4bit)
+        wanted = planning.wish(
+            request,
+            gpu=gpu,
+            prompt_tokens=prompt_tokens,
+            load_in_4bit=load_in_4bit,
+            reward_models=reward_model or (),
+        )
         forecast, findings = planning.plan(wanted, None if as_json else Console(stderr=True), find=find)
         if as_json:
             typer.echo(planning.as_json(forecast, findings))

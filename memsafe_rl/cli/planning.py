@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -50,11 +51,13 @@ class Wish:
         run: the run.
         device_bytes: int, bytes of the card.
         prompt_tokens: longest prompt, in tokens; None for what the dataset or the settings say.
+        reward_models: sequence classifiers that reward.
     """
 
     run: Run
     device_bytes: int
     prompt_tokens: int | None
+    reward_models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,14 @@ class Findings:
     smallest_card: int | None = None
 
 
-def wish(request: RunRequest, *, gpu: str, prompt_tokens: int | None, load_in_4bit: bool) -> Wish:
+def wish(
+    request: RunRequest,
+    *,
+    gpu: str,
+    prompt_tokens: int | None,
+    load_in_4bit: bool,
+    reward_models: Sequence[str] = (),
+) -> Wish:
     """Reads what is asked for.
 
     Args:
@@ -88,6 +98,7 @@ def wish(request: RunRequest, *, gpu: str, prompt_tokens: int | None, load_in_4b
         gpu: memory of the card, such as "24GiB", "24GB" or "24".
         prompt_tokens: longest prompt, in tokens, or None.
         load_in_4bit: whether the base is quantised.
+        reward_models: sequence classifiers that reward, besides those among the run's rewards.
 
     Returns:
         The wish.
@@ -104,7 +115,9 @@ def wish(request: RunRequest, *, gpu: str, prompt_tokens: int | None, load_in_4b
     settings = {"report_to": "none", **request.settings, "use_cpu": True}
     if not settings.get("fp16"):
         settings.setdefault("bf16", True)  # a card's default, of which this machine knows nothing
-    return Wish(prepare(replace(request, settings=settings)), _card_bytes(gpu), prompt_tokens)
+    run = prepare(replace(request, settings=settings))
+    judges = (*filter(_is_reward_model, run.fields.reward_funcs or ()), *reward_models)
+    return Wish(run, _card_bytes(gpu), prompt_tokens, tuple(dict.fromkeys(judges)))
 
 
 def plan(wanted: Wish, console: Console | None, *, find: bool) -> tuple[MemoryForecast, Findings]:
@@ -189,6 +202,11 @@ def show(wanted: Wish, forecast: MemoryForecast, findings: Findings, console: Co
     console.print(f"took {forecast.seconds:.1f} s; no weight was loaded", style="dim", highlight=False)
 
 
+def _is_reward_model(entry: Any) -> bool:
+    """Tells a reward model among the rewards of a run, as `training.reward` does, from functions and settings."""
+    return isinstance(entry, str) and (Path(entry).exists() or "/" in entry)
+
+
 def _card_bytes(text: str) -> int:
     """Reads a card's memory; a bare number is GiB, and a card sold as 24GB has 24 GiB."""
     plain = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gb|g)?\s*", text.lower())
@@ -208,9 +226,10 @@ def _ingredients(wanted: Wish) -> dict[str, Any]:
         "quantization_config": quantization(chosen.quantization, bf16=True),
         "memory_policy": chosen_policy(chosen.memory_policy, config),
         "critic": chosen.critic,
+        "reward_models": wanted.reward_models,
     }
     if wanted.prompt_tokens is None and chosen.dataset is not None:
-        given["train_dataset"] = prompts(chosen)[0]
+        given["train_dataset"], given["eval_dataset"] = prompts(chosen)
         given["processing_class"] = load_tokenizer(str(chosen.model), trust_remote_code=config.trust_remote_code)
     return given
 

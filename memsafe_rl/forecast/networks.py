@@ -12,7 +12,12 @@ from peft import PeftConfig, get_peft_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import once_differentiable
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError
@@ -71,6 +76,30 @@ def fake_language_model(
                     add_critic_adapter(model)
         for layer in layers:
             _quantise(layer, quantization_config)
+    give_fake_weights(model)
+    return model.eval()
+
+
+def fake_reward_model(
+    config: PretrainedConfig, *, name: str, dtype: torch.dtype, trust_remote_code: bool = False
+) -> Any:
+    """Builds a sequence classifier with one output, of fake weights, to be called inside `fake_device`.
+
+    Args:
+        config: transformers config; left as it is.
+        name: what the model is called.
+        dtype: type of its weights.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Returns:
+        The network in eval mode.
+    """
+    config = copy.deepcopy(config)
+    config.num_labels, config.name_or_path = 1, name
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        ).requires_grad_(False)
     give_fake_weights(model)
     return model.eval()
 

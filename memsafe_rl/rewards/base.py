@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memsafe_rl.accounting import hold, weights_of
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.rewards.background import BackgroundLoop
 from memsafe_rl.rewards.calls import (
@@ -30,6 +31,7 @@ from memsafe_rl.rewards.calls import (
     required_names,
 )
 from memsafe_rl.rewards.scoring import RewardModel, load_reward_model
+from memsafe_rl.types import Component
 
 RewardSource = RewardFunction | nn.Module | str
 """A function, a reward model, or the name of one."""
@@ -43,6 +45,7 @@ _ENDLESS = Patience()
 _ROWS = 32
 """Completions that a reward model scores in one forward pass where nobody says how many."""
 _GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+_NOTHING = torch.empty(0)
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -166,9 +169,30 @@ class RewardRunner:
         Args:
             device: where they go.
         """
+        device = torch.device(device)
         for model in self.models:
-            if getattr(model, "hf_device_map", None) is None and not getattr(model, "is_quantized", False):
+            placed = getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False)
+            there = all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
+            if not placed and not there:
                 model.to(device)
+            hold(Component.WEIGHTS, weights_of(model))  # on a CPU they are mapped from the file
+
+    def rehearse(self, tokens: int, rows: int, attempt: Attempt = _once) -> None:
+        """Tries the largest pass of every reward model; calls no function and gives no rewards.
+
+        Args:
+            tokens: longest prompt with its completion, in tokens.
+            rows: completions that are to be scored.
+            attempt: as for `begin`.
+        """
+        for source in self._sources:
+            if isinstance(source, RewardModel):
+
+                def largest(reward_rows: int, model: RewardModel = source) -> Tensor:
+                    model.rehearse(tokens, min(rows, reward_rows))
+                    return _NOTHING
+
+                attempt(largest)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Refuses a dataset that lacks a column some function cannot do without.

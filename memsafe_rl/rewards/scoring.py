@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,6 +78,7 @@ class RewardModel:
         self.model = model
         self.name = reward_model_name(model)
         self.tokenizer = self._own_tokenizer(revision, trust_remote_code) if tokenizer is None else tokenizer
+        self._may_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
         if self.tokenizer.pad_token_id is None:
             if self.tokenizer.eos_token is None:
@@ -120,6 +122,23 @@ class RewardModel:
         self._check_finite(rewards_B)
         return rewards_B
 
+    def rehearse(self, tokens: int, reward_rows: int) -> None:
+        """Runs one forward pass of as many rows as are scored together, all of them as long as can be but one.
+
+        Args:
+            tokens: longest row, in tokens; bounded by what the model can read.
+            reward_rows: rows of the pass.
+        """
+        limit = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        tokens = max(1, tokens if limit is None else min(tokens, limit))
+        some = int(self.tokenizer.pad_token_id == 0)  # a token that is no padding
+        rows = [[some] * max(1, tokens - (row > 0 and row + 1 == reward_rows)) for row in range(reward_rows)]
+        fields = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+        if "token_type_ids" in self.tokenizer.model_input_names:
+            fields["token_type_ids"] = [[0] * len(row) for row in rows]
+        self.model.eval()
+        self._forward(fields)
+
     def _own_tokenizer(self, revision: str | None, trust_remote_code: bool) -> Any:
         identifier = getattr(getattr(self.model, "config", None), "_name_or_path", "")
         if not identifier:
@@ -155,7 +174,11 @@ class RewardModel:
     def _forward(self, fields: dict[str, list[list[int]]]) -> Tensor:
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         fill = {"input_ids": self.tokenizer.pad_token_id, "token_type_ids": self.tokenizer.pad_token_type_id}
-        inputs = {key: _pad_right(fields[key], fill.get(key, 0)).to(device) for key in _PADDED if key in fields}
+        inputs: dict[str, Any] = {
+            key: _pad_right(fields[key], fill.get(key, 0)).to(device) for key in _PADDED if key in fields
+        }
+        if self._may_cache:  # nobody reads on from these rows, and decoders would keep their keys and values
+            inputs["use_cache"] = False
         with torch.inference_mode():
             logits: Tensor | None = getattr(self.model(**inputs), "logits", None)
         if logits is None or logits.ndim != 2:

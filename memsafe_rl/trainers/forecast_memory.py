@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from memsafe_rl.errors import ConfigError
@@ -28,6 +29,8 @@ def forecast_memory(
     quantization_config: Any = None,
     memory_policy: Any = None,
     critic: Any = None,
+    eval_dataset: Any = None,
+    reward_models: Sequence[Any] = (),
 ) -> MemoryForecast:
     """Forecasts the peak of every phase of a run, without its weights and without its device.
 
@@ -48,6 +51,9 @@ def forecast_memory(
         quantization_config: transformers' `BitsAndBytesConfig` with ``load_in_4bit``.
         memory_policy: as the trainer takes it.
         critic: as `PPOTrainer` takes it.
+        eval_dataset: the run's evaluation prompts, counted where ``args`` has an `eval_strategy`; None to assume as
+            many as a rollout has completions, as long as the run's longest.
+        reward_models: sequence classifiers among the rewards: names or folders as for ``model``, or models.
 
     Returns:
         The forecast; ``refusal`` says why where the run cannot fit.
@@ -79,4 +85,6 @@ def forecast_memory(
         quantization_config=quantization_config,
         memory_policy=memory_policy,
         critic=critic,
+        eval_dataset=eval_dataset,
+        reward_models=reward_models,
     )

@@ -12,7 +12,7 @@ import gc
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ from memsafe_rl.accounting import charge, in_phase
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.forecast.device import CUDA_GRANULARITY_BYTES, fake_device, give_fake_weights, nothing_differs
 from memsafe_rl.forecast.families import config_for
-from memsafe_rl.forecast.networks import fake_language_model, hollow_copy, shallow_copy
+from memsafe_rl.forecast.networks import fake_language_model, fake_reward_model, hollow_copy, shallow_copy
 from memsafe_rl.forecast.outcome import MemoryForecast
 from memsafe_rl.forecast.search import Job
 from memsafe_rl.memory.budget import MemoryBudget
@@ -43,7 +43,17 @@ from memsafe_rl.models.choice import LanguageModelAdapter, adapter_for, check_ad
 from memsafe_rl.models.diffusion import prepare_policy
 from memsafe_rl.models.language import ScoringPath
 from memsafe_rl.models.loading import LoadedModel
-from memsafe_rl.trainers.probe import Longest, find_longest, longest_work, plans_now, try_longest
+from memsafe_rl.rewards.scoring import reward_model_name
+from memsafe_rl.trainers.probe import (
+    Drawing,
+    Longest,
+    evaluates,
+    find_longest,
+    longest_evaluation,
+    longest_work,
+    plans_now,
+    try_longest,
+)
 from memsafe_rl.types import Component, Phase, UpdatePlan, UpdateWork
 
 logger = logging.getLogger(__name__)
@@ -69,6 +79,8 @@ def forecast_run(
     quantization_config: Any = None,
     memory_policy: Any = None,
     critic: Any = None,
+    eval_dataset: Any = None,
+    reward_models: Sequence[Any] = (),
 ) -> MemoryForecast:
     """Forecasts the peak of every phase of a trainer's run, without its weights and without its device.
 
@@ -87,6 +99,8 @@ def forecast_run(
         quantization_config: transformers' `BitsAndBytesConfig` with ``load_in_4bit``.
         memory_policy: as the trainer takes it.
         critic: as `PPOTrainer` takes it; None for other trainers.
+        eval_dataset: the run's evaluation prompts; None to assume as many as a rollout has completions.
+        reward_models: sequence classifiers among the rewards: names, folders, ``config.json`` or models.
 
     Returns:
         The forecast; ``refusal`` says why where the run cannot fit.
@@ -132,7 +146,16 @@ def forecast_run(
         return {"critic": fake_language_model(own, dtype=kind, trust_remote_code=trusted)}
 
     rehearsed = _Rehearsed(
-        _faked(trainer_class), device, settings, train_dataset, processing_class, prompt_tokens, memory_policy, further
+        _faked(trainer_class),
+        device,
+        settings,
+        train_dataset,
+        processing_class,
+        prompt_tokens,
+        memory_policy,
+        further,
+        eval_dataset,
+        lambda: [_fake_reward_model(one, settings) for one in reward_models],
     )
     with _rehearsing_on(device) as memory:
         found = rehearsed.run(network, memory, device_bytes, copies=settings.has_reference and peft_config is None)
@@ -140,6 +163,7 @@ def forecast_run(
     base = f"weights of the base are {str(dtype).removeprefix('torch.')}"
     assumed = (
         rehearsed.about_prompts,
+        *(() if not reward_models else ("reward models read as many tokens as prompt and completion have",)),
         base if quantization_config is None else f"{base}, in 4 bits where bitsandbytes quantises",
         *(_ABOUT_CUDA if device == "cuda" else ()),
     )
@@ -282,6 +306,8 @@ class _Rehearsed:
         prompt_tokens: int | None,
         policy: Any,
         further: Callable[[], dict[str, Any]],
+        evaluation: Any = None,
+        reward_models: Callable[[], list[Any]] = list,
     ) -> None:
         if dataset is not None and tokenizer is None:
             raise ConfigError("train_dataset is given without processing_class. Pass the tokenizer, or prompt_tokens.")
@@ -289,8 +315,9 @@ class _Rehearsed:
             raise ConfigError(f"prompt_tokens is {prompt_tokens}; the longest prompt has at least 1 token.")
         self._settings, self._dataset, self._tokenizer, self._policy = settings, dataset, tokenizer, policy
         self._class, self._device, self._prompt_tokens = trainer_class, device, prompt_tokens
-        self._further = further
+        self._further, self._evaluation, self._reward_models = further, evaluation, reward_models
         self.about_prompts = ""
+        self._assumes_evaluation = False
 
     def run(self, network: Any, memory: SimulatedMemory, device_bytes: int, *, copies: bool) -> MemoryForecast:
         """Builds the trainer and tries its longest rows; where they do not fit, says why.
@@ -331,7 +358,7 @@ class _Rehearsed:
         tracker, refusal = trainer._tracker, None
         longest = self._longest(trainer)
         try:
-            rehearse(trainer, longest, memory)
+            rehearse(trainer, longest, memory, self._drawn_for_evaluation(trainer, longest))
         except MemoryBudgetError as error:
             refusal = str(error)
         return MemoryForecast(
@@ -352,18 +379,37 @@ class _Rehearsed:
         if dataset is None:
             dataset = Dataset.from_dict({"prompt": ["a"] * max(2, self._settings.prompts_per_rollout)})
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
-            further = self._further()
+            further, reward_models = self._further(), self._reward_models()
+        if evaluates(self._settings) and self._evaluation is None:
+            self._evaluation = Dataset.from_dict({"prompt": ["a"] * self._settings.rollout_rows})
+            self._assumes_evaluation = True
         return self._class(
             model,
             reference,
             checked,
             self._device,
             self._settings,
+            reward_models,
             train_dataset=dataset,
+            eval_dataset=self._evaluation,
             processing_class=None if checked is None else self._tokenizer or _stand_in_tokenizer(),
             memory_policy=self._policy,
             **further,
         )
+
+    def _drawn_for_evaluation(self, trainer: Any, longest: Longest) -> Drawing | None:
+        """Gives what evaluations draw: of a dataset its own longest prompt, else that of the run."""
+        if not evaluates(self._settings):
+            return None
+        found = None
+        if not self._assumes_evaluation and self._prompt_tokens is None and self._dataset is not None:
+            found = longest_evaluation(trainer)
+        if found is None:
+            rows = self._settings.rollout_rows if self._assumes_evaluation else len(self._evaluation)
+            found = Drawing(longest, rows, self._settings.eval_generations, Phase.EVALUATE)
+        many = " or more" if self._assumes_evaluation else ""
+        self.about_prompts += f"; evaluations draw {found.group_size} completion(s) of {found.prompts}{many} prompts"
+        return found
 
     def _longest(self, trainer: Any) -> Longest:
         completion = self._settings.max_completion_length
@@ -428,14 +474,25 @@ class _Faked:
         checked: what the check at start would find.
         device: kind of device that the CPU stands for.
         settings: the run's settings.
+        reward_models: networks of fake weights that score completions.
         others: further arguments of the trainer.
     """
 
     def __init__(
-        self, model: Any, reference: Any, checked: _Checked | None, device: str, settings: Any, **others: Any
+        self,
+        model: Any,
+        reference: Any,
+        checked: _Checked | None,
+        device: str,
+        settings: Any,
+        reward_models: list[Any],
+        **others: Any,
     ) -> None:
         self._reference, self._checked, self._stands_for, self._settings = reference, checked, device, settings
-        super().__init__(model, _no_rewards(settings), settings, **others)  # type: ignore[call-arg]
+        functions = _no_rewards(settings, [reward_model_name(one) for one in reward_models])
+        tokenizers = [*(None for _ in functions), *(_stand_in_tokenizer() for _ in reward_models)]
+        others["reward_processing_classes"] = tokenizers
+        super().__init__(model, [*functions, *reward_models], settings, **others)  # type: ignore[call-arg]
 
     def _make_accelerator(self) -> Accelerator:
         alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "process_index": 0}
@@ -489,13 +546,14 @@ def _faked(trainer_class: type[Any]) -> type[Any]:
     return type(trainer_class.__name__, (_Faked, trainer_class), {})
 
 
-def rehearse(trainer: Any, longest: Longest, memory: SimulatedMemory) -> None:
+def rehearse(trainer: Any, longest: Longest, memory: SimulatedMemory, evaluation: Drawing | None = None) -> None:
     """Tries the longest rows until the plans are those that a run would make of what it measures.
 
     Args:
         trainer: the trainer.
         longest: the longest row.
         memory: the simulated device; its peaks are those of the last round, and of the load.
+        evaluation: what evaluations draw at most; None where there are none.
     """
     tracker = trainer._tracker
     tracker.enforce()
@@ -505,7 +563,7 @@ def rehearse(trainer: Any, longest: Longest, memory: SimulatedMemory) -> None:
             memory.forget_phases({Phase.LOAD})
             held = memory.live_bytes
             trainer.rehearse_on(longest_work(trainer, longest))
-            try_longest(trainer, longest, micro_batches=1)
+            try_longest(trainer, longest, micro_batches=1, evaluation=evaluation)
             with tracker.phase(Phase.OPTIMIZER):
                 _commit(trainer)
             planned = tracker.rollout_plan, tracker.update_plan
@@ -561,7 +619,7 @@ def _settings(args: Any, device: str) -> Any:
     settings.use_cpu, settings.report_to, settings.disable_tqdm = True, "none", True
     settings.verify_plan = settings.probe_worst_case = settings.memory_forecast = False
     settings.reward_weights = settings.eval_pass_reward = None  # rewards are made up
-    settings.eval_strategy, settings.do_eval, settings.load_best_model_at_end = "no", False, False
+    settings.load_best_model_at_end = False
     settings.use_vllm = settings.use_transformers_continuous_batching = False
     if device == "cuda" and left_open and not settings.fp16:
         settings.bf16 = True
@@ -611,10 +669,25 @@ def _stand_in_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
-def _no_rewards(settings: Any) -> list[Any]:
-    """Gives reward functions that pay nothing, under the names that the settings call them by."""
+def _fake_reward_model(model: Any, settings: Any) -> Any:
+    """Gives a reward model with fake weights, of the types in which it would be loaded."""
+    if not isinstance(model, str):
+        fake = hollow_copy(model)
+        give_fake_weights(fake)
+        return fake
+    init = dict(settings.model_init_kwargs or {})
+    config = config_for(model, trust_remote_code=settings.trust_remote_code)
+    given = init.get("dtype", init.get("torch_dtype", "auto"))
+    own = config.dtype if given == "auto" else getattr(torch, given) if isinstance(given, str) else given
+    return fake_reward_model(
+        config, name=model, dtype=own or torch.float32, trust_remote_code=settings.trust_remote_code
+    )
+
+
+def _no_rewards(settings: Any, models: Sequence[str]) -> list[Any]:
+    """Gives reward functions that pay nothing, under the names that the settings call them by, models left out."""
     wanted = {reward: None for objective in settings.objective_list for reward in objective.rewards}
-    return [_named(name) for name in wanted] or [_no_reward]
+    return [_named(name) for name in wanted if name not in models] or ([] if models else [_no_reward])
 
 
 def _named(name: str) -> Any:

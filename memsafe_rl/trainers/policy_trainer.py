@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.accounting import weights_of
@@ -110,7 +111,11 @@ class PolicyTrainer(OnPolicyTrainer):
         self.memory_policy = chosen_policy(memory_policy, self.args)
         recovery = Recovery(self._prepare_memory(), self.memory_policy)
         self.forecast = self._foresee(
-            recovery.tracker, model, peft_config=peft_config, quantization_config=quantization_config
+            recovery.tracker,
+            model,
+            eval_dataset,
+            peft_config=peft_config,
+            quantization_config=quantization_config,
         )
         with recovery.tracker.phase(Phase.LOAD):
             loaded = self._load(recovery, model, quantization_config, peft_config)
@@ -149,7 +154,7 @@ class PolicyTrainer(OnPolicyTrainer):
     def _bound_prompts(self, reader: PromptReader) -> None:
         """Lowers the limit of prompts to what every network that reads them has room for."""
 
-    def _foresee(self, tracker: MemoryTracker, model: Any, **given: Any) -> MemoryForecast | None:
+    def _foresee(self, tracker: MemoryTracker, model: Any, eval_dataset: Any, **given: Any) -> MemoryForecast | None:
         """Forecasts the run where its weights are still to be loaded; plans begin with what that tells."""
         if not wants_forecast(self.args, model):
             return None
@@ -159,13 +164,19 @@ class PolicyTrainer(OnPolicyTrainer):
             self.args,
             tracker,
             train_dataset=self.train_dataset,
+            eval_dataset=eval_dataset,
             processing_class=self.processing_class,
             memory_policy=self.memory_policy,
+            reward_models=self.rewards.models,
             **given,
         )
         if forecast is not None:
             tracker.expect(forecast.corrections)
         return forecast
+
+    def _weights(self) -> list[Tensor]:
+        """Adds the weights of reward models, which lie beside the model's."""
+        return [*super()._weights(), *weights_of(*self.rewards.models)]
 
     def _make_accelerator(self) -> Accelerator:
         return Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)

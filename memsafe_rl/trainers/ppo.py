@@ -130,9 +130,9 @@ class PPOTrainer(PolicyTrainer):
         facts = read_config(wanted, trust_remote_code=self.args.trust_remote_code, told="critic")
         reader.bound(*prompt_room(self.args, facts, "critic"))
 
-    def _foresee(self, tracker: MemoryTracker, model: Any, **given: Any) -> MemoryForecast | None:
+    def _foresee(self, tracker: MemoryTracker, model: Any, eval_dataset: Any, **given: Any) -> MemoryForecast | None:
         """Forecasts the critic too."""
-        return super()._foresee(tracker, model, critic=self._wanted_critic, **given)
+        return super()._foresee(tracker, model, eval_dataset, critic=self._wanted_critic, **given)
 
     def _make_credit(self, recovery: Recovery) -> CriticCredit:
         """Loads the critic."""

@@ -9,7 +9,7 @@ import copy
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import SimpleNamespace
@@ -79,14 +79,31 @@ class Longest:
         return torch.tensor((self.prompt * copies)[:tokens], dtype=torch.int64)
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """What a rollout or an evaluation draws at most.
+
+    Args:
+        longest: the longest row.
+        prompts: unique prompts.
+        group_size: completions per prompt.
+        phase: rollout or evaluate.
+    """
+
+    longest: Longest
+    prompts: int
+    group_size: int
+    phase: Phase
+
+
 def probe_worst_case(trainer: OnPolicyTrainer) -> dict[str, int]:
     """Tries the longest prompt and completion once, as far as the peak of every phase; then all is as before.
 
     The rollout is tried at its first moment (as many prompts as a wave reads) and at its last one (every row in
-    flight as long as it can become), without decoding up to it; a scoring pass where the run needs one; the update by
-    two micro-batches of the longest rows; the commit up to the point where weights would move. Reward functions are
-    not called, so a reward model's own passes are not tried; nor is the first step of an optimizer that makes its
-    state then (those of bitsandbytes).
+    flight as long as it can become), without decoding up to it; likewise an evaluation, where the run has one; the
+    largest pass of every reward model, at as many tokens; a scoring pass where the run needs one; the update by two
+    micro-batches of the longest rows; the commit up to the point where weights would move. Reward functions are not
+    called; nor is the first step of an optimizer that makes its state then (those of bitsandbytes) tried.
 
     Weights, optimizer, random generators, data position and plans are untouched if everything fits, and the run
     learns bit for bit what it would have learnt. If a plan failed, its failure is remembered, so that the policy
@@ -118,7 +135,7 @@ def _try(trainer: OnPolicyTrainer, longest: Longest) -> dict[str, int] | MemoryB
     error: MemoryBudgetError | None = None
     try:
         with untouched(trainer):
-            try_longest(trial, longest)
+            try_longest(trial, longest, evaluation=longest_evaluation(trainer))
     except MemoryBudgetError as caught:
         error = _told(caught, longest)
     _learn(trainer, trial)
@@ -141,7 +158,7 @@ def _try(trainer: OnPolicyTrainer, longest: Longest) -> dict[str, int] | MemoryB
     return peaks
 
 
-def find_longest(trainer: OnPolicyTrainer) -> Longest:
+def find_longest(trainer: OnPolicyTrainer, dataset: Any = None) -> Longest:
     """Finds the longest row that a run may meet, by tokenizing the prompts of its dataset.
 
     Of more than 8,192 prompts that the run takes, those with the most characters are tokenized. Of a stream,
@@ -149,6 +166,7 @@ def find_longest(trainer: OnPolicyTrainer) -> Longest:
 
     Args:
         trainer: holds dataset, tokenizer and settings.
+        dataset: other prompts than the run's.
 
     Returns:
         The row.
@@ -156,7 +174,7 @@ def find_longest(trainer: OnPolicyTrainer) -> Longest:
     Raises:
         DataError: every prompt looked at is longer than the run takes.
     """
-    reader, dataset = trainer._maker._read_prompts, cast(Any, trainer).train_dataset
+    reader, dataset = trainer._maker._read_prompts, dataset or cast(Any, trainer).train_dataset
     completion_tokens = trainer.args.max_completion_length
     if isinstance(dataset, Dataset):
         dataset, source = _longest_first(dataset)
@@ -185,6 +203,48 @@ def find_longest(trainer: OnPolicyTrainer) -> Longest:
     return Longest(tuple(longest.ids(given).tolist()), completion_tokens, "max_prompt_length")
 
 
+def longest_evaluation(trainer: OnPolicyTrainer) -> Drawing | None:
+    """Finds what the run's evaluations draw at most.
+
+    Args:
+        trainer: holds datasets, tokenizer and settings.
+
+    Returns:
+        The largest drawing of its evaluation sets; None where the run does not evaluate.
+    """
+    config, given = trainer.args, trainer.eval_dataset
+    if given is None or not evaluates(config):
+        return None
+    sets = list(_sets_of(given))
+    if trainer.adapter.time_separable:
+        longest = Longest((0,), config.max_completion_length, "chains are alike")
+    else:
+        found = [find_longest(trainer, one) for one in sets if len(one)]
+        longest = max(found, key=lambda one: len(one.prompt))
+    return Drawing(longest, max(map(len, sets)), config.eval_generations, Phase.EVALUATE)
+
+
+def evaluates(config: Any) -> bool:
+    """Tells whether a run evaluates by itself.
+
+    Args:
+        config: its settings.
+
+    Returns:
+        Whether it does.
+    """
+    return config.eval_strategy != "no" or bool(config.eval_on_start)
+
+
+def _sets_of(given: Any) -> Iterator[Any]:
+    """Walks the evaluation sets of a run, which may stand in mappings."""
+    if not isinstance(given, Mapping):
+        yield given
+        return
+    for part in given.values():
+        yield from _sets_of(part)
+
+
 def _longest_first(dataset: Dataset) -> tuple[Dataset, str]:
     """Sorts a dataset by characters where it has more rows than are tokenized, and says what is then looked at."""
     if len(dataset) <= _TOKENIZED:
@@ -205,7 +265,8 @@ def plans_now(trial: OnPolicyTrainer, longest: Longest) -> tuple[RolloutPlan, Up
         Of the rollout and of an optimizer step.
     """
     policy, state = trial.memory_policy, trial._tracker.state()
-    rollout = trial._maker._work(_rollout_prompts(trial, longest), trial.args.num_generations)
+    drawing = _rollout_of(trial, longest)
+    rollout = trial._maker._work(_prompts_of(trial, drawing), drawing.group_size)
     update = longest_work(trial, longest)
     return trial._maker.served(policy.before_rollout(rollout, state)), policy.before_update(update, state)
 
@@ -223,20 +284,33 @@ def longest_work(trial: OnPolicyTrainer, longest: Longest) -> UpdateWork:
     return trial._work(_longest_rows(trial, longest), _step_rows(trial))
 
 
-def try_longest(trial: OnPolicyTrainer, longest: Longest, micro_batches: int = _PROBED_MICRO_BATCHES) -> None:
+def try_longest(
+    trial: OnPolicyTrainer,
+    longest: Longest,
+    micro_batches: int = _PROBED_MICRO_BATCHES,
+    evaluation: Drawing | None = None,
+) -> None:
     """Tries every phase in the order of a step, on the longest rows; no weight moves.
 
     Args:
         trial: the trainer, whose gradients are left as they become.
         longest: the longest row.
         micro_batches: how many of the step's are run.
+        evaluation: what evaluations draw at most; None where there are none.
 
     Raises:
         MemoryBudgetError: they do not fit under any plan.
     """
     config = trial.args
+    drawing = _rollout_of(trial, longest)
     if trial._maker._rollout_func is None:
-        _probe_rollout(trial, longest)
+        trial._maker._plan(_prompts_of(trial, drawing))
+        _probe_drawing(trial, drawing)
+        if evaluation is not None:
+            _probe_drawing(trial, evaluation)
+    for judged in (drawing, evaluation):
+        if judged is not None:
+            _probe_rewards(trial, judged)
     corrected = trial._maker.corrects_sampler
     experience = Experience(_longest_rows(trial, longest), consumed=0, external=corrected)
     trajectory = experience.trajectory
@@ -266,17 +340,18 @@ def _tried(work: UpdateWork, plan: UpdatePlan, micro_batches: int) -> list[int]:
     return [place for places in (first if work.sources else first[:micro_batches]) for place in places]
 
 
-def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
-    """Tries a wave of the longest prompts, at its first moment and at its last, under the plan of the longest rows."""
-    maker, config, group = trial._maker, trial.args, trial.args.num_generations
-    prompts = _rollout_prompts(trial, longest)
+def _probe_drawing(trial: OnPolicyTrainer, drawing: Drawing) -> None:
+    """Tries a wave of the longest prompts, at its first moment and at its last, under the rollout's plan."""
+    maker, group, longest = trial._maker, drawing.group_size, drawing.longest
+    prompts = _prompts_of(trial, drawing)
     ids = prompts.ids
-    maker._plan(prompts)
+    rows = [divmod(row, group) for row in range(_share(trial, len(ids) * group))]
     if trial.adapter.time_separable:
-        _probe_chains(trial, prompts)
+        with trial._tracker.phase(drawing.phase):
+            attempt = maker._attempt(maker._work(prompts, group))
+            maker._engine.generate(*_samples(ids, rows), maker._sampling, attempt)
         return
     attempt = maker._attempt(maker._work(prompts, group))
-    rows = [divmod(row, group) for row in range(_share(trial, config.rollout_rows))]
     geometry, sampling = trial.adapter.geometry, maker._sampling
     # An end that no row reaches, where a least length makes a copy of the logits to forbid it; else none at all.
     delayed = bool(sampling.eos_token_ids) and max(sampling.min_new_tokens, sampling.min_length) > 0
@@ -299,17 +374,20 @@ def _probe_rollout(trial: OnPolicyTrainer, longest: Longest) -> None:
             last_two = replace(two_tokens, max_new_tokens=2)
             generate(trial.adapter, *_samples([longest.ids(longest.row_tokens - 2)], alike), last_two, under(plan))
 
-    with trial._tracker.phase(Phase.ROLLOUT):
+    with trial._tracker.phase(drawing.phase):
         attempt(from_first_to_last)
 
 
-def _probe_chains(trial: OnPolicyTrainer, prompts: Prompts) -> None:
-    """Tries the waves of a rollout of chains."""
-    maker, group = trial._maker, trial.args.num_generations
-    rows = [divmod(row, group) for row in range(_share(trial, trial.args.rollout_rows))]
-    with trial._tracker.phase(Phase.ROLLOUT):
-        attempt = maker._attempt(maker._work(prompts, group))
-        maker._engine.generate(*_samples(prompts.ids, rows), maker._sampling, attempt)
+def _probe_rewards(trial: OnPolicyTrainer, drawing: Drawing) -> None:
+    """Tries the largest pass of every reward model, for which a row has as many tokens as for the model itself."""
+    rewards, maker = trial._maker._rewards, trial._maker
+    if not rewards.models or trial.adapter.time_separable:
+        return
+    prompts = _prompts_of(trial, drawing)
+    rows = _share(trial, len(prompts.ids) * drawing.group_size)
+    attempt = maker._attempt_in(maker._work(prompts, drawing.group_size), nullcontext)
+    with trial._tracker.phase(Phase.REWARD if drawing.phase is Phase.ROLLOUT else drawing.phase):
+        rewards.rehearse(drawing.longest.row_tokens, rows, lambda unit: attempt(lambda plan: unit(plan.reward_rows)))
 
 
 def _in_flight(adapter: ModelAdapter, waiting: Sequence[Candidate], plan: RolloutPlan) -> int:
@@ -329,11 +407,22 @@ def _step_rows(trial: OnPolicyTrainer) -> Sequence[int]:
     return range(0, trial.args.rollout_rows, steps)[: _share(trial, trial.args.step_rows)]
 
 
-def _rollout_prompts(trial: OnPolicyTrainer, longest: Longest) -> Prompts:
-    """Gives a rollout's prompts, of unequal length, so that they are padded as those of a real wave are."""
+def _rollout_of(trial: OnPolicyTrainer, longest: Longest) -> Drawing:
+    """Gives what a rollout draws."""
+    return Drawing(longest, trial.args.prompts_per_rollout, trial.args.num_generations, Phase.ROLLOUT)
+
+
+def _prompts_of(trial: OnPolicyTrainer, drawing: Drawing) -> Prompts:
+    """Gives prompts of unequal length, so that they are padded as those of a real wave are.
+
+    Of an evaluation no more than have a completion in flight at a time.
+    """
+    count, longest = drawing.prompts, drawing.longest
+    if drawing.phase is not Phase.ROLLOUT:
+        count = min(count, trial.args.world_size * max(trial._tracker.rollout_plan.rows_in_flight, 1))
     if trial.adapter.time_separable:
-        return embedded_prompts(cast(Any, trial.adapter), trial.args.prompts_per_rollout)
-    places = range(trial.args.prompts_per_rollout)
+        return embedded_prompts(cast(Any, trial.adapter), count)
+    places = range(count)
     return Prompts((), (), tuple(longest.ids(max(1, len(longest.prompt) - place % 2)) for place in places))
 
 
