@@ -91,17 +91,18 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any], Traje
     try:
         tensors = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
         loop = json.loads((folder / _LOOP).read_text())
-        return tensors, loop, load_trajectory(folder)
+        state = json.loads((folder / _TRAINER).read_text())
+        return tensors, {**loop, "trainer_state": state}, load_trajectory(folder)
     except (*_SIGNS_OF_DAMAGE, pickle.UnpicklingError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
         raise ConfigError(
             f"resume_from_checkpoint is {str(folder)!r}, which is damaged ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]}). Delete it and resume from an earlier one."
+            f"{str(error).partition(chr(10))[0]}). Delete it and resume from an earlier one."
         ) from error
 
 
-def find_checkpoint(output_dir: Path, wanted: bool | str) -> Path:
+def find_checkpoint(output_dir: Path, wanted: bool | str | Path) -> Path:
     """Finds the checkpoint to resume from.
 
     Args:
@@ -114,9 +115,12 @@ def find_checkpoint(output_dir: Path, wanted: bool | str) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    if not isinstance(wanted, bool) and wanted.lower() != "true":
+    if not isinstance(wanted, (bool, str, Path)):
+        raise ConfigError(f"resume_from_checkpoint is {wanted!r}; it must be True, or a checkpoint's folder.")
+    if not isinstance(wanted, bool) and str(wanted).lower() != "true":
         if not Path(wanted).is_dir():
-            raise ConfigError(f"resume_from_checkpoint is {wanted!r}, which is not a folder. Name a checkpoint folder.")
+            told = str(wanted)
+            raise ConfigError(f"resume_from_checkpoint is {told!r}, which is not a folder. Name a checkpoint folder.")
         return Path(wanted)
     found = [path for path in checkpoints(output_dir) if (path / _LOOP).exists()]
     if not found:

@@ -184,7 +184,7 @@ def load_model(
         if peft_config is not None:
             with warnings.catch_warnings():  # PEFT asks transformers by an old name, which is no business of the user's
                 warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
-                trained = get_peft_model(base, peft_config)
+                trained = _with_adapter(base, peft_config)
         elif isinstance(base, PeftModel):
             if with_reference:
                 _copy_reference_adapter(base)
@@ -352,6 +352,17 @@ def _from_name(
     placed = model if _is_quantised(model) or places else model.to(device)
     hold(Component.WEIGHTS, weights_of(placed))  # on a CPU they are mapped from the file
     return placed
+
+
+def _with_adapter(base: Any, peft_config: PeftConfig) -> PeftModel:
+    """Puts an adapter into a model, in place."""
+    try:
+        return get_peft_model(base, peft_config)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"peft_config, a {type(peft_config).__name__}, does not fit {type(base).__name__} ({_first_line(error)}). "
+            "Name layers of this model in target_modules, or 'all-linear'."
+        ) from error
 
 
 def _placed(model: Any, device: torch.device) -> Any:

@@ -25,7 +25,7 @@ from memsafe_rl.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError
+from memsafe_rl.errors import ConfigError, DataError, MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.attribution import held_by, optimizer_tensors
 from memsafe_rl.memory.monitor import check_meter
 from memsafe_rl.memory.randomness import RandomState, capture_random_state, plain_random_state, restore_random_state
@@ -35,7 +35,7 @@ from memsafe_rl.rewards.base import RewardScores
 from memsafe_rl.summary import run_figures
 from memsafe_rl.trainers.alarms import AlarmWatch
 from memsafe_rl.trainers.continuity import check_same_run, run_facts
-from memsafe_rl.trainers.data import PromptSource
+from memsafe_rl.trainers.data import PromptSource, check_dataset
 from memsafe_rl.trainers.experience import ExperienceMaker
 from memsafe_rl.trainers.learning import LearningTrainer
 from memsafe_rl.trainers.lossy import Concession, concede, next_concession
@@ -146,7 +146,7 @@ class OnPolicyTrainer(LearningTrainer):
 
     def train(
         self,
-        resume_from_checkpoint: bool | str | None = None,
+        resume_from_checkpoint: bool | str | Path | None = None,
         trial: Any = None,
         ignore_keys_for_eval: Any = None,
     ) -> TrainResult:
@@ -478,6 +478,7 @@ class OnPolicyTrainer(LearningTrainer):
 
         Raises:
             ConfigError: there is no evaluation dataset.
+            DataError: it cannot be used.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
@@ -487,7 +488,10 @@ class OnPolicyTrainer(LearningTrainer):
             for name, part in dataset.items():
                 merged |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
             return merged
-        values = self._maker.evaluate(list(dataset), self.args.eval_generations)
+        examples = list(check_dataset(dataset, "eval_dataset"))
+        if not examples:
+            raise DataError("eval_dataset is empty. Pass at least one example with a 'prompt' column.")
+        values = self._maker.evaluate(examples, self.args.eval_generations)
         values.pop("step_tokens")
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         self.log(metrics)
@@ -513,7 +517,7 @@ class OnPolicyTrainer(LearningTrainer):
 
     # ------------------------------------------------------------------ beginning, end, checkpoints
 
-    def _begin(self, resume: bool | str | None) -> None:
+    def _begin(self, resume: bool | str | Path | None) -> None:
         """Makes optimizer and schedule, and goes to where the run stands."""
         self.args.validate()
         check_meter(self._tracker.meter)
@@ -675,7 +679,7 @@ class OnPolicyTrainer(LearningTrainer):
         self._committed.load_state_dict(tensors)
         if self._reference_model is not None and "reference" in tensors:
             self._reference_model.load_state_dict(tensors["reference"])
-        self.state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+        self.state = TrainerState(**loop["trainer_state"])
         self.state.is_world_process_zero = self.state.is_local_process_zero = self._ranks.is_main
         self.history = list(loop["history"])
         self._cursor = Cursor(**loop["cursor"])

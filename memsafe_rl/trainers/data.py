@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from datasets import Dataset, Image, IterableDataset
+from jinja2 import TemplateError
 from rich.progress import track
 from torch import Tensor
 
@@ -248,6 +249,17 @@ class PromptTokenizer:
                 "the prompts are conversations but the tokenizer has no chat template. Set "
                 "processing_class.chat_template, or pass prompts as plain text."
             )
+        try:
+            return self._rendered(prompts)
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            if len(prompts) == 1:
+                raise DataError(
+                    f"the chat template cannot render prompt {prompts[0]!r:.300} ({error}). Give every message a "
+                    "'role' and a text 'content', and chat_template_kwargs what the template asks for."
+                ) from error
+            return [row for prompt in prompts for row in self._templated([prompt])]
+
+    def _rendered(self, prompts: Sequence[Any]) -> list[list[int]]:
         rendered = self._tokenizer.apply_chat_template(
             list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True, **self._template_kwargs
         )

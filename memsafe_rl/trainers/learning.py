@@ -31,7 +31,7 @@ from memsafe_rl.trainers.objectives import (
     objective_metrics,
     with_objectives,
 )
-from memsafe_rl.trainers.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler
+from memsafe_rl.trainers.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler, check_holds
 from memsafe_rl.trainers.order import merge_orders
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.reporting import read_step, step_metrics
@@ -105,6 +105,9 @@ class LearningTrainer(TrainerSurface):
     def _make_optimizer(self, max_steps: int) -> None:
         """Makes optimizer, schedule and loss scale, and the optimizer's state before anything else wants its bytes."""
         optimizer, scheduler = self._given_optimizers
+        if optimizer is not None:
+            critic = {} if self.credit is None else {"critic": self.credit.critic.beside}
+            check_holds(optimizer, {"model": self.model, **critic})
         optimizer = optimizer or self._recovery.repeat(lambda: build_optimizer(self._trained(), self.args))
         scheduler = scheduler or build_scheduler(optimizer, self.args, max_steps)
         scaler = torch.amp.GradScaler(self.adapter.device.type) if self.args.fp16 else None

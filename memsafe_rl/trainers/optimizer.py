@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections import deque
@@ -22,10 +23,67 @@ from memsafe_rl.trainers.parking import Parking
 from memsafe_rl.trainers.snapshot import Snapshot
 from memsafe_rl.types import Component
 
+logger = logging.getLogger(__name__)
+
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Lists the parameters that receive gradients, in the model's order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def given_optimizers(given: Any) -> tuple[torch.optim.Optimizer | None, Any]:
+    """Reads a trainer's argument `optimizers`.
+
+    Args:
+        given: what the user passed; None for nothing.
+
+    Returns:
+        An optimizer and a schedule, None for what the configuration names.
+
+    Raises:
+        ConfigError: it is no pair of an optimizer and a schedule.
+    """
+    if given is None:
+        return None, None
+    remedy = "Pass (optimizer, schedule), with None for what the configuration names."
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ConfigError(f"optimizers is {type(given).__name__} {given!r:.100}, and no pair. {remedy}")
+    for value, needed in zip(given, ("param_groups", "get_last_lr"), strict=True):
+        if value is not None and (isinstance(value, type) or not hasattr(value, needed)):
+            raise ConfigError(f"optimizers has {value!r:.100}, which has no {needed}. {remedy}")
+    return given[0], given[1]
+
+
+def check_holds(optimizer: torch.optim.Optimizer, networks: Mapping[str, nn.Module]) -> None:
+    """Refuses an optimizer that holds no trained weight of a network, and says it where some are left out.
+
+    Args:
+        optimizer: as the user made it.
+        networks: what is trained, by what it is called.
+
+    Raises:
+        ConfigError: nothing of a network would be learnt.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, network in networks.items():
+        trained = trained_parameters(network)
+        left_out = [parameter for parameter in trained if id(parameter) not in held]
+        if trained and len(left_out) == len(trained):
+            raise ConfigError(
+                f"optimizers holds a {type(optimizer).__name__} with none of the {len(trained)} trained tensors of the "
+                f"{name}, which would learn nothing. Make it of trainer.{_WHERE[name]}.parameters() (add_param_group "
+                "before train), or leave it out and name one by optim."
+            )
+        if left_out:
+            logger.warning(
+                "%d of %d trained tensors of the %s are in none of the optimizer's groups, and stay as they are.",
+                len(left_out),
+                len(trained),
+                name,
+            )
+
+
+_WHERE = {"model": "model", "critic": "critic.beside"}
 
 
 def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
@@ -252,7 +310,13 @@ class Committer:
         """Restores what `state_dict` gave; the state before goes first, to make room. May be repeated."""
         self._parking.forget()
         self.optimizer.state.clear()
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except ValueError as error:
+            raise ConfigError(
+                f"the checkpoint holds the state of another optimizer than this {type(self.optimizer).__name__} "
+                f"({error}). Resume with the model and the optimizer it was written with."
+            ) from error
         self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])

@@ -43,6 +43,7 @@ from memsafe_rl.trainers.experience import ExperienceMaker
 from memsafe_rl.trainers.forecasting import foresee, wants_forecast
 from memsafe_rl.trainers.given import RolloutFunction
 from memsafe_rl.trainers.kinds import kind_of
+from memsafe_rl.trainers.optimizer import given_optimizers
 from memsafe_rl.trainers.prepare import (
     check_together,
     chosen_policy,
@@ -146,7 +147,7 @@ class PolicyTrainer(OnPolicyTrainer):
             ranks=ranks,
             eval_dataset=eval_dataset,
             callbacks=[*self._own_callbacks(recovery.tracker, ranks), *_listed(callbacks)],
-            optimizers=optimizers or (None, None),
+            optimizers=given_optimizers(optimizers),
         )
         if ranks.is_main and not self.args.disable_tqdm:
             banner(self._facts(recovery.tracker))
@@ -330,7 +331,14 @@ def _loaded_once(recovery: Recovery, load: Callable[[], LoadedModel], model: Any
 def _listed(callbacks: Any) -> list[Any]:
     if callbacks is None:
         return []
-    return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    for callback in listed:
+        if not hasattr(callback, "on_init_end"):
+            raise ConfigError(
+                f"callbacks has {callback!r:.100} ({type(callback).__name__}), which is no callback. Derive it from "
+                "transformers.TrainerCallback."
+            )
+    return listed
 
 
 def _refuse_half_weights(model: Any) -> None:

@@ -212,11 +212,17 @@ def evaluation_prompts(config: TrainerConfig, dataset: Any, reader: PromptReader
     if dataset is None:
         if config.eval_strategy != "no" or config.load_best_model_at_end:
             raise ConfigError(
-                f"eval_strategy is {str(config.eval_strategy)!r} and load_best_model_at_end is "
+                f"eval_strategy is {config.eval_strategy.value!r} and load_best_model_at_end is "  # type: ignore[attr-defined]
                 f"{config.load_best_model_at_end}, but there is no eval_dataset. Pass one, or set eval_strategy='no'."
             )
         return None
     if isinstance(dataset, Mapping):
+        missing = [name for name, part in dataset.items() if part is None]
+        if missing or not dataset:
+            raise DataError(
+                f"eval_dataset is a dict {f'whose {missing[0]!r} is None' if missing else 'of nothing'}. Give every "
+                "name a dataset, or leave eval_dataset out."
+            )
         return {name: evaluation_prompts(config, part, reader, rewards) for name, part in dataset.items()}
     dataset = text_dataset(config, dataset, "eval_dataset")
     if isinstance(dataset, IterableDataset):
@@ -248,6 +254,11 @@ def check_together(
             importance weight once for every token, or partial rollouts are asked for where they cannot be.
         DataError: a reward function needs a column that is not there.
     """
+    if rollout_func is not None and not callable(rollout_func):
+        raise ConfigError(
+            f"rollout_func is {rollout_func!r:.100} ({type(rollout_func).__name__}). Give a function "
+            "(prompts, trainer) -> {'prompt_ids', 'completion_ids', 'logprobs'}."
+        )
     if rollout_func is not None and stage is not None:
         raise ConfigError(
             "A rollout_func draws the completions itself. Leave tools and environment_factory out, or rollout_func."

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 from transformers import PreTrainedModel
 
@@ -18,6 +18,8 @@ from memsafe_rl.models.critic import Critic
 _ADAPTER = "default"
 _PLAIN = "model.safetensors"
 _CRITIC = "critic.safetensors"
+_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What safetensors calls types of weights."""
 
 
 def write_weights(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -95,6 +97,15 @@ def read_critic(critic: Critic, folder: Path) -> None:
     critic.load_weights(saved)
 
 
+def _saved_types(folder: Path) -> set[torch.dtype]:
+    """Gives the types of saved weights, which reading would convert without a word."""
+    found: set[str] = set()
+    for file in folder.glob("model*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            found |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+    return {_TYPES[name] for name in found if name in _TYPES}
+
+
 def _read_adapter(model: PeftModel, folder: Path) -> None:
     name = model.active_adapter
     saved = load_peft_weights(str(folder if name == _ADAPTER else folder / name), device="cpu")
@@ -108,7 +119,15 @@ def _read_adapter(model: PeftModel, folder: Path) -> None:
 
 def _read_model(model: Any, folder: Path) -> None:
     # The config is given, for without one a default network of any size would be built.
-    saved = type(model).from_pretrained(folder, config=model.config, dtype=model.dtype, device_map=None)
+    saved, loading = type(model).from_pretrained(
+        folder, config=model.config, dtype=model.dtype, device_map=None, output_loading_info=True
+    )
+    differing = sorted({*loading["missing_keys"], *loading["unexpected_keys"]})
+    if differing:
+        raise ValueError(f"{len(differing)} weights differ, such as {differing[0]}")
+    types = {weight.dtype for weight in model.parameters() if weight.dtype in _TYPES.values()} ^ _saved_types(folder)
+    if types:
+        raise ValueError(f"types of weights differ: {', '.join(sorted(map(str, types)))}")
     with torch.no_grad():
         for (_, target), (_, source) in zip(model.named_parameters(), saved.named_parameters(), strict=True):
             target.copy_(source)

@@ -1,0 +1,157 @@
+"""What a careless script passes: each is refused by name before a weight moves, with its value and what to do."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch import nn
+
+from memsafe_rl import PPOConfig, PPOTrainer
+from memsafe_rl.errors import ConfigError, DataError
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, weights
+from tests.trainers.test_encoder_decoder import tiny_t5
+
+CHAT: dict[str, Any] = {"processing_class": tiny_tokenizer(chat=True)}
+
+
+def talk(*turns: dict[str, Any]) -> Dataset:
+    hello = [{"role": "user", "content": "1+1="}]
+    return Dataset.from_list([{"prompt": hello}] * 15 + [{"prompt": list(turns)}])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            {"train_dataset": talk({"content": "hello"}), **CHAT},
+            DataError,
+            r"cannot render prompt \[\{.*'hello'.*\}\] \(.*role.*\)\. Give every message a 'role' and a text 'content'",
+        ),
+        ({"train_dataset": talk({"role": "user"}), **CHAT}, DataError, "cannot render prompt .*content"),
+        ({"callbacks": 5}, ConfigError, r"callbacks has 5 \(int\), which is no callback.*TrainerCallback"),
+        ({"callbacks": [dict]}, ConfigError, "callbacks has <class 'dict'>"),
+        ({"optimizers": torch.optim.SGD}, ConfigError, r"optimizers is type .*SGD.*no pair\. Pass \(optimizer, sched"),
+        ({"optimizers": (None, None, None)}, ConfigError, r"optimizers is tuple \(None, None, None\), and no pair"),
+        ({"optimizers": (torch.optim.SGD, None)}, ConfigError, "SGD'>, which has no param_groups"),
+        ({"optimizers": (None, "cosine")}, ConfigError, "optimizers has 'cosine', which has no get_last_lr"),
+        ({"rollout_func": 5}, ConfigError, r"rollout_func is 5 \(int\)\. Give a function"),
+        (
+            {"peft_config": LoraConfig(target_modules=["nope"])},
+            ConfigError,
+            "peft_config, a LoraConfig, does not fit Qwen3ForCausalLM .*nope.*all-linear",
+        ),
+        ({"eval_dataset": {}}, DataError, "eval_dataset is a dict of nothing"),
+        ({"eval_dataset": {"a": None}}, DataError, "eval_dataset is a dict whose 'a' is None"),
+        ({"eval_strategy": "steps"}, ConfigError, "eval_strategy is 'steps' and load_best_model_at_end is False"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    given: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        make_trainer(tmp_path, **given)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (Dataset.from_dict({"prompt": []}), "eval_dataset is empty"),
+        ([], "eval_dataset is empty"),
+        ("imdb", r"eval_dataset is 'imdb' \(str\)\. Pass a datasets\.Dataset"),
+    ],
+)
+def test_evaluations_of_nothing_are_refused(dataset: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        make_trainer(tmp_path).evaluate(dataset)
+
+
+# An optimizer that was made of something else
+
+
+def test_an_optimizer_without_the_models_weights_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    foreign = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    trainer = make_trainer(tmp_path, optimizers=(foreign, None))
+    before = weights(trainer)
+    with pytest.raises(ConfigError, match=r"holds a SGD with none of the .* trained tensors of the model, which would"):
+        trainer.train()
+    assert torch.equal(weights(trainer), before)
+    model = tiny_model()
+    some = torch.optim.SGD(model.model.layers.parameters(), lr=1e-2)
+    make_trainer(tmp_path, model=model, optimizers=(some, None), max_steps=1).train()
+    assert "trained tensors of the model are in none of the optimizer's groups" in caplog.text
+
+
+def test_an_optimizer_of_ppo_must_hold_the_critic_too(tmp_path: Path) -> None:
+    def trainer() -> PPOTrainer:
+        model = tiny_model()
+        return PPOTrainer(
+            model,
+            count_digits,
+            PPOConfig(output_dir=str(tmp_path), max_steps=1, max_completion_length=6, use_cpu=True, disable_tqdm=True),
+            Dataset.from_dict({"prompt": PROMPTS}),
+            processing_class=tiny_tokenizer(),
+            optimizers=(torch.optim.SGD(model.parameters(), lr=1e-2), None),
+        )
+
+    with pytest.raises(ConfigError, match=r"none of the 2 trained tensors of the critic.*trainer\.critic\.beside"):
+        trainer().train()
+    mended = trainer()
+    assert mended._given_optimizers[0] is not None
+    mended._given_optimizers[0].add_param_group({"params": list(mended.critic.beside.parameters())})
+    mended.train()
+    assert mended.critic.head.weight.abs().sum() > 0
+
+
+# A checkpoint of another network
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: tiny_model(layers=3), "11 weights differ, such as model.layers.2"),
+        (lambda: tiny_model(layers=1), "11 weights differ, such as model.layers.1"),
+        (tiny_t5, "weights differ, such as decoder"),
+        (lambda: tiny_model(dtype=torch.bfloat16), r"types of weights differ: torch\.bfloat16, torch\.float32"),
+    ],
+    ids=["deeper", "shallower", "encoder-decoder", "other type"],
+)
+def test_the_checkpoint_of_another_network_is_refused_and_leaves_the_weights_alone(
+    other: Any, message: str, tmp_path: Path
+) -> None:
+    make_trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1).train()
+    trainer = make_trainer(tmp_path, model=other())
+    before = weights(trainer)
+    with pytest.raises(ConfigError, match=f"does not hold the weights of this model .*{message}"):
+        trainer.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(trainer), before)
+
+
+def test_a_checkpoint_may_be_named_by_a_path_and_by_nothing_else(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1).train()
+    resumed = make_trainer(tmp_path, max_steps=2)
+    assert resumed.train(resume_from_checkpoint=tmp_path / "checkpoint-1").global_step == 2
+    with pytest.raises(ConfigError, match="resume_from_checkpoint is 5; it must be True, or a checkpoint's folder"):
+        make_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "training_state.pt"])
+@pytest.mark.parametrize("content", [None, b"", b"{"])
+def test_a_damaged_checkpoint_is_told_before_weights_are_read(name: str, content: bytes | None, tmp_path: Path) -> None:
+    make_trainer(tmp_path / "run", save_strategy="steps", save_steps=1, max_steps=1).train()
+    folder = tmp_path / "copy" / "checkpoint-1"
+    shutil.copytree(tmp_path / "run" / "checkpoint-1", folder)
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    trainer = make_trainer(tmp_path / "copy")
+    before = weights(trainer)
+    with pytest.raises(ConfigError, match=r"which (is damaged|holds no loop\.json or training_state\.pt)"):
+        trainer.train(resume_from_checkpoint=str(folder))
+    assert torch.equal(weights(trainer), before)
