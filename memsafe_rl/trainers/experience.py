@@ -416,12 +416,17 @@ class ExperienceMaker(RolloutScorer):
             longest[key.prompt] = max(longest[key.prompt], len(context))
         return tuple(longest)
 
+    @property
+    def plays_turns(self) -> bool:
+        """Whether completions are episodes of several turns; a forecast, which has no stage, goes by the limits."""
+        config = self._config
+        limited = config.max_turn_length is not None or config.max_episode_turns is not None
+        return (self._stage is not None or limited) and config.max_episode_turns != 1
+
     def _kept_most(self, work: RolloutWork, match: Match | None = None) -> int:
         """Counts the keys and values that could wait between turns: of all agents at their longest, and of users."""
-        stage, geometry = self._stage, work.geometry
-        if stage is None or not isinstance(self._engine, NativeEngine) or not geometry.shares_prompts:
-            return 0
-        if self._config.max_episode_turns == 1:
+        geometry = work.geometry
+        if not self.plays_turns or not isinstance(self._engine, NativeEngine) or not geometry.shares_prompts:
             return 0
         longest = max(work.prompt_tokens, default=1)
         prompts = len(work.prompt_tokens) * geometry.prompt_kv_bytes(longest)

@@ -38,7 +38,16 @@ from memsafe_rl.trainers.data import Prompts
 from memsafe_rl.trainers.made_up import chains, embedded_prompts, lay_down
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.samples import Experience
-from memsafe_rl.types import Phase, Ragged, RolloutPlan, SequenceKey, Trajectory, UpdatePlan, UpdateWork
+from memsafe_rl.types import (
+    Phase,
+    Ragged,
+    RolloutPlan,
+    SamplingSettings,
+    SequenceKey,
+    Trajectory,
+    UpdatePlan,
+    UpdateWork,
+)
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -364,7 +373,9 @@ def _probe_drawing(trial: OnPolicyTrainer, drawing: Drawing) -> None:
     def from_first_to_last(plan: RolloutPlan) -> None:
         waiting = [Candidate(prompt, len(ids[prompt]), 0, sampling.max_new_tokens) for prompt, _ in rows]
         first = rows[: _in_flight(trial.adapter, waiting, plan)]
-        ending = _AtTheEnd(trial.adapter, longest.row_tokens - 2)
+        context = longest.ids(longest.row_tokens - 2)
+        several = maker.plays_turns and longest.completion_tokens > 2
+        ending = _AtTheEnd(trial.adapter, len(context), plan.prefill_tokens if several and plan.kept_kv_bytes else 0)
         # The cache that transformers' generate keeps, where that decodes, is out of reach.
         own_cache = not isinstance(trial.adapter, LanguageAdapter) or trial.adapter.path.decodes
         tried = cast(ModelAdapter, ending) if own_cache else trial.adapter
@@ -372,7 +383,9 @@ def _probe_drawing(trial: OnPolicyTrainer, drawing: Drawing) -> None:
         if not ending.stretched and longest.completion_tokens > 2:  # a cache that only grows by reading
             alike = [(0, sample) for sample in range(len(first))]
             last_two = replace(two_tokens, max_new_tokens=2)
-            generate(trial.adapter, *_samples([longest.ids(longest.row_tokens - 2)], alike), last_two, under(plan))
+            generate(trial.adapter, *_samples([context], alike), last_two, under(plan))
+        if several and own_cache and plan.kept_kv_bytes < maker._kept_most(maker._work(prompts, group)):
+            _read_again(trial.adapter, ids, first, context, two_tokens, plan)
 
     with trial._tracker.phase(drawing.phase):
         attempt(from_first_to_last)
@@ -426,17 +439,38 @@ def _prompts_of(trial: OnPolicyTrainer, drawing: Drawing) -> Prompts:
     return Prompts((), (), tuple(longest.ids(max(1, len(longest.prompt) - place % 2)) for place in places))
 
 
+def _read_again(
+    adapter: ModelAdapter,
+    ids: Sequence[Tensor],
+    rows: Sequence[tuple[int, int]],
+    context: Tensor,
+    settings: SamplingSettings,
+    plan: RolloutPlan,
+) -> None:
+    """Tries the moment at which the last contexts of a turn are read again, beside all others."""
+    together = min(len(rows), max(1, plan.prefill_tokens // len(context)))
+    if adapter.joins and len(rows) > together:
+        others = _AtTheEnd(adapter, len(context), plan.prefill_tokens, [context] * together)
+        generate(cast(ModelAdapter, others), *_samples(ids, rows[together:]), settings, under(plan))
+    else:
+        once = replace(settings, max_new_tokens=2)
+        keys = [[SequenceKey(0, 0, *row)] for row in rows]
+        generate(adapter, [context] * len(rows), keys, once, under(plan))
+
+
 class _AtTheEnd:
     """An adapter as a rollout sees it whose first decoding step is its last: the cache is widened before it.
 
     Args:
         adapter: the network.
         slots: slots of the cache before the last step.
+        reads: tokens that are read in one forward before it, as in a turn of an episode; 0 for nothing.
+        anew: contexts that are read beside the cache; empty where its rows read on.
     """
 
-    def __init__(self, adapter: ModelAdapter, slots: int) -> None:
+    def __init__(self, adapter: ModelAdapter, slots: int, reads: int = 0, anew: Sequence[Tensor] = ()) -> None:
         self.stretched = False
-        self._adapter, self._slots = adapter, slots
+        self._adapter, self._slots, self._reads, self._anew = adapter, slots, reads, anew
 
     def __getattr__(self, name: str) -> Any:
         """Gives everything else as the adapter does."""
@@ -444,7 +478,14 @@ class _AtTheEnd:
 
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
         """Appends one token to every row of the widened cache."""
-        self.stretched = self._adapter.stretch(state, self._slots)
+        told = 0 if self._anew else min(self._reads // state.rows, self._slots // 2)
+        self.stretched = self._adapter.stretch(state, self._slots - told - bool(self._reads))
+        if self._reads and self.stretched and self._adapter.joins:
+            self._adapter.decode_step(state, tokens_B)  # makes room for all that the cache now stands for
+            if self._anew:
+                self._adapter.prefill(self._anew, self._reads)
+            elif told:
+                self._adapter.extend(state, [torch.zeros(told, dtype=torch.int64)] * state.rows, self._reads)
         return self._adapter.decode_step(state, tokens_B)
 
 

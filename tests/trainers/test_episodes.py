@@ -35,6 +35,7 @@ from memsafe_rl.types import (
     RolloutPlan,
     RolloutWork,
     Trajectory,
+    UpdatePlan,
 )
 from tests.rollout.episodes.helpers import FORGETFUL, TEMPLATE, chat_tokenizer
 from tests.tiny import tiny_model
@@ -709,3 +710,41 @@ def test_a_rung_drops_what_is_kept_before_it_lowers_anything_else() -> None:
     assert part.predicted_bytes["rollout"] <= 2**28
     one_turn = AdaptivePolicy().before_rollout(replace(work, kept_bytes=0), roomy)
     assert one_turn.kept_kv_bytes == 0
+
+
+class Filling(Digits):
+    """Answers so that the last turn has two tokens left, or a few."""
+
+    def reset(self, example: Any) -> None:
+        super().reset(example)
+
+    def step(self, action: Any) -> Any:
+        self.said.append(action.text)
+        return Step("x" * 20)
+
+
+@pytest.mark.parametrize(("kept_kv_bytes", "margin"), [(2**30, 0.025), (0, 0.01)])
+def test_a_forecast_knows_of_later_turns(tmp_path: Path, kept_kv_bytes: int, margin: float) -> None:
+    tiny_model(positions=1024, hidden=64, layers=4).save_pretrained(tmp_path / "named")
+    policy = FixedPolicy(
+        RolloutPlan(prefill_tokens=512, score_tokens=512, kept_kv_bytes=kept_kv_bytes),
+        UpdatePlan(micro_batch_tokens=512),
+    )
+    with SimulatedMemory() as memory:
+        trainer = trainer_of(
+            tmp_path,
+            model=str(tmp_path / "named"),
+            environment_factory=Filling,
+            memory_policy=policy,
+            per_device_train_batch_size=16,
+            max_completion_length=249,
+            max_turn_length=24,
+            max_steps=1,
+            generation_kwargs={"eos_token_id": [i for i in range(2, 258) if not 60 <= i < 70], "min_new_tokens": 19},
+            memory_budget="256MiB",
+            memory_forecast=True,
+        )
+        trainer.train()
+        held = max(record.peak_bytes for record in memory.timeline if record.phase is Phase.ROLLOUT)
+    assert trainer.forecast is not None
+    assert trainer.forecast.phase_bytes[Phase.ROLLOUT] == pytest.approx(held, rel=margin)

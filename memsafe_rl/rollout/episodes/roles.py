@@ -61,7 +61,7 @@ def key_of(model: nn.Module) -> ModelKey:
 class ModelHub:
     """Serves every role of a run from as few weights as there are different models.
 
-    The state of PEFT adapters is global: one role acts at a time, and no cache may live on from one to the next.
+    The state of PEFT adapters is global: one role acts at a time, and no cache is read under another than its own.
 
     Args:
         agent: the trained model.
