@@ -1,5 +1,7 @@
 """Teaches a motion diffusion model what its prompts mean, with GRPO on a CPU: `python -m examples.motion_grpo`.
 
+With `--ppo` it is PPO's turn: one motion a prompt instead of four, and a critic of states for each denoising step.
+
 States have the size of text-to-motion models on HumanML3D: 263 features × 1 × 196 frames, 50 denoising steps. A small
 denoiser first learns to make figures walk, from motions nearly all of whose commands are wrong: it walks well, at
 nearly any speed but the one it was asked for. GRPO then sees only how far each motion's speed is from the command, and
@@ -29,6 +31,8 @@ from memsafe_rl import (
     DiffusionPolicy,
     GRPOConfig,
     GRPOTrainer,
+    PPOConfig,
+    PPOTrainer,
     TrainedSteps,
     draw_samples,
 )
@@ -54,7 +58,7 @@ class Size:
     Args:
         width: of the denoiser.
         pretraining: steps of supervision.
-        updates: optimizer steps of GRPO.
+        updates: optimizer steps.
         prompts: prompts a rollout.
     """
 
@@ -256,38 +260,42 @@ def prompts_of(lengths: Sequence[int]) -> list[str]:
     return [f"{words} for {frames} frames" for frames in lengths for words in SPEEDS]
 
 
-def settings(output_dir: Path, size: Size, seed: int) -> GRPOConfig:
-    """Gives the settings of the run: groups of 4, three passes over each rollout unless the KL ends them.
+def settings(output_dir: Path, size: Size, seed: int, *, ppo: bool = False) -> GRPOConfig | PPOConfig:
+    """Gives the settings of the run: four motions a prompt, three passes over each rollout unless the KL ends them.
 
     Args:
         output_dir: folder of the run.
         size: how large everything is.
         seed: of the run.
+        ppo: whether a critic takes the place of groups: as many motions a rollout, one a prompt.
 
     Returns:
         The configuration.
     """
-    return GRPOConfig(
-        output_dir=str(output_dir),
-        seed=seed,
-        max_steps=size.updates,
-        per_device_train_batch_size=4 * size.prompts,
-        num_generations=4,
-        num_iterations=3,
-        learning_rate=1e-2,
-        lr_scheduler_type="linear",
-        epsilon=2e-5,
-        kl_stop={"target": 5e-6, "unit": "token", "estimator": "k1"},
-        eval_strategy="steps",
-        eval_steps=max(1, size.updates // 3),
-        eval_on_start=True,
-        num_generations_eval=1,
-        save_steps=size.updates,
-        save_total_limit=1,
-        logging_steps=3,
-        use_cpu=True,
-        bf16=False,
-    )
+    both: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "seed": seed,
+        "max_steps": size.updates,
+        "per_device_train_batch_size": 4 * size.prompts,
+        "num_iterations": 3,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "linear",
+        "epsilon": 2e-5,
+        "kl_stop": {"target": 5e-6, "unit": "token", "estimator": "k1"},
+        "eval_strategy": "steps",
+        "eval_steps": max(1, size.updates // 3),
+        "eval_on_start": True,
+        "num_generations_eval": 1,
+        "save_steps": size.updates,
+        "save_total_limit": 1,
+        "logging_steps": 3,
+        "use_cpu": True,
+        "bf16": False,
+    }
+    if ppo:
+        # Unclipped: a norm over policy and critic together would shrink the policy's steps by the critic's gradient.
+        return PPOConfig(**both, max_grad_norm=0.0, vf_coef=1.0, vf_clip=None, kl_coef=0.0)
+    return GRPOConfig(**both, num_generations=4)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -303,13 +311,14 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return float(numbers.mean()), float(numbers.std()) / math.sqrt(len(values))
 
 
-def run(output_dir: Path, size: Size, seed: int) -> dict[str, float]:
+def run(output_dir: Path, size: Size, seed: int, *, ppo: bool = False) -> dict[str, float]:
     """Trains, and measures before and after on motions of lengths that were never asked for in training.
 
     Args:
         output_dir: folder of the run.
         size: how large everything is.
         seed: of everything random.
+        ppo: whether PPO trains it.
 
     Returns:
         Held-out rewards before and after, in metres a second, their gain and its standard error.
@@ -319,10 +328,11 @@ def run(output_dir: Path, size: Size, seed: int) -> dict[str, float]:
     policy = make_policy(motions, size.width, seed)
     pretrain(policy, motions, size.pretraining, seed)
     train, held_out = prompts_of(_LENGTHS), prompts_of(_HELD_OUT_LENGTHS)
-    trainer = GRPOTrainer(
+    kind: Any = PPOTrainer if ppo else GRPOTrainer
+    trainer = kind(
         policy,
         near_command,
-        args=settings(output_dir, size, seed),
+        args=settings(output_dir, size, seed, ppo=ppo),
         train_dataset=Dataset.from_dict({"prompt": train}),
         eval_dataset=Dataset.from_dict({"prompt": held_out}),
         peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=r".*told\.(0|2)"),
@@ -357,13 +367,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     usual = Size()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
-    parser.add_argument("--updates", type=int, default=usual.updates, help="optimizer steps of GRPO")
+    parser.add_argument("--updates", type=int, default=usual.updates, help="optimizer steps of GRPO or PPO")
     parser.add_argument("--pretraining", type=int, default=usual.pretraining, help="steps of supervision before them")
+    parser.add_argument("--ppo", action="store_true", help="PPO with a critic of states in place of GRPO")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/motion"), help="where files go")
     given = parser.parse_args(arguments)
     started = time.perf_counter()
     size = Size(pretraining=given.pretraining, updates=given.updates)
-    rewards = run(given.output_dir, size, given.seed)
+    rewards = run(given.output_dir, size, given.seed, ppo=given.ppo)
     print(
         f"speed beside the command, held out: {-rewards['before']:.2f} m/s before, {-rewards['after']:.2f} after; "
         f"gain {rewards['gain']:.2f}, standard error {rewards['standard_error']:.2f}"

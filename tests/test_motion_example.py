@@ -53,12 +53,13 @@ def test_prompts_and_rewards() -> None:
     assert found == pytest.approx([0.0, -2.2], abs=1e-4)
 
 
-def test_the_example_in_miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ppo", [False, True], ids=["GRPO", "PPO"])
+def test_the_example_in_miniature(ppo: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(motion_grpo, "STEPS", 4)
     monkeypatch.setattr(motion_grpo, "_TRIES", 1)
     monkeypatch.setattr(motion_grpo, "make_motions", lambda _, seed: make_motions(16, seed))
     size = motion_grpo.Size(width=8, pretraining=2, updates=3, prompts=1)
-    found = motion_grpo.run(tmp_path, size, seed=0)
+    found = motion_grpo.run(tmp_path, size, seed=0, ppo=ppo)
     assert found["before"] < 0
     assert found["gain"] == pytest.approx(found["after"] - found["before"], abs=1e-5)
     assert (tmp_path / "motions.png").stat().st_size > 10_000

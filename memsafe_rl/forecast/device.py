@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -28,14 +30,17 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, number: float = 1.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._number = number
+        self._number, self._sole_holder = number, _sole_holder()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.nonzero.default:
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
-        if func is torch.ops.aten.add.Tensor and _joins_gradients_of_an_embedding():
+        if func is torch.ops.aten.add.Tensor and _in_backward() and _holders(args[0]) == self._sole_holder:
+            # Autograd adds up what two users of a tensor give it, such as a tied embedding and its head, or a layer and
+            # its LoRA adapter. Of real tensors it does so in place; under a dispatch mode it does not, which would
+            # count a gradient once too often.
             return torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
         if func is torch.ops.aten._grouped_mm.default:
             return _grouped_product(*args, **(kwargs or {}))
@@ -61,16 +66,42 @@ def _grouped_product(
     return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype or left.dtype)
 
 
-def _joins_gradients_of_an_embedding() -> bool:
-    """Whether autograd is adding what a lookup gives a weight to what the weight got elsewhere, as from a tied head.
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes how often the first operand of an addition is held."""
 
-    Of real tensors it then adds in place; under a dispatch mode it does not, which would count such a weight's gradient
-    once too often.
-    """
-    if torch.is_grad_enabled() or torch._C._current_graph_task_id() < 0:
-        return False
-    node = torch._C._current_autograd_node()
-    return node is not None and str(node.name()) == "EmbeddingBackward0"
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.holders: list[tuple[int, int, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.add.Tensor and _in_backward():
+            self.holders.append(_holders(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _sole_holder() -> tuple[int, int, int]:
+    """How often a gradient is held, seen from a dispatch mode, that only autograd's buffer holds; versions differ."""
+    watch = _Watch()
+    with among_ourselves(), FakeTensorMode(), watch, torch.enable_grad():
+        twice_used = torch.zeros(2, requires_grad=True) * 1.0
+        (twice_used.exp() + twice_used.sin()).sum().backward()  # type: ignore[no-untyped-call]
+    return watch.holders[0]
+
+
+def _holders(tensor: Any) -> tuple[int, int, int]:
+    """How often a tensor, its storage and its Python object are held."""
+    if not isinstance(tensor, Tensor):
+        return 0, 0, 0
+    count: Any = getattr(tensor, "_use_count", None)  # not in every version of PyTorch
+    storage: Any = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return int(count()) if count is not None else 0, int(storage), sys.getrefcount(tensor)
+
+
+def _in_backward() -> bool:
+    return not torch.is_grad_enabled() and int(torch._C._current_graph_task_id()) >= 0
 
 
 def nothing_differs() -> AbstractContextManager[Any]:

@@ -69,7 +69,8 @@ class StateEncoder(nn.Module):
         self.width = width
         self.state = nn.Linear(2 * shape[0] if self._pools else size, width, **placed)
         self.told = nn.Linear(2 * _WAVES + condition_width, width, **placed)
-        self.norm = nn.LayerNorm(width, **placed)
+        # One norm each: a state has hundreds of numbers, and would drown what is told.
+        self.state_norm, self.told_norm = nn.LayerNorm(width, **placed), nn.LayerNorm(width, **placed)
         self.inner = nn.Linear(width, width, **placed)
 
     def forward(self, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
@@ -81,8 +82,9 @@ class StateEncoder(nn.Module):
         times = (timesteps.to(x.dtype) / self._largest)[:, None]
         waves = times * math.pi * 2.0 ** torch.arange(_WAVES, device=x.device, dtype=x.dtype)
         told = torch.cat([waves.sin(), waves.cos(), prompt], 1)
-        hidden = nn.functional.gelu(self.norm(self.state(features) + self.told(told)))
-        return nn.functional.gelu(self.inner(hidden))
+        hidden = self.state_norm(self.state(features)) + self.told_norm(self.told(told))
+        mixed: Tensor = hidden + nn.functional.gelu(self.inner(hidden))
+        return mixed
 
 
 class _AsItIs(nn.Module):

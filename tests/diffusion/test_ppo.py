@@ -338,7 +338,8 @@ def test_a_run_holds_what_was_forecast(settings: Any, options: Any, peft: Any, o
 
     critic = Judge(512) if own else None
     config = make_trainer(tmp_path / "config", **settings).args
-    forecast = forecast_memory(policy(), config, device_bytes=2**30, device="cpu", critic=critic)
+    adapter = None if peft is None else LoraConfig(**peft)
+    forecast = forecast_memory(policy(), config, device_bytes=2**30, device="cpu", peft_config=adapter, critic=critic)
     with SimulatedMemory(2**30) as memory:
         trainer = make_trainer(tmp_path / "run", Judge(512) if own else None, policy=policy(), peft=peft, **settings)
         trainer.train()
