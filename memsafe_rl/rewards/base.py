@@ -358,18 +358,19 @@ def _number(name: str, row: int, rows: int, value: Any) -> float:
     if value is None:
         return math.nan
     elements = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 0)
-    single = value.item() if elements == 1 else value
+    single: Any = value.item() if elements == 1 else value
     if not isinstance(single, numbers.Real):
         raise DataError(
             f"Reward function {name!r} returned {value!r:.100} ({type(value).__name__}) for row {row} of {rows}. "
             "Return a number, or None to leave the row out."
         )
-    if abs(number := float(single)) > _LARGEST:
+    size: Any = abs(single)
+    if size > _LARGEST:  # before it becomes a float, which a whole number may be too large for
         raise DataError(
-            f"Reward function {name!r} returned {value!r} for row {row} of {rows}, which is infinite in float32. Bound "
-            "the reward, or return None to leave the row out."
+            f"Reward function {name!r} returned {value!r:.100} for row {row} of {rows}, which is infinite in float32. "
+            "Bound the reward, or return None to leave the row out."
         )
-    return number
+    return float(single)
 
 
 def _check_sources(sources: Sequence[Any], weights: Sequence[Any]) -> None:

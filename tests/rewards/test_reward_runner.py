@@ -116,6 +116,7 @@ def test_numbers_of_every_kind_are_taken_and_none_is_nan(output):
         ([1, 2, 3, 1j], r"\(complex\) for row 3 of 4"),
         ([math.inf, 2, 3, 4], "returned inf for row 0 of 4"),
         ([1, 2, 3, -1e39], "row 3 of 4, which is infinite in float32"),
+        ([1, 2, 3, 10**400], "row 3 of 4, which is infinite in float32"),
         (torch.zeros(4, 2), "for row 0 of 4"),
     ],
 )

@@ -12,8 +12,10 @@ from datasets import Dataset
 from peft import LoraConfig
 from torch import nn
 
-from memsafe_rl import PPOConfig, PPOTrainer
+from memsafe_rl import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.rollout.episodes.protocol import Environment, Step
+from tests.rollout.episodes.helpers import chat_tokenizer
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, weights
 from tests.trainers.test_encoder_decoder import tiny_t5
@@ -107,6 +109,49 @@ def test_an_optimizer_of_ppo_must_hold_the_critic_too(tmp_path: Path) -> None:
     mended._given_optimizers[0].add_param_group({"params": list(mended.critic.beside.parameters())})
     mended.train()
     assert mended.critic.head.weight.abs().sum() > 0
+
+
+# First prompts of environments, which no reader has seen
+
+
+class Talkative(Environment):
+    """Greets with more than anybody can read, and goes on if there is an answer."""
+
+    def reset(self, example: Any) -> str:
+        return "x" * int(example["length"])
+
+    def step(self, action: Any) -> Step:
+        return Step("more", done=True)
+
+    def reward(self) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("whose", ["model", "critic", "reference"])
+def test_episodes_that_nobody_can_read_end_without_a_turn(whose: str, tmp_path: Path) -> None:
+    short = tiny_model("gpt2", seed=3, positions=64)
+    settings: dict[str, Any] = {
+        "output_dir": str(tmp_path),
+        "max_completion_length": 12,
+        "max_steps": 1,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "alarms": False,
+    }
+    arguments: dict[str, Any] = {
+        "reward_funcs": None,
+        "train_dataset": Dataset.from_dict({"length": [2, 90] * 8}),
+        "processing_class": chat_tokenizer(),
+        "environment_factory": Talkative,
+    }
+    if whose == "reference":
+        args = GRPOConfig(num_generations=4, per_device_train_batch_size=16, beta=0.1, **settings)
+        trainer: Any = GRPOTrainer(short, args=args, **arguments)
+    else:
+        model, critic = (short, None) if whose == "model" else (tiny_model(positions=512), short)
+        trainer = PPOTrainer(model, args=PPOConfig(**settings), critic=critic, **arguments)
+    trainer.train()
+    assert 0 < trainer.history[0]["episodes/no_room"] < 1
 
 
 # A checkpoint of another network

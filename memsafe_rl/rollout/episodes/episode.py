@@ -283,7 +283,10 @@ class LiveEpisode:
 
 
 def _nothing(context: Sequence[int]) -> Segment:
-    """Stands for an episode in which the agent had no turn: one token that counts for nothing."""
+    """Stands for an episode in which the agent had no turn: one token that counts for nothing.
+
+    Of the context it keeps one token, for the whole may be longer than any network that scores it can read.
+    """
     ids, zero = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
-    condition = torch.tensor(list(context) or [0], dtype=torch.int64)
+    condition = torch.tensor(list(context[:1]) or [0], dtype=torch.int64)
     return Segment(condition, Completion(ids, zero, zero, finished=False), torch.zeros(1, dtype=torch.uint8), 0)

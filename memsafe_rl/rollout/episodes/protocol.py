@@ -60,7 +60,7 @@ class Step:
         failures: tool calls that failed.
 
     Raises:
-        DataError: failures are no number of calls.
+        DataError: failures are no number of calls, or done is a text, which would always be true.
     """
 
     observation: Observation = None
@@ -68,6 +68,9 @@ class Step:
     failures: int = 0
 
     def __post_init__(self) -> None:
+        done: object = self.done
+        if isinstance(done, str):
+            raise DataError(f"a Step has done={done!r:.100}, a text. Give True or False.")
         try:
             operator.index(self.failures)
         except TypeError as error:

@@ -182,6 +182,8 @@ def test_tools_and_environments_that_cannot_work_are_refused() -> None:
             ToolEnvironment(tools)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="cannot be called"):
         ToolEnvironment(["add"])  # type: ignore[list-item]
+    with pytest.raises(DataError, match="done='no', a text"):
+        Step(done="no")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="failures='a'"):
         Step(failures="a")  # type: ignore[arg-type]
 
