@@ -142,6 +142,17 @@ def plan(
             "among reward_funcs count by themselves.",
         ),
     ] = None,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="Ranks of the run; the table is that of one of them.")
+    ] = 1,
+    sharding: Annotated[
+        str,
+        typer.Option(
+            "--sharding",
+            metavar="none|zero1|zero2|zero3|fsdp",
+            help="What the ranks would share; this library's trainers run under none only.",
+        ),
+    ] = "none",
     find: Annotated[
         bool, typer.Option("--find", help="Search cards, lengths, groups and ranks too, and prove what is found.")
     ] = False,
@@ -164,6 +175,8 @@ def plan(
             prompt_tokens=prompt_tokens,
             load_in_4bit=load_in_4bit,
             reward_models=reward_model or (),
+            ranks=ranks,
+            sharding=sharding,
         )
         forecast, findings = planning.plan(wanted, None if as_json else Console(stderr=True), find=find)
         if as_json:

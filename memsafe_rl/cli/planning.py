@@ -52,12 +52,16 @@ class Wish:
         device_bytes: int, bytes of the card.
         prompt_tokens: longest prompt, in tokens; None for what the dataset or the settings say.
         reward_models: sequence classifiers that reward.
+        ranks: ranks of the run.
+        sharding: what they share.
     """
 
     run: Run
     device_bytes: int
     prompt_tokens: int | None
     reward_models: tuple[str, ...] = ()
+    ranks: int = 1
+    sharding: str = "none"
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ def wish(
     prompt_tokens: int | None,
     load_in_4bit: bool,
     reward_models: Sequence[str] = (),
+    ranks: int = 1,
+    sharding: str = "none",
 ) -> Wish:
     """Reads what is asked for.
 
@@ -99,6 +105,8 @@ def wish(
         prompt_tokens: longest prompt, in tokens, or None.
         load_in_4bit: whether the base is quantised.
         reward_models: sequence classifiers that reward, besides those among the run's rewards.
+        ranks: ranks of the run.
+        sharding: what they share.
 
     Returns:
         The wish.
@@ -117,7 +125,7 @@ def wish(
         settings.setdefault("bf16", True)  # a card's default, of which this machine knows nothing
     run = prepare(replace(request, settings=settings))
     judges = (*filter(_is_reward_model, run.fields.reward_funcs or ()), *reward_models)
-    return Wish(run, _card_bytes(gpu), prompt_tokens, tuple(dict.fromkeys(judges)))
+    return Wish(run, _card_bytes(gpu), prompt_tokens, tuple(dict.fromkeys(judges)), ranks, sharding)
 
 
 def plan(wanted: Wish, console: Console | None, *, find: bool) -> tuple[MemoryForecast, Findings]:
@@ -227,6 +235,8 @@ def _ingredients(wanted: Wish) -> dict[str, Any]:
         "memory_policy": chosen_policy(chosen.memory_policy, config),
         "critic": chosen.critic,
         "reward_models": wanted.reward_models,
+        "ranks": wanted.ranks,
+        "sharding": wanted.sharding,
     }
     if wanted.prompt_tokens is None and chosen.dataset is not None:
         given["train_dataset"], given["eval_dataset"] = prompts(chosen)
@@ -356,7 +366,8 @@ def _lever(forecast: MemoryForecast, wanted: Wish) -> str:
 
 def _table(wanted: Wish, forecast: MemoryForecast) -> Table:
     card, budget = format_bytes(wanted.device_bytes), format_bytes(forecast.budget_bytes)
-    title = f"{wanted.run.fields.model} on a card of {card} (budget {budget}); GiB"
+    rank = "" if wanted.ranks == 1 else f", one of {wanted.ranks} ranks under {wanted.sharding}"
+    title = f"{wanted.run.fields.model} on a card of {card} (budget {budget}){rank}; GiB"
     table = Table(title=title, title_justify="left")
     table.add_column("phase", no_wrap=True)
     shown = [part for part in _COMPONENTS if any(parts.get(part) for parts in forecast.phases.values())]

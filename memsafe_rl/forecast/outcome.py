@@ -28,6 +28,8 @@ class MemoryForecast:
         assumptions: what was taken for granted, in plain sentences.
         refusal: why the run cannot fit, in plain words; None where it fits.
         seconds: time the forecast took.
+        ranks: ranks of the run, of which this is one.
+        sharding: what they share, see `memsafe_rl.forecast.sharding.Sharding`.
     """
 
     phases: Mapping[Phase, Mapping[Component, int]]
@@ -42,6 +44,8 @@ class MemoryForecast:
     assumptions: tuple[str, ...] = ()
     refusal: str | None = None
     seconds: float = 0.0
+    ranks: int = 1
+    sharding: str = "none"
 
     @property
     def fits(self) -> bool:
@@ -86,6 +90,8 @@ class MemoryForecast:
             "corrections": dict(self.corrections),
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
+            "ranks": self.ranks,
+            "sharding": self.sharding,
             "assumptions": list(self.assumptions),
             "seconds": round(self.seconds, 2),
         }

@@ -35,6 +35,7 @@ class _Entry:
     component: Component
     on_host: bool
     reference: weakref.ref[torch.UntypedStorage]
+    rows: int = 0
 
 
 class _Arena:
@@ -80,6 +81,15 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._component: Component | None = None
         self._unmarked = Component.OTHER
         self._on_host = False
+        self._parts: Mapping[Component, int] = {}
+
+    def divide(self, parts: Mapping[Component, int]) -> None:
+        """Counts of some components one rank's part only, as where their tensors are cut along their first axis.
+
+        Args:
+            parts: ranks that share what is of a component, each tensor in pieces of equal size, the last one padded.
+        """
+        self._parts = dict(parts)
 
     @property
     def live_bytes(self) -> int:
@@ -180,10 +190,10 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             component: what the bytes are for.
             tensors: any tensors; those that count already are only claimed.
         """
-        for storage in (storage for tensor in tensors for storage in storages_of(tensor)):
+        for tensor, storage in ((one, storage) for one in tensors for storage in storages_of(one)):
             entry = self._entries.get(storage._cdata)
             if entry is None:
-                self._enter(storage, component, on_host=False)
+                self._enter(storage, component, _rows(tensor), on_host=False)
             else:
                 self._move(entry, component)
 
@@ -208,7 +218,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             for storage in storages_of(tensor):
                 if storage._cdata not in self._entries:
-                    self._enter(storage, self._component or self._unmarked, on_host=self._on_host)
+                    self._enter(storage, self._component or self._unmarked, _rows(tensor), on_host=self._on_host)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -228,7 +238,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     inputs = () if func.name() in _FRESH else tree_leaves((args, kwargs))
                     foreign = {s._cdata for x in inputs if isinstance(x, Tensor) for s in storages_of(x)}
                 if storage._cdata not in foreign:
-                    self._enter(storage, self._component or self._unmarked, on_host=self._on_host)
+                    self._enter(storage, self._component or self._unmarked, _rows(leaf), on_host=self._on_host)
         workspace = WORKSPACES.get(func.name())
         if workspace is not None:
             self._pass(workspace(args, result))
@@ -243,20 +253,23 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._device.note_peaks()
             self._device.add(component, -size)
 
-    def _rounded(self, storage: torch.UntypedStorage) -> int:
-        return -(-storage.nbytes() // self._granularity_bytes) * self._granularity_bytes
+    def _rounded(self, storage: torch.UntypedStorage, component: Component, rows: int) -> int:
+        size, parts = storage.nbytes(), self._parts.get(component, 1)
+        if parts > 1 and rows > 0:
+            size = -(-rows // parts) * -(-size // rows)
+        return -(-size // self._granularity_bytes) * self._granularity_bytes
 
-    def _enter(self, storage: torch.UntypedStorage, component: Component, *, on_host: bool) -> None:
-        key, size = storage._cdata, self._rounded(storage)
+    def _enter(self, storage: torch.UntypedStorage, component: Component, rows: int, *, on_host: bool) -> None:
+        key, size = storage._cdata, self._rounded(storage, component, rows)
         if size == 0:
             return
         self._admit_growth(size, on_host)
-        self._entries[key] = _Entry(size, component, on_host, weakref.ref(storage, lambda _: self._leave(key)))
+        self._entries[key] = _Entry(size, component, on_host, weakref.ref(storage, lambda _: self._leave(key)), rows)
         self._count(self._entries[key], size)
 
     def _resize(self, storage: torch.UntypedStorage) -> None:
         entry = self._entries[storage._cdata]
-        change = self._rounded(storage) - entry.size
+        change = self._rounded(storage, entry.component, entry.rows) - entry.size
         if change:
             self._admit_growth(change, entry.on_host)
             entry.size += change
@@ -274,6 +287,9 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _move(self, entry: _Entry, component: Component) -> None:
         arena = self._host if entry.on_host else self._device
         arena.add(entry.component, -entry.size)
+        storage = entry.reference() if self._parts else None
+        if storage is not None:
+            entry.size = self._rounded(storage, component, entry.rows)
         arena.add(component, entry.size)
         entry.component = component
         arena.note_peaks()
@@ -323,6 +339,11 @@ class LimitedLedger(StorageLedger):  # type: ignore[no-untyped-call]
         if chosen or (self._capacity_bytes is not None and held + size > self._capacity_bytes):
             self.refusals += 1
             raise refusal(size, held, chosen=chosen)
+
+
+def _rows(tensor: Tensor) -> int:
+    """Length of the axis along which a tensor would be cut; 0 of a single number."""
+    return tensor.shape[0] if tensor.dim() else 0
 
 
 def check_limits(capacity_bytes: int | None, fail_at: int | None) -> None:

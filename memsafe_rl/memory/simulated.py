@@ -10,6 +10,7 @@ from types import TracebackType
 from torch import Tensor
 
 from memsafe_rl.accounting import listen, stop_listening
+from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.counting import CountingAllocator, compiler_available
 from memsafe_rl.memory.ledger import LimitedLedger
 from memsafe_rl.types import Component, Phase
@@ -177,6 +178,19 @@ class SimulatedMemory:
             capacity_bytes: int, bytes, counted from entry; None for no limit.
         """
         self._counter.set_capacity(capacity_bytes)
+
+    def divide(self, parts: Mapping[Component, int]) -> None:
+        """Counts from now on one rank's part only of what is of some components; of a ledger.
+
+        Args:
+            parts: ranks that share what is of a component.
+
+        Raises:
+            MemsafeError: the device counts real allocations, which nobody has divided.
+        """
+        if not isinstance(self._counter, LimitedLedger):
+            raise MemsafeError("A device that counts real allocations cannot count parts of them. Pass exact=False.")
+        self._counter.divide(parts)
 
     def fail_after(self, allocations: int) -> None:
         """Chooses the next allocation that fails.

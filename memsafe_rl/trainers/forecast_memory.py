@@ -31,6 +31,8 @@ def forecast_memory(
     critic: Any = None,
     eval_dataset: Any = None,
     reward_models: Sequence[Any] = (),
+    ranks: int = 1,
+    sharding: str = "none",
 ) -> MemoryForecast:
     """Forecasts the peak of every phase of a run, without its weights and without its device.
 
@@ -54,6 +56,9 @@ def forecast_memory(
         eval_dataset: the run's evaluation prompts, counted where ``args`` has an `eval_strategy`; None to assume as
             many as a rollout has completions, as long as the run's longest.
         reward_models: sequence classifiers among the rewards: names or folders as for ``model``, or models.
+        ranks: ranks of the run, of which one is forecast; batch sizes are per rank, as everywhere.
+        sharding: what the ranks share: "none", "zero1" (optimizer states), "zero2" (gradients too), "zero3" or "fsdp"
+            (weights too). Trainers run under "none" only.
 
     Returns:
         The forecast; ``refusal`` says why where the run cannot fit.
@@ -87,4 +92,6 @@ def forecast_memory(
         critic=critic,
         eval_dataset=eval_dataset,
         reward_models=reward_models,
+        ranks=ranks,
+        sharding=sharding,
     )

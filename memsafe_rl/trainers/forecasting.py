@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -26,13 +26,14 @@ from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
 
-from memsafe_rl.accounting import charge, in_phase
+from memsafe_rl.accounting import charge, in_phase, listen
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.forecast.device import CUDA_GRANULARITY_BYTES, fake_device, give_fake_weights, nothing_differs
 from memsafe_rl.forecast.families import config_for
 from memsafe_rl.forecast.networks import fake_language_model, fake_reward_model, hollow_copy, shallow_copy
 from memsafe_rl.forecast.outcome import MemoryForecast
 from memsafe_rl.forecast.search import Job
+from memsafe_rl.forecast.sharding import Gathering, Sharding, parts_of, read_sharding
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.memory.randomness import capture_random_state, set_random_state
 from memsafe_rl.memory.simulated import SimulatedMemory
@@ -81,6 +82,8 @@ def forecast_run(
     critic: Any = None,
     eval_dataset: Any = None,
     reward_models: Sequence[Any] = (),
+    ranks: int = 1,
+    sharding: str = "none",
 ) -> MemoryForecast:
     """Forecasts the peak of every phase of a trainer's run, without its weights and without its device.
 
@@ -101,6 +104,8 @@ def forecast_run(
         critic: as `PPOTrainer` takes it; None for other trainers.
         eval_dataset: the run's evaluation prompts; None to assume as many as a rollout has completions.
         reward_models: sequence classifiers among the rewards: names, folders, ``config.json`` or models.
+        ranks: ranks of the run, of which one is forecast; 1 for as many as the launcher says.
+        sharding: what they share, see `Sharding`.
 
     Returns:
         The forecast; ``refusal`` says why where the run cannot fit.
@@ -109,12 +114,12 @@ def forecast_run(
         ConfigError: the model has no config that can be read, or settings contradict each other.
     """
     started = time.perf_counter()
-    settings = _settings(args, device)
+    settings, shared = _settings(args, device, ranks), _Shared(read_sharding(sharding, ranks), ranks)
     if not isinstance(model, str):
         if processing_class is not None or prompt_tokens is not None or quantization_config is not None:
             raise ConfigError("A DiffusionPolicy has no tokens. Leave processing_class and the like out.")
         found = _forecast_chains(
-            trainer_class, model, settings, device_bytes, device, peft_config, memory_policy, critic
+            trainer_class, model, settings, device_bytes, device, peft_config, memory_policy, critic, shared
         )
         return replace(found, seconds=time.perf_counter() - started)
     init = dict(settings.model_init_kwargs or {})
@@ -156,12 +161,15 @@ def forecast_run(
         further,
         eval_dataset,
         lambda: [_fake_reward_model(one, settings) for one in reward_models],
+        shared,
     )
     with _rehearsing_on(device) as memory:
+        memory.divide(shared.parts)
         found = rehearsed.run(network, memory, device_bytes, copies=settings.has_reference and peft_config is None)
     dtype = _base_dtype(init, config, device, frozen=peft_config is not None)
     base = f"weights of the base are {str(dtype).removeprefix('torch.')}"
     assumed = (
+        *shared.sentences(),
         rehearsed.about_prompts,
         *(() if not reward_models else ("reward models read as many tokens as prompt and completion have",)),
         base if quantization_config is None else f"{base}, in 4 bits where bitsandbytes quantises",
@@ -187,6 +195,7 @@ def _forecast_chains(
     peft_config: Any,
     memory_policy: Any,
     critic: Any,
+    shared: _Shared,
 ) -> MemoryForecast:
     """Forecasts a run of a diffusion policy."""
 
@@ -197,8 +206,11 @@ def _forecast_chains(
         give_fake_weights(judge)
         return {"critic": judge}
 
-    rehearsed = _Rehearsed(_faked(trainer_class), device, settings, None, None, None, memory_policy, further)
+    rehearsed = _Rehearsed(
+        _faked(trainer_class), device, settings, None, None, None, memory_policy, further, shared=shared
+    )
     with _rehearsing_on(device) as memory:
+        memory.divide(shared.parts)
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             with torch.device("meta"):
                 trained, reference = prepare_policy(
@@ -211,7 +223,8 @@ def _forecast_chains(
                 if network is not None:
                     give_fake_weights(network)
         found = rehearsed.run_trainer(trained, reference, None, memory, device_bytes)
-    return replace(found, assumptions=("all chains are alike", *(_ABOUT_CUDA if device == "cuda" else ())))
+    about = _ABOUT_CUDA if device == "cuda" else ()
+    return replace(found, assumptions=(*shared.sentences(), "all chains are alike", *about))
 
 
 def wants_forecast(args: Any, model: Any) -> bool:
@@ -282,6 +295,47 @@ _ABOUT_CUDA = (
 )
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """How ranks share a run's state.
+
+    Args:
+        sharding: the way of dividing.
+        ranks: how many ranks there are.
+    """
+
+    sharding: Sharding
+    ranks: int
+
+    @property
+    def parts(self) -> dict[Component, int]:
+        """Ranks that share each component."""
+        return parts_of(self.sharding, self.ranks)
+
+    def gathering(self, trainer: Any) -> Gathering | None:
+        """Gives what lays down weights that are gathered for a while; None where they are whole on every rank."""
+        if Component.WEIGHTS not in self.parts:
+            return None
+        copies = [] if trainer._reference_model is None else [trainer._reference_model]
+        return Gathering([trainer.model, *copies], self.ranks, trainer.rewards.models)
+
+    def sentences(self) -> tuple[str, ...]:
+        """Says what is forecast, where it is one of several ranks."""
+        if self.ranks == 1:
+            return ()
+        one = f"this is what one of {self.ranks} ranks would hold"
+        if self.sharding is Sharding.NONE:
+            return (
+                f"{one}, each with whole weights; gradients are added up in place, and buffers of NCCL not counted",
+            )
+        own = "buckets of DeepSpeed (by default up to 500 million elements each)"
+        return (
+            f"{one} under {self.sharding.value}; this library's trainers do not run under it yet",
+            *(() if self.sharding is Sharding.FSDP else (f"{own} come on top",)),
+            *(("rollouts gather the whole weights, as TRL's do",) if Component.WEIGHTS in self.parts else ()),
+        )
+
+
 class _Rehearsed:
     """One trainer of fake weights, and what is known before it is built.
 
@@ -308,6 +362,7 @@ class _Rehearsed:
         further: Callable[[], dict[str, Any]],
         evaluation: Any = None,
         reward_models: Callable[[], list[Any]] = list,
+        shared: _Shared | None = None,
     ) -> None:
         if dataset is not None and tokenizer is None:
             raise ConfigError("train_dataset is given without processing_class. Pass the tokenizer, or prompt_tokens.")
@@ -318,6 +373,7 @@ class _Rehearsed:
         self._further, self._evaluation, self._reward_models = further, evaluation, reward_models
         self.about_prompts = ""
         self._assumes_evaluation = False
+        self._shared = shared or _Shared(Sharding.NONE, 1)
 
     def run(self, network: Any, memory: SimulatedMemory, device_bytes: int, *, copies: bool) -> MemoryForecast:
         """Builds the trainer and tries its longest rows; where they do not fit, says why.
@@ -357,6 +413,10 @@ class _Rehearsed:
         trainer = self._trainer(model, reference, checked)
         tracker, refusal = trainer._tracker, None
         longest = self._longest(trainer)
+        trainer.share(self._shared.parts)
+        gathering = self._shared.gathering(trainer)
+        if gathering is not None:
+            listen(gathering)  # until the fake device is left
         try:
             rehearse(trainer, longest, memory, self._drawn_for_evaluation(trainer, longest))
         except MemoryBudgetError as error:
@@ -372,6 +432,8 @@ class _Rehearsed:
             completion_tokens=longest.completion_tokens,
             job=_job(trainer, longest, memory),
             refusal=refusal,
+            ranks=self._settings.world_size,
+            sharding=self._shared.sharding.value,
         )
 
     def _trainer(self, model: Any, reference: Any, checked: _Checked | None) -> Any:
@@ -489,10 +551,31 @@ class _Faked:
         **others: Any,
     ) -> None:
         self._reference, self._checked, self._stands_for, self._settings = reference, checked, device, settings
+        self._parts: Mapping[Component, int] = {}
         functions = _no_rewards(settings, [reward_model_name(one) for one in reward_models])
         tokenizers = [*(None for _ in functions), *(_stand_in_tokenizer() for _ in reward_models)]
         others["reward_processing_classes"] = tokenizers
         super().__init__(model, [*functions, *reward_models], settings, **others)  # type: ignore[call-arg]
+
+    def share(self, parts: Mapping[Component, int]) -> None:
+        """Has estimates know what of a component is this rank's.
+
+        Args:
+            parts: ranks that share each.
+        """
+        self._parts = parts
+
+    def _work(self, *rows: Any) -> UpdateWork:
+        """Counts this rank's part of the gradients."""
+        work = cast(UpdateWork, super()._work(*rows))  # type: ignore[misc]
+        own = -(-work.geometry.trainable_bytes // self._parts.get(Component.GRADIENTS, 1))
+        return replace(work, geometry=replace(work.geometry, trainable_bytes=own))
+
+    def _optimizer_bytes(self) -> tuple[int, int]:
+        """Counts this rank's part of the optimizer's state."""
+        held, parked = super()._optimizer_bytes()  # type: ignore[misc]
+        parts = self._parts.get(Component.OPTIMIZER, 1)
+        return held // parts, parked // parts
 
     def _make_accelerator(self) -> Accelerator:
         alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "process_index": 0}
@@ -593,7 +676,7 @@ def _job(trainer: Any, longest: Longest, memory: SimulatedMemory) -> Job:
     args, optimizer_bytes = trainer.args, trainer._optimizer_bytes()[0]
     return Job(
         geometry=trainer.adapter.geometry,
-        prompts=args.prompts_per_rollout,
+        prompts=-(-args.prompts_per_rollout // args.world_size),
         group_size=args.num_generations,
         prompt_tokens=len(longest.prompt),
         completion_tokens=longest.completion_tokens,
@@ -610,11 +693,14 @@ def _bare(plan: Any) -> Any:
     return replace(plan, predicted_bytes={})
 
 
-def _settings(args: Any, device: str) -> Any:
+def _settings(args: Any, device: str, ranks: int) -> Any:
     """Gives a run's settings as a forecast takes them: silent, on the CPU, but in the device's types."""
     if device not in ("cuda", "cpu"):
         raise ConfigError(f"device is {device!r}; write 'cuda' or 'cpu'.")
     settings = copy.copy(args)
+    if ranks != 1:
+        kind = type(args)  # its world_size asks the launcher
+        settings.__class__ = type(kind.__name__, (kind,), {"world_size": property(lambda _: ranks)})
     left_open = "bf16" in settings._filled
     settings.use_cpu, settings.report_to, settings.disable_tqdm = True, "none", True
     settings.verify_plan = settings.probe_worst_case = settings.memory_forecast = False

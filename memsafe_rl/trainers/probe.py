@@ -415,9 +415,13 @@ def _in_flight(adapter: ModelAdapter, waiting: Sequence[Candidate], plan: Rollou
 
 
 def _step_rows(trial: OnPolicyTrainer) -> Sequence[int]:
-    """Gives the rows of an optimizer step: of a rollout of several steps they are shuffled, and share few prompts."""
+    """Gives the rows of one rank's optimizer step, which share few prompts.
+
+    Of a rollout of several steps rows are shuffled; of several ranks each takes its turn, see `Ranks.balance`.
+    """
     steps = max(1, trial.args.rollout_rows // trial.args.step_rows)
-    return range(0, trial.args.rollout_rows, steps)[: _share(trial, trial.args.step_rows)]
+    every = steps * trial.args.world_size
+    return range(0, trial.args.rollout_rows, every)[: _share(trial, trial.args.step_rows)]
 
 
 def _rollout_of(trial: OnPolicyTrainer, longest: Longest) -> Drawing:
@@ -501,9 +505,10 @@ def _samples(
 def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory, tile: int) -> None:
     """Scores one slice of the longest rows, by the reference where there is one, and by the model itself."""
     plan, tracker = trial._tracker.rollout_plan, trial._tracker
-    work = update_work(trial.adapter, trajectory, range(len(trajectory)))
-    whole = work.geometry.unit is not None
-    rows = range(len(trajectory)) if whole else cut_work(work, plan.score_tokens, packed=packing_saves(work))[0]
+    rows: Sequence[int] = range(0, len(trajectory), trial.args.world_size)
+    work = update_work(trial.adapter, trajectory, rows)
+    if work.geometry.unit is None:
+        rows = [rows[place] for place in cut_work(work, plan.score_tokens, packed=packing_saves(work))[0]]
     credit, later = trial.credit, trial.args.updates_per_epoch > 1
     judged = None if credit is None else credit.critic.judged_columns
     if judged is None or later or (credit is not None and credit.wants_logprobs):
