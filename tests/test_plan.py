@@ -38,7 +38,8 @@ def test_a_config_alone_is_enough(folder: Path) -> None:
         assert f"│ {phase}" in told
 
 
-def test_json_has_the_peak_on_top_and_what_was_found(folder: Path) -> None:
+def test_json_has_the_peak_on_top_and_what_was_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memsafe_rl.cli.planning._RANKS", (8, 64))
     words = ("--gpu", "1", "--max-completion-length", "64", "--prompt-tokens", "32", "--peft", "lora:8", "--json")
     code, written, _ = plan(folder, *words, "--find")
     found = json.loads(written)
@@ -47,7 +48,10 @@ def test_json_has_the_peak_on_top_and_what_was_found(folder: Path) -> None:
     assert found["longest_completion"] == 568
     assert found["proved"] is True
     assert found["smallest_card_gib"] == 8
-    assert {entry["lora_rank"] for entry in found["frontier"]} == {8, 16, 64, 256}
+    assert {entry["lora_rank"] for entry in found["frontier"]} == {8, 64}
+    proved = [entry for entry in found["frontier"] if entry["proved"]]
+    assert {(entry["num_generations"], entry["lora_rank"]) for entry in proved} == {(8, 8), (8, 64)}
+    assert all(entry["longest_completion"] > 0 for entry in proved)
     assert "saves about" in found["lever"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,10 @@ _COMPONENTS = {
 }
 _PROOFS = 4
 """Forecasts that may be spent on proving one answer of a search."""
+_RANK_PROOFS = 2
+"""The same for one rank of an adapter."""
+_PROVING_SECONDS = 40.0
+"""Time after which no further rank is proved, the forecast that is then under way included."""
 _STEP_BACK = 0.85
 """By how much a length is lowered that turns out not to fit."""
 _RANKS = (8, 16, 64, 256)
@@ -76,6 +81,7 @@ class Findings:
         frontier: longest completion by group size and rank; empty unless asked for.
         proved: whether forecasts have confirmed the longest completion and the smallest card.
         smallest_card: GiB of the smallest card that holds the run; None if none does, or nobody asked.
+        confirmed: group size and rank of what forecasts have confirmed of the frontier.
     """
 
     longest_completion: int
@@ -85,6 +91,7 @@ class Findings:
     frontier: Sequence[tuple[int, int | None, int]]
     proved: bool = False
     smallest_card: int | None = None
+    confirmed: frozenset[tuple[int, int | None]] = frozenset()
 
 
 def wish(
@@ -181,7 +188,12 @@ def as_json(forecast: MemoryForecast, findings: Findings) -> str:
         "smallest_card_gib": findings.smallest_card,
         "cards": {str(size): {"peak_bytes": peak, "fits": fits} for size, (peak, fits) in findings.cards.items()},
         "frontier": [
-            {"num_generations": group, "lora_rank": rank, "longest_completion": tokens}
+            {
+                "num_generations": group,
+                "lora_rank": rank,
+                "longest_completion": tokens,
+                "proved": (group, rank) in findings.confirmed,
+            }
             for group, rank, tokens in findings.frontier
         ],
     }
@@ -287,7 +299,11 @@ def _findings(forecast: MemoryForecast, scout: Scout, wanted: Wish) -> Findings:
 def _found(
     findings: Findings, forecast: MemoryForecast, scout: Scout, wanted: Wish, given: Mapping[str, Any], tell: Any
 ) -> Findings:
-    """Searches cards, groups and ranks by estimates, and proves the longest completion and the smallest card."""
+    """Searches cards, groups and ranks by estimates, and proves what there is time for.
+
+    First the longest completion and the smallest card, then the frontier at the run's own group, rank by rank.
+    """
+    started = time.perf_counter()
     estimates = scout.cards(forecast.job)
     cards = {size: (found.peak_bytes, found.fits) for size, found in estimates.items()}
     longest, proofs = findings.longest_completion, 0
@@ -304,14 +320,47 @@ def _found(
         if on_card.fits:
             smallest = size
             break
+    frontier = _frontier(forecast.job, scout, wanted)
+    own, proved = (forecast.job.group_size, getattr(adapter(wanted.run.fields.peft), "r", None)), proofs < _PROOFS
+    known = {own: longest} if proved else {}
+    known |= _proved_ranks(frontier, own, wanted, given, tell, until=started + _PROVING_SECONDS - 2 * forecast.seconds)
     return replace(
         findings,
         longest_completion=longest,
         cards=cards,
-        frontier=_frontier(forecast.job, scout, wanted),
-        proved=proofs < _PROOFS,
+        frontier=[(group, rank, known.get((group, rank), tokens)) for group, rank, tokens in frontier],
+        proved=proved,
         smallest_card=smallest,
+        confirmed=frozenset(known),
     )
+
+
+def _proved_ranks(
+    frontier: Sequence[tuple[int, int | None, int]],
+    own: tuple[int, int | None],
+    wanted: Wish,
+    given: Mapping[str, Any],
+    tell: Any,
+    *,
+    until: float,
+) -> dict[tuple[int, int | None], int]:
+    """Gives the longest completions of other ranks that forecasts have confirmed, the largest rank first."""
+    found: dict[tuple[int, int | None], int] = {}
+    for group, rank, tokens in sorted(frontier, key=lambda entry: -(entry[1] or 0)):
+        if group != own[0] or rank in (None, own[1]):
+            continue
+        ranked = copy.deepcopy(given["peft_config"])
+        ranked.r = rank
+        for _ in range(_RANK_PROOFS):
+            if tokens < 1 or time.perf_counter() > until:
+                break
+            tell(f"proving rank {rank} with completions of {tokens:,} tokens")
+            changed = {"peft_config": ranked, "settings": {"max_completion_length": tokens}}
+            if _forecast(wanted, given, **changed).fits:
+                found[group, rank] = tokens
+                break
+            tokens = int(_STEP_BACK * tokens)
+    return found
 
 
 def _frontier(job: Job, scout: Scout, wanted: Wish) -> list[tuple[int, int | None, int]]:
@@ -438,9 +487,11 @@ def _card_table(findings: Findings) -> Table:
 
 def _frontier_table(findings: Findings) -> Table:
     groups = sorted({group for group, _, _ in findings.frontier})
-    table = Table("LoRA rank", *(f"G = {group}" for group in groups), title="longest completion, tokens (estimates)")
+    title = "longest completion, tokens (estimates; * proved by a forecast)"
+    table = Table("LoRA rank", *(f"G = {group}" for group in groups), title=title)
     ranks = list(dict.fromkeys(rank for _, rank, _ in findings.frontier))
     for rank in ranks:
         found = {group: tokens for group, other, tokens in findings.frontier if other == rank}
-        table.add_row("all weights" if rank is None else str(rank), *(f"{found[group]:,}" for group in groups))
+        cells = [f"{found[group]:,}" + "*" * ((group, rank) in findings.confirmed) for group in groups]
+        table.add_row("all weights" if rank is None else str(rank), *cells)
     return table
