@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from memsafe_rl.errors import ConfigError
@@ -146,6 +147,9 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 """What the publishers' own ``config.json`` say of sizes; other fields are transformers' defaults."""
 
+_IN_BFLOAT16 = ("qwen2", "qwen3", "llama", "mistral", "gemma3_text")
+"""Families whose weights are published in bfloat16, which decides where nobody chooses a type (reward models)."""
+
 _TUNED = ("-instruct", "-base", "-it", "-pt", "-instruct-2507", "-thinking-2507")
 """Endings under which the same network is published with other weights."""
 
@@ -163,7 +167,9 @@ def known_config(name: str) -> PretrainedConfig | None:
     for known, sizes in FAMILIES.items():
         if _short(known) == wanted:
             settings = dict(sizes)
-            return AutoConfig.for_model(settings.pop("model_type"), **settings)
+            config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+            config.dtype = torch.bfloat16 if config.model_type in _IN_BFLOAT16 else torch.float32
+            return config
     return None
 
 

@@ -96,6 +96,14 @@ def test_a_reward_model_is_known_by_its_config_alone(folder: Path, tmp_path: Pat
     assert "reward models read as many tokens as prompt and completion have" in judged.assumptions
 
 
+def test_a_known_reward_model_has_the_type_it_is_published_in(folder: Path) -> None:
+    config = GRPOConfig("unused", report_to="none", max_completion_length=32)
+    found = forecast_memory(
+        str(folder), config, device_bytes="8GiB", prompt_tokens=32, reward_models=["HuggingFaceTB/SmolLM2-135M"]
+    )
+    assert 2 * 134e6 < found.phases[Phase.UPDATE][Component.WEIGHTS] < 2 * 136e6
+
+
 def test_an_encoder_that_classifies_can_be_a_reward_model(folder: Path, tmp_path: Path) -> None:
     sizes = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     BertConfig(intermediate_size=128, max_position_embeddings=40, **sizes).save_pretrained(tmp_path)
