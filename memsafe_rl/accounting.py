@@ -5,7 +5,7 @@ The rooms that allocate mark what they do; a simulated device listens. Without a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Protocol, TypeVar
@@ -186,16 +186,23 @@ def only_bytes_matter() -> Iterator[None]:
         _turns = before
 
 
-def worth_running(turns: Iterable[Turn]) -> Iterator[Turn]:
-    """Gives the turns of a loop whose every turn takes and gives back the same bytes, the first being the largest.
+def worth_running(
+    turns: Iterable[Turn], telling: Callable[[Sequence[Turn]], list[int]] | None = None
+) -> Iterator[Turn]:
+    """Gives the turns of a loop whose turns take bytes and give them back.
 
     Args:
         turns: all of them.
+        telling: says, by their places, which of them tell all besides the first; None where turns are alike, and none
+            is larger than the first.
 
     Returns:
-        All of them; two where `only_bytes_matter`.
+        All of them; where `only_bytes_matter` the first two, or the first and those that tell.
     """
-    return islice(turns, _turns)
+    if _turns is None or telling is None:
+        return islice(turns, _turns)
+    listed = list(turns)
+    return iter([listed[place] for place in sorted({0, *telling(listed)})])
 
 
 def weights_of(*networks: nn.Module) -> Iterator[Tensor]:

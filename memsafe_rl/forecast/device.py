@@ -11,14 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memsafe_rl.accounting import among_ourselves, only_bytes_matter
+from memsafe_rl.accounting import among_ourselves, host_memory, only_bytes_matter
 from memsafe_rl.memory.simulated import SimulatedMemory
 
 CUDA_GRANULARITY_BYTES = 512
 """Bytes of which PyTorch's CUDA allocator gives whole multiples."""
+
+
+_COMPOSED = ("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise")
+_CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -26,16 +30,17 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         number: the answer for floats.
+        composed: whether optimizers of bitsandbytes are made of plain operators, as they are on a CPU.
     """
 
-    def __init__(self, number: float = 1.0) -> None:
+    def __init__(self, number: float = 1.0, *, composed: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._number, self._sole_holder = number, _sole_holder()
+        self._number, self._composed, self._sole_holder = number, composed, _sole_holder()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.nonzero.default:
+        if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
         if func is torch.ops.aten.add.Tensor and _in_backward() and _holders(args[0]) == self._sole_holder:
             # Autograd adds up what two users of a tensor give it, such as a tied embedding and its head, or a layer and
@@ -44,7 +49,9 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
         if func is torch.ops.aten._grouped_mm.default:
             return _grouped_product(*args, **(kwargs or {}))
-        if func is not torch.ops.aten._local_scalar_dense.default:
+        if self._composed and func.name() in _COMPOSED:
+            return func.redispatch(_CPU_KERNELS, *args, **(kwargs or {}))
+        if func is not torch.ops.aten._local_scalar_dense.default or not isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         dtype = args[0].dtype
         if dtype == torch.bool:
@@ -114,7 +121,7 @@ def nothing_differs() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def fake_device(capacity_bytes: int | None = None, *, granularity_bytes: int = 1) -> Iterator[SimulatedMemory]:
+def fake_device(capacity_bytes: int | None = None, *, stands_for: str = "cpu") -> Iterator[SimulatedMemory]:
     """Has all tensors made inside be fake ones on a simulated device.
 
     They are CPU tensors to PyTorch, so that operators choose the CPU's kernels; temporaries inside these are taken from
@@ -122,21 +129,34 @@ def fake_device(capacity_bytes: int | None = None, *, granularity_bytes: int = 1
 
     Args:
         capacity_bytes: int, bytes; what would pass it is refused as a device would. None for no limit.
-        granularity_bytes: int, bytes; each storage counts as a multiple of it.
+        stands_for: kind of device; of "cuda", each storage counts as whole blocks of its allocator, and kernels that
+            only a CPU makes up of plain operators hold nothing besides.
 
     Yields:
         The simulated device.
     """
     told = logging.getLogger("torch._subclasses.fake_tensor")  # prints what it also raises
     level = told.level
+    granularity_bytes = CUDA_GRANULARITY_BYTES if stands_for == "cuda" else 1
     memory = SimulatedMemory(capacity_bytes, exact=False, granularity_bytes=granularity_bytes)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with among_ourselves(), only_bytes_matter(), fake, memory, _Answers():
+    with among_ourselves(), only_bytes_matter(), fake, memory, _Answers(composed=stands_for != "cuda"):
         told.setLevel(logging.CRITICAL)
         try:
             yield memory
         finally:
             told.setLevel(level)
+
+
+@contextmanager
+def true_numbers() -> Iterator[None]:
+    """Has tensors made inside be real ones on the host, whose numbers matter, as those of a random order do.
+
+    Yields:
+        Nothing.
+    """
+    with host_memory(), unset_fake_temporarily():
+        yield
 
 
 def give_fake_weights(model: nn.Module) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from peft import PeftConfig, get_peft_model
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 from transformers import (
     AutoModelForCausalLM,
@@ -19,9 +18,8 @@ from transformers import (
     PretrainedConfig,
 )
 
-from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.forecast.device import give_fake_weights
+from memsafe_rl.forecast.device import give_fake_weights, true_numbers
 from memsafe_rl.models.critic import add_critic_adapter
 from memsafe_rl.models.language import is_encoder_decoder
 
@@ -119,7 +117,7 @@ def hollow_copy(model: nn.Module) -> Any:
         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         is_weight = isinstance(tensor, nn.Parameter)
         fakes[key] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_weight else fake
-    with host_memory(), unset_fake_temporarily():  # what is neither weight nor buffer, such as a schedule, stays real
+    with true_numbers():  # what is neither weight nor buffer, such as a schedule, stays real
         return copy.deepcopy(model, fakes)
 
 

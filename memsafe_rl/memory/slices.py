@@ -13,6 +13,9 @@ _WORTHWHILE = 0.9
 """Share of the tokens of separate rows that packed ones may have and still be packed by default: a few copies of short
 prompts are not worth the extra pieces of attention."""
 
+_ALIKE = 0.99
+"""Share of the largest slice from which on another one counts as being like it."""
+
 
 class Slices(NamedTuple):
     """What cutting rows by tokens gives.
@@ -141,6 +144,56 @@ def cut_columns(rows: int, columns: Sequence[int], budget: int) -> list[tuple[li
     row_pieces = _even(range(rows), -(-rows // max(1, min(rows, budget))))
     column_pieces = _even(columns, -(-len(columns) // columns_at_once))
     return [(piece, chosen) for chosen in column_pieces for piece in row_pieces]
+
+
+def widest(work: UpdateWork, slices: Sequence[Sequence[int]], *, packed: bool = False) -> list[int]:
+    """Finds the slices of which one holds most, whatever weighs most: tokens, completion tokens, or prompts read.
+
+    Args:
+        work: the rows.
+        slices: indices of rows.
+        packed: whether a prompt counts once for all its rows in a slice.
+
+    Returns:
+        Indices of a few slices, ascending; of slices alike the last, which meets what all others leave.
+    """
+
+    prompts = [row - actions for row, actions in zip(work.row_tokens, work.action_tokens, strict=True)]
+
+    def padded(lengths: Sequence[int], rows: Sequence[int]) -> int:
+        return len(rows) * max(lengths[row] for row in rows)
+
+    def sizes(rows: Sequence[int]) -> tuple[int, ...]:
+        actions = sum(work.action_tokens[row] for row in rows)
+        if work.sources:
+            return actions, padded(work.action_tokens, rows), padded(prompts, rows)
+        return actions, packed_tokens(work, rows) if packed and work.prompts else padded(work.row_tokens, rows)
+
+    measured = [sizes(rows) for rows in slices]
+    found = set()
+    for kind in range(len(measured[0]) if measured else 0):
+        most = max(size[kind] for size in measured)
+        alike = [place for place, size in enumerate(measured) if size[kind] >= _ALIKE * most]
+        largest = max(measured[place] for place in alike)
+        found.add(max(place for place in alike if sum(measured[place]) >= _ALIKE * sum(largest)))
+    return sorted(found)
+
+
+def telling(work: UpdateWork, slices: Sequence[Sequence[int]], *, packed: bool = False) -> list[int]:
+    """Finds the slices that tell what all hold that are run one after the other.
+
+    Args:
+        work: the rows.
+        slices: indices of rows, in the order in which they are run.
+        packed: whether a prompt counts once for all its rows in a slice.
+
+    Returns:
+        Indices of the widest slices, ascending; where the first is one, which meets no gradients, the widest of the
+        others too.
+    """
+    found = widest(work, slices, packed=packed)
+    others = widest(work, slices[1:], packed=packed) if 0 in found else []
+    return sorted({*found, *(1 + place for place in others)})
 
 
 def packing_saves(work: UpdateWork) -> bool:

@@ -184,12 +184,12 @@ class ModelAdapter(ScoringAdapter, Protocol):
             int, bytes; 0 where each row has its own.
         """
 
-    def stretch(self, state: DecodeState, slots: int) -> bool:
-        """Widens a cache in place as if so many tokens had been read, without reading them; to measure, not to decode.
+    def stretch(self, state: DecodeState, tokens: int) -> bool:
+        """Widens a cache in place as if every row had drawn so many more tokens; to measure, not to decode.
 
         Args:
             state: a cache of rows that have been read.
-            slots: slots of every row afterwards.
+            tokens: tokens that every row has more afterwards.
 
         Returns:
             Whether it could; False where this kind of cache only grows by reading.

@@ -124,20 +124,20 @@ class CausalDecodeState:
             trimmable=self.trimmable,
         )
 
-    def stretch(self, slots: int) -> bool:
-        """Widens the cache in place to so many slots, with keys and values that mean nothing.
+    def stretch(self, tokens: int) -> bool:
+        """Widens every row in place by so many tokens, with keys and values that mean nothing.
 
         Args:
-            slots: slots of every row afterwards; fewer than there are change nothing.
+            tokens: tokens that every row has more afterwards.
 
         Returns:
             Whether it could: False, with nothing changed, if a layer is neither plain nor windowed attention.
         """
         if not self.trimmable:
             return False
+        self.width += tokens
         for layer in self.cache.layers:
-            _stretch(layer, slots)
-        self.width = max(self.width, slots)
+            _stretch(layer, self.width)
         return True
 
 

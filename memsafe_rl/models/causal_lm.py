@@ -188,20 +188,20 @@ class CausalLMAdapter(LanguageAdapter):
         return super().decode_step(state, tokens_B)
 
     @torch.no_grad()
-    def stretch(self, state: DecodeState, slots: int) -> bool:
-        """Widens a cache in place as if so many tokens had been read, without reading them; to measure, not to decode.
+    def stretch(self, state: DecodeState, tokens: int) -> bool:
+        """Widens a cache in place as if every row had drawn so many more tokens; to measure, not to decode.
 
         Args:
             state: a cache of rows that have been read.
-            slots: slots of every row afterwards.
+            tokens: tokens that every row has more afterwards.
 
         Returns:
             Whether it could; False where a layer is neither plain nor windowed attention.
         """
         if isinstance(state, GroupedDecodeState):
-            state.stretch(slots)
+            state.stretch(tokens)
             return True
-        return cast(CausalDecodeState, state).stretch(slots)
+        return cast(CausalDecodeState, state).stretch(tokens)
 
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Gives a model's own logits at completion tokens, row by row without padding.

@@ -364,15 +364,14 @@ class GroupedDecodeState:
         """
         self.blocks, self.bases, self._segments = (block,) * self.rows, block.lengths * self.rows, None
 
-    def stretch(self, slots: int) -> None:
-        """Widens every row as if so many tokens had been read, with keys and values that mean nothing.
+    def stretch(self, tokens: int) -> None:
+        """Widens every row by so many tokens, with keys and values that mean nothing.
 
         Args:
-            slots: prompt and suffix of every row together, at least as many as there are.
+            tokens: tokens that every row has more afterwards.
         """
-        missing = [slots - position for position in self.positions]
-        self.reserve(max(0, max(missing, default=0)))
-        self.lengths = [length + max(0, more) for length, more in zip(self.lengths, missing, strict=True)]
+        self.reserve(tokens)
+        self.lengths = [length + tokens for length in self.lengths]
 
     def slots_of(self, layer: int) -> int:
         """Slots of a layer's suffixes: a window is a ring."""

@@ -134,7 +134,7 @@ class LanguageAdapter(ABC):
         """Reads prompts and fills a cache; see `ModelAdapter.prefill`."""
 
     @abstractmethod
-    def stretch(self, state: DecodeState, slots: int) -> bool:
+    def stretch(self, state: DecodeState, tokens: int) -> bool:
         """Widens a cache without reading; see `ModelAdapter.stretch`."""
 
     @abstractmethod

@@ -191,20 +191,17 @@ class Seq2SeqAdapter(LanguageAdapter):
         return self._logits(last_P1D[:, -1]), state
 
     @torch.no_grad()
-    def stretch(self, state: DecodeState, slots: int) -> bool:
-        """Widens a cache in place as if so many tokens had been read, without reading them; to measure, not to decode.
+    def stretch(self, state: DecodeState, tokens: int) -> bool:
+        """Widens a cache in place as if every row had drawn so many more tokens; to measure, not to decode.
 
         Args:
             state: a cache of rows that have been read.
-            slots: tokens of every row afterwards, its prompt's included.
+            tokens: tokens that every row has more afterwards.
 
         Returns:
             True.
         """
-        rows = cast(GroupedDecodeState, state)
-        pairs = zip(rows.blocks, rows.prompts, strict=True)
-        read = [block.source.lengths[prompt] for block, prompt in pairs if block.source is not None]
-        rows.stretch(max(1, slots - min(read)))
+        cast(GroupedDecodeState, state).stretch(tokens)
         return True
 
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:

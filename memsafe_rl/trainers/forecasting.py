@@ -26,9 +26,9 @@ from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
 
-from memsafe_rl.accounting import charge, in_phase, listen
+from memsafe_rl.accounting import charge, in_phase, listen, weights_of
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.forecast.device import CUDA_GRANULARITY_BYTES, fake_device, give_fake_weights, nothing_differs
+from memsafe_rl.forecast.device import fake_device, give_fake_weights, nothing_differs
 from memsafe_rl.forecast.families import config_for
 from memsafe_rl.forecast.networks import fake_language_model, fake_reward_model, hollow_copy, shallow_copy
 from memsafe_rl.forecast.outcome import MemoryForecast
@@ -36,11 +36,11 @@ from memsafe_rl.forecast.search import Job
 from memsafe_rl.forecast.sharding import Gathering, Sharding, parts_of, read_sharding
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.memory.randomness import capture_random_state, set_random_state
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.memory.slices import cut_groups
+from memsafe_rl.memory.simulated import SimulatedMemory, open_simulations
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.causal_lm import autocast
 from memsafe_rl.models.choice import LanguageModelAdapter, adapter_for, check_adapter
+from memsafe_rl.models.critic import CRITIC_ADAPTER
 from memsafe_rl.models.diffusion import prepare_policy
 from memsafe_rl.models.language import ScoringPath
 from memsafe_rl.models.loading import LoadedModel
@@ -55,6 +55,7 @@ from memsafe_rl.trainers.probe import (
     plans_now,
     try_longest,
 )
+from memsafe_rl.trainers.worst_rows import meets_gradients
 from memsafe_rl.types import Component, Phase, UpdatePlan, UpdateWork
 
 logger = logging.getLogger(__name__)
@@ -181,8 +182,7 @@ def forecast_run(
 @contextmanager
 def _rehearsing_on(device: str) -> Iterator[SimulatedMemory]:
     """Stands for a device; the budget is kept from the optimizer's state on, and before that nothing is refused."""
-    granularity = CUDA_GRANULARITY_BYTES if device == "cuda" else 1
-    with _random_state_kept(), fake_device(_UNLIMITED_BYTES, granularity_bytes=granularity) as memory:
+    with _random_state_kept(), fake_device(_UNLIMITED_BYTES, stands_for=device) as memory:
         yield memory
 
 
@@ -391,6 +391,7 @@ class _Rehearsed:
         gc.collect()  # some networks hold themselves, and the shallow one would count beside the whole
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, reference = network(), network(frozen=True) if copies else None
+        checked = checked._replace(extra_bytes=checked.extra_bytes + _narrow_bytes(model, self._settings))
         return self.run_trainer(model, reference, checked, memory, device_bytes)
 
     def run_trainer(
@@ -422,7 +423,7 @@ class _Rehearsed:
         except MemoryBudgetError as error:
             refusal = str(error)
         return MemoryForecast(
-            phases=memory.phase_peaks() if checked is None else _with_check(memory.phase_peaks(), checked),
+            phases=_phases(memory, trainer.loaded, checked),
             budget_bytes=tracker.budget_bytes,
             device_bytes=device_bytes,
             rollout_plan=tracker.rollout_plan,
@@ -497,7 +498,8 @@ class _Checked(NamedTuple):
         path: how rows are scored and decoded.
         joins: whether prompts are kept once for their groups.
         packs_prompts: whether completions can share one copy of their prompt.
-        extra_bytes: int, bytes that the check holds besides the weights.
+        extra_bytes: int, bytes that the check holds besides the weights; of a network that is checked in place of a
+            deeper one, narrow copies of the weights left out.
     """
 
     path: ScoringPath
@@ -512,19 +514,37 @@ def _check_shallow(model: Any, settings: Any, memory: SimulatedMemory) -> _Check
     adapter = adapter_for(model, pad_token_id=0)
     with in_phase(Phase.ROLLOUT), nothing_differs(), autocast(adapter.device, settings.autocast_dtype):
         check_adapter(adapter)
-    extra = sum(memory.phase_peaks()[Phase.ROLLOUT].values()) - held
+    extra = sum(memory.phase_peaks()[Phase.ROLLOUT].values()) - held - _narrow_bytes(model, settings)
     memory.forget_phases()
     return _Checked(adapter.path, adapter.joins, adapter.packs_prompts, extra)
 
 
-def _with_check(
-    phases: Mapping[Phase, Mapping[Component, int]], checked: _Checked
+def _narrow_bytes(model: Any, settings: Any) -> int:
+    """Counts the narrow copies that autocast keeps of trained weights until a forward is over."""
+    dtype = settings.autocast_dtype
+    kept = [weight.numel() for weight in model.parameters() if weight.requires_grad and weight.dim() > 1]
+    return 0 if dtype is None else dtype.itemsize * sum(kept)
+
+
+def _phases(
+    memory: SimulatedMemory, loaded: Mapping[Component, int], checked: _Checked | None
 ) -> dict[Phase, dict[Component, int]]:
-    """Adds to the load what the check at start holds."""
-    found = {phase: dict(parts) for phase, parts in phases.items()}
-    load = found[Phase.LOAD]
-    load[Component.ACTIVATIONS] = load.get(Component.ACTIVATIONS, 0) + checked.extra_bytes
-    return found
+    """Gives the peaks of phases, that of the load held against the moment of the check at start."""
+    found = memory.phase_peaks()
+    if checked is None:
+        return found
+    check = {**loaded, Component.OTHER: loaded[Component.OTHER] + checked.extra_bytes}
+    return {**found, Phase.LOAD: max(found[Phase.LOAD], check, key=lambda parts: sum(parts.values()))}
+
+
+def _loaded_before(model: Any, critic: Any) -> dict[Component, int]:
+    """Divides what is held when a network is checked; critics are made after it, though here they are there."""
+    (memory,) = open_simulations()[-1:]
+    held = memory.live_by_component()
+    within = [weight for name, weight in model.named_parameters() if f".{CRITIC_ADAPTER}." in name]
+    beside = list(weights_of(critic)) if isinstance(critic, nn.Module) else []
+    held[Component.WEIGHTS] -= sum(weight.nbytes for weight in (*within, *beside))
+    return held
 
 
 class _Faked:
@@ -552,6 +572,7 @@ class _Faked:
     ) -> None:
         self._reference, self._checked, self._stands_for, self._settings = reference, checked, device, settings
         self._parts: Mapping[Component, int] = {}
+        self._critic = others.get("critic")
         functions = _no_rewards(settings, [reward_model_name(one) for one in reward_models])
         tokenizers = [*(None for _ in functions), *(_stand_in_tokenizer() for _ in reward_models)]
         others["reward_processing_classes"] = tokenizers
@@ -588,6 +609,7 @@ class _Faked:
     def _check(self, adapter: LanguageModelAdapter) -> None:
         """Takes over what the check of a shallow network found, and sizes the cache."""
         checked = self._checked
+        self.loaded = _loaded_before(adapter.model, self._critic)
         if checked is None:
             with nothing_differs():
                 super()._check(adapter)  # type: ignore[misc]
@@ -611,13 +633,9 @@ class _Faked:
         self._rehearsed = work
 
     def _make_room(self, plan: UpdatePlan) -> None:
-        """Makes the gradients that earlier micro-batches would have left, where the plan has several."""
+        """Makes the gradients that earlier micro-batches would have left, where the plan has such."""
         super()._make_room(plan)  # type: ignore[misc]
-        if self._rehearsed.geometry.unit is not None:
-            return  # two rectangles of the step are run
-        groups = cut_groups(self._rehearsed, plan.micro_batch_tokens, packed=plan.pack_prompts)
-        # An encoder's gradients come after all slices of its group, whose second one is run here too.
-        if len(groups) > 1 or (len(groups[0]) > 1 and not self._rehearsed.sources):
+        if meets_gradients(self._rehearsed, plan):
             self._committed.complete_gradients()  # type: ignore[attr-defined]
 
     def _own_callbacks(self, *_: Any) -> list[Any]:
@@ -648,27 +666,13 @@ def rehearse(trainer: Any, longest: Longest, memory: SimulatedMemory, evaluation
             trainer.rehearse_on(longest_work(trainer, longest))
             try_longest(trainer, longest, micro_batches=1, evaluation=evaluation)
             with tracker.phase(Phase.OPTIMIZER):
-                _commit(trainer)
+                trainer._committed.commit()
             planned = tracker.rollout_plan, tracker.update_plan
             same = [_bare(plan) for plan in planned] == [_bare(plan) for plan in plans_now(trainer, longest)]
             if same and memory.live_bytes == held:  # no optimizer has just made its state
                 return
     finally:
         tracker.release()
-
-
-def _commit(trainer: Any) -> None:
-    """Moves the weights that are not there; an optimizer of bitsandbytes, whose kernels need them, makes its state."""
-    optimizer = trainer.optimizer
-    if not type(optimizer).__module__.startswith("bitsandbytes"):
-        trainer._committed.commit()
-        return
-    with charge(Component.OPTIMIZER):
-        for group_index, group in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if not optimizer.state[parameter]:
-                    optimizer.init_state(group, parameter, group_index, index)
-    trainer._committed.drop_gradients()
 
 
 def _job(trainer: Any, longest: Longest, memory: SimulatedMemory) -> Job:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,18 +27,18 @@ from memsafe_rl.errors import DataError, MemoryBudgetError
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.randomness import capture_random_state, set_random_state
 from memsafe_rl.memory.recovery import under
-from memsafe_rl.memory.slices import cut_groups, cut_work, packing_saves
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.language import LanguageAdapter
 from memsafe_rl.rollout.admission import Candidate, admit
 from memsafe_rl.rollout.generation import eval_mode, generate
-from memsafe_rl.rollout.scoring import score_all, update_work, value_all
+from memsafe_rl.rollout.scoring import score_all, value_all
 from memsafe_rl.trainers.base import OnPolicyTrainer
 from memsafe_rl.trainers.data import Prompts
 from memsafe_rl.trainers.made_up import chains, embedded_prompts, lay_down
 from memsafe_rl.trainers.ranks import Ranks
 from memsafe_rl.trainers.samples import Experience
+from memsafe_rl.trainers.worst_rows import later_rows, tried_places, widest_slices, worst_step
 from memsafe_rl.types import (
     Phase,
     Ragged,
@@ -71,16 +72,33 @@ class Longest:
         prompt: token ids of the longest prompt.
         completion_tokens: longest completion, in tokens.
         source: how the prompt's length is known, for people.
+        longest_prompts: lengths of the longest prompts there are, the longest first, as many as a rollout
+            has; empty where only the longest one is known.
     """
 
     prompt: tuple[int, ...]
     completion_tokens: int
     source: str
+    longest_prompts: tuple[int, ...] = ()
 
     @property
     def row_tokens(self) -> int:
         """Tokens of prompt and completion."""
         return len(self.prompt) + self.completion_tokens
+
+    def prompts(self, count: int) -> tuple[Tensor, ...]:
+        """Gives the longest prompts that a rollout can have.
+
+        Args:
+            count: how many it has.
+
+        Returns:
+            Their ids. Where lengths are not known, every other prompt is shorter by a token, so that prompts are padded
+            and masked as unequal ones are.
+        """
+        known = self.longest_prompts[:count]
+        guessed = (max(1, len(self.prompt) - place % 2) for place in range(count))
+        return tuple(self.ids(tokens) for tokens in (known if len(known) == count else guessed))
 
     def ids(self, tokens: int) -> Tensor:
         """Gives so many token ids: the prompt's, again and again."""
@@ -199,13 +217,15 @@ def find_longest(trainer: OnPolicyTrainer, dataset: Any = None) -> Longest:
         for ids in reader.ids(batch)
         if truncated or limit is None or len(ids) <= limit
     )
-    found: list[int] = max(islice(rows, _TOKENIZED) if isinstance(dataset, Dataset) else rows, key=len, default=[])
+    count = trainer.args.prompts_per_rollout
+    found = nlargest(count, islice(rows, _TOKENIZED) if isinstance(dataset, Dataset) else rows, key=len)
     if not found:
         raise DataError(
             f"none of the prompts looked at has at most {limit} tokens, so that there is no worst case to try. Raise "
             "max_prompt_length, set overlong_prompts='truncate', or set probe_worst_case=False."
         )
-    longest = Longest(tuple(found), completion_tokens, source)
+    known = tuple(map(len, found)) if isinstance(dataset, Dataset) else ()
+    longest = Longest(tuple(found[0]), completion_tokens, source, known)
     given = trainer.args.max_prompt_length
     if isinstance(dataset, Dataset) or given is None:
         return longest
@@ -290,7 +310,8 @@ def longest_work(trial: OnPolicyTrainer, longest: Longest) -> UpdateWork:
     Returns:
         The work of one rank.
     """
-    return trial._work(_longest_rows(trial, longest), _step_rows(trial))
+    trajectory = _longest_rows(trial, longest)
+    return trial._work(trajectory, worst_step(trial, trajectory))
 
 
 def try_longest(
@@ -310,7 +331,6 @@ def try_longest(
     Raises:
         MemoryBudgetError: they do not fit under any plan.
     """
-    config = trial.args
     drawing = _rollout_of(trial, longest)
     if trial._maker._rollout_func is None:
         trial._maker._plan(_prompts_of(trial, drawing))
@@ -323,15 +343,13 @@ def try_longest(
     corrected = trial._maker.corrects_sampler
     experience = Experience(_longest_rows(trial, longest), consumed=0, external=corrected)
     trajectory = experience.trajectory
-    rows = _step_rows(trial)
+    rows = worst_step(trial, trajectory)
     first_tile = trial._tracker.update_plan.logprob_tile
     trial._plan_update(trajectory, rows)
-    referred = config.has_reference and not trial.adapter.time_separable
-    if referred or config.updates_per_epoch > 1 or corrected or trial.credit is not None:
-        # Scoring takes the tile of the update before it: in the first rollout that of no plan, later the plan's.
-        _probe_scoring(trial, trajectory, max(first_tile, trial._tracker.update_plan.logprob_tile))
     plan = trial._tracker.update_plan
-    tried = [rows[place] for place in _tried(trial._work(trajectory, rows), plan, micro_batches)]
+    # Scoring takes the tile of the update before it: in the first rollout that of no plan, later the plan's.
+    _probe_scoring(trial, trajectory, rows, max(first_tile, plan.logprob_tile))
+    tried = [rows[place] for place in tried_places(trial._work(trajectory, rows), plan, micro_batches)]
     terms = trial._fix_terms(experience, tried)
     with trial._tracker.phase(Phase.UPDATE):
         trial._gradient(experience, tried, terms)
@@ -339,14 +357,6 @@ def try_longest(
     with trial._tracker.phase(Phase.OPTIMIZER):
         trial._recovery.repeat(trial._committed.unpark)
         trial._recovery.repeat(trial._committed.prepare_commit)
-
-
-def _tried(work: UpdateWork, plan: UpdatePlan, micro_batches: int) -> list[int]:
-    """Chooses the rows of the first micro-batches; where an encoder reads prompts, all that share its first forward."""
-    if work.geometry.unit is not None:
-        return list(range(len(work.row_tokens)))
-    first = cut_groups(work, plan.micro_batch_tokens, packed=plan.pack_prompts)[0]
-    return [place for places in (first if work.sources else first[:micro_batches]) for place in places]
 
 
 def _probe_drawing(trial: OnPolicyTrainer, drawing: Drawing) -> None:
@@ -375,7 +385,7 @@ def _probe_drawing(trial: OnPolicyTrainer, drawing: Drawing) -> None:
         first = rows[: _in_flight(trial.adapter, waiting, plan)]
         context = longest.ids(longest.row_tokens - 2)
         several = maker.plays_turns and longest.completion_tokens > 2
-        ending = _AtTheEnd(trial.adapter, len(context), plan.prefill_tokens if several and plan.kept_kv_bytes else 0)
+        ending = _AtTheEnd(trial.adapter, longest, plan.prefill_tokens if several and plan.kept_kv_bytes else 0)
         # The cache that transformers' generate keeps, where that decodes, is out of reach.
         own_cache = not isinstance(trial.adapter, LanguageAdapter) or trial.adapter.path.decodes
         tried = cast(ModelAdapter, ending) if own_cache else trial.adapter
@@ -385,7 +395,7 @@ def _probe_drawing(trial: OnPolicyTrainer, drawing: Drawing) -> None:
             last_two = replace(two_tokens, max_new_tokens=2)
             generate(trial.adapter, *_samples([context], alike), last_two, under(plan))
         if several and own_cache and plan.kept_kv_bytes < maker._kept_most(maker._work(prompts, group)):
-            _read_again(trial.adapter, ids, first, context, two_tokens, plan)
+            _read_again(trial.adapter, ids, first, longest, two_tokens, plan)
 
     with trial._tracker.phase(drawing.phase):
         attempt(from_first_to_last)
@@ -414,23 +424,13 @@ def _in_flight(adapter: ModelAdapter, waiting: Sequence[Candidate], plan: Rollou
             return count
 
 
-def _step_rows(trial: OnPolicyTrainer) -> Sequence[int]:
-    """Gives the rows of one rank's optimizer step, which share few prompts.
-
-    Of a rollout of several steps rows are shuffled; of several ranks each takes its turn, see `Ranks.balance`.
-    """
-    steps = max(1, trial.args.rollout_rows // trial.args.step_rows)
-    every = steps * trial.args.world_size
-    return range(0, trial.args.rollout_rows, every)[: _share(trial, trial.args.step_rows)]
-
-
 def _rollout_of(trial: OnPolicyTrainer, longest: Longest) -> Drawing:
     """Gives what a rollout draws."""
     return Drawing(longest, trial.args.prompts_per_rollout, trial.args.num_generations, Phase.ROLLOUT)
 
 
 def _prompts_of(trial: OnPolicyTrainer, drawing: Drawing) -> Prompts:
-    """Gives prompts of unequal length, so that they are padded as those of a real wave are.
+    """Gives the longest prompts there can be.
 
     Of an evaluation no more than have a completion in flight at a time.
     """
@@ -439,22 +439,24 @@ def _prompts_of(trial: OnPolicyTrainer, drawing: Drawing) -> Prompts:
         count = min(count, trial.args.world_size * max(trial._tracker.rollout_plan.rows_in_flight, 1))
     if trial.adapter.time_separable:
         return embedded_prompts(cast(Any, trial.adapter), count)
-    places = range(count)
-    return Prompts((), (), tuple(longest.ids(max(1, len(longest.prompt) - place % 2)) for place in places))
+    # Rows that are decoded in waves, each with its own prompt, are forecast as padded ones, whatever their lengths.
+    known = longest if trial.adapter.joins else replace(longest, longest_prompts=())
+    return Prompts((), (), known.prompts(count))
 
 
 def _read_again(
     adapter: ModelAdapter,
     ids: Sequence[Tensor],
     rows: Sequence[tuple[int, int]],
-    context: Tensor,
+    longest: Longest,
     settings: SamplingSettings,
     plan: RolloutPlan,
 ) -> None:
     """Tries the moment at which the last contexts of a turn are read again, beside all others."""
+    context = longest.ids(longest.row_tokens - 2)
     together = min(len(rows), max(1, plan.prefill_tokens // len(context)))
     if adapter.joins and len(rows) > together:
-        others = _AtTheEnd(adapter, len(context), plan.prefill_tokens, [context] * together)
+        others = _AtTheEnd(adapter, longest, plan.prefill_tokens, [context] * together)
         generate(cast(ModelAdapter, others), *_samples(ids, rows[together:]), settings, under(plan))
     else:
         once = replace(settings, max_new_tokens=2)
@@ -467,14 +469,14 @@ class _AtTheEnd:
 
     Args:
         adapter: the network.
-        slots: slots of the cache before the last step.
+        longest: the longest row.
         reads: tokens that are read in one forward before it, as in a turn of an episode; 0 for nothing.
         anew: contexts that are read beside the cache; empty where its rows read on.
     """
 
-    def __init__(self, adapter: ModelAdapter, slots: int, reads: int = 0, anew: Sequence[Tensor] = ()) -> None:
+    def __init__(self, adapter: ModelAdapter, longest: Longest, reads: int = 0, anew: Sequence[Tensor] = ()) -> None:
         self.stretched = False
-        self._adapter, self._slots, self._reads, self._anew = adapter, slots, reads, anew
+        self._adapter, self._longest, self._reads, self._anew = adapter, longest, reads, anew
 
     def __getattr__(self, name: str) -> Any:
         """Gives everything else as the adapter does."""
@@ -482,8 +484,9 @@ class _AtTheEnd:
 
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
         """Appends one token to every row of the widened cache."""
-        told = 0 if self._anew else min(self._reads // state.rows, self._slots // 2)
-        self.stretched = self._adapter.stretch(state, self._slots - told - bool(self._reads))
+        drawn, slots = self._longest.completion_tokens - 2, self._longest.row_tokens - 2
+        told = 0 if self._anew else min(self._reads // state.rows, slots // 2)
+        self.stretched = self._adapter.stretch(state, max(0, drawn - told - bool(self._reads)))
         if self._reads and self.stretched and self._adapter.joins:
             self._adapter.decode_step(state, tokens_B)  # makes room for all that the cache now stands for
             if self._anew:
@@ -502,41 +505,41 @@ def _samples(
     return [prompts[prompt] for prompt in wanted], keys
 
 
-def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory, tile: int) -> None:
-    """Scores one slice of the longest rows, by the reference where there is one, and by the model itself."""
-    plan, tracker = trial._tracker.rollout_plan, trial._tracker
-    rows: Sequence[int] = range(0, len(trajectory), trial.args.world_size)
-    work = update_work(trial.adapter, trajectory, rows)
-    if work.geometry.unit is None:
-        rows = [rows[place] for place in cut_work(work, plan.score_tokens, packed=packing_saves(work))[0]]
-    credit, later = trial.credit, trial.args.updates_per_epoch > 1
+def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory, rows: Sequence[int], tile: int) -> None:
+    """Scores the slices that may hold most, of every pass over the longest rows that precedes an update."""
+    credit, everyone, later = trial.credit, range(0, len(trajectory), trial.args.world_size), later_rows(trial)
     judged = None if credit is None else credit.critic.judged_columns
-    if judged is None or later or (credit is not None and credit.wants_logprobs):
-        with tracker.phase(Phase.SCORE), _scorer(trial) as adapter:
-            score_all(
-                adapter,
-                trajectory,
-                rows,
-                temperature=trial.args.temperature,
-                attempt=trial._maker.scoring(trajectory, rows),
-                tile=tile,
-                with_kl=judged is not None and credit is not None and credit.wants_logprobs,
-                columns=judged,
-            )
-    if credit is not None:
-        with tracker.phase(Phase.SCORE), credit.critic.running() as network:
-            attempt = trial._maker.scoring(trajectory, rows)
-            value_all(network, trajectory, rows, credit.critic.head, attempt=attempt, columns=judged)
-
-
-@contextmanager
-def _scorer(trial: OnPolicyTrainer) -> Iterator[Any]:
-    """Gives the reference where one scores a rollout, else the model itself."""
+    pays_kl = credit is not None and credit.wants_logprobs
     if trial.args.has_reference and not trial.adapter.time_separable:
         with trial.adapter.reference() as reference:
-            yield reference
-    else:
-        yield trial.adapter
+            _score(trial, reference, trajectory, [everyone], tile)
+    if trial._maker.corrects_sampler or pays_kl or (credit is not None and judged is None):
+        later.append(list(everyone))
+    if later:
+        columned = judged is not None
+        _score(trial, trial.adapter, trajectory, later, tile, with_kl=columned and pays_kl, columns=judged)
+    if trial.args.top_entropy_quantile < 1.0:
+        _score(trial, trial.adapter, trajectory, [rows], tile, with_entropy=True)
+    if credit is not None:
+        with trial._tracker.phase(Phase.SCORE), credit.critic.running() as network:
+            attempt = trial._maker.scoring(trajectory, everyone)
+            for part in widest_slices(trial, trajectory, [everyone], trial._tracker.rollout_plan.score_tokens):
+                value_all(network, trajectory, part, credit.critic.head, attempt=attempt, columns=judged)
+
+
+def _score(
+    trial: OnPolicyTrainer,
+    adapter: ModelAdapter,
+    trajectory: Trajectory,
+    sets: Sequence[Sequence[int]],
+    tile: int,
+    **wanted: Any,
+) -> None:
+    with trial._tracker.phase(Phase.SCORE):
+        for part in widest_slices(trial, trajectory, sets, trial._tracker.rollout_plan.score_tokens):
+            attempt = trial._maker.scoring(trajectory, part)
+            temperature = trial.args.temperature
+            score_all(adapter, trajectory, part, temperature=temperature, attempt=attempt, tile=tile, **wanted)
 
 
 def _longest_rows(trial: OnPolicyTrainer, longest: Longest) -> Trajectory:
@@ -548,7 +551,7 @@ def _longest_rows(trial: OnPolicyTrainer, longest: Longest) -> Trajectory:
         laid = chains(cast(Any, trial.adapter), config.prompts_per_rollout, group, objectives, needs_old=needs_old)
         numbers = laid.sampling_logprobs if trial.credit is not None else None
         return replace(laid, values=numbers, returns=numbers, action_advantages=numbers)
-    prompts = [longest.ids(len(longest.prompt))] * config.prompts_per_rollout
+    prompts = longest.prompts(config.prompts_per_rollout)
     completions = [longest.ids(longest.completion_tokens)] * config.rollout_rows
     with host_memory():
         trajectory = lay_down(prompts, completions, config.num_generations, len(config.objective_list))

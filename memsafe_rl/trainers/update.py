@@ -17,7 +17,7 @@ from memsafe_rl.accounting import host_memory, is_on_host, worth_running
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.host import offloaded, to_device, to_host
 from memsafe_rl.memory.recovery import Attempt
-from memsafe_rl.memory.slices import cut_columns, cut_groups, packed_tokens
+from memsafe_rl.memory.slices import cut_columns, cut_groups, packed_tokens, telling
 from memsafe_rl.models.adapter import ScoringAdapter
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.gae import value_loss
@@ -140,7 +140,8 @@ def accumulate_gradient(
     for group in cut_groups(work, plan.micro_batch_tokens, packed=plan.pack_prompts):
         together = [rows[place] for places in group for place in places]
         with adapter.read_together(trajectory, together, partial(_forward, adapter, plan, autocast)):
-            for places in worth_running(group):
+            # Without an encoder, whose gradient waits at what it gave, a rehearsal chooses rows before it comes here.
+            for places in worth_running(group, partial(telling, work)) if work.sources else group:
                 micro, packed = [rows[place] for place in places], bool(work.prompts)
                 _learn_from(step, adapter, trajectory, micro, plan, terms, packed, autocast=autocast, scale=scale)
                 padded = len(micro) * max(work.row_tokens[place] for place in places)

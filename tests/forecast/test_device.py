@@ -104,7 +104,7 @@ def test_a_shallow_copy_has_a_block_of_each_kind() -> None:
 
 
 def test_whole_blocks_count_and_what_does_not_fit_is_refused() -> None:
-    with fake_device(10_000, granularity_bytes=512) as memory:
+    with fake_device(10_000, stands_for="cuda") as memory:
         one = torch.zeros(3)
         assert memory.live_bytes == 512
         with pytest.raises(torch.OutOfMemoryError):
@@ -140,4 +140,6 @@ def test_who_counts_outside_is_not_told_of_fake_tensors() -> None:
 def test_like_turns_are_run_twice_where_only_bytes_matter() -> None:
     with fake_device():
         assert list(worth_running(range(9))) == [0, 1]
+        assert list(worth_running("abcde", lambda turns: [turns.index("d")])) == ["a", "d"]
+    assert list(worth_running("abc", lambda _: [2])) == ["a", "b", "c"]
     assert list(worth_running(range(9))) == list(range(9))

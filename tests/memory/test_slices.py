@@ -7,7 +7,15 @@ import pytest
 
 from memsafe_rl.memory.estimator import update_parts
 from memsafe_rl.memory.policies import AdaptivePolicy, LadderPolicy
-from memsafe_rl.memory.slices import cut_by_prompt, cut_work, measure_slices, packed_tokens, packing_saves
+from memsafe_rl.memory.slices import (
+    cut_by_prompt,
+    cut_work,
+    measure_slices,
+    packed_tokens,
+    packing_saves,
+    telling,
+    widest,
+)
 from memsafe_rl.types import MemoryState, ModelGeometry, UpdatePlan, UpdateWork
 
 GEOMETRY = ModelGeometry(4, 64, 128, 4, 2, 16, 1000, 2048, (None,) * 4, 10**6, 10**6, 4, 4)
@@ -85,3 +93,21 @@ def test_packed_rows_are_predicted_to_hold_less() -> None:
     together = UpdatePlan(micro_batch_tokens=10**6, logprob_tile=64)
     packed = sum(update_parts(work, replace(together, pack_prompts=True)).values())
     assert packed < 0.35 * sum(update_parts(work, together).values())
+
+
+def test_the_widest_slices_by_hand() -> None:
+    work = UpdateWork(row_tokens=(90, 50, 50, 50, 9), action_tokens=(10, 40, 40, 40, 4), geometry=GEOMETRY)
+    slices = [[0], [1, 2], [3, 4]]
+    assert widest(work, slices) == [1]  # 100 tokens padded, 80 completion tokens
+    assert widest(work, [[0], [1], [3]]) == [0, 2]  # 90 tokens; 40 completion tokens, the last of two alike
+    assert telling(work, [[0], [1], [3]]) == [0, 2]  # the first meets no gradients: of the others, the widest
+    assert telling(work, [[0, 1], [2]]) == [0, 1]
+    assert telling(work, [[1], [2]]) == [1]
+    assert widest(work, []) == telling(work, []) == []
+    encoded = replace(work, sources=(0, 1, 1, 2, 2))
+    assert widest(encoded, slices) == [0, 1]  # 80 tokens of a prompt are attended to
+
+
+def test_packed_slices_are_measured_as_packed() -> None:
+    work = group_work((10, 20), ((5, 5), (5,)))
+    assert widest(work, [[0, 1], [2]], packed=True) == [0, 1]  # 20 and 25 tokens; 10 and 5 completion tokens
