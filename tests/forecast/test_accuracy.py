@@ -11,13 +11,12 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import T5Config, T5ForConditionalGeneration
 
-from memsafe_rl import GRPOConfig, GRPOTrainer, SimulatedMemory
 from memsafe_rl.forecast.device import fake_device, true_numbers
 from memsafe_rl.trainers.order import permutation
 from memsafe_rl.types import Phase
+from tests.forecast import beside
 from tests.tiny import tiny_model, tiny_tokenizer
 
-LENGTH = 24
 RAGGED = (40, 30, 12, 11)
 
 
@@ -39,31 +38,14 @@ def run(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Gives the peaks of a run by phase, forecast and held."""
     prompts = [f"{index:02d}".ljust(length, ".") for index, length in enumerate(tokens or (20,) * 8)]
-    settings: dict[str, Any] = {
-        "num_generations": 4,
-        "per_device_train_batch_size": 16,
-        "max_completion_length": LENGTH,
-        "generation_kwargs": {"min_new_tokens": LENGTH},
-        "memory_forecast": True,
-        "max_steps": 2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "alarms": False,
+    given = {
+        "train_dataset": Dataset.from_dict({"prompt": prompts}),
+        "peft_config": None if lora is None else LoraConfig(r=8, target_modules="all-linear", **lora),
     }
-    with SimulatedMemory(2**30, exact=True) as memory:
-        trainer = GRPOTrainer(
-            str(folder / family),
-            lambda completions, **_: [float(index % 2) for index in range(len(completions))],
-            GRPOConfig(str(folder / "run"), **{**settings, **more}),
-            Dataset.from_dict({"prompt": prompts}),
-            peft_config=None if lora is None else LoraConfig(r=8, target_modules="all-linear", **lora),
-        )
-        trainer.train()
-        held = {phase.value: sum(parts.values()) for phase, parts in memory.phase_peaks().items()}
+    trainer, held = beside.run(folder / family, given=given, **{"alarms": False, **more})
     assert trainer.forecast is not None
-    return {phase.value: size for phase, size in trainer.forecast.phase_bytes.items()}, held
+    foreseen = trainer.forecast.phase_bytes
+    return {phase.value: size for phase, size in foreseen.items()}, {phase.value: size for phase, size in held.items()}
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ from memsafe_rl.forecast.outcome import MemoryForecast
 from memsafe_rl.forecast.search import Scout
 from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy
 from memsafe_rl.types import Component, Phase, RolloutPlan, UpdatePlan
+from tests.forecast import beside
+from tests.forecast.beside import ROOM, alternating, prompts
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
-ROOM = 2**30
 LENGTH = 40
 
 
@@ -35,42 +36,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_for(folder: Path, **settings: Any) -> GRPOConfig:
-    defaults: dict[str, Any] = {
-        "num_generations": 4,
-        "per_device_train_batch_size": 16,
-        "max_completion_length": LENGTH,
-        "generation_kwargs": {"min_new_tokens": LENGTH},
-        "memory_forecast": True,
-        "max_steps": 2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return GRPOConfig(str(folder / "run"), **{**defaults, **settings})
-
-
-def alternating(completions: list[str], **_: Any) -> list[float]:
-    return [float(index % 2) for index in range(len(completions))]
+    return beside.config_for(folder, **{"max_completion_length": LENGTH, **settings})
 
 
 def trainer_for(folder: Path, peft_config: Any = None, **settings: Any) -> GRPOTrainer:
-    prompts = [f"{index:02d}".ljust(20, ".") for index in range(8)]
-    return GRPOTrainer(
-        str(folder),
-        alternating,
-        config_for(folder, **settings),
-        Dataset.from_dict({"prompt": prompts}),
-        peft_config=peft_config,
-    )
+    return GRPOTrainer(str(folder), alternating, config_for(folder, **settings), prompts(), peft_config=peft_config)
 
 
 def run(folder: Path, peft_config: Any = None, **settings: Any) -> tuple[GRPOTrainer, dict[Phase, int]]:
-    with SimulatedMemory(ROOM, exact=True) as memory:
-        trainer = trainer_for(folder, peft_config, **settings)
-        trainer.train()
-        held = {phase: sum(parts.values()) for phase, parts in memory.phase_peaks().items()}
-    return trainer, held
+    return beside.run(folder, given={"peft_config": peft_config}, **{"max_completion_length": LENGTH, **settings})
 
 
 def foreseen(trainer: GRPOTrainer) -> MemoryForecast:
