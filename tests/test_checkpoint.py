@@ -14,6 +14,8 @@ from memsafe_rl.checkpoint import (
 )
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.randomness import capture_random_state, plain_random_state, restore_random_state
+from memsafe_rl.trainers.weights import read_weights, write_weights
+from tests.tiny import tiny_model
 
 
 def write(folder: Path, step: int, save_model=lambda path: (path / "weights").write_text("w")) -> Path:
@@ -64,3 +66,16 @@ def test_random_streams_continue_where_they_were() -> None:
     first = (random.random(), np.random.rand(), torch.rand(2).tolist())
     restore_random_state(state)
     assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == first
+
+
+def test_buffers_that_are_not_stored_stay_as_they_are(tmp_path: Path) -> None:
+    """Gemma's scale of embeddings, rounded before the network was made float64, would come back unrounded."""
+    model = tiny_model("gemma3", dtype=torch.float64)
+    held = [*model.parameters(), *model.buffers()]
+    before = [tensor.detach().clone() for tensor in held]
+    write_weights(model, None, tmp_path)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    read_weights(model, tmp_path)
+    assert all(torch.equal(tensor, known) for tensor, known in zip(held, before, strict=True))

@@ -157,7 +157,7 @@ class StateNetwork:
             (M, D).
 
         Raises:
-            ConfigError: the network does not give one row of numbers, or one number, for each state.
+            ConfigError: the network does not give one row of real numbers, or one real number, for each state.
         """
         timesteps_M = self._adapter.policy.scheduler.timesteps[torch.tensor(columns)].to(self.device)
         found: Any = self.model(states.to(self.dtype), timesteps_M, _as_type(condition, self.dtype))
@@ -168,6 +168,11 @@ class StateNetwork:
             raise ConfigError(
                 f"The critic gave {given} for {len(states)} states. It is called as the denoiser is, critic(x, t, "
                 "condition), and must give a tensor of shape (rows,): one value for each state."
+            )
+        if not found.is_floating_point():
+            raise ConfigError(
+                f"The critic gave values of type {found.dtype}, which carry no gradient it could learn by. Let its "
+                "forward give real numbers of a float type, without rounding or comparing them."
             )
         return found[:, None]
 
@@ -281,7 +286,7 @@ def check_state_critic(network: StateNetwork) -> None:
         network: the critic's; random generators are as before afterwards.
 
     Raises:
-        ConfigError: its values are not one number a state, depend on their company, or carry no gradient.
+        ConfigError: its values are not one finite number a state, depend on their company, or carry no gradient.
     """
     adapter, device = network._adapter, network.device
     policy = adapter.policy
@@ -293,6 +298,12 @@ def check_state_critic(network: StateNetwork) -> None:
         together = network.features(states.to(device), [0] * len(states), adapter.condition(embedded))
         alone = [network.features(one[None].to(device), [0], adapter.condition(embedded[:1])) for one in states]
         apart = float((torch.cat(alone) - together).norm() / together.norm().clamp(min=torch.finfo().tiny))
+        values = together[:, 0].tolist()
+    if not isinstance(network.model, StateEncoder) and not all(map(math.isfinite, values)):
+        raise ConfigError(
+            f"The critic gives states of random noise the values {values}, and what is not finite would spoil the "
+            "policy's weights too. Look at how it divides, scales and begins its weights."
+        )
     if apart > (_APART if (autocast_bytes(device) or network.dtype.itemsize) >= 4 else 50 * _APART):
         raise ConfigError(
             f"The critic gives states that it is shown together other values than alone: {apart:.1e} of their norm. It "
@@ -311,6 +322,11 @@ def check_state_critic(network: StateNetwork) -> None:
 def _refuse_useless(network: Any, adapter: DiffusionAdapter) -> None:
     if not any(weight.requires_grad for weight in network.parameters()):
         raise ConfigError(f"critic is a {type(network).__name__} without a trainable weight. Unfreeze it.")
+    if any(tensor.is_meta for tensor in (*network.parameters(), *network.buffers())):
+        raise ConfigError(
+            f"critic is a {type(network).__name__} on the meta device, without numbers. Make it on a real device, or "
+            "call to_empty and begin its weights."
+        )
     if {id(weight) for weight in network.parameters()} & {id(weight) for weight in adapter.model.parameters()}:
         raise ConfigError(
             "critic shares weights with the model. Leave critic out for a small network of its own, or give a copy "

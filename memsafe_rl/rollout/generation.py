@@ -276,6 +276,8 @@ class _RunningBatch:
         if self._kept is not None and self._common(waiting[0]):
             return self._next_kept(waiting, plan)
         alike = [one for one in waiting if bool(one.ids) == bool(waiting[0].ids)]
+        for one in alike:
+            one.base = len(one.prompt_ids)  # it may have been less, of what was kept and is not there any more
         template = self._template
         if template is not None and not alike[0].ids and alike[0].prompt == template.prompt:
             alike = [one for one in alike if one.prompt == template.prompt]
@@ -328,20 +330,28 @@ class _RunningBatch:
         going = [place for place, one in enumerate(rows) if not one.ended]
         if spread is not None and self._keeps(plan):
             state, spread = self._adapter.select(state, spread), None
-        if len(going) < len(rows) and self._keeps(plan):
+        some_wait = len(going) < len(rows) and self._keeps(plan)
+        if some_wait:
             state = self._without_ended(state, rows)
         elif going and (spread is not None or len(going) < len(rows)):
             state = self._adapter.select(state, going if spread is None else [spread[place] for place in going])
-        if not going:
-            return
+        if going:
+            self._join(state, [rows[place] for place in going], tokens_B, keys_B4, going)
+        if some_wait:
+            self._make_room(plan)
+        resumed.clear()  # held until here, so that no prompt of theirs was given up before all rows were together
+
+    def _join(
+        self, state: DecodeState, rows: list[_Sequence], tokens_B: Tensor, keys_B4: Tensor, going: Sequence[int]
+    ) -> None:
+        """Puts rows behind those of the batch; of their tokens and keys, those at the places ``going`` are theirs."""
         index = torch.tensor(going, device=self._adapter.device)
-        rows, tokens_B, keys_B4 = [rows[place] for place in going], tokens_B[index], keys_B4[index]
+        tokens_B, keys_B4 = tokens_B[index], keys_B4[index]
         if self._state is not None and self._tokens_B is not None and self._keys_B4 is not None:
             held, self._state = self._state, None
             state = self._adapter.join(held, state)
             tokens_B, keys_B4 = torch.cat([self._tokens_B, tokens_B]), torch.cat([self._keys_B4, keys_B4])
         self._state, self._tokens_B, self._keys_B4, self._rows = state, tokens_B, keys_B4, self._rows + rows
-        resumed.clear()  # held until here, so that no prompt of theirs was given up before all rows were together
 
     def _read_on(
         self, wave: Sequence[_Sequence], resumed: Sequence[RowCache], common: Sequence[int], plan: RolloutPlan

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import claim
+from memsafe_rl.errors import MemsafeError
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.gae import (
     adaptive_kl_coef,
@@ -104,12 +105,16 @@ class CriticCredit:
 
         Returns:
             The store with them, and what is logged.
+
+        Raises:
+            MemsafeError: a value is not finite.
         """
         config, rows = self._config, range(len(trajectory))
         if trajectory.values is None:
             raise AssertionError("values come before advantages")
         mask_BT, values_BT = trajectory.loss_mask.pad(rows, 0).bool(), trajectory.values.pad(rows, 0)
         judged_BT = self._judged(mask_BT)
+        _refuse_broken(values_BT, judged_BT)
         kl_BT = self._kl(trajectory)
         scores_B = self._scores(trajectory, rewards_B.to(values_BT.dtype))
         rewards_BT = token_rewards(scores_B, judged_BT, kl_BT=kl_BT, kl_coef=config.kl_coef * self.kl_scale)
@@ -189,6 +194,18 @@ class CriticCredit:
         rows = range(len(trajectory))
         logprobs_BT, reference_BT = trajectory.old_logprobs.pad(rows, 0), trajectory.ref_logprobs.pad(rows, 0)
         return kl_estimates(logprobs_BT, reference_BT, self._config.kl_estimator)
+
+
+def _refuse_broken(values_BT: Tensor, judged_BT: Tensor) -> None:
+    broken = (judged_BT & ~values_BT.isfinite()).nonzero().tolist()
+    if broken:
+        row, column = broken[0]
+        raise MemsafeError(
+            f"The critic's value of row {row}, action {column} is {float(values_BT[row, column])} ({len(broken)} of "
+            f"{int(judged_BT.sum())} are not finite); no weight has moved. The critic has probably diverged: lower "
+            "the learning rate or vf_coef, or resume from an earlier checkpoint; look at what it divides by, and if it "
+            "runs in float16, use bfloat16 or float32."
+        )
 
 
 def _metrics(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:

@@ -131,5 +131,7 @@ def _read_model(model: Any, folder: Path) -> None:
     with torch.no_grad():
         for (_, target), (_, source) in zip(model.named_parameters(), saved.named_parameters(), strict=True):
             target.copy_(source)
-        for (_, target), (_, source) in zip(model.named_buffers(), saved.named_buffers(), strict=True):
-            target.copy_(source)
+        stored = model.state_dict().keys()
+        for (name, target), (_, source) in zip(model.named_buffers(), saved.named_buffers(), strict=True):
+            if name in stored:  # the others were made by whoever made the model, and maybe rounded on the way
+                target.copy_(source)

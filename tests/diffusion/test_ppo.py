@@ -12,7 +12,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from memsafe_rl import FixedPolicy, RolloutPlan, UpdatePlan
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.models.diffusion import Condition, TrainedSteps
 from memsafe_rl.models.state_critic import StateCritic, StateEncoder
@@ -276,9 +276,26 @@ class Detached(Judge):
         return super().forward(x, timesteps, condition).detach()
 
 
+class Odd(Judge):
+    """Gives what a function makes of a critic's values."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
+        return self.change(super().forward(x, timesteps, condition))
+
+
 @pytest.mark.parametrize(
     ("critic", "words"),
     [
+        (Odd(lambda values: values.round().long()), r"values of type torch.int64.*float type"),
+        (Odd(lambda values: values > 0), r"values of type torch.bool.*float type"),
+        (Odd(lambda values: values + 0j), r"values of type torch.complex64.*float type"),
+        (Odd(lambda values: values * float("nan")), r"the values \[nan, nan, nan\].*Look at"),
+        (Odd(lambda values: values / 0), r"the values \[-?inf.*Look at"),
+        (Judge().to("meta"), "on the meta device.*to_empty"),
         ("adapter", r"critic is 'adapter' and the model a DiffusionPolicy.*critic\(x, t, condition\)"),
         (Mixing(), "other values than alone"),
         (Wide(), r"gave a tensor of shape \(3, 1\).*shape \(rows,\)"),
@@ -289,6 +306,17 @@ class Detached(Judge):
 def test_a_critic_that_cannot_work_is_refused(critic: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         make_trainer(tmp_path, critic)
+
+
+def test_values_that_are_not_finite_end_a_run_before_a_weight_moves(tmp_path: Path) -> None:
+    judge = Judge()
+    trainer = make_trainer(tmp_path, judge)
+    with torch.no_grad():
+        judge.write.bias.fill_(float("inf"))
+    before = trained(trainer)[:-1]
+    with pytest.raises(MemsafeError, match=r"value of row 0, action 0 is inf \(40 of 40 are.*vf_coef"):
+        trainer.train()
+    assert torch.equal(trained(trainer)[:-1], before)
 
 
 def test_a_critic_has_weights_of_its_own(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.memory.recovery import under
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.rollout import generation
+from memsafe_rl.rollout.admission import admit
 from memsafe_rl.rollout.episodes.episode import turn_key
 from memsafe_rl.rollout.episodes.roles import ModelHub
 from memsafe_rl.rollout.generation import generate
@@ -244,3 +246,44 @@ def twice(unit: Any, undo: Any) -> Any:
         pass
     undo()
     return unit(ROOMY)
+
+
+@pytest.mark.parametrize("kept_kv_bytes", [1, 60_000])
+def test_rows_that_end_with_their_first_token_wait_within_the_limit_too(kept_kv_bytes: int) -> None:
+    """Each turn may be over before its rows have joined the batch."""
+    adapter, kept = adapter_of(), KeptCaches()
+    plan = RolloutPlan(rows_in_flight=2, prefill_tokens=7, kept_kv_bytes=kept_kv_bytes)
+    with host_memory():
+        prompts = [torch.tensor(ids_of(40, seed)) for seed in range(6)]
+    keys = [[SequenceKey(5, 0, prompt, 0)] for prompt in range(6)]
+    generate(adapter, prompts, keys, SamplingSettings(1, ENDS), under(plan), kept=kept)
+    assert kept.nbytes() <= kept_kv_bytes
+    assert (kept.nbytes() > 0) == (kept_kv_bytes > 1)
+
+
+def test_a_row_that_is_read_anew_counts_as_one_that_was_never_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was kept of it is gone after a failure, so that its whole context lies in a block of prompts again."""
+    adapter, kept = adapter_of(), KeptCaches()
+    key = SequenceKey(5, 0, 0, 0)
+    with host_memory():
+        short, long = (torch.tensor(ids_of(count, 1)) for count in (8, 80))
+    generate(adapter, [short], [[key]], SamplingSettings(1, ENDS), under(ROOMY), kept=kept)
+    assert kept.nbytes() > 0
+    asked, step = [], adapter.decode_step
+
+    def noted(found: Any, *given: Any, **named: Any) -> int:
+        asked.append(found)
+        return admit(found, *given, **named)
+
+    monkeypatch.setattr(generation, "admit", noted)
+
+    def failing(*given: Any) -> Any:
+        monkeypatch.setattr(adapter, "decode_step", step)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(adapter, "decode_step", failing)
+    generate(adapter, [long], [[key]], SamplingSettings(4, ()), twice, kept=kept)
+    kept_row, read_anew = (found[0] for found in asked)
+    assert (kept_row.is_kept, read_anew.is_kept) == (True, False)
+    assert kept_row.max_new_tokens == 80 - 8 + 4
+    assert read_anew.max_new_tokens == 4
