@@ -476,3 +476,9 @@ def test_the_library_is_read_and_what_it_does_not_know_is_left_open(monkeypatch:
 
 def test_bytes_are_set_with_units() -> None:
     assert format_bytes(50 * GIB) in shown(View(CardsRead((), "none"), (seen(),)))
+
+
+def test_a_process_has_a_number_above_0() -> None:
+    found = RUNNER.invoke(app, ["monitor", "--pid", "-1"])
+    assert found.exit_code == 2
+    assert "--pid" in found.stderr

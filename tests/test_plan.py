@@ -98,6 +98,8 @@ def test_reward_models_and_evaluations_are_phases_of_their_own(folder: Path, tmp
         (("--load-in-4bit",), "A 4-bit base cannot be trained"),
         (("--load-in-4bit", "--quantization", "8bit"), "contradict each other"),
         (("--num-generation", "8"), "num_generations"),
+        (("--reward-model", "nobody/judge"), "reward model='nobody/judge' is neither"),
+        (("--trainer", "ppo", "--critic", "nobody/critic"), "critic='nobody/critic' is neither"),
     ],
 )
 def test_what_is_wrong_is_named(folder: Path, words: tuple[str, ...], told: str) -> None:
@@ -113,3 +115,38 @@ def test_a_model_is_needed_and_must_be_known() -> None:
     result = runner.invoke(app, ["plan", "--model", "nobody/nothing-7B"])
     assert result.exit_code == 2
     assert "is neither a folder with a config.json" in " ".join(result.stderr.split())
+    result = runner.invoke(app, ["plan", "--model", ""])
+    assert "plan needs a model" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{no json", "is there, but its config.json cannot be read"),
+        ("[1]", "is there, but its config.json cannot be read"),
+        ('{"model_type": "qwen3", "hidden_size": "64"}', "expected int, got str"),
+        ('{"model_type": "frobnicate"}', "frobnicate"),
+        ('{"model_type": "vit"}', "type 'vit' cannot be trained as a language model"),
+        ('{"model_type": "qwen3", "num_hidden_layers": 0}', "Look at the sizes in its config.json"),
+    ],
+)
+def test_a_config_that_no_model_can_have_is_named(tmp_path: Path, content: str, told: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    code, out, error = plan(tmp_path, "--json")
+    assert (code, out) == (2, "")
+    assert told in " ".join(error.split())
+    assert "Qwen/Qwen3-0.6B" not in error
+
+
+def test_prompts_that_nobody_describes_leave_room_for_completions(folder: Path) -> None:
+    code, out, _ = plan(folder, "--max-completion-length", "500", "--json")
+    assert code == 0
+    assert json.loads(out)["prompt_tokens"] == 100
+
+
+def test_a_forecast_that_does_not_fit_tells_of_no_failures(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not fake allocations, but the refusal says what does not fit."""
+    code, out, _ = plan(folder, "--gpu", "3MiB", "--max-completion-length", "64", "--json")
+    assert code == 1
+    assert "does not fit" in json.loads(out)["refusal"]
+    assert caplog.messages == []

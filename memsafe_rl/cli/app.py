@@ -278,7 +278,7 @@ def doctor(
 
 @app.command()
 def monitor(
-    pid: Annotated[int | None, typer.Option("--pid", help="Process of the run.")] = None,
+    pid: Annotated[int | None, typer.Option("--pid", min=1, help="Process of the run.")] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="DIR", help="The run's output_dir.")] = None,
     as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl+C.")] = False,

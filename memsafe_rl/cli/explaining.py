@@ -75,9 +75,7 @@ def read_log(source: str) -> str:
     try:
         raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:
-        raise ConfigError(
-            f"{source!r} cannot be read: {error.strerror}. Give a log file, or - to paste it in."
-        ) from None
+        raise ConfigError(f"{source!r} cannot be read: {error.strerror}. Give a file, or - to paste it in.") from None
     # Windows' shells write UTF-16 with a mark in front; a log that was emptied while it was open begins with zeros.
     encoding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
     return raw.decode(encoding, errors="replace").replace("\x00", "")

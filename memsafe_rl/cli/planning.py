@@ -121,7 +121,7 @@ def wish(
     Raises:
         ConfigError: something is missing or wrong; the message names it.
     """
-    if "model" not in request.run:
+    if not request.run.get("model"):
         raise ConfigError("plan needs a model. Write --model Qwen/Qwen3-4B, or a folder with a config.json.")
     if load_in_4bit:
         if request.run.get("quantization") not in (None, "4bit"):
@@ -271,13 +271,14 @@ def _forecast(wanted: Wish, given: Mapping[str, Any], **changes: Any) -> MemoryF
 def _first_forecast(wanted: Wish, given: Mapping[str, Any]) -> MemoryForecast:
     try:
         return _forecast(wanted, given)
-    except (NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
-        if isinstance(error, MemsafeError):
-            raise
+    except MemsafeError:
+        raise
+    except Exception as error:  # of any kind: it comes from inside a network whose config may say anything
         reason = str(error).split("\n")[0]
         raise MemsafeError(
             f"{wanted.run.fields.model} does not run on tensors without bytes ({type(error).__name__}: {reason}), so "
-            "that it cannot be forecast. Use probe_worst_case in the run itself."
+            "that it cannot be forecast. Look at the sizes in its config.json; if they are right, use probe_worst_case "
+            "in the run itself."
         ) from error
 
 
@@ -415,7 +416,8 @@ def _lever(forecast: MemoryForecast, wanted: Wish) -> str:
 
 def _table(wanted: Wish, forecast: MemoryForecast) -> Table:
     card, budget = format_bytes(wanted.device_bytes), format_bytes(forecast.budget_bytes)
-    rank = "" if wanted.ranks == 1 else f", one of {wanted.ranks} ranks under {wanted.sharding}"
+    how = "" if wanted.sharding == "none" else f" under {wanted.sharding}"
+    rank = "" if wanted.ranks == 1 else f", one of {wanted.ranks:,} ranks{how}"
     title = f"{wanted.run.fields.model} on a card of {card} (budget {budget}){rank}; GiB"
     table = Table(title=title, title_justify="left")
     table.add_column("phase", no_wrap=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from memsafe_rl.errors import ConfigError
@@ -150,6 +152,9 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 _IN_BFLOAT16 = ("qwen2", "qwen3", "llama", "mistral", "gemma3_text")
 """Families whose weights are published in bfloat16, which decides where nobody chooses a type (reward models)."""
 
+_UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError, StrictDataclassError)
+"""What transformers raises of a config that is missing, no JSON, of an unknown kind, or whose fields are not right."""
+
 _TUNED = ("-instruct", "-base", "-it", "-pt", "-instruct-2507", "-thinking-2507")
 """Endings under which the same network is published with other weights."""
 
@@ -173,11 +178,12 @@ def known_config(name: str) -> PretrainedConfig | None:
     return None
 
 
-def config_for(model: str, *, trust_remote_code: bool = False, **places: Any) -> PretrainedConfig:
+def config_for(model: str, role: str = "model", *, trust_remote_code: bool = False, **places: Any) -> PretrainedConfig:
     """Gives the config of a network: from a folder or a ``config.json``, from the names known here, or from a hub.
 
     Args:
         model: a folder, a file, or a name.
+        role: what the network is in the run, for errors.
         trust_remote_code: whether code that comes with the model may run.
         places: where the files are (``revision``, ``cache_dir``, ``token`` ...).
 
@@ -194,13 +200,29 @@ def config_for(model: str, *, trust_remote_code: bool = False, **places: Any) ->
         config: PretrainedConfig = AutoConfig.from_pretrained(
             model, trust_remote_code=trust_remote_code, **places_for(model, **places)
         )
-    except (OSError, ValueError) as error:
-        names = ", ".join(FAMILIES)
-        raise ConfigError(
-            f"model={model!r} is neither a folder with a config.json, nor a name on a hub that can be reached, nor one "
-            f"of those known without it: {names}. Write one of these, or save its config.json and give its folder."
-        ) from error
+    except _UNREADABLE as error:
+        raise _no_config(model, role, error) from error
     return config
+
+
+def _no_config(model: str, role: str, error: Exception) -> ConfigError:
+    """Makes the error for a network whose config cannot be had: what is wrong with it, or which names are near."""
+    if model and Path(model).exists():
+        reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
+        return ConfigError(
+            f"{role}={model!r} is there, but its config.json cannot be read ({type(error).__name__}: {reason}). Give a "
+            "folder with the config.json that the network was saved with, or mend it."
+        )
+    near = [known for known in FAMILIES if _short(known) in _near(model)]
+    known = f"; near to it are {', '.join(near)}" if near else f": {', '.join(FAMILIES)}"
+    return ConfigError(
+        f"{role}={model!r} is neither a folder with a config.json, nor a name on a hub that can be reached, nor one "
+        f"of those known without it{known}. Write one of these, or save its config.json and give its folder."
+    )
+
+
+def _near(name: str) -> list[str]:
+    return difflib.get_close_matches(_short(name), [_short(known) for known in FAMILIES], n=3, cutoff=0.75)
 
 
 def _short(name: str) -> str:

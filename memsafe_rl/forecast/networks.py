@@ -62,7 +62,7 @@ def fake_language_model(
         raise ConfigError("Only 4-bit bases (BitsAndBytesConfig(load_in_4bit=True)) can be forecast, or plain ones.")
     kind = AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = _built(kind, config, "be trained as a language model", dtype, trust_remote_code)
         layers = [] if quantization_config is None else _linear_layers(model)
         if frozen or peft_config is not None:
             model.requires_grad_(False)
@@ -95,11 +95,22 @@ def fake_reward_model(
     config = copy.deepcopy(config)
     config.num_labels, config.name_or_path = 1, name
     with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(
-            config, dtype=dtype, trust_remote_code=trust_remote_code
-        ).requires_grad_(False)
+        model = _built(AutoModelForSequenceClassification, config, "score completions", dtype, trust_remote_code)
+        model.requires_grad_(False)
     give_fake_weights(model)
     return model.eval()
+
+
+def _built(kind: Any, config: PretrainedConfig, use: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """Builds a network of a kind; transformers' word for a type that has none is a page long."""
+    try:
+        return kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise ConfigError(
+            f"A network of the type {config.model_type!r} cannot {use}: {kind.__name__} knows none. Give another one."
+        ) from None
 
 
 def hollow_copy(model: nn.Module) -> Any:

@@ -568,9 +568,10 @@ def _limits(limits: Sequence[int] | None, prompts: int, max_new_tokens: int) -> 
 
 def _too_long(index: int, length: int, new_tokens: int, limit: int, one_sequence: bool) -> str:
     if one_sequence:
+        shorter = f" or lower max_completion_length to at most {limit - length}" if limit > length else ""
         return (
             f"Prompt {index} has {length} tokens; with up to {new_tokens} new ones it passes the model's {limit} "
-            f"positions. Shorten the prompt or lower max_completion_length to at most {max(0, limit - length)}."
+            f"positions. Shorten the prompt{shorter}."
         )
     return (
         f"Prompt {index} has {length} tokens and its completion up to {new_tokens}; the model's encoder and decoder "

@@ -46,7 +46,7 @@ def forecast_memory(
         device_bytes: memory of the device, in bytes or as text such as "24GiB".
         device: "cuda" for the types and the granularity of a CUDA device, "cpu" for those of a CPU.
         prompt_tokens: longest prompt, in tokens; None for the longest of ``train_dataset``, else
-            ``args.max_prompt_length``, else 512.
+            ``args.max_prompt_length``, else 512 or what the context leaves.
         train_dataset: the run's prompts; needs ``processing_class``.
         processing_class: the run's tokenizer.
         peft_config: config of a new adapter.

@@ -28,6 +28,7 @@ from memsafe_rl.forecast.networks import fake_language_model, fake_reward_model,
 from memsafe_rl.forecast.outcome import MemoryForecast
 from memsafe_rl.forecast.sharding import read_sharding
 from memsafe_rl.memory.randomness import capture_random_state, set_random_state
+from memsafe_rl.memory.recovery import Recovery
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.memory.tracker import MemoryTracker
 from memsafe_rl.models.diffusion import prepare_policy
@@ -68,7 +69,7 @@ def forecast_run(
         device_bytes: int, bytes of the device.
         device: "cuda" for the types and the granularity of a CUDA device, "cpu" for those of a CPU.
         prompt_tokens: longest prompt, in tokens; None for the longest of ``train_dataset``, else
-            ``args.max_prompt_length``, else 512.
+            ``args.max_prompt_length``, else 512 or what the context leaves.
         train_dataset: the run's prompts; needs ``processing_class``.
         processing_class: the run's tokenizer.
         peft_config: config of a new adapter.
@@ -119,7 +120,7 @@ def forecast_run(
         if critic is None or critic == "adapter":
             return {} if critic is None else {"critic": critic}
         trusted = settings.trust_remote_code
-        own = config_for(critic, trust_remote_code=trusted) if isinstance(critic, str) else critic.config
+        own = config_for(critic, "critic", trust_remote_code=trusted) if isinstance(critic, str) else critic.config
         kind = _base_dtype({}, own, device, frozen=False) if isinstance(critic, str) else critic.dtype
         return {"critic": fake_language_model(own, dtype=kind, trust_remote_code=trusted)}
 
@@ -154,8 +155,23 @@ def forecast_run(
 @contextmanager
 def _rehearsing_on(device: str) -> Iterator[SimulatedMemory]:
     """Stands for a device; the budget is kept from the optimizer's state on, and before that nothing is refused."""
-    with _random_state_kept(), fake_device(_UNLIMITED_BYTES, stands_for=device) as memory:
+    with _random_state_kept(), _in_silence(), fake_device(_UNLIMITED_BYTES, stands_for=device) as memory:
         yield memory
+
+
+@contextmanager
+def _in_silence() -> Iterator[None]:
+    """Keeps failed allocations from being told: nobody's memory has run out, and the forecast itself says what came."""
+    told = logging.getLogger(Recovery.__module__)
+
+    def silent(_: logging.LogRecord) -> bool:
+        return False
+
+    told.addFilter(silent)
+    try:
+        yield
+    finally:
+        told.removeFilter(silent)
 
 
 def _forecast_chains(
@@ -328,7 +344,7 @@ def _fake_reward_model(model: Any, settings: Any) -> Any:
         give_fake_weights(fake)
         return fake
     init = dict(settings.model_init_kwargs or {})
-    config = config_for(model, trust_remote_code=settings.trust_remote_code)
+    config = config_for(model, "reward model", trust_remote_code=settings.trust_remote_code)
     given = init.get("dtype", init.get("torch_dtype", "auto"))
     own = config.dtype if given == "auto" else getattr(torch, given) if isinstance(given, str) else given
     return fake_reward_model(

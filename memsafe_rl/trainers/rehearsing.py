@@ -243,7 +243,9 @@ class Rehearsed:
         if tokens is None:
             tokens, source = self._settings.max_prompt_length, "max_prompt_length"
         if tokens is None:
-            tokens, source = _ANY_PROMPT, "assumed, for nothing says how long prompts are"
+            room = trainer.adapter.geometry.room_for_prompt(completion)
+            tokens = _ANY_PROMPT if room is None else max(1, min(_ANY_PROMPT, room))
+            source = "assumed, for nothing says how long prompts are"
         self.about_prompts = f"the longest prompt has {tokens} tokens ({source})"
         return Longest((1,) * tokens, completion, source)
 
@@ -423,7 +425,7 @@ def _rehearse(trainer: Any, longest: Longest, memory: SimulatedMemory, evaluatio
             trainer.rehearse_on(longest_work(trainer, longest))
             try_longest(trainer, longest, micro_batches=1, evaluation=evaluation)
             with tracker.phase(Phase.OPTIMIZER):
-                trainer._committed.commit()
+                trainer._recovery.once(trainer._committed.commit)
             planned = tracker.rollout_plan, tracker.update_plan
             same = [_bare(plan) for plan in planned] == [_bare(plan) for plan in plans_now(trainer, longest)]
             if same and memory.live_bytes == held:  # no optimizer has just made its state

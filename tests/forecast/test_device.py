@@ -51,6 +51,11 @@ def test_names_are_known_without_owner_and_with_the_usual_endings(tmp_path: Path
     assert config_for(str(tmp_path)).model_type == "llama"
     with pytest.raises(ConfigError, match=r"model='no/such-model' is neither .*Qwen/Qwen3-0.6B"):
         config_for("no/such-model")
+    with pytest.raises(
+        ConfigError, match=r"critic='Qwen/Qwen3-5B' is neither .*; near to it are .*Qwen/Qwen3-8B"
+    ) as told:
+        config_for("Qwen/Qwen3-5B", "critic")
+    assert "t5-small" not in str(told.value)
     assert len(FAMILIES) > 20
 
 

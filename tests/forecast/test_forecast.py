@@ -147,6 +147,21 @@ def test_weights_that_do_not_fit_are_a_refusal(folder: Path) -> None:
     assert "does not fit into 921.60 KiB" in forecast.sentence()
 
 
+def test_an_optimizer_whose_first_step_does_not_fit_is_a_refusal(folder: Path) -> None:
+    """Optimizers of bitsandbytes make their state then, and other steps hold temporaries."""
+    pytest.importorskip("bitsandbytes")
+    small = {"max_completion_length": 8, "per_device_train_batch_size": 4, "generation_kwargs": None}
+    config = config_for(folder, optim="adamw_bnb_8bit", **small)
+    given: dict[str, Any] = {"device_bytes": ROOM, "device": "cpu", "prompt_tokens": 4}
+    sizes = dict(forecast_memory(str(folder), config, **given).phase_bytes)
+    stepping, before = sizes.pop(Phase.OPTIMIZER), max(sizes.values())
+    assert before < stepping
+    config.memory_budget = (before + stepping) // 2
+    tight = forecast_memory(str(folder), config, **given)
+    assert not tight.fits
+    assert "The optimizer's state or step does not fit in memory" in (tight.refusal or "")
+
+
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"eval_strategy": "steps", "eval_steps": 1}], ids=str)
 def test_settings_that_change_what_is_drawn_or_when_are_forecast(folder: Path, settings: dict[str, Any]) -> None:
     assert on_a_card(folder, settings=settings).fits
