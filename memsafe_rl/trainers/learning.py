@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import is_on_host, weights_of
+from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.attribution import optimizer_tensors, watch_gradients
 from memsafe_rl.memory.checks import check_packing
 from memsafe_rl.memory.policies import MemoryPolicy
@@ -258,6 +260,7 @@ class LearningTrainer(TrainerSurface):
         """Measures the gradient's norm and reads the step's numbers; the last thing that may be repeated."""
         norm = self._recovery.repeat(self._committed.measure)
         numbers = self._recovery.repeat(lambda: read_step(gradient, norm))
+        self._refuse_broken(numbers.grad_norm)
         metrics = step_metrics(numbers, terms, self._ranks) | gradient.merge
         for objective, part, own in zip(self.args.objective_list, gradient.objectives, terms.objectives, strict=False):
             found = self._recovery.repeat(partial(read_step, part, norm))
@@ -274,6 +277,17 @@ class LearningTrainer(TrainerSurface):
         if not wanted or committer.learning_rate == 0 or not rounds_to_nearest(committer.optimizer):
             return None
         return self._recovery.repeat(lambda: look_at(committer.parameters))
+
+    def _refuse_broken(self, norm: float) -> None:
+        """Refuses a gradient that would leave every weight NaN; in fp16 the loss scale expects such, and skips them."""
+        if math.isfinite(norm) or self._committed.scaler is not None:
+            return
+        raise MemsafeError(
+            f"The gradient of step {self.state.global_step + 1} is not finite (norm {norm}); no weight has moved. "
+            "Either the policy has diverged (lower learning_rate, look at kl and ratios), or some part of the "
+            "network has no finite derivative there, such as sqrt(0) or a torch.where over NaN; "
+            "torch.autograd.set_detect_anomaly(True) names it."
+        )
 
     def _commit(self) -> None:
         """Moves the weights. An optimizer whose step allocates works on a copy's word: it is undone, never resumed."""

@@ -1,3 +1,4 @@
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.memory.policies import MemoryPolicy
 from memsafe_rl.memory.simulated import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
@@ -337,6 +338,22 @@ def test_an_fp16_overflow_leaves_weights_and_schedule_alone(tmp_path: Path) -> N
     assert torch.equal(weights(trainer), before)
     assert trainer._committed.learning_rate == 1e-2
     assert trainer._committed.scaler.get_scale() == 2.0**119
+
+
+def test_a_gradient_that_is_not_finite_moves_no_weight_and_is_told(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=3, save_strategy="steps", save_steps=1000)
+    embedding = trainer.model.get_input_embeddings().weight
+    backwards = itertools.count()
+
+    def broken(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (float("nan") if next(backwards) else 1.0)
+
+    embedding.register_hook(broken)
+    with pytest.raises(MemsafeError, match=r"gradient of step 2 is not finite \(norm nan\); no weight has moved"):
+        trainer.train()
+    assert weights(trainer).isfinite().all()
+    assert [record["step"] for record in trainer.history] == [1.0]
+    assert (tmp_path / "checkpoint-1").is_dir()
 
 
 def test_the_schedule_moves_once_a_step(tmp_path: Path) -> None:
