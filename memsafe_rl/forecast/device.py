@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsafe_rl.accounting import among_ourselves, host_memory, only_bytes_matter
+from memsafe_rl.forecast.memo import Memo
 from memsafe_rl.memory.simulated import SimulatedMemory
 
 CUDA_GRANULARITY_BYTES = 512
@@ -22,6 +23,8 @@ CUDA_GRANULARITY_BYTES = 512
 
 
 _COMPOSED = ("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise")
+_DEVICE_OF = torch.ops.prim.device.default
+"""What a fake tensor's ``device`` asks, more often than all operators together."""
 _CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -31,15 +34,23 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         number: the answer for floats.
         composed: whether optimizers of bitsandbytes are made of plain operators, as they are on a CPU.
+        memory: counts what operators make that need not be asked again; None to ask them all.
     """
 
-    def __init__(self, number: float = 1.0, *, composed: bool = False) -> None:
+    def __init__(self, number: float = 1.0, *, composed: bool = False, memory: SimulatedMemory | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._number, self._composed, self._sole_holder = number, composed, _sole_holder()
+        self._memory, self._memo = memory, Memo()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nobody compiles fake tensors, and the guard against it costs as much as an operator
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device
         if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
         if func is torch.ops.aten.add.Tensor and _in_backward() and _holders(args[0]) == self._sole_holder:
@@ -52,11 +63,26 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._composed and func.name() in _COMPOSED:
             return func.redispatch(_CPU_KERNELS, *args, **(kwargs or {}))
         if func is not torch.ops.aten._local_scalar_dense.default or not isinstance(args[0], FakeTensor):
-            return func(*args, **(kwargs or {}))
+            return self._ask(func, args, kwargs or {})
         dtype = args[0].dtype
         if dtype == torch.bool:
             return False
         return self._number if dtype.is_floating_point else 1
+
+    def _ask(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs an operator, or has its result made and counted as when it ran before."""
+        if self._memory is None:
+            return func(*args, **kwargs)
+        key = self._memo.key(func, args, kwargs)
+        found = None if key is None else self._memo.answer(key, args)
+        if found is None:
+            result = func(*args, **kwargs)
+            if key is not None:
+                self._memo.remember(key, func, args, kwargs, result)
+            return result
+        made, is_new = found
+        self._memory.see(made, is_new=is_new)
+        return made
 
 
 def _grouped_product(
@@ -140,7 +166,7 @@ def fake_device(capacity_bytes: int | None = None, *, stands_for: str = "cpu") -
     granularity_bytes = CUDA_GRANULARITY_BYTES if stands_for == "cuda" else 1
     memory = SimulatedMemory(capacity_bytes, exact=False, granularity_bytes=granularity_bytes)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with among_ourselves(), only_bytes_matter(), fake, memory, _Answers(composed=stands_for != "cuda"):
+    with among_ourselves(), only_bytes_matter(), fake, memory, _Answers(composed=stands_for != "cuda", memory=memory):
         told.setLevel(logging.CRITICAL)
         try:
             yield memory

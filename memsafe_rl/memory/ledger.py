@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -220,6 +221,23 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if storage._cdata not in self._entries:
                     self._enter(storage, self._component or self._unmarked, _rows(tensor), on_host=self._on_host)
 
+    def see(self, tensor: Tensor, *, is_new: bool) -> None:
+        """Counts what an operator gave that did not pass here.
+
+        Args:
+            tensor: what it gave.
+            is_new: whether the operator made its storage.
+        """
+        for storage in storages_of(tensor):
+            if storage._cdata in self._entries:
+                self._resize(storage)
+            elif is_new:
+                self._enter(storage, self._component or self._unmarked, _rows(tensor), on_host=self._on_host)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # whoever compiles under a ledger counts nothing, and the guard costs as much as an operator
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -389,7 +407,10 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     Returns:
         One storage; several for a wrapper subclass, none where nothing is held (meta) or it is not strided.
     """
-    if _is_wrapper(tensor):
+    if type(tensor) is FakeTensor:  # whose `device` is an operator of its own
+        if tensor.layout is torch.strided and tensor.fake_device.type != "meta":
+            yield tensor.untyped_storage()
+    elif _is_wrapper(tensor):
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield from storages_of(getattr(tensor, name))
     elif tensor.layout is torch.strided and tensor.device.type != "meta":

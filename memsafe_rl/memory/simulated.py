@@ -192,6 +192,21 @@ class SimulatedMemory:
             raise MemsafeError("A device that counts real allocations cannot count parts of them. Pass exact=False.")
         self._counter.divide(parts)
 
+    def see(self, tensor: Tensor, *, is_new: bool) -> None:
+        """Counts what an operator gave that ran without a ledger's knowledge; of a ledger.
+
+        Args:
+            tensor: what it gave.
+            is_new: whether its storage was made by the operator.
+
+        Raises:
+            MemsafeError: the device counts real allocations, of which it knows all.
+            torch.OutOfMemoryError: it passes the capacity, or was chosen to fail.
+        """
+        if not isinstance(self._counter, LimitedLedger):
+            raise MemsafeError("A device that counts real allocations sees them by itself. Pass exact=False.")
+        self._counter.see(tensor, is_new=is_new)
+
     def fail_after(self, allocations: int) -> None:
         """Chooses the next allocation that fails.
 
