@@ -153,14 +153,16 @@ def _recipe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     place = next((index for index in given if args[index] is result), given[0] if given else None)
     if place is not None and not isinstance(args[place], Tensor):
         return None
-    own = place is None
+    own, same = place is None, place is not None and args[place] is result
+    if result.requires_grad and not same:
+        return None
     with torch._C._DisableTorchDispatch():
         like = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
     if own and (result.storage_offset() or storage.nbytes() != like.untyped_storage().nbytes()):
         return None
     return _Recipe(
         place=place,
-        same=place is not None and args[place] is result,
+        same=same,
         shape=result.shape,
         stride=result.stride(),
         offset=cast(int, result.storage_offset()),
@@ -171,8 +173,7 @@ def _recipe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
 
 
 def _is_ordinary(result: FakeTensor) -> bool:
-    plain = result.layout is torch.strided and not result.is_conj() and not result.is_neg()
-    return plain and result.constant is None and not result.requires_grad
+    return result.layout is torch.strided and not result.is_conj() and not result.is_neg() and result.constant is None
 
 
 def _shares(value: Any, storage: torch.UntypedStorage) -> bool:
