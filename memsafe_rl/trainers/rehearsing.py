@@ -43,8 +43,8 @@ from memsafe_rl.trainers.probe import (
 from memsafe_rl.trainers.worst_rows import meets_gradients
 from memsafe_rl.types import Component, Phase, UpdatePlan, UpdateWork
 
-_MOST_ROUNDS = 3
-"""Rounds after which plans are taken as they are, should corrections still change them."""
+_MOST_ROUNDS = 6
+"""Rounds after which plans are taken as they are, should corrections still change them; most runs need one or two."""
 _ANY_PROMPT = 512
 """Tokens of the longest prompt where nobody says."""
 
