@@ -334,7 +334,7 @@ def test_a_ladder_without_a_rung_never_takes_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("optim", "list it in allow_lossy instead"), ("luck", "no rung 'luck'; write some of check")]
+    ("name", "message"), [("optim", "list it in allow_lossy instead"), ("luck", "no rung 'luck'; write some of kept")]
 )
 def test_a_ladder_refuses_what_is_no_lossless_rung(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
