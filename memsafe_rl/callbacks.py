@@ -338,11 +338,11 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
         self._task: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Draws the bar."""
+        """Draws the bar, named after the algorithm."""
         if not state.is_world_process_zero:
             return
         self._progress = Progress(
-            TextColumn("[bold]GRPO"),
+            TextColumn(f"[bold]{args.algorithm}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[facts]}"),

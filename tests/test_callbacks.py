@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import TrainerState
 
+from memsafe_rl import PPOConfig
 from memsafe_rl.callbacks import CompletionsTable, ProgressBar, Trackers, banner
 from tests.trainers.helpers import count_digits, make_trainer
 
@@ -61,9 +63,19 @@ def test_the_bar_tells_reward_length_and_peak(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, callbacks=[ProgressBar(console)])
     trainer.train()
     said = text_of(console)
+    assert "GRPO" in said
     assert "reward" in said
     assert "peak" in said
     assert "2/2" in said
+
+
+def test_the_bar_bears_the_algorithms_name(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200, force_terminal=True)
+    bar, state = ProgressBar(console), TrainerState(max_steps=3)
+    bar.on_train_begin(PPOConfig(str(tmp_path), report_to="none", use_cpu=True), state, None)
+    bar.close()
+    assert "PPO" in text_of(console)
+    assert "GRPO" not in text_of(console)
 
 
 def test_trackers_get_the_settings_and_every_number(tmp_path: Path) -> None:

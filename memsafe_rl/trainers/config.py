@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import Field, dataclass, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, get_type_hints
 
 import torch
 from accelerate import PartialState
@@ -130,7 +130,12 @@ class TrainerConfig(TrainerFields, ABC):
     """What the configurations of all trainers do: fill in defaults, check, and answer callbacks.
 
     A subclass is a dataclass that adds its fields and `_check_algorithm`.
+
+    Attributes:
+        algorithm: what people call the way of learning.
     """
+
+    algorithm: ClassVar[str]
 
     def __post_init__(self) -> None:
         self._filled: dict[str, Any] = {}
@@ -764,6 +769,8 @@ class GRPOConfig(RefusedFields, TrainerConfig, GRPOFields):
     Differences from TRL's defaults: `disable_dropout` is True, since a batch cut otherwise would draw other masks;
     `gradient_checkpointing` is None, since the plan decides; `bf16` is False on a device without it.
     """
+
+    algorithm: ClassVar[str] = "GRPO"
 
     @property
     def _least_group(self) -> int:

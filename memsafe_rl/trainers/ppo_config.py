@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.trainers.config import TrainerConfig, named
@@ -20,6 +21,8 @@ class PPOConfig(RefusedFields, PPOFields, TrainerConfig):
     `kl_target` steers what is there. Earlier names of TRL's PPO are understood: `num_ppo_epochs`, `cliprange`,
     `cliprange_value`, `lam`, `response_length`.
     """
+
+    algorithm: ClassVar[str] = "PPO"
 
     def _check_algorithm(self) -> None:
         if self.kl_target is not None and not self.has_reference:
