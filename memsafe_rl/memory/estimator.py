@@ -203,8 +203,7 @@ def kept_bytes(work: RolloutWork, plan: RolloutPlan) -> int:
     Returns:
         int, bytes; 0 where none are kept.
     """
-    kept = min(plan.kept_kv_bytes, work.kept_bytes)
-    return kept if plan.kv_bytes is None else min(kept, plan.kv_bytes)
+    return min(plan.kept_limit_bytes, work.kept_bytes)
 
 
 def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:

@@ -28,7 +28,7 @@ from memsafe_rl.rollout.checks import check_settings
 from memsafe_rl.rollout.drawing import Drawer, key_tensor, refuse_broken
 from memsafe_rl.rollout.engine import Progress
 from memsafe_rl.rollout.fallback import generate_by_transformers
-from memsafe_rl.rollout.keeping import KeptCaches, blocks_of, kept_limit, name_of
+from memsafe_rl.rollout.keeping import KeptCaches, blocks_of, name_of
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 
 _SPAN_STEPS = 32
@@ -377,10 +377,10 @@ class _RunningBatch:
             prompts += len(lengths) * geometry.prompt_kv_bytes(max(lengths.values()))
         rows = len(self._rows) + len(joining)
         in_flight = geometry.batch_kv_bytes(prompts, rows, self._widest(joining)) if rows else 0
-        self._caches.shrink(kept_limit(plan) - in_flight, blocks)
+        self._caches.shrink(plan.kept_limit_bytes - in_flight, blocks)
 
     def _keeps(self, plan: RolloutPlan) -> bool:
-        return self._kept is not None and kept_limit(plan) > 0
+        return self._kept is not None and plan.kept_limit_bytes > 0
 
     def _without_ended(self, state: DecodeState, rows: Sequence[_Sequence]) -> DecodeState:
         """Takes rows that have ended out of a cache, and keeps them for a later turn."""

@@ -17,7 +17,7 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.grouped import GroupedDecodeState, PromptBlock, RowCache
 from memsafe_rl.models.language import LanguageAdapter
-from memsafe_rl.types import RolloutPlan, SequenceKey
+from memsafe_rl.types import SequenceKey
 
 _WORTH = 2
 """A row is read on only if at most this many times the tokens in common were kept: the others would hold bytes."""
@@ -36,18 +36,6 @@ def name_of(key: SequenceKey) -> RowName:
         Its name.
     """
     return key.rollout, key.prompt, key.sample
-
-
-def kept_limit(plan: RolloutPlan) -> int:
-    """Gives the bytes up to which rows may wait, those of the rows in flight included.
-
-    Args:
-        plan: the plan in force.
-
-    Returns:
-        int, bytes.
-    """
-    return plan.kept_kv_bytes if plan.kv_bytes is None else min(plan.kept_kv_bytes, plan.kv_bytes)
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -116,14 +117,6 @@ def forecast_run(
             with_critic=critic == "adapter" and not frozen,
         )
 
-    def further() -> dict[str, Any]:
-        if critic is None or critic == "adapter":
-            return {} if critic is None else {"critic": critic}
-        trusted = settings.trust_remote_code
-        own = config_for(critic, "critic", trust_remote_code=trusted) if isinstance(critic, str) else critic.config
-        kind = _base_dtype({}, own, device, frozen=False) if isinstance(critic, str) else critic.dtype
-        return {"critic": fake_language_model(own, dtype=kind, trust_remote_code=trusted)}
-
     rehearsed = Rehearsed(
         trainer_class,
         device,
@@ -132,7 +125,7 @@ def forecast_run(
         processing_class,
         prompt_tokens,
         memory_policy,
-        further,
+        partial(_critic_of_tokens, critic, settings, device),
         eval_dataset,
         lambda: [_fake_reward_model(one, settings) for one in reward_models],
         shared,
@@ -186,14 +179,7 @@ def _forecast_chains(
     shared: Shared,
 ) -> MemoryForecast:
     """Forecasts a run of a diffusion policy."""
-
-    def further() -> dict[str, Any]:
-        if not isinstance(critic, nn.Module):
-            return {} if critic is None else {"critic": critic}
-        judge = hollow_copy(critic)
-        give_fake_weights(judge)
-        return {"critic": judge}
-
+    further = partial(_critic_of_states, critic)
     rehearsed = Rehearsed(trainer_class, device, settings, None, None, None, memory_policy, further, shared=shared)
     with _rehearsing_on(device) as memory:
         memory.divide(shared.parts)
@@ -211,6 +197,30 @@ def _forecast_chains(
         found = rehearsed.run_trainer(trained, reference, None, memory, device_bytes)
     about = _ABOUT_CUDA if device == "cuda" else ()
     return replace(found, assumptions=(*shared.sentences(), "all chains are alike", *about))
+
+
+def _critic_of_tokens(critic: Any, settings: Any, device: str) -> dict[str, Any]:
+    """Gives a trainer's argument for a critic of a language model, its weights fake."""
+    if critic is None or critic == "adapter":
+        return {} if critic is None else {"critic": critic}
+    trusted = settings.trust_remote_code
+    own = config_for(critic, "critic", trust_remote_code=trusted) if isinstance(critic, str) else critic.config
+    kind = _base_dtype({}, own, device, frozen=False) if isinstance(critic, str) else critic.dtype
+    return {"critic": fake_language_model(own, dtype=kind, trust_remote_code=trusted)}
+
+
+def _critic_of_states(critic: Any) -> dict[str, Any]:
+    """Gives a trainer's argument for a critic of a denoiser, its weights fake."""
+    if not isinstance(critic, nn.Module):
+        return {} if critic is None else {"critic": critic}
+    return {"critic": _with_fake_weights(critic)}
+
+
+def _with_fake_weights(network: nn.Module) -> Any:
+    """Gives a network like another, with fake weights."""
+    fake = hollow_copy(network)
+    give_fake_weights(fake)
+    return fake
 
 
 def wants_forecast(args: Any, model: Any) -> bool:
@@ -340,9 +350,7 @@ def _random_state_kept() -> Iterator[None]:
 def _fake_reward_model(model: Any, settings: Any) -> Any:
     """Gives a reward model with fake weights, of the types in which it would be loaded."""
     if not isinstance(model, str):
-        fake = hollow_copy(model)
-        give_fake_weights(fake)
-        return fake
+        return _with_fake_weights(model)
     init = dict(settings.model_init_kwargs or {})
     config = config_for(model, "reward model", trust_remote_code=settings.trust_remote_code)
     given = init.get("dtype", init.get("torch_dtype", "auto"))

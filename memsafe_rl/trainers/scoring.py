@@ -15,7 +15,7 @@ from memsafe_rl.memory.recovery import Attempt, Recovery
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.seq2seq import Seq2SeqAdapter
 from memsafe_rl.ops.importance import importance_weights
-from memsafe_rl.rollout.scoring import read_sources, score_all, update_work, value_all
+from memsafe_rl.rollout.scoring import RowScores, read_sources, score_all, update_work, value_all
 from memsafe_rl.trainers.config import TrainerConfig
 from memsafe_rl.trainers.credit import CriticCredit
 from memsafe_rl.trainers.ranks import Ranks
@@ -151,18 +151,7 @@ class RolloutScorer:
 
     def _with_kl(self, trajectory: Trajectory, columns: Sequence[int] | None) -> Trajectory:
         """Adds the KL to the reference in closed form of some columns, and the log-probs that come with it."""
-        everyone = list(range(len(trajectory)))
-        mine = self._ranks.balance(everyone, trajectory.action_lengths(everyone))
-        scored = score_all(
-            self._adapter,
-            trajectory,
-            mine,
-            temperature=self._config.temperature,
-            attempt=self.scoring(trajectory, mine),
-            tile=self._tracker.update_plan.logprob_tile,
-            with_kl=True,
-            columns=columns,
-        )
+        mine, scored = self._passed(self._adapter, trajectory, range(len(trajectory)), with_kl=True, columns=columns)
         old = self._laid_beside(trajectory, mine, [scores.logprobs for scores in scored])
         kl = self._laid_beside(trajectory, mine, [scores.kl for scores in scored if scores.kl is not None])
         return replace(trajectory, old_logprobs=old, kl=kl)
@@ -171,16 +160,7 @@ class RolloutScorer:
         self, trajectory: Trajectory, rows: Sequence[int], value_head: ValueHead
     ) -> tuple[Ragged, Ragged]:
         """Scores rows, shared over the ranks, into stores of log-probs and of values."""
-        mine = self._ranks.balance(rows, trajectory.action_lengths(rows))
-        scored = score_all(
-            self._adapter,
-            trajectory,
-            mine,
-            temperature=self._config.temperature,
-            attempt=self.scoring(trajectory, mine),
-            tile=self._tracker.update_plan.logprob_tile,
-            value_head=value_head,
-        )
+        mine, scored = self._passed(self._adapter, trajectory, rows, value_head=value_head)
         logprobs = self._laid_beside(trajectory, mine, [scores.logprobs for scores in scored])
         values = [scores.values for scores in scored if scores.values is not None]
         return logprobs, self._laid_beside(trajectory, mine, values)
@@ -189,6 +169,13 @@ class RolloutScorer:
         self, adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], known: Ragged | None = None
     ) -> Ragged:
         """Scores rows, shared over the ranks, into a store of all rows, beside what is known of the others."""
+        mine, scored = self._passed(adapter, trajectory, rows)
+        return self._laid_beside(trajectory, mine, [scores.logprobs for scores in scored], known)
+
+    def _passed(
+        self, adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], **wanted: Any
+    ) -> tuple[list[int], list[RowScores]]:
+        """Passes this rank's part of some rows through a network; gives which they are, and their scores."""
         mine = self._ranks.balance(rows, trajectory.action_lengths(rows))
         scored = score_all(
             adapter,
@@ -197,8 +184,9 @@ class RolloutScorer:
             temperature=self._config.temperature,
             attempt=self.scoring(trajectory, mine),
             tile=self._tracker.update_plan.logprob_tile,
+            **wanted,
         )
-        return self._laid_beside(trajectory, mine, [scores.logprobs for scores in scored], known)
+        return mine, scored
 
     def _laid_beside(
         self, trajectory: Trajectory, mine: Sequence[int], found: Sequence[Tensor], known: Ragged | None = None

@@ -296,6 +296,11 @@ class RolloutPlan:
     kept_kv_bytes: int = 0
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def kept_limit_bytes(self) -> int:
+        """int, bytes: ``kept_kv_bytes``, as far as ``kv_bytes`` allows."""
+        return self.kept_kv_bytes if self.kv_bytes is None else min(self.kept_kv_bytes, self.kv_bytes)
+
 
 @dataclass(frozen=True)
 class UpdatePlan:

@@ -20,7 +20,7 @@ from memsafe_rl.trainers.forecast_memory import forecast_memory
 from memsafe_rl.trainers.ppo import PPOTrainer
 from memsafe_rl.trainers.ppo_config import PPOConfig
 from tests.diffusion.small import PROMPTS, WIDTH, Denoiser, frames, make_policy
-from tests.trainers.helpers import cut, relative
+from tests.trainers.helpers import cut, gradient_of, relative, trained
 
 LORA = {"r": 2, "target_modules": ["up", "down"]}
 
@@ -64,24 +64,6 @@ def make_trainer(
             weight = trainer.critic.head.weight
             weight.copy_(torch.randn(weight.shape, generator=generator) / 10)
     return trainer
-
-
-def trained(trainer: PPOTrainer) -> Tensor:
-    return torch.cat([p.detach().flatten().double() for p in trainer._trained().parameters() if p.requires_grad])
-
-
-def gradient_of(trainer: PPOTrainer, steps: int = 1) -> Tensor:
-    """Gives the gradient of a step, of the policy and of the critic, as it is when weights are about to move."""
-    trainer._begin(None)
-    for _ in range(steps - 1):
-        trainer._train_step()
-    trainer._experience = trainer._experience or trainer._roll_out()
-    trajectory, rows = trainer._experience.trajectory, trainer._rows()
-    terms = trainer._fix_terms(trainer._experience, rows)
-    mine = trainer._mine(trajectory, rows)
-    trainer._plan_update(trajectory, mine)
-    trainer._gradient(trainer._experience, mine, terms)
-    return torch.cat([p.grad.flatten().double() for p in trainer._committed.parameters])
 
 
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])

@@ -11,6 +11,7 @@ from datasets import Dataset
 from memsafe_rl.memory.policies import FixedPolicy
 from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.trainers.ppo import PPOTrainer
 from memsafe_rl.types import RolloutPlan, UpdatePlan
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -78,3 +79,21 @@ def weights(trainer: GRPOTrainer) -> torch.Tensor:
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
+
+
+def trained(trainer: PPOTrainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().double() for p in trainer._trained().parameters() if p.requires_grad])
+
+
+def gradient_of(trainer: PPOTrainer, steps: int = 1) -> torch.Tensor:
+    """Gives the gradient of a step, of the policy and of the critic, as it is when weights are about to move."""
+    trainer._begin(None)
+    for _ in range(steps - 1):
+        trainer._train_step()
+    trainer._experience = trainer._experience or trainer._roll_out()
+    trajectory, rows = trainer._experience.trajectory, trainer._rows()
+    terms = trainer._fix_terms(trainer._experience, rows)
+    mine = trainer._mine(trajectory, rows)
+    trainer._plan_update(trajectory, mine)
+    trainer._gradient(trainer._experience, mine, terms)
+    return torch.cat([p.grad.flatten().double() for p in trainer._committed.parameters])

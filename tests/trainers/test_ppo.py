@@ -16,7 +16,7 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.critic import OwnModel, SecondAdapter, SharedTrunk
 from tests.models.test_packing import InDouble
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.trainers.helpers import PROMPTS, count_digits, cut, relative
+from tests.trainers.helpers import PROMPTS, count_digits, cut, gradient_of, relative, trained
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 CRITICS = ("trunk", "adapter", "model")
@@ -58,24 +58,6 @@ def make_ppo(
     with torch.no_grad():  # a head of zeros would hide its trunk's gradient
         trainer.critic.head.weight.copy_(torch.randn(trainer.critic.head.weight.shape, generator=generator) / 10)
     return trainer
-
-
-def trained(trainer: PPOTrainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().double() for p in trainer._trained().parameters() if p.requires_grad])
-
-
-def gradient_of(trainer: PPOTrainer, steps: int = 1) -> torch.Tensor:
-    """Gives the gradient of a step, of the policy and of the critic, as it is when weights are about to move."""
-    trainer._begin(None)
-    for _ in range(steps - 1):
-        trainer._train_step()
-    trainer._experience = trainer._experience or trainer._roll_out()
-    trajectory, rows = trainer._experience.trajectory, trainer._rows()
-    terms = trainer._fix_terms(trainer._experience, rows)
-    mine = trainer._mine(trajectory, rows)
-    trainer._plan_update(trajectory, mine)
-    trainer._gradient(trainer._experience, mine, terms)
-    return torch.cat([p.grad.flatten().double() for p in trainer._committed.parameters])
 
 
 @pytest.mark.parametrize("critic", CRITICS)
