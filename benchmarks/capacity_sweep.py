@@ -64,7 +64,7 @@ class Outcome:
         finished: whether all steps were done.
         peak_bytes: int, most bytes held, by the allocator's count.
         failures: failed allocations.
-        rungs: plans given up for a leaner one.
+        fallbacks: plans given up for a leaner one.
         seconds: wall time.
         error: what was said where it did not fit.
     """
@@ -73,7 +73,7 @@ class Outcome:
     finished: bool = True
     peak_bytes: int = 0
     failures: int = 0
-    rungs: int = 0
+    fallbacks: int = 0
     seconds: float = 0.0
     error: str = ""
     error_step: int = -1
@@ -143,7 +143,7 @@ def train(policy: MemoryPolicy, capacity_bytes: int | None, *, lora: bool, steps
             outcome.weights = weights_of(trainer)
             outcome.state_bytes = state_bytes(trainer, memory.live_by_component())
             kinds = [event["event"] for event in trainer.memory_events]
-            outcome.failures, outcome.rungs = kinds.count("failure"), kinds.count("rung")
+            outcome.failures, outcome.fallbacks = kinds.count("failure"), kinds.count("fallback")
             outcome.ties = sum(record.get("sampling/tied_fraction", 0.0) for record in trainer.history)
     return outcome
 
@@ -219,7 +219,7 @@ def show(title: str, result: dict[str, Any], console: Console) -> None:
     """
     state, natural, leanest = (format_bytes(result[f"{n}_bytes"]) for n in ("state", "natural_peak", "leanest_peak"))
     table = Table(title=f"{title}: natural peak {natural}, state {state}, leanest plan's peak {leanest}")
-    for name in ("share", "capacity", "peak", "finished", "tokens", "weights off", "failed", "rungs", "seconds"):
+    for name in ("share", "capacity", "peak", "finished", "tokens", "weights off", "failed", "fallbacks", "seconds"):
         table.add_column(name, justify="right")
     for row in result["rows"]:
         off = "-" if row["weights_off"] is None else f"{row['weights_off']:.1e}"
@@ -231,7 +231,7 @@ def show(title: str, result: dict[str, Any], console: Console) -> None:
             "same" if row["tokens_equal"] else "-",
             off,
             str(row["failures"]),
-            str(row["rungs"]),
+            str(row["fallbacks"]),
             f"{row['seconds']:.1f}",
         )
     console.print(table)

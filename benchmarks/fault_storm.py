@@ -102,7 +102,7 @@ def totals(found: dict[str, Findings]) -> dict[str, Any]:
     """
     parts = list(found.values())
     by_phase: Counter[str] = sum((part.by_phase for part in parts), Counter())
-    added = ("faults", "rungs", "runs", "steps", "compared_steps", "bitwise_steps", "tokens", "excused_ties")
+    added = ("faults", "fallbacks", "runs", "steps", "compared_steps", "bitwise_steps", "tokens", "excused_ties")
     return {
         **{name: sum(getattr(part, name) for part in parts) for name in added},
         "by_phase": dict(by_phase),
@@ -127,7 +127,7 @@ def show(found: dict[str, Findings]) -> Table:
         table.add_row(
             name,
             str(part.faults),
-            str(part.rungs),
+            str(part.fallbacks),
             str(part.steps),
             f"{part.bitwise_steps} of {part.compared_steps}",
             f"{part.gradient:.1e}",

@@ -149,7 +149,7 @@ def measure(setting: Setting, folder: Path) -> dict[str, Any]:
         trainer.train()
         held = {phase.value: sum(parts.values()) for phase, parts in memory.phase_peaks().items()}
         state = memory.live_bytes
-    failed = [event for event in trainer.memory_events if event["event"] in ("retry", "failure", "rung")]
+    failed = [event for event in trainer.memory_events if event["event"] in ("retry", "failure", "fallback")]
     foreseen = {phase.value: size for phase, size in forecast.phase_bytes.items()}
     return {
         "forecast_bytes": foreseen,

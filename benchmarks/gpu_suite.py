@@ -58,13 +58,13 @@ from memsafe_rl import (
     forecast_memory,
 )
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.forecast.families import config_for
-from memsafe_rl.memory.monitor import MemoryMeter, meter_for
-from memsafe_rl.memory.readings import driver_free_bytes
-from memsafe_rl.memory.recovery import under
-from memsafe_rl.models.choice import adapter_for
-from memsafe_rl.rollout.generation import generate
-from memsafe_rl.trainers.verify import verify_plan
+from memsafe_rl.memory.runtime.device_readings import driver_free_bytes
+from memsafe_rl.memory.runtime.meters import MemoryMeter, meter_for
+from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.models.language.factory import adapter_for
+from memsafe_rl.preflight.fake.families import config_for
+from memsafe_rl.preflight.verify import verify_plan
+from memsafe_rl.rollout.native.generation import generate
 from memsafe_rl.types import Phase, SamplingSettings
 
 Record = dict[str, Any]
@@ -341,7 +341,7 @@ def _trained_under(allowed: int | None, size: Size) -> Record:
         peak, held = own_peak(trainer), meter.live_bytes()
         moved = _flat(trainer.model) - start
         gradients = sum(weight.nbytes for weight in trainer.model.parameters() if weight.requires_grad)
-        failed = [event for event in trainer.memory_events if event["event"] in ("retry", "failure", "rung")]
+        failed = [event for event in trainer.memory_events if event["event"] in ("retry", "failure", "fallback")]
         return {
             "seconds": seconds,
             "peak_bytes": peak,
@@ -416,7 +416,7 @@ def _foreseen(case: Case, size: Size) -> Record:
         seconds = clock(size) - began
         held, driver = own_peak(trainer), driver_before - driver_free_bytes(meter, device)
         foreseen = max(peak for phase, peak in told.phase_bytes.items() if phase is not Phase.LOAD)
-        failed = [event for event in trainer.memory_events if event["event"] in ("retry", "failure", "rung")]
+        failed = [event for event in trainer.memory_events if event["event"] in ("retry", "failure", "fallback")]
         del trainer
     error = foreseen / held - 1
     driver_error = None if size.rehearsal else foreseen / driver - 1

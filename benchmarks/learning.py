@@ -29,7 +29,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.small import EOS_ID, byte_tokenizer, small_qwen3
 from examples.quickstart import Parts, WarmUp, small_parts
 from examples.tasks import exact, greedy_accuracy
-from memsafe_rl.memory.counting import CountingAllocator
+from memsafe_rl.memory.simulated.counting import CountingAllocator
 
 VOCAB_SIZE = 258
 GROUP_SIZE = 8

@@ -27,7 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks.machine import describe_machine
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.ops.logprobs import token_logprobs
 from memsafe_rl.types import LinearHead, TokenDistribution
 

@@ -36,10 +36,10 @@ from rich.table import Table
 from benchmarks.machine import describe_machine
 from benchmarks.small import byte_tokenizer, small_qwen3
 from memsafe_rl import AdaptivePolicy, GRPOConfig, GRPOTrainer, MemoryPolicy
-from memsafe_rl.memory.counting import CountingAllocator
-from memsafe_rl.memory.recovery import Attempts, Recovery
-from memsafe_rl.memory.tracker import MemoryTracker
-from memsafe_rl.trainers import base
+from memsafe_rl.memory.runtime.recovery import Attempts, Recovery
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.memory.simulated.counting import CountingAllocator
+from memsafe_rl.training import loop as base
 from memsafe_rl.types import MemoryState, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 RESULTS = Path(__file__).parent / "results" / "memory_overhead.json"

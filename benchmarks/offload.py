@@ -29,9 +29,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.machine import describe_machine
 from memsafe_rl.accounting import charge, claim, host_memory, in_phase
-from memsafe_rl.memory.host import offloaded
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.models.causal_lm import CausalLMAdapter
+from memsafe_rl.memory.runtime.host_memory import offloaded
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.types import Component, Phase
 
 RESULTS = Path(__file__).parent / "results" / "offload.json"

@@ -28,9 +28,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.machine import describe_machine
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.trainers.update import StepTerms, accumulate_gradient
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.training.gradient import StepTerms, accumulate_gradient
 from memsafe_rl.types import Denominators, LossSettings, Ragged, Trajectory, UpdatePlan
 
 RESULTS = Path(__file__).parent / "results" / "packed_update.json"

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from benchmarks.machine import describe_machine
 from benchmarks.small import EOS_ID, PAD_ID, byte_tokenizer, small_qwen3
-from memsafe_rl.memory.recovery import under
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.rollout.episodes.calls import Caller
-from memsafe_rl.rollout.episodes.episode import EpisodeLimits
-from memsafe_rl.rollout.episodes.lockstep import Beginning, Table, play
-from memsafe_rl.rollout.episodes.protocol import Action, Environment, Step
-from memsafe_rl.rollout.generation import generate
-from memsafe_rl.rollout.keeping import KeptCaches
+from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.rollout.multi_turn.calls import Caller
+from memsafe_rl.rollout.multi_turn.episode import EpisodeLimits
+from memsafe_rl.rollout.multi_turn.lockstep import Beginning, Table, play
+from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Step
+from memsafe_rl.rollout.native.generation import generate
+from memsafe_rl.rollout.native.kv_retention import KeptCaches
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 _ANY_BYTES = 2**40

@@ -34,10 +34,10 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from benchmarks.draws import keys_of, lengths_by_generate
 from benchmarks.machine import describe_machine
 from benchmarks.turns import Record, Referee, Side, counted, median_of
-from memsafe_rl.memory.recovery import under
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.models.choice import adapter_for
-from memsafe_rl.rollout.generation import generate
+from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.language.factory import adapter_for
+from memsafe_rl.rollout.native.generation import generate
 from memsafe_rl.types import Component, RolloutPlan, SamplingSettings
 
 RESULTS = Path(__file__).parent / "results" / "rollout.json"

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from benchmarks.draws import keys_of, lengths_by_generate
 from benchmarks.small import PAD_ID, small_qwen3
-from memsafe_rl.memory.recovery import under
-from memsafe_rl.models.causal_lm import CausalLMAdapter
+from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.rollout.engine import RolloutEngine
-from memsafe_rl.rollout.engines.continuous import ContinuousEngine
-from memsafe_rl.rollout.engines.native import NativeEngine
-from memsafe_rl.rollout.engines.vllm import VLLMEngine, VLLMSettings
+from memsafe_rl.rollout.external.continuous_batching import ContinuousEngine
+from memsafe_rl.rollout.native.engine import NativeEngine
+from memsafe_rl.rollout.vllm.engine import VLLMEngine, VLLMSettings
 from memsafe_rl.types import RolloutPlan, SamplingSettings
 
 Draw = Callable[[Sequence[Tensor], int, int], list[int]]

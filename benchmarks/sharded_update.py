@@ -22,11 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from memsafe_rl.accounting import charge, in_phase, listen, stop_listening
-from memsafe_rl.forecast.device import fake_device, give_fake_weights
-from memsafe_rl.forecast.sharding import Gathering, Sharding, parts_of
-from memsafe_rl.memory.attribution import watch_gradients
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.runtime.attribution import watch_gradients
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.blocks import find_blocks
+from memsafe_rl.preflight.fake.device import fake_device, give_fake_weights
+from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
 from memsafe_rl.types import Component, Phase
 
 RANKS = 2

@@ -35,7 +35,7 @@ from memsafe_rl import (
     UpdatePlan,
 )
 from memsafe_rl.accounting import host_memory, listen, stop_listening
-from memsafe_rl.memory.randomness import capture_random_state, set_random_state
+from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
 from memsafe_rl.types import Completion, MemoryFailure
 
 VOCAB_SIZE = 258
@@ -622,7 +622,7 @@ class Standing:
         set_random_state(self._random)
 
 
-_FACTS = ("_cursor", "_experience", "_steering", "_table", "_random_before_step")
+_FACTS = ("_cursor", "_experience", "_controllers", "_table", "_random_before_step")
 
 
 @dataclass
@@ -632,7 +632,7 @@ class Findings:
     Args:
         faults: allocations refused.
         by_phase: failures by phase.
-        rungs: leaner plans taken.
+        fallbacks: leaner plans taken.
         steps: optimizer steps done under faults.
         runs: whole runs done under faults.
         compared_steps: steps compared one by one.
@@ -647,7 +647,7 @@ class Findings:
 
     faults: int = 0
     by_phase: Counter[str] = field(default_factory=Counter)
-    rungs: int = 0
+    fallbacks: int = 0
     steps: int = 0
     runs: int = 0
     compared_steps: int = 0
@@ -669,7 +669,7 @@ class Findings:
         failures = [event for event in events if event["event"] == "failure"]
         self.faults += faults
         self.by_phase.update(str(event["phase"]) for event in failures)
-        self.rungs += sum(event["event"] == "rung" for event in events)
+        self.fallbacks += sum(event["event"] == "fallback" for event in events)
         self.seconds_lost += sum(event["seconds_lost"] for event in failures)
         self.require(len(failures) == faults, f"{faults} faults gave {len(failures)} failures")
         for event in failures:
@@ -806,7 +806,7 @@ def storm_over_steps(watched: Watched, storm: Storm, findings: Findings, repeats
 def compare_steps(standing: Standing, calm: StepRecord, rough: StepRecord, findings: Findings) -> None:
     """Holds a step under faults to the same step without."""
     findings.steps += 1
-    replanned = rough.count("rung") > 0
+    replanned = rough.count("fallback") > 0
     findings.require(len(calm.reward_calls) == len(rough.reward_calls), "a reward function was called too often")
     if not compare_tokens(calm.completions, rough.completions, findings):
         return

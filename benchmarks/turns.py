@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from memsafe_rl.memory.counting import CountingAllocator, compiler_available
+from memsafe_rl.memory.simulated.counting import CountingAllocator, compiler_available
 
 Record = dict[str, Any]
 Player = Callable[..., None]

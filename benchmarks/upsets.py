@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.storms import NEVER, WEIGHT_TOLERANCE, Scene, Storm, Watched
 from memsafe_rl import MemoryBudgetError, SimulatedMemory
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.memory.randomness import capture_random_state, plain_random_state
+from memsafe_rl.memory.runtime.random_state import capture_random_state, plain_random_state
 
 UPSETS = (
     "a reward that raises",

@@ -6,62 +6,68 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memsafe_rl.config.base import GRPOConfig
+    from memsafe_rl.config.ppo import PPOConfig
     from memsafe_rl.errors import ConfigError, DataError, MemoryBudgetError, MemsafeError
     from memsafe_rl.memory.budget import MemoryBudget
-    from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy, LadderPolicy, MemoryPolicy
-    from memsafe_rl.memory.simulated import SimulatedMemory
-    from memsafe_rl.models.diffusion import Condition, DiffusionPolicy, TrainedSteps
-    from memsafe_rl.models.schedulers import DDIMScheduler, DDPMScheduler, DiffusersScheduler, FlowSDEScheduler
-    from memsafe_rl.rewards.calls import Patience
-    from memsafe_rl.rollout.engines.denoising import draw_samples
-    from memsafe_rl.rollout.episodes.adapters import GymEnvironment, HalfDuplex
-    from memsafe_rl.rollout.episodes.protocol import Action, Environment, Step, ToolCall
-    from memsafe_rl.rollout.episodes.tools import ToolEnvironment
-    from memsafe_rl.rollout.episodes.users import CallableUser, ModelUser
-    from memsafe_rl.trainers.config import GRPOConfig
+    from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, LadderPolicy, MemoryPolicy
+    from memsafe_rl.memory.simulated.device import SimulatedMemory
+    from memsafe_rl.models.diffusion.policy import Condition, DiffusionPolicy, TrainedSteps
+    from memsafe_rl.models.diffusion.schedulers import (
+        DDIMScheduler,
+        DDPMScheduler,
+        DiffusersScheduler,
+        FlowSDEScheduler,
+    )
+    from memsafe_rl.rewards.calls import Patience, TimeoutPolicy
+    from memsafe_rl.rollout.denoising import draw_samples
+    from memsafe_rl.rollout.multi_turn.other_libraries import GymEnvironment, HalfDuplex
+    from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Step, ToolCall
+    from memsafe_rl.rollout.multi_turn.tools import ToolEnvironment
+    from memsafe_rl.rollout.multi_turn.users import CallableUser, ModelUser
     from memsafe_rl.trainers.forecast_memory import forecast_memory
     from memsafe_rl.trainers.grpo import GRPOTrainer
     from memsafe_rl.trainers.ppo import PPOTrainer
-    from memsafe_rl.trainers.ppo_config import PPOConfig
     from memsafe_rl.types import RolloutPlan, UpdatePlan
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "Action": "memsafe_rl.rollout.episodes.protocol",
-    "AdaptivePolicy": "memsafe_rl.memory.policies",
-    "CallableUser": "memsafe_rl.rollout.episodes.users",
-    "Condition": "memsafe_rl.models.diffusion",
+    "Action": "memsafe_rl.rollout.multi_turn.protocol",
+    "AdaptivePolicy": "memsafe_rl.memory.planning.policies",
+    "CallableUser": "memsafe_rl.rollout.multi_turn.users",
+    "Condition": "memsafe_rl.models.diffusion.policy",
     "ConfigError": "memsafe_rl.errors",
-    "DDIMScheduler": "memsafe_rl.models.schedulers",
-    "DDPMScheduler": "memsafe_rl.models.schedulers",
+    "DDIMScheduler": "memsafe_rl.models.diffusion.schedulers",
+    "DDPMScheduler": "memsafe_rl.models.diffusion.schedulers",
     "DataError": "memsafe_rl.errors",
-    "Environment": "memsafe_rl.rollout.episodes.protocol",
-    "DiffusersScheduler": "memsafe_rl.models.schedulers",
-    "DiffusionPolicy": "memsafe_rl.models.diffusion",
-    "FixedPolicy": "memsafe_rl.memory.policies",
-    "FlowSDEScheduler": "memsafe_rl.models.schedulers",
-    "GRPOConfig": "memsafe_rl.trainers.config",
+    "Environment": "memsafe_rl.rollout.multi_turn.protocol",
+    "DiffusersScheduler": "memsafe_rl.models.diffusion.schedulers",
+    "DiffusionPolicy": "memsafe_rl.models.diffusion.policy",
+    "FixedPolicy": "memsafe_rl.memory.planning.policies",
+    "FlowSDEScheduler": "memsafe_rl.models.diffusion.schedulers",
+    "GRPOConfig": "memsafe_rl.config.base",
     "GRPOTrainer": "memsafe_rl.trainers.grpo",
-    "GymEnvironment": "memsafe_rl.rollout.episodes.adapters",
-    "HalfDuplex": "memsafe_rl.rollout.episodes.adapters",
-    "LadderPolicy": "memsafe_rl.memory.policies",
+    "GymEnvironment": "memsafe_rl.rollout.multi_turn.other_libraries",
+    "HalfDuplex": "memsafe_rl.rollout.multi_turn.other_libraries",
+    "LadderPolicy": "memsafe_rl.memory.planning.policies",
     "MemoryBudget": "memsafe_rl.memory.budget",
     "MemoryBudgetError": "memsafe_rl.errors",
-    "MemoryPolicy": "memsafe_rl.memory.policies",
+    "MemoryPolicy": "memsafe_rl.memory.planning.policies",
     "MemsafeError": "memsafe_rl.errors",
-    "ModelUser": "memsafe_rl.rollout.episodes.users",
-    "PPOConfig": "memsafe_rl.trainers.ppo_config",
+    "ModelUser": "memsafe_rl.rollout.multi_turn.users",
+    "PPOConfig": "memsafe_rl.config.ppo",
     "PPOTrainer": "memsafe_rl.trainers.ppo",
     "Patience": "memsafe_rl.rewards.calls",
+    "TimeoutPolicy": "memsafe_rl.rewards.calls",
     "RolloutPlan": "memsafe_rl.types",
-    "SimulatedMemory": "memsafe_rl.memory.simulated",
-    "Step": "memsafe_rl.rollout.episodes.protocol",
-    "ToolCall": "memsafe_rl.rollout.episodes.protocol",
-    "TrainedSteps": "memsafe_rl.models.diffusion",
-    "ToolEnvironment": "memsafe_rl.rollout.episodes.tools",
+    "SimulatedMemory": "memsafe_rl.memory.simulated.device",
+    "Step": "memsafe_rl.rollout.multi_turn.protocol",
+    "ToolCall": "memsafe_rl.rollout.multi_turn.protocol",
+    "TrainedSteps": "memsafe_rl.models.diffusion.policy",
+    "ToolEnvironment": "memsafe_rl.rollout.multi_turn.tools",
     "UpdatePlan": "memsafe_rl.types",
-    "draw_samples": "memsafe_rl.rollout.engines.denoising",
+    "draw_samples": "memsafe_rl.rollout.denoising",
     "forecast_memory": "memsafe_rl.trainers.forecast_memory",
 }
 
@@ -95,6 +101,7 @@ __all__ = [
     "RolloutPlan",
     "SimulatedMemory",
     "Step",
+    "TimeoutPolicy",
     "ToolCall",
     "ToolEnvironment",
     "TrainedSteps",

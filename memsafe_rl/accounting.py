@@ -55,30 +55,18 @@ class Listener(Protocol):
 
 
 def listen(listener: Listener) -> None:
-    """Sends all marks from now on to a listener too.
-
-    Args:
-        listener: counts allocations.
-    """
+    """Sends all marks from now on to a listener too."""
     _listeners.append(listener)
 
 
 def stop_listening(listener: Listener) -> None:
-    """Sends no more marks to a listener.
-
-    Args:
-        listener: one passed to `listen` before.
-    """
+    """Sends no more marks to a listener."""
     _listeners.remove(listener)
 
 
 @contextmanager
 def among_ourselves() -> Iterator[None]:
-    """Sends the marks made inside to those only who begin to listen inside.
-
-    Yields:
-        Nothing.
-    """
+    """Sends the marks made inside to those only who begin to listen inside."""
     before = _listeners.copy()
     _listeners.clear()
     try:
@@ -93,26 +81,12 @@ def listened_to() -> bool:
 
 
 def in_phase(phase: Phase) -> AbstractContextManager[None]:
-    """Attributes what is allocated inside to a phase.
-
-    Args:
-        phase: what the run is doing.
-
-    Returns:
-        A context.
-    """
+    """Attributes what is allocated inside to a phase."""
     return _in_phase(phase) if _listeners else _UNHEARD
 
 
 def charge(component: Component) -> AbstractContextManager[None]:
-    """Attributes what this thread allocates inside to a component.
-
-    Args:
-        component: what the bytes are for.
-
-    Returns:
-        A context.
-    """
+    """Attributes what this thread allocates inside to a component."""
     return _charge(component) if _listeners else _UNHEARD
 
 
@@ -120,20 +94,12 @@ def host_memory() -> AbstractContextManager[None]:
     """Declares that what this thread allocates inside stands for host memory, which no device limit binds.
 
     Only a simulated device needs to be told, for there both lie on the CPU.
-
-    Returns:
-        A context.
     """
     return _host_memory() if _listeners else _UNHEARD
 
 
 def claim(component: Component, tensors: Iterable[Tensor]) -> None:
-    """Attributes existing tensors to a component, whatever they were made for.
-
-    Args:
-        component: what the bytes are for.
-        tensors: any tensors; those nobody counts are passed over.
-    """
+    """Attributes existing tensors to a component, whatever they were made for."""
     if _listeners:
         found = list(tensors)
         for listener in _listeners:
@@ -145,13 +111,6 @@ def hold(component: Component, tensors: Iterable[Tensor]) -> None:
 
     Weights mapped from a file, or made before anybody counted, were never allocated under the count; on a device they
     would have been.
-
-    Args:
-        component: what the bytes are for.
-        tensors: any tensors; those counted already only change their component.
-
-    Raises:
-        torch.OutOfMemoryError: they do not fit on a simulated device.
     """
     if _listeners:
         found = list(tensors)
@@ -160,24 +119,13 @@ def hold(component: Component, tensors: Iterable[Tensor]) -> None:
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether a tensor on the CPU stands for host memory of a simulated device.
-
-    Args:
-        tensor: any tensor.
-
-    Returns:
-        False where nobody counts.
-    """
+    """Whether a tensor on the CPU stands for host memory of a simulated device."""
     return bool(_listeners) and any(listener.is_on_host(tensor) for listener in _listeners)
 
 
 @contextmanager
 def only_bytes_matter() -> Iterator[None]:
-    """Declares that numbers computed inside are nobody's, so that of a loop's like turns the first two tell all.
-
-    Yields:
-        Nothing.
-    """
+    """Declares that numbers computed inside are nobody's, so that of a loop's like turns the first two tell all."""
     global _turns
     before, _turns = _turns, 2
     try:
@@ -189,16 +137,7 @@ def only_bytes_matter() -> Iterator[None]:
 def worth_running(
     turns: Iterable[Turn], telling: Callable[[Sequence[Turn]], list[int]] | None = None
 ) -> Iterator[Turn]:
-    """Gives the turns of a loop whose turns take bytes and give them back.
-
-    Args:
-        turns: all of them.
-        telling: says, by their places, which of them tell all besides the first; None where turns are alike, and none
-            is larger than the first.
-
-    Returns:
-        All of them; where `only_bytes_matter` the first two, or the first and those that tell.
-    """
+    """Gives the turns of a loop whose turns take bytes and give them back."""
     if _turns is None or telling is None:
         return islice(turns, _turns)
     listed = list(turns)
@@ -206,15 +145,7 @@ def worth_running(
 
 
 def weights_of(*networks: nn.Module) -> Iterator[Tensor]:
-    """Walks all tensors that make up networks, some of them perhaps twice.
-
-    Args:
-        networks: any modules.
-
-    Returns:
-        Parameters, buffers, and what bitsandbytes keeps beside the weights of its 4-bit and 8-bit layers (absolute
-        maxima, code books, nested ones too; row scales), which is neither.
-    """
+    """Walks all tensors that make up networks, some of them perhaps twice."""
     for layer in (layer for network in networks for layer in network.modules()):
         for tensor in (*layer._parameters.values(), *layer._buffers.values()):
             if tensor is not None:

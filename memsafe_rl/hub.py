@@ -22,13 +22,6 @@ def places_for(name: str, **given: Any) -> dict[str, Any]:
     """Adds to the arguments of ``from_pretrained`` what keeps it from asking a hub that does not answer.
 
     The client tries for half a minute, file by file; what lies in its cache is found without the hub too.
-
-    Args:
-        name: a name on a hub, or a folder.
-        given: arguments that say where the files are.
-
-    Returns:
-        The arguments, with ``local_files_only`` where the hub cannot be reached.
     """
     if given.get("local_files_only") is not None or constants.HF_HUB_OFFLINE or Path(name).exists():
         return dict(given)
@@ -38,15 +31,7 @@ def places_for(name: str, **given: Any) -> dict[str, Any]:
 
 
 def loading_places_for(name: str, **given: Any) -> dict[str, Any]:
-    """Adds the same for a network, whose loader looks for an adapter of that name too, and is told so apart.
-
-    Args:
-        name: a name on a hub, or a folder.
-        given: arguments of ``from_pretrained``.
-
-    Returns:
-        The arguments.
-    """
+    """Adds the same for a network, whose loader looks for an adapter of that name too, and is told so apart."""
     found = places_for(name, **given)
     if found.get("local_files_only") and "adapter_kwargs" not in found:
         found["adapter_kwargs"] = {"local_files_only": True}

@@ -8,7 +8,7 @@ from rich.console import Console
 from transformers import TrainerState
 
 from memsafe_rl import PPOConfig
-from memsafe_rl.callbacks import CompletionsTable, ProgressBar, Trackers, banner
+from memsafe_rl.callbacks.callbacks import CompletionsTable, ProgressBar, Trackers, banner
 from tests.trainers.helpers import count_digits, make_trainer
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.types import Phase
 from tests.diffusion.test_trainer import make_trainer as make_diffusion_trainer
 from tests.trainers.helpers import cut, make_trainer, weights

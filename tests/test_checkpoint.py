@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 import torch
 
-from memsafe_rl.checkpoint import (
+from memsafe_rl.checkpoint.store import (
     checkpoints,
     drop_old_checkpoints,
     find_checkpoint,
     read_checkpoint,
     write_checkpoint,
 )
+from memsafe_rl.checkpoint.weights import read_weights, write_weights
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.randomness import capture_random_state, plain_random_state, restore_random_state
-from memsafe_rl.trainers.weights import read_weights, write_weights
+from memsafe_rl.memory.runtime.random_state import capture_random_state, plain_random_state, restore_random_state
 from tests.tiny import tiny_model
 
 

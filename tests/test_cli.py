@@ -23,15 +23,15 @@ from memsafe_rl.cli import app
 from memsafe_rl.cli import training as training_module
 from memsafe_rl.cli import verifying as verifying_module
 from memsafe_rl.cli.arguments import RUN_NAMES, SETTING_NAMES, RunFields, parse_flags
+from memsafe_rl.config.base import GRPOConfig
+from memsafe_rl.config.fields import GROUPS
+from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.memory.policies import AdaptivePolicy, LadderPolicy
-from memsafe_rl.memory.presets import PRESETS
-from memsafe_rl.memory.simulated import active_simulation
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, LadderPolicy
+from memsafe_rl.memory.planning.presets import PRESETS
+from memsafe_rl.memory.simulated.device import active_simulation
+from memsafe_rl.preflight.verify import Verification, verify_plan
 from memsafe_rl.rewards import REWARD_FUNCTIONS
-from memsafe_rl.trainers.config import GRPOConfig
-from memsafe_rl.trainers.fields import GROUPS
-from memsafe_rl.trainers.ppo_config import PPOConfig
-from memsafe_rl.trainers.verify import Verification, verify_plan
 from tests.tiny import tiny_model, tiny_tokenizer
 
 RUNNER = CliRunner()

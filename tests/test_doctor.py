@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 
 from memsafe_rl.cli import app
 from memsafe_rl.cli import doctor as doctor_module
-from memsafe_rl.errors import ConfigError
-from memsafe_rl.trainers.health import (
+from memsafe_rl.diagnostics.environment_checks import (
     ALLOCATOR_VARIABLES,
     Card,
     Environment,
@@ -32,7 +31,8 @@ from memsafe_rl.trainers.health import (
     check_script,
     check_settings,
 )
-from memsafe_rl.trainers.launch_file import check_launch_file, check_launch_memory, check_run_file
+from memsafe_rl.diagnostics.launch_checks import check_launch_file, check_launch_memory, check_run_file
+from memsafe_rl.errors import ConfigError
 
 GIB = 2**30
 RUNNER = CliRunner()

@@ -13,12 +13,12 @@ import torch
 from typer.testing import CliRunner
 
 from memsafe_rl.cli import app
+from memsafe_rl.diagnostics.known_tensors import Configuration, Kind, guesses, matching, span_of
+from memsafe_rl.diagnostics.oom_causes import Cause, Explanation, explain_message, own_process
+from memsafe_rl.diagnostics.oom_messages import Allocator, Place, Printed, find_message, read_printed
 from memsafe_rl.errors import MemoryBudgetError
-from memsafe_rl.memory.explaining import Cause, Explanation, explain_message, own_process
-from memsafe_rl.memory.known_tensors import Configuration, Kind, guesses, matching, span_of
-from memsafe_rl.memory.messages import Allocator, Place, Printed, find_message, read_printed
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.memory.verdict import explain
+from memsafe_rl.memory.runtime.verdict import explain
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.types import MemoryFailure, Phase, UpdatePlan
 
 GIB, MIB = 2**30, 2**20

@@ -12,8 +12,8 @@ from huggingface_hub import constants
 
 from memsafe_rl import hub
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.forecast.families import config_for
 from memsafe_rl.models.loading import load_tokenizer, read_config
+from memsafe_rl.preflight.fake.families import config_for
 from memsafe_rl.rewards.scoring import load_reward_model
 
 

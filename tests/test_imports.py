@@ -12,10 +12,17 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "memsafe_rl"
 
 RANKS = (
-    {"accounting", "errors", "hub", "status", "summary", "types", "units"},
-    {"ops", "memory", "models", "rewards"},
+    {"accounting", "errors", "hub", "types", "units"},
+    {"ops", "rewards"},
+    {"models", "memory"},
+    {"parallel"},
     {"rollout"},
-    {"forecast", "callbacks", "logging", "checkpoint"},
+    {"config"},
+    {"data"},
+    {"diagnostics"},
+    {"callbacks", "checkpoint"},
+    {"training"},
+    {"preflight"},
     {"trainers"},
     {"cli"},
 )

@@ -20,17 +20,17 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from memsafe_rl import status as status_module
-from memsafe_rl.callbacks import StatusFile
+from memsafe_rl.callbacks.callbacks import StatusFile
 from memsafe_rl.cli import app
 from memsafe_rl.cli import monitoring as monitoring_module
 from memsafe_rl.cli.monitoring import Liveness, Sighting, View, advice, as_json, band, look, render
-from memsafe_rl.memory import cards as cards_module
-from memsafe_rl.memory.cards import Card, CardProcess, CardsRead, read_cards
-from memsafe_rl.memory.monitor import SimulatedMeter
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.memory.tracker import MemoryTracker
-from memsafe_rl.status import STATUS_FILE, process_started, read_json, runs_alive, write_json
+from memsafe_rl.diagnostics import status as status_module
+from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, read_json, runs_alive, write_json
+from memsafe_rl.memory.runtime import cards as cards_module
+from memsafe_rl.memory.runtime.cards import Card, CardProcess, CardsRead, read_cards
+from memsafe_rl.memory.runtime.meters import SimulatedMeter
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.types import Phase, UpdatePlan
 from memsafe_rl.units import format_bytes
 from tests.trainers.helpers import make_trainer

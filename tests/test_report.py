@@ -14,15 +14,15 @@ from rich.console import Console
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from memsafe_rl.callbacks import summary
+from memsafe_rl.callbacks.callbacks import summary
 from memsafe_rl.cli import app
 from memsafe_rl.cli.charts import MOST_POINTS, Limit, Mark, Series, chart, round_ticks
 from memsafe_rl.cli.pieces import percent
 from memsafe_rl.cli.reporting import page, report
 from memsafe_rl.cli.run_folder import read_run
+from memsafe_rl.diagnostics.run_figures import run_figures
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.summary import run_figures
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.units import format_bytes
 from tests.trainers.helpers import count_digits, make_trainer
 
@@ -183,8 +183,8 @@ def test_figures_are_those_of_the_records() -> None:
         "tries": 1,
     }
     forecast = {"event": "forecast", "step": 0, "predicted_peak_bytes": 6 * MIB, "phases": {}}
-    rung = {"event": "rung", "step": 1, "phase": "update", "changes": {"micro_batch_tokens": [64, 32]}}
-    found = run_figures([step(1), step(2)], [forecast, failure, failure, rung], rollout_rows=32)
+    fallback = {"event": "fallback", "step": 1, "phase": "update", "changes": {"micro_batch_tokens": [64, 32]}}
+    found = run_figures([step(1), step(2)], [forecast, failure, failure, fallback], rollout_rows=32)
     assert (found.steps, found.seconds, found.failures, found.leaner_plans) == (2, 4.0, 2, 1)
     assert (found.peak_bytes, found.peak_phase, found.budget_bytes) == (5 * MIB, "update", 8 * MIB)
     assert found.seconds_lost == 1.0
@@ -234,7 +234,7 @@ def test_events_are_told_at_the_step_they_belong_to_and_alike_ones_once(tmp_path
         {**alarm, "step": 2},
         {**alarm, "step": 2, "kind": "leak", "component": "activations", "sentence": "It leaks."},
         {"event": "failure", "step": 1, "phase": "update", "requested_bytes": MIB, "tries": 1, "seconds_lost": 0.25},
-        {"event": "concession", "step": 2, "remedy": "x", "changes": {"max_completion_length": [64, 32]}},
+        {"event": "degradation", "step": 2, "remedy": "x", "changes": {"max_completion_length": [64, 32]}},
     ]
     folder = write(tmp_path, [step(n) for n in (1, 2, 3)], events)
     told, html = words(folder), page(read_run(folder))

@@ -9,9 +9,9 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
+from memsafe_rl.config.fields import GRPOFields, PPOFields, option
+from memsafe_rl.config.refusals import ALIASES, REFUSED, Refusal, admit
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.trainers.fields import GRPOFields, PPOFields, option
-from memsafe_rl.trainers.refusals import ALIASES, REFUSED, Refusal, admit
 
 # ruff: noqa: RUF009  (`option` is `dataclasses.field` with a help text)
 
@@ -50,7 +50,7 @@ class RunFields:
     )
     memory_policy: str | None = option(
         None,
-        "Who plans: 'adaptive' (the default), 'ladder' (from large plans down, rung by rung), or a kind of card: "
+        "Who plans: 'adaptive' (the default), 'ladder' (from large plans down, one fallback at a time), or a card: "
         "24GB+, 12-24GB, 8-12GB or under-8GB.",
     )
 
@@ -123,17 +123,7 @@ class RunRequest:
 
 
 def read_request(tokens: Sequence[str]) -> RunRequest:
-    """Reads a command line: a run file, if any, and flags that override it.
-
-    Args:
-        tokens: words after `memsafe-rl train`.
-
-    Returns:
-        The request.
-
-    Raises:
-        ConfigError: a name is unknown or refused, a flag has no value, or the file cannot be read.
-    """
+    """Reads a command line: a run file, if any, and flags that override it."""
     file, flags = parse_flags(tokens)
     known, refused = (*RUN_NAMES, *SETTING_NAMES), REFUSED | SCRIPT_NAMES
     written = admit(read_run_file(Path(file)), known, refused) if file is not None else {}
@@ -143,31 +133,14 @@ def read_request(tokens: Sequence[str]) -> RunRequest:
 
 
 def require(request: RunRequest) -> None:
-    """Refuses a request that lacks what every run needs.
-
-    Args:
-        request: what the user wrote.
-
-    Raises:
-        ConfigError: there is no model, or no reward.
-    """
+    """Refuses a request that lacks what every run needs."""
     for name in ("model", "reward_funcs"):
         if not request.run.get(name):
             raise ConfigError(f"{name} is missing. Write '{name}: ...' in the run file or --{name.replace('_', '-')}.")
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
-    """Reads a run file.
-
-    Args:
-        path: a YAML file (JSON is YAML too).
-
-    Returns:
-        What it says, by name.
-
-    Raises:
-        ConfigError: there is no such file, it is not a mapping in YAML, or a name stands in it twice.
-    """
+    """Reads a run file."""
     if not path.is_file():
         raise ConfigError(f"There is no run file {str(path)!r}. Give the path of a YAML file.")
     try:
@@ -200,15 +173,6 @@ def parse_flags(tokens: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
 
     ``--name value``, ``--name=value`` and, for truth values, ``--name`` and ``--no-name``; a hyphen may be an
     underscore; a list takes every word up to the next flag.
-
-    Args:
-        tokens: the words.
-
-    Returns:
-        The run file, None if there is none, and values by name: text, lists of text, or truth values.
-
-    Raises:
-        ConfigError: a flag lacks its value, or there is more than one run file.
     """
     file: str | None = None
     flags: dict[str, Any] = {}

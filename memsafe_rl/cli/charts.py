@@ -84,24 +84,7 @@ def chart(
     base: float = 10.0,
     from_zero: bool = True,
 ) -> str:
-    """Draws a chart over steps.
-
-    Args:
-        steps: numbers of the steps, ascending.
-        series: lines, or layers from the bottom up.
-        write: writes a value.
-        label: what the chart shows, for those who do not see it.
-        stacked: pile the series up; of steps drawn together the highest is shown, else their mean.
-        limit: a level to draw.
-        marks: what happened, drawn above the chart.
-        width: of the drawing, in its own units.
-        height: likewise.
-        base: ticks are at round numbers of this base: 10, or 2 for bytes.
-        from_zero: begin the axis at 0 where all values are above it.
-
-    Returns:
-        An SVG element.
-    """
+    """Draws a chart over steps."""
     groups = _groups(steps)
     drawn = [_joined(one, series, groups, highest=stacked) for one in range(len(series))]
     at = [sum(steps[index] for index in group) / len(group) for group in groups]
@@ -150,16 +133,7 @@ class _Frame:
 
 
 def round_ticks(low: float, high: float, base: float) -> tuple[float, ...]:
-    """Chooses round numbers that span a range.
-
-    Args:
-        low: its lower end.
-        high: its upper end.
-        base: 10, or 2 for bytes, which are round in powers of two.
-
-    Returns:
-        About five numbers, from at or below the lower end to at or above the upper one.
-    """
+    """Chooses round numbers that span a range."""
     if high <= low:
         high = low + (abs(low) or 1.0)
     rough = (high - low) / _TICKS

@@ -9,7 +9,7 @@ from typing import Any
 from memsafe_rl.cli.charts import Series
 from memsafe_rl.cli.pieces import COLORS, Plot, grid, line, percent, plain, scientific, table
 from memsafe_rl.cli.run_folder import Record, RunFolder
-from memsafe_rl.summary import number
+from memsafe_rl.diagnostics.run_figures import number
 
 _SHOWN_ELSEWHERE = ("memory/", "time/", "plan/", "train_", "eval_", "held_at_peak")
 _NO_METRICS = ("step", "epoch", "num_tokens", "step_time", "seconds")
@@ -20,14 +20,7 @@ _EVALUATED = re.compile(r"eval_(?:(.+)_)?(reward|completions/mean_length|(?:pass
 
 
 def learning_sections(folder: RunFolder) -> list[tuple[str, str]]:
-    """Draws everything that a run has logged of its learning.
-
-    Args:
-        folder: what the run has written.
-
-    Returns:
-        Title and HTML of each section that has something to show.
-    """
+    """Draws everything that a run has logged of its learning."""
     curves = _Curves(folder.steps)
     objectives = (folder.run.get("config") or {}).get("objectives")
     sections = [
@@ -42,11 +35,7 @@ def learning_sections(folder: RunFolder) -> list[tuple[str, str]]:
 
 
 class _Curves:
-    """Makes lines of metrics and remembers which metrics it was asked for.
-
-    Args:
-        records: one a step.
-    """
+    """Makes lines of metrics and remembers which metrics it was asked for."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.records = records

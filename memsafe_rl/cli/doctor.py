@@ -21,9 +21,7 @@ from rich.text import Text
 
 from memsafe_rl.cli.arguments import read_request, read_run_file
 from memsafe_rl.cli.explaining import read_log, sizes_of_model
-from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.cards import read_cards
-from memsafe_rl.trainers.health import (
+from memsafe_rl.diagnostics.environment_checks import (
     Card,
     Environment,
     Expectation,
@@ -34,7 +32,9 @@ from memsafe_rl.trainers.health import (
     check_script,
     in_order,
 )
-from memsafe_rl.trainers.launch_file import check_launch_file, check_launch_memory, check_run_file
+from memsafe_rl.diagnostics.launch_checks import check_launch_file, check_launch_memory, check_run_file
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.runtime.cards import read_cards
 from memsafe_rl.units import format_bytes
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "datasets", "trl", "vllm")
@@ -66,20 +66,7 @@ class Examination:
 
 
 def examine(launch: str | None, run: str | None, script: str | None, expect: Sequence[str]) -> Examination:
-    """Looks at the machine, and at the files that are given.
-
-    Args:
-        launch: a file of accelerate; None for none.
-        run: a run file; None for none.
-        script: a Python script; None for none.
-        expect: facts that should hold, such as ``torch=2.13.0``.
-
-    Returns:
-        What was found.
-
-    Raises:
-        ConfigError: a file cannot be read, or an expectation is not written as key=value.
-    """
+    """Looks at the machine, and at the files that are given."""
     environment = gather()
     facts = dict(facts_of(environment))
     findings = list(check_environment(environment))
@@ -150,17 +137,7 @@ def _unreadable(run: str) -> tuple[Finding, ...]:
 
 
 def read_launch_file(path: Path) -> object:
-    """Reads a file of accelerate.
-
-    Args:
-        path: YAML, or JSON by its ending.
-
-    Returns:
-        What it says.
-
-    Raises:
-        ConfigError: there is no such file, or it is neither.
-    """
+    """Reads a file of accelerate."""
     if not path.is_file():
         raise ConfigError(f"There is no file {str(path)!r}. Give the file that accelerate launch --config_file takes.")
     try:
@@ -171,14 +148,7 @@ def read_launch_file(path: Path) -> object:
 
 
 def parameters_of(model: str) -> int | None:
-    """Counts the weights of a network from its sizes.
-
-    Args:
-        model: a folder with a ``config.json``, or a name that is known without a hub.
-
-    Returns:
-        int; None where the sizes are not known.
-    """
+    """Counts the weights of a network from its sizes."""
     try:
         sizes = sizes_of_model(model)
     except ConfigError:
@@ -191,11 +161,7 @@ def parameters_of(model: str) -> int | None:
 
 
 def gather() -> Environment:
-    """Looks at the machine and its software; nothing here needs a GPU or the optional ``nvidia-ml-py``.
-
-    Returns:
-        What is known.
-    """
+    """Looks at the machine and its software; nothing here needs a GPU or the optional ``nvidia-ml-py``."""
     memory = psutil.virtual_memory()
     required, optional = _requirements()
     backend, usable = _torch()
@@ -261,14 +227,7 @@ def _cards() -> tuple[Card, ...]:
 
 
 def facts_of(environment: Environment) -> Mapping[str, Any]:
-    """Names what `--expect` can ask for.
-
-    Args:
-        environment: the machine.
-
-    Returns:
-        Facts by name; variables of the environment by theirs.
-    """
+    """Names what `--expect` can ask for."""
     cards = environment.cards
     own = {
         "python": platform.python_version(),
@@ -287,14 +246,7 @@ def facts_of(environment: Environment) -> Mapping[str, Any]:
 
 
 def summary_of(environment: Environment) -> str:
-    """Describes the machine in a few words.
-
-    Args:
-        environment: the machine.
-
-    Returns:
-        One line.
-    """
+    """Describes the machine in a few words."""
     if environment.usable_gpus:
         kinds = ", ".join(dict.fromkeys(card.name for card in environment.cards)) or environment.backend
         gpus = f"{environment.usable_gpus} GPU(s): {kinds}"
@@ -307,14 +259,7 @@ def summary_of(environment: Environment) -> str:
 
 
 def as_json(found: Examination) -> str:
-    """Writes an examination as JSON.
-
-    Args:
-        found: the examination.
-
-    Returns:
-        JSON.
-    """
+    """Writes an examination as JSON."""
     return json.dumps(
         {
             "healthy": found.healthy,
@@ -331,12 +276,7 @@ def _is_of_interest(name: str) -> bool:
 
 
 def show(found: Examination, console: Console) -> None:
-    """Prints an examination: one line if all is well, else each finding with its remedy, and what differs.
-
-    Args:
-        found: the examination.
-        console: where to.
-    """
+    """Prints an examination: one line if all is well, else each finding with its remedy, and what differs."""
     if found.healthy:
         console.print(Text.assemble(("healthy", "bold green"), f": {found.summary}"), soft_wrap=True)
         return

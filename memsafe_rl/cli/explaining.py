@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from memsafe_rl.cli.arguments import read_run_file
+from memsafe_rl.diagnostics.known_tensors import Configuration
+from memsafe_rl.diagnostics.oom_causes import STRANDED_SHARE, Cause, Explanation, explain_message
+from memsafe_rl.diagnostics.oom_messages import OutOfMemoryMessage, find_message
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.explaining import STRANDED_SHARE, Cause, Explanation, explain_message
-from memsafe_rl.memory.known_tensors import Configuration
-from memsafe_rl.memory.messages import OutOfMemoryMessage, find_message
 from memsafe_rl.units import format_bytes
 
 DTYPES: Mapping[str, tuple[tuple[str, int], ...]] = {
@@ -61,17 +61,7 @@ class Sizes:
 
 
 def read_log(source: str) -> str:
-    """Reads a log.
-
-    Args:
-        source: a file, or ``-`` for standard input.
-
-    Returns:
-        Its text; bytes that are no text are replaced.
-
-    Raises:
-        ConfigError: there is no such file, or it cannot be read.
-    """
+    """Reads a log."""
     try:
         raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:
@@ -82,19 +72,7 @@ def read_log(source: str) -> str:
 
 
 def explain(source: str, config: str | None, sizes: Sizes) -> Explanation:
-    """Explains the last out-of-memory message of a log.
-
-    Args:
-        source: a file, or ``-`` for standard input.
-        config: a run's folder, a run file or a network's ``config.json``; None for none.
-        sizes: sizes given as flags; they count before the configuration's.
-
-    Returns:
-        The explanation.
-
-    Raises:
-        ConfigError: the log or the configuration cannot be read, or the log has no such message.
-    """
+    """Explains the last out-of-memory message of a log."""
     configuration = configuration_from(config, sizes)
     log = read_log(source)
     message = find_message(log)
@@ -109,18 +87,7 @@ def explain(source: str, config: str | None, sizes: Sizes) -> Explanation:
 
 
 def configuration_from(config: str | None, sizes: Sizes) -> Configuration:
-    """Gathers the sizes of network and batch from a configuration and from flags.
-
-    Args:
-        config: a run's folder, a run file or a network's ``config.json``; None for none.
-        sizes: sizes given as flags.
-
-    Returns:
-        What is known.
-
-    Raises:
-        ConfigError: the configuration cannot be read, or a flag is no size.
-    """
+    """Gathers the sizes of network and batch from a configuration and from flags."""
     for name, value in asdict(sizes).items():
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; give a number of 1 or more.")
@@ -184,22 +151,12 @@ def _of_a_network(content: Mapping[str, Any]) -> Configuration:
 
 
 def sizes_of_model(model: str) -> Configuration:
-    """Finds the sizes of a network.
-
-    Args:
-        model: a folder with a ``config.json``, or a name that is known without a hub.
-
-    Returns:
-        What is known.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Finds the sizes of a network."""
     file = Path(model) / "config.json"
     if file.is_file():
         return _of_a_network(_read_json(file))
     # Built-in configs come with transformers, which takes seconds to import.
-    known = importlib.import_module("memsafe_rl.forecast.families").known_config(model)
+    known = importlib.import_module("memsafe_rl.preflight.fake.families").known_config(model)
     if known is None:
         raise ConfigError(
             f"The sizes of {model!r} are not known here: it is no folder with a config.json, and no built-in name. "
@@ -227,14 +184,7 @@ def _number(run: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def as_json(found: Explanation) -> str:
-    """Writes an explanation as JSON; byte counts as they are printed in the message, in bytes.
-
-    Args:
-        found: the explanation.
-
-    Returns:
-        JSON.
-    """
+    """Writes an explanation as JSON; byte counts as they are printed in the message, in bytes."""
     message = {name: _bytes_of(value) for name, value in asdict(found.message).items()}
     rest = {name: value for name, value in asdict(found).items() if name != "message"}
     for tensor, written in zip(found.tensors, rest["tensors"], strict=True):
@@ -251,12 +201,7 @@ def _bytes_of(value: Any) -> Any:
 
 
 def show(found: Explanation, console: Console) -> None:
-    """Prints an explanation: the figures, the reasons, what the request may be, and what to change.
-
-    Args:
-        found: the explanation.
-        console: where to.
-    """
+    """Prints an explanation: the figures, the reasons, what the request may be, and what to change."""
     message = found.message
     console.print(Text(_heading(message), style="bold"))
     if message.found > 1:

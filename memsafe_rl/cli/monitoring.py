@@ -16,10 +16,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, read_json, run_of, runs_alive, status_file
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.bands import SAFE_SHARE, Band, band_of
-from memsafe_rl.memory.cards import Card, CardProcess, CardsRead, read_cards
-from memsafe_rl.status import STATUS_FILE, process_started, read_json, run_of, runs_alive, status_file
+from memsafe_rl.memory.runtime.cards import Card, CardProcess, CardsRead, read_cards
+from memsafe_rl.memory.runtime.headroom import SAFE_SHARE, Headroom, headroom_of
 from memsafe_rl.units import format_bytes
 
 _FRESH_SECONDS = 10.0
@@ -33,7 +33,7 @@ _ROOMY_SHARE = 0.5
 """Share of the budget below which half of it is never used."""
 _PHASES = ("load", "rollout", "reward", "score", "update", "optimizer", "evaluate", "checkpoint")
 _BAR_CELLS = 24
-_STYLES = {Band.SAFE: "green", Band.EDGE: "yellow", Band.DANGER: "bold red"}
+_STYLES = {Headroom.SAFE: "green", Headroom.EDGE: "yellow", Headroom.DANGER: "bold red"}
 
 
 class Liveness(StrEnum):
@@ -81,18 +81,7 @@ class View:
 
 
 def find_run(pid: int | None, run: str | None) -> Path | None:
-    """Finds the folder of the run that is meant.
-
-    Args:
-        pid: its process; None where it is not given.
-        run: its folder; None where it is not given.
-
-    Returns:
-        The folder; None where neither is given and not exactly one run of this user is alive.
-
-    Raises:
-        ConfigError: both are given, there is no such process or folder, or no run is to be seen there.
-    """
+    """Finds the folder of the run that is meant."""
     if pid is not None and run is not None:
         raise ConfigError("--pid and --run are both given. Give one of them.")
     if pid is not None:
@@ -125,14 +114,7 @@ def _run_of_process(pid: int) -> Path:
 
 
 def look(run_dir: Path | None) -> View:
-    """Reads how a run, and the machine's cards, stand now.
-
-    Args:
-        run_dir: the run's folder; None for the cards alone.
-
-    Returns:
-        What there is to see.
-    """
+    """Reads how a run, and the machine's cards, stand now."""
     cards = read_cards()
     if run_dir is None:
         return View(cards, runs=tuple((pid, str(folder)) for pid, folder in runs_alive()))
@@ -160,68 +142,30 @@ def _liveness(status: Mapping[str, Any], age_seconds: float) -> Liveness:
 
 
 def card_of(status: Mapping[str, Any], cards: Sequence[Card]) -> Card | None:
-    """Finds the card that a run is on.
-
-    Args:
-        status: what the run wrote of itself.
-        cards: the machine's cards.
-
-    Returns:
-        The card; None where the run is on none of them.
-    """
+    """Finds the card that a run is on."""
     uuid = str(status.get("device", {}).get("uuid") or "")
     return next((card for card in cards if uuid and card.uuid.removeprefix("GPU-") == uuid.removeprefix("GPU-")), None)
 
 
 def neighbours(status: Mapping[str, Any], cards: Sequence[Card]) -> tuple[CardProcess, ...]:
-    """Lists the other processes on a run's card.
-
-    Args:
-        status: what the run wrote of itself.
-        cards: the machine's cards.
-
-    Returns:
-        Processes that are not the run's.
-    """
+    """Lists the other processes on a run's card."""
     card = card_of(status, cards)
     return () if card is None else tuple(found for found in card.processes if found.pid != status.get("pid"))
 
 
 def step_peak_bytes(status: Mapping[str, Any]) -> int:
-    """Gives the peak that says how near the run is to its budget: the last step's, else the highest so far.
-
-    Args:
-        status: what the run wrote of itself.
-
-    Returns:
-        int, bytes.
-    """
+    """Gives the peak that says how near the run is to its budget: the last step's, else the highest so far."""
     last = status.get("last_step_peak_bytes") or {}
     return int(max(last.values(), default=status.get("peak_bytes", 0)))
 
 
-def band(status: Mapping[str, Any]) -> Band:
-    """Tells where a run's last step lies in its budget.
-
-    Args:
-        status: what the run wrote of itself.
-
-    Returns:
-        The band.
-    """
-    return band_of(step_peak_bytes(status), max(1, int(status.get("budget_bytes", 1))))
+def band(status: Mapping[str, Any]) -> Headroom:
+    """Tells where a run's last step lies in its budget."""
+    return headroom_of(step_peak_bytes(status), max(1, int(status.get("budget_bytes", 1))))
 
 
 def advice(seen: Sighting, cards: Sequence[Card]) -> str:
-    """Says in one sentence what, if anything, is to be done; what matters most comes first.
-
-    Args:
-        seen: the run.
-        cards: the machine's cards.
-
-    Returns:
-        One sentence.
-    """
+    """Says in one sentence what, if anything, is to be done; what matters most comes first."""
     return _advice_on_life(seen) or _advice_on_allocator(seen.status, cards) or _advice_on_budget(seen.status)
 
 
@@ -260,7 +204,7 @@ def _advice_on_allocator(status: Mapping[str, Any], cards: Sequence[Card]) -> st
     if (
         reserved
         and reserved - allocated >= max(_STRANDED_SHARE * reserved, _CROWDED_SHARE * total)
-        and (band(status) is not Band.SAFE)
+        and (band(status) is not Headroom.SAFE)
     ):
         return (
             f"{format_bytes(reserved - allocated)} are reserved and hold no tensor: set "
@@ -272,7 +216,7 @@ def _advice_on_allocator(status: Mapping[str, Any], cards: Sequence[Card]) -> st
 def _advice_on_budget(status: Mapping[str, Any]) -> str:
     peak, budget = step_peak_bytes(status), max(1, int(status.get("budget_bytes", 1)))
     found, failures = band(status), int(status.get("failures", 0))
-    if found is Band.DANGER:
+    if found is Headroom.DANGER:
         return (
             "The last step came close to the budget: a longer batch may fail once before a leaner plan takes over; "
             "lower max_completion_length or raise memory_budget if that happens often."
@@ -282,7 +226,7 @@ def _advice_on_budget(status: Mapping[str, Any]) -> str:
             f"{failures} allocations failed and their work was done again, so nothing was lost but time; later plans "
             "know of it."
         )
-    if found is Band.EDGE:
+    if found is Headroom.EDGE:
         return "Little room is left, and plans keep the run within it; nothing needs to be done."
     if step_peak_bytes(status) and peak < _ROOMY_SHARE * budget:
         spare = format_bytes(int(SAFE_SHARE * budget) - peak)
@@ -291,14 +235,7 @@ def _advice_on_budget(status: Mapping[str, Any]) -> str:
 
 
 def as_json(view: View) -> str:
-    """Writes what there is to see as one JSON object; bytes throughout.
-
-    Args:
-        view: what there is to see.
-
-    Returns:
-        JSON on one line.
-    """
+    """Writes what there is to see as one JSON object; bytes throughout."""
     run = view.run
     content: dict[str, Any] = {
         "time": time.time(),
@@ -322,18 +259,7 @@ def _plain(seen: Sighting) -> dict[str, Any]:
 
 
 def monitor(pid: int | None, run: str | None, *, json_output: bool, watch: bool, console: Console) -> None:
-    """Shows a run once, or again and again until Ctrl+C.
-
-    Args:
-        pid: its process; None where it is not given.
-        run: its folder; None where it is not given.
-        json_output: print JSON, one object a line, instead of text.
-        watch: go on until Ctrl+C.
-        console: where to.
-
-    Raises:
-        ConfigError: there is no such run.
-    """
+    """Shows a run once, or again and again until Ctrl+C."""
     folder = find_run(pid, run)
     if not watch:
         view = look(folder)
@@ -359,14 +285,7 @@ def monitor(pid: int | None, run: str | None, *, json_output: bool, watch: bool,
 
 
 def render(view: View) -> RenderableType:
-    """Sets what there is to see as text.
-
-    Args:
-        view: what there is to see.
-
-    Returns:
-        Something rich prints.
-    """
+    """Sets what there is to see as text."""
     run = view.run
     parts: list[RenderableType] = [] if run is None else [*_about_run(run, view)]
     if run is None:
@@ -462,7 +381,7 @@ def _phases(status: Mapping[str, Any]) -> Table:
             format_bytes(int(peak)),
             format_bytes(int(last[name])) if name in last else "-",
             format_bytes(int(planned[name])) if name in planned else "-",
-            _bar(peak / budget, _STYLES[band_of(int(peak), budget)]),
+            _bar(peak / budget, _STYLES[headroom_of(int(peak), budget)]),
         )
     return table
 

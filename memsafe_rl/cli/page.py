@@ -67,16 +67,7 @@ summary{cursor:pointer;color:var(--plan);margin:8px 0}
 
 
 def document(title: str, heading: str, sections: Iterable[tuple[str, str]]) -> str:
-    """Puts a page together.
-
-    Args:
-        title: what the browser calls it, as plain text.
-        heading: HTML of the top.
-        sections: title, as plain text, and HTML of each section; one without a title belongs to the top.
-
-    Returns:
-        HTML.
-    """
+    """Puts a page together."""
     listed = list(sections)
     named = [(name, _anchor(name)) for name, _ in listed if name]
     links = "".join(f'<a href="#{anchor}">{escape(name)}</a>' for name, anchor in named)

@@ -9,7 +9,7 @@ from typing import Any
 
 from memsafe_rl.cli.charts import Series, chart
 from memsafe_rl.cli.run_folder import Record
-from memsafe_rl.summary import number
+from memsafe_rl.diagnostics.run_figures import number
 from memsafe_rl.units import format_bytes
 
 COLORS = 8
@@ -79,31 +79,12 @@ class Plot:
 
 
 def line(records: Sequence[Record], name: str, label: str, color: int, *, dashed: bool = False) -> Series:
-    """Makes a line of one metric.
-
-    Args:
-        records: one a step.
-        name: of the metric.
-        label: what the legend calls it.
-        color: any number; colours repeat.
-        dashed: draw it dashed.
-
-    Returns:
-        The line, without a value where a record has none.
-    """
+    """Makes a line of one metric."""
     return Series(label, [number(record.get(name)) for record in records], color % COLORS, dashed=dashed)
 
 
 def grid(records: Sequence[Record], plots: Iterable[Plot]) -> str:
-    """Sets small charts side by side; those without a value are left out.
-
-    Args:
-        records: one a step, those that the lines are of.
-        plots: the charts.
-
-    Returns:
-        HTML; empty where no chart has a value.
-    """
+    """Sets small charts side by side; those without a value are left out."""
     steps = [float(record["step"]) for record in records]
     cells = []
     for plot in plots:
@@ -118,14 +99,7 @@ def grid(records: Sequence[Record], plots: Iterable[Plot]) -> str:
 
 
 def legend(series: Sequence[Series]) -> str:
-    """Names the colours of a chart.
-
-    Args:
-        series: its lines or layers.
-
-    Returns:
-        HTML; empty for one line whose name says nothing.
-    """
+    """Names the colours of a chart."""
     if len(series) == 1 and len(series[0].label) < 3:
         return ""
     items = (
@@ -138,17 +112,7 @@ def legend(series: Sequence[Series]) -> str:
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: Sequence[int] = (), wide: bool = False
 ) -> str:
-    """Writes a table; the first column and those named hold text, the others figures.
-
-    Args:
-        head: titles of the columns, all empty for none.
-        rows: the cells, as plain text.
-        text_columns: columns that hold text.
-        wide: let it take the whole width.
-
-    Returns:
-        HTML.
-    """
+    """Writes a table; the first column and those named hold text, the others figures."""
     words = {0, *text_columns}
 
     def cells(row: Sequence[str], tag: str) -> str:

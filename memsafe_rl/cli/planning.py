@@ -19,13 +19,13 @@ from rich.text import Text
 from memsafe_rl.cli.arguments import RunRequest
 from memsafe_rl.cli.training import Run, adapter, prepare, prompts, quantization
 from memsafe_rl.errors import ConfigError, MemsafeError
-from memsafe_rl.forecast.outcome import MemoryForecast
-from memsafe_rl.forecast.search import Job, Scout
-from memsafe_rl.memory.bands import band_of
-from memsafe_rl.memory.policies import MemoryPolicy
+from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.memory.runtime.headroom import headroom_of
 from memsafe_rl.models.loading import load_tokenizer
+from memsafe_rl.preflight.outcome import MemoryForecast
+from memsafe_rl.preflight.search import Job, Scout
 from memsafe_rl.trainers.forecast_memory import forecast_memory
-from memsafe_rl.trainers.prepare import chosen_policy
+from memsafe_rl.trainers.inputs import chosen_policy
 from memsafe_rl.types import Component, Phase, UpdatePlan
 from memsafe_rl.units import format_bytes, parse_bytes
 
@@ -104,23 +104,7 @@ def wish(
     ranks: int = 1,
     sharding: str = "none",
 ) -> Wish:
-    """Reads what is asked for.
-
-    Args:
-        request: the run as `train` takes it.
-        gpu: memory of the card, such as "24GiB", "24GB" or "24".
-        prompt_tokens: longest prompt, in tokens, or None.
-        load_in_4bit: whether the base is quantised.
-        reward_models: sequence classifiers that reward, besides those among the run's rewards.
-        ranks: ranks of the run.
-        sharding: what they share.
-
-    Returns:
-        The wish.
-
-    Raises:
-        ConfigError: something is missing or wrong; the message names it.
-    """
+    """Reads what is asked for."""
     if not request.run.get("model"):
         raise ConfigError("plan needs a model. Write --model Qwen/Qwen3-4B, or a folder with a config.json.")
     if load_in_4bit:
@@ -136,19 +120,7 @@ def wish(
 
 
 def plan(wanted: Wish, console: Console | None, *, find: bool) -> tuple[MemoryForecast, Findings]:
-    """Forecasts a run, and looks for what else would fit.
-
-    Args:
-        wanted: the run and the card.
-        console: where progress is shown; None for nowhere.
-        find: whether to search cards, groups and ranks too, and to prove what is found by further forecasts.
-
-    Returns:
-        The forecast and the findings.
-
-    Raises:
-        MemsafeError: the run cannot be forecast; the message names what to change.
-    """
+    """Forecasts a run, and looks for what else would fit."""
     bar = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
     )
@@ -170,17 +142,9 @@ def plan(wanted: Wish, console: Console | None, *, find: bool) -> tuple[MemoryFo
 
 
 def as_json(forecast: MemoryForecast, findings: Findings) -> str:
-    """Writes what was found as one JSON object, ``predicted_peak_bytes`` at its top.
-
-    Args:
-        forecast: the forecast.
-        findings: what else was found.
-
-    Returns:
-        JSON.
-    """
+    """Writes what was found as one JSON object, ``predicted_peak_bytes`` at its top."""
     more = {
-        "band": band_of(forecast.peak_bytes, forecast.budget_bytes).value,
+        "band": headroom_of(forecast.peak_bytes, forecast.budget_bytes).value,
         "lever": findings.lever,
         "longest_completion": findings.longest_completion,
         "largest_group": findings.largest_group,
@@ -201,14 +165,7 @@ def as_json(forecast: MemoryForecast, findings: Findings) -> str:
 
 
 def show(wanted: Wish, forecast: MemoryForecast, findings: Findings, console: Console) -> None:
-    """Prints what was found.
-
-    Args:
-        wanted: what was asked for.
-        forecast: the forecast.
-        findings: what else was found.
-        console: where.
-    """
+    """Prints what was found."""
     console.print(_table(wanted, forecast))
     style = "bold green" if forecast.fits else "bold red"
     console.print(Text(forecast.sentence(), style=style))
@@ -463,7 +420,7 @@ def _plan_lines(forecast: MemoryForecast) -> Text:
 
 def _finding_lines(forecast: MemoryForecast, findings: Findings) -> list[str]:
     share = forecast.peak_bytes / max(1, forecast.budget_bytes)
-    band = band_of(forecast.peak_bytes, forecast.budget_bytes)
+    band = headroom_of(forecast.peak_bytes, forecast.budget_bytes)
     known = "" if findings.proved else " (estimated; --find proves it)"
     most = forecast.job.geometry.max_positions
     whole = most is not None and findings.longest_completion + forecast.job.prompt_tokens >= most

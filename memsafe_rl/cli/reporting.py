@@ -27,9 +27,9 @@ from memsafe_rl.cli.pieces import (
     table,
 )
 from memsafe_rl.cli.run_folder import Record, RunFolder, read_run
+from memsafe_rl.diagnostics.run_figures import RunFigures, known, number, phase_peaks, run_figures
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.bands import band_of
-from memsafe_rl.summary import RunFigures, known, number, phase_peaks, run_figures
+from memsafe_rl.memory.runtime.headroom import headroom_of
 from memsafe_rl.units import format_bytes
 
 REPORT_FILE = "report.html"
@@ -49,18 +49,7 @@ _PLAN_FIELDS_LEFT_OUT = ("event", "step", "kind", "predicted_bytes")
 
 
 def report(run_dir: str, output: str | None) -> Path:
-    """Writes the report of a run.
-
-    Args:
-        run_dir: the run's folder.
-        output: the file to write; None for `report.html` in the run's folder.
-
-    Returns:
-        The file.
-
-    Raises:
-        ConfigError: there is no run in the folder, or the file cannot be written.
-    """
+    """Writes the report of a run."""
     folder = read_run(Path(run_dir))
     target = folder.path / REPORT_FILE if output is None else Path(output)
     try:
@@ -73,14 +62,7 @@ def report(run_dir: str, output: str | None) -> Path:
 
 
 def page(folder: RunFolder) -> str:
-    """Sets a run's records as a page.
-
-    Args:
-        folder: what the run has written of itself.
-
-    Returns:
-        HTML.
-    """
+    """Sets a run's records as a page."""
     rows, events = _rollout_rows(folder), _placed(folder.events)
     figures = run_figures(folder.steps, folder.events, rollout_rows=rows)
     name = folder.path.resolve().name
@@ -124,7 +106,7 @@ def _figures(folder: RunFolder, figures: RunFigures) -> str:
     band = (
         None
         if share is None or figures.budget_bytes is None
-        else band_of(figures.peak_bytes or 0, figures.budget_bytes)
+        else headroom_of(figures.peak_bytes or 0, figures.budget_bytes)
     )
     of_budget = (
         "" if share is None else f"in {figures.peak_phase}, {share:.1%} of {format_bytes(figures.budget_bytes or 0)}"
@@ -272,7 +254,7 @@ _MARKED = {
     "failure": "failure",
     "alarm": "alarm",
     "band": "alarm",
-    "concession": "lossy",
+    "degradation": "lossy",
     "kl_stop": "alarm",
 }
 
@@ -450,11 +432,11 @@ def _sentence(event: Record) -> str:
         size = "an allocation" if asked is None else format_bytes(int(asked))
         lost = number(event.get("seconds_lost")) or 0.0
         return f"{size} refused in {event.get('phase')}, try {event.get('tries')}; {lost:.2f} s lost"
-    if kind == "rung":
+    if kind == "fallback":
         return f"leaner plan in {event.get('phase')}: {_changes(event.get('changes') or {})}"
     if kind == "retry":
         return f"the same work again in {event.get('phase')}"
-    if kind == "concession":
+    if kind == "degradation":
         return f"the task was changed, as allow_lossy allows: {_changes(event.get('changes') or {})}"
     if kind == "kl_stop":
         measured, target = (short(number(event.get(name))) for name in ("measured", "target"))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memsafe_rl.diagnostics.status import RUN_FILE, STATUS_FILE, STEPS_FILE, read_json
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.status import RUN_FILE, STATUS_FILE, STEPS_FILE, read_json
 
 _LOG_FILE, _EVENTS_FILE, _COMPLETIONS = "metrics.jsonl", "memory.jsonl", "completions"
 _PER_STEP = ("loss", "memory/peak_bytes")
@@ -44,17 +44,7 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Reads a run's folder.
-
-    Args:
-        folder: the run's `output_dir`.
-
-    Returns:
-        What is there.
-
-    Raises:
-        ConfigError: there is no such folder, or no step of a run of this library in it.
-    """
+    """Reads a run's folder."""
     if not folder.is_dir():
         what = "a file" if folder.exists() else "not there"
         raise ConfigError(f"{str(folder)!r} is {what}. Give the output_dir of a run, the folder with {_LOG_FILE}.")
@@ -82,11 +72,7 @@ def read_run(folder: Path) -> RunFolder:
 
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Reads JSON lines.
-
-    Returns:
-        Objects with a step, and how many lines are none.
-    """
+    """Reads JSON lines."""
     try:
         texts = path.read_text(errors="replace").splitlines()
     except OSError:

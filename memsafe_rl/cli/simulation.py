@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.types import Component, Phase
 from memsafe_rl.units import format_bytes
 
@@ -16,12 +16,7 @@ _LEAST_SHARE = 0.01
 
 
 def show_simulation(device: SimulatedMemory, console: Console) -> None:
-    """Prints what a simulated device held: its peak, the host's, and the highest moment of every phase.
-
-    Args:
-        device: one that was entered and left.
-        console: where to.
-    """
+    """Prints what a simulated device held: its peak, the host's, and the highest moment of every phase."""
     peaks = device.phase_peaks()
     # The trainer starts a new peak in every phase, so that the device's own is that of the last one.
     highest = max((sum(parts.values()) for parts in peaks.values()), default=device.peak_bytes)

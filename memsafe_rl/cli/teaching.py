@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memsafe_rl.cli.arguments import RunFields
-from memsafe_rl.trainers.fields import GROUPS, GRPOFields, PPOFields, help_text
+from memsafe_rl.config.fields import GROUPS, GRPOFields, PPOFields, help_text
 
 EXAMPLE = """\
 model: Qwen/Qwen3-0.6B              # or a folder
@@ -60,11 +60,7 @@ _EXIT_CODES = "Exit code: 0 if the plans are equal within the tolerance, 1 if th
 
 
 def show_verify_help(console: Console) -> None:
-    """Prints the help of `memsafe-rl verify`.
-
-    Args:
-        console: where to.
-    """
+    """Prints the help of `memsafe-rl verify`."""
     console.print(Text.assemble(("Usage: ", "bold"), _VERIFY_USAGE))
     console.print()
     console.print(_PROOF, highlight=False)
@@ -77,11 +73,7 @@ def show_verify_help(console: Console) -> None:
 
 
 def show_train_help(console: Console) -> None:
-    """Prints the help of `memsafe-rl train`.
-
-    Args:
-        console: where to.
-    """
+    """Prints the help of `memsafe-rl train`."""
     console.print(Text.assemble(("Usage: ", "bold"), _USAGE))
     console.print()
     console.print(_STORY, highlight=False)

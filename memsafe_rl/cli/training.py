@@ -22,17 +22,17 @@ from transformers import BitsAndBytesConfig
 
 from memsafe_rl.cli.arguments import RunFields, RunRequest
 from memsafe_rl.cli.simulation import show_simulation
+from memsafe_rl.config.base import GRPOConfig, TrainerConfig
+from memsafe_rl.config.ppo import PPOConfig
+from memsafe_rl.config.refusals import unknown
+from memsafe_rl.config.values import check_choice, read
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.rewards import REWARD_FACTORIES, REWARD_FUNCTIONS, resolve_reward
-from memsafe_rl.trainers.checks import check_choice, read
-from memsafe_rl.trainers.config import GRPOConfig, TrainerConfig
 from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.trainers.inputs import chosen_policy
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer
-from memsafe_rl.trainers.ppo_config import PPOConfig
-from memsafe_rl.trainers.prepare import chosen_policy
-from memsafe_rl.trainers.refusals import unknown
 from memsafe_rl.units import parse_bytes
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -59,18 +59,7 @@ class Run:
 
 
 def prepare(request: RunRequest, simulate: str | None = None) -> Run:
-    """Checks a request and fills in every setting.
-
-    Args:
-        request: what the user wrote.
-        simulate: bytes of a simulated device, such as "2GiB", which makes it a run on the CPU; None for none.
-
-    Returns:
-        The run.
-
-    Raises:
-        ConfigError: a value is wrong; the message names it.
-    """
+    """Checks a request and fills in every setting."""
     hints = get_type_hints(RunFields)
     named = {name: _as_written(name, value, hints[name]) for name, value in request.run.items()}
     size = None if simulate is None else _simulated_bytes(simulate)
@@ -100,28 +89,13 @@ def _as_written(name: str, value: Any, hint: Any) -> Any:
 
 
 def written(run: Run) -> str:
-    """Writes a run as a run file with every setting resolved.
-
-    Args:
-        run: the run.
-
-    Returns:
-        YAML.
-    """
+    """Writes a run as a run file with every setting resolved."""
     given = {name: value for name, value in asdict(run.fields).items() if value is not None}
     return yaml.safe_dump(given | run.config.to_dict(), sort_keys=False, allow_unicode=True)
 
 
 def train(run: Run, console: Console) -> None:
-    """Trains, and writes the model into `output_dir`.
-
-    Args:
-        run: the run.
-        console: where the outcome is told.
-
-    Raises:
-        MemsafeError: the run cannot work; the message names what to change.
-    """
+    """Trains, and writes the model into `output_dir`."""
     given = ingredients(run)
     check_writable(run.config.output_dir)
     with device_of(run, console):
@@ -135,29 +109,12 @@ def train(run: Run, console: Console) -> None:
 
 
 def trainer_of(run: Run) -> type[PolicyTrainer]:
-    """Gives the class of a run's trainer.
-
-    Args:
-        run: the run.
-
-    Returns:
-        The class.
-    """
+    """Gives the class of a run's trainer."""
     return PPOTrainer if run.fields.trainer == "ppo" else GRPOTrainer
 
 
 def ingredients(run: Run) -> dict[str, Any]:
-    """Finds or loads everything a run names but the model.
-
-    Args:
-        run: the run.
-
-    Returns:
-        Arguments of the trainer.
-
-    Raises:
-        MemsafeError: something cannot be found or read; the message names what to change.
-    """
+    """Finds or loads everything a run names but the model."""
     chosen, config = run.fields, run.config
     policy = chosen_policy(chosen.memory_policy, config)
     rewards = [reward(entry) for entry in chosen.reward_funcs or ()]
@@ -178,15 +135,7 @@ def ingredients(run: Run) -> dict[str, Any]:
 
 @contextmanager
 def device_of(run: Run, console: Console) -> Iterator[None]:
-    """Enters the simulated device of a run, if it has one, and tells at the end what it held, after an error too.
-
-    Args:
-        run: the run.
-        console: where it is told.
-
-    Yields:
-        Nothing.
-    """
+    """Enters the simulated device of a run, if it has one, and tells at the end what it held, after an error too."""
     if run.simulated_bytes is None:
         yield
         return
@@ -200,14 +149,7 @@ def device_of(run: Run, console: Console) -> Iterator[None]:
 
 
 def check_writable(output_dir: str) -> None:
-    """Makes the folder of a run, before hours go by whose result could not be kept.
-
-    Args:
-        output_dir: the folder.
-
-    Raises:
-        ConfigError: it cannot be made or written to.
-    """
+    """Makes the folder of a run, before hours go by whose result could not be kept."""
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -220,18 +162,7 @@ def check_writable(output_dir: str) -> None:
 
 
 def reward(entry: Any) -> Any:
-    """Finds a reward.
-
-    Args:
-        entry: a ready-made reward's name, an import path, a reward model's folder or hub name, or one of the first two
-            with settings, as ``{name: settings}``.
-
-    Returns:
-        A reward function, or the name of a reward model.
-
-    Raises:
-        ConfigError: there is no such reward.
-    """
+    """Finds a reward."""
     # A console script does not look for modules in the working directory, where a user's own rewards lie.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -249,17 +180,7 @@ def reward(entry: Any) -> Any:
 
 
 def adapter(given: Any) -> LoraConfig | None:
-    """Makes the adapter that is trained.
-
-    Args:
-        given: ``lora:RANK``, fields of `LoraConfig`, or None.
-
-    Returns:
-        Its configuration, None to train all weights.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+    """Makes the adapter that is trained."""
     if given is None:
         return None
     if isinstance(given, Mapping):
@@ -276,18 +197,7 @@ def adapter(given: Any) -> LoraConfig | None:
 
 
 def quantization(given: Any, *, bf16: bool) -> BitsAndBytesConfig | None:
-    """Says how the base model is quantised while it is loaded.
-
-    Args:
-        given: "4bit" (NF4, with quantised constants), "8bit", fields of `BitsAndBytesConfig`, or None.
-        bf16: whether matrix products run in bfloat16; else in float32.
-
-    Returns:
-        Its configuration, None to load the model as it is.
-
-    Raises:
-        ConfigError: it is none of these, or bitsandbytes is missing.
-    """
+    """Says how the base model is quantised while it is loaded."""
     if given is None:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -307,18 +217,7 @@ def quantization(given: Any, *, bf16: bool) -> BitsAndBytesConfig | None:
 
 
 def prompts(chosen: RunFields) -> tuple[Dataset, Dataset | None]:
-    """Loads the prompts to train on and those to evaluate on.
-
-    Args:
-        chosen: names the files, folders or splits.
-
-    Returns:
-        Both datasets; the second None if there is none.
-
-    Raises:
-        ConfigError: not exactly one source is named.
-        DataError: a source cannot be read.
-    """
+    """Loads the prompts to train on and those to evaluate on."""
     if (chosen.dataset is None) == (chosen.dataset_name is None):
         raise ConfigError("Prompts come from one source. Set dataset (a file or folder) or dataset_name, and only one.")
     source = chosen.dataset or chosen.dataset_name

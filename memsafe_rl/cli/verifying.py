@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memsafe_rl.cli.training import Run, device_of, ingredients, trainer_of
-from memsafe_rl.trainers.verify import Arm, Verification, verify_plan
+from memsafe_rl.preflight.verify import PlanRun, Verification, verify_plan
 from memsafe_rl.units import format_bytes
 
 _TITLES = {
@@ -23,18 +23,7 @@ _WHOLE_PROCESS = "Bytes are those of the whole process, libraries included; --si
 
 
 def verify(run: Run, console: Console) -> bool:
-    """Proves on a run's own model that its plan changes nothing, and prints the comparison.
-
-    Args:
-        run: the run; nothing is trained, and nothing is written.
-        console: where to.
-
-    Returns:
-        Whether the chosen plan gives what the plain one gives.
-
-    Raises:
-        MemsafeError: the run cannot work; the message names what to change.
-    """
+    """Proves on a run's own model that its plan changes nothing, and prints the comparison."""
     given = ingredients(run)
     with device_of(run, console):
         found = verify_plan(trainer_of(run)(**given))
@@ -44,12 +33,7 @@ def verify(run: Run, console: Console) -> bool:
 
 
 def show_verification(found: Verification, console: Console) -> None:
-    """Prints a table of the three steps, notes, and the verdict.
-
-    Args:
-        found: what the proof found.
-        console: where to.
-    """
+    """Prints a table of the three steps, notes, and the verdict."""
     console.print(comparison(found))
     own = () if found.exact_bytes else (_WHOLE_PROCESS,)
     for note in (*found.notes, *own):
@@ -58,20 +42,13 @@ def show_verification(found: Verification, console: Console) -> None:
 
 
 def comparison(found: Verification) -> Table:
-    """Lays the three steps side by side.
-
-    Args:
-        found: what the proof found.
-
-    Returns:
-        A table with a column for each step.
-    """
+    """Lays the three steps side by side."""
     table = Table(title=f"One probe step of {found.rows} completions", title_justify="left")
     table.add_column("", no_wrap=True)
     for arm in found.arms:
         table.add_column(_TITLES[arm.name], justify="right")
 
-    def row(name: str, cell: Callable[[Arm], str], *, ends: bool = False) -> None:
+    def row(name: str, cell: Callable[[PlanRun], str], *, ends: bool = False) -> None:
         table.add_row(name, *(cell(arm) for arm in found.arms), end_section=ends)
 
     row("rows in flight", lambda arm: f"{min(arm.rollout_plan.rows_in_flight, found.rows):,}")
@@ -92,26 +69,26 @@ def comparison(found: Verification) -> Table:
     return table
 
 
-def _activations(arm: Arm) -> str:
+def _activations(arm: PlanRun) -> str:
     plan = arm.update_plan
     return "offloaded" if plan.offload_activations else "recomputed" if plan.checkpointing else "kept"
 
 
-def _tokens(arm: Arm) -> str:
+def _tokens(arm: PlanRun) -> str:
     """How many tokens are those of the chosen plan, and how many of the differing rows are certified ties."""
     told = f"{arm.tokens_equal:,} of {arm.tokens:,}"
     return f"{told}; {arm.rows_excused} of {arm.rows_differing} rows tied" if arm.rows_differing else told
 
 
-def _difference(arm: Arm) -> str:
+def _difference(arm: PlanRun) -> str:
     return "-" if arm.gradient_difference is None else f"{arm.gradient_difference:.1e}"
 
 
-def _peak(arm: Arm, phase: str) -> str:
+def _peak(arm: PlanRun, phase: str) -> str:
     return format_bytes(arm.phase_peaks[phase]) if phase in arm.phase_peaks else "-"
 
 
-def _saved(arm: Arm, found: Verification) -> str:
+def _saved(arm: PlanRun, found: Verification) -> str:
     if arm is found.plain:
         return "-"
     saved = found.plain.peak_bytes - arm.peak_bytes

@@ -13,21 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.packed_attention import attention_again
+from memsafe_rl.models.language.packed_attention import attention_again
 
 
 def find_blocks(trunk: nn.Module) -> tuple[nn.Module, ...]:
-    """Finds the repeated blocks of a network.
-
-    Args:
-        trunk: the network without its head.
-
-    Returns:
-        Outermost instances of transformers' `GradientCheckpointingLayer`; without any, the longest `ModuleList`.
-
-    Raises:
-        ConfigError: there is neither.
-    """
+    """Finds the repeated blocks of a network."""
     blocks = tuple(_outermost(trunk))
     if blocks:
         return blocks
@@ -46,12 +36,6 @@ def recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
     transformers' own switch looks at ``training`` and does nothing in eval mode, where updates run. Only the forward
     must run inside; a module's hooks stay outside what is repeated. Gradients are bitwise those without it.
-
-    Args:
-        blocks: modules whose forward is wrapped.
-
-    Yields:
-        Nothing.
     """
     earlier = [(block, block.__dict__.get("forward")) for block in blocks]
     try:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import ScoringAdapter
-from memsafe_rl.models.language import LanguageAdapter, Route, refuse_trained_bias
+from memsafe_rl.models.language.base import LanguageAdapter, Route, refuse_trained_bias
 from memsafe_rl.types import Component, ModelGeometry
 
 CRITIC_ADAPTER = "critic"
@@ -32,11 +32,6 @@ class ValueLayer(nn.Module):
     """A linear map from a hidden state to one number, in float32 at least, that begins by saying 0 of everything.
 
     Beginning at 0 draws no random number, and a critic that says nothing yet has advantages be the rewards themselves.
-
-    Args:
-        width: D.
-        dtype: type of the hidden states; the layer's own is the wider of it and float32.
-        device: where the weights go.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -52,21 +47,12 @@ class ValueLayer(nn.Module):
 
 
 class Critic(ABC):
-    """What a trainer knows of a critic.
-
-    Attributes:
-        head: maps hidden states to values.
-        shares_forward: whether the hidden states are those from which the model's log-probs come.
-    """
+    """What a trainer knows of a critic."""
 
     shares_forward = False
 
     def __init__(self, head: nn.Module) -> None:
-        """Keeps the head.
-
-        Args:
-            head: maps hidden states to values.
-        """
+        """Keeps the head."""
         self.head = head
 
     @property
@@ -86,11 +72,7 @@ class Critic(ABC):
 
     @abstractmethod
     def running(self) -> AbstractContextManager[ScoringAdapter]:
-        """Gives the network whose hidden states the head reads.
-
-        Returns:
-            A context; forward and backward must run inside, for recomputation runs the network again.
-        """
+        """Gives the network whose hidden states the head reads."""
 
     @abstractmethod
     def _trunk_weights(self) -> Mapping[str, Tensor]:
@@ -103,14 +85,7 @@ class Critic(ABC):
 
     @torch.no_grad()
     def load_weights(self, saved: Mapping[str, Tensor]) -> None:
-        """Copies weights in, bit for bit.
-
-        Args:
-            saved: what `weights` gave.
-
-        Raises:
-            ConfigError: they are another critic's.
-        """
+        """Copies weights in, bit for bit."""
         own = self.weights()
         found, wanted = ({name: tuple(w.shape) for name, w in weights.items()} for weights in (saved, own))
         if found != wanted:
@@ -134,14 +109,7 @@ class SharedTrunk(Critic):
     shares_forward = True
 
     def __init__(self, adapter: LanguageAdapter) -> None:
-        """Puts a head on a model.
-
-        Args:
-            adapter: the model, checked.
-
-        Raises:
-            ConfigError: the model is scored as a whole, so that nobody sees its hidden states.
-        """
+        """Puts a head on a model."""
         super().__init__(_head_on(adapter, "critic=None, a head on the model's own hidden states"))
         self._adapter = adapter
 
@@ -162,14 +130,7 @@ class SecondAdapter(Critic):
     """A second PEFT adapter on the model's base, with a head; the base's weights are there once."""
 
     def __init__(self, adapter: LanguageAdapter) -> None:
-        """Adds the adapter, made as the model's own, to the model in place.
-
-        Args:
-            adapter: the model, checked; a `PeftModel`.
-
-        Raises:
-            ConfigError: the model has no adapter, or is scored as a whole.
-        """
+        """Adds the adapter, made as the model's own, to the model in place."""
         model = adapter.model
         if not isinstance(model, PeftModel):
             raise ConfigError(
@@ -192,11 +153,7 @@ class SecondAdapter(Critic):
 
     @contextmanager
     def running(self) -> Iterator[LanguageAdapter]:
-        """Gives the model with the critic's adapter in place of its own; what PEFT changes is as before afterwards.
-
-        Yields:
-            The same adapter; must be used inside.
-        """
+        """Gives the model with the critic's adapter in place of its own; what PEFT changes is as before afterwards."""
         model, flags = self._model, _flags(self._model)
         active = model.active_adapter
         try:
@@ -218,15 +175,7 @@ class OwnModel(Critic):
     """A network of its own, perhaps a smaller one, that reads the model's tokens, with a head."""
 
     def __init__(self, adapter: LanguageAdapter, *, vocab_size: int) -> None:
-        """Puts a head on another network, in place of its output head where that has weights of its own.
-
-        Args:
-            adapter: the critic's network, checked.
-            vocab_size: rows of the model's embedding.
-
-        Raises:
-            ConfigError: the network knows fewer tokens than the model, or is scored as a whole.
-        """
+        """Puts a head on another network, in place of its output head where that has weights of its own."""
         known = adapter.geometry.vocab_size
         if known < vocab_size:
             raise ConfigError(
@@ -259,11 +208,7 @@ class OwnModel(Critic):
 
 
 def add_critic_adapter(model: PeftModel) -> None:
-    """Adds an adapter for a critic, made as the model's own; what is trained of the model stays as it is.
-
-    Args:
-        model: is changed in place.
-    """
+    """Adds an adapter for a critic, made as the model's own; what is trained of the model stays as it is."""
     flags = _flags(model)
     config = copy.deepcopy(model.peft_config[model.active_adapter])
     config.modules_to_save = None  # whole copies of layers, of which only the embedding's would be read

@@ -14,17 +14,7 @@ from memsafe_rl.types import ModelGeometry
 
 
 def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: int | None = None) -> ModelGeometry:
-    """Reads the sizes of a network.
-
-    Args:
-        lm: transformers causal LM or encoder-decoder, with LoRA layers or not; sizes are those of the decoder.
-        copies: further networks on the device whose weights count, such as a frozen reference.
-        slot_bytes: int, bytes measured of one token in the cache of all layers, which tell what the config does not
-            (latent attention, layers of unequal heads, autocast); None to trust the config.
-
-    Returns:
-        The geometry; ``windows`` holds 0 for a layer without keys and values.
-    """
+    """Reads the sizes of a network."""
     own = decoder_config(lm)
     config = own.get_text_config(decoder=True)
     heads = int(_first(config, "num_attention_heads", default=1))
@@ -62,64 +52,29 @@ def _encoder_layers(lm: Any) -> int:
 
 
 def decoder_config(lm: Any) -> Any:
-    """Gives the config of what draws tokens: of an encoder-decoder, the decoder's.
-
-    Args:
-        lm: transformers model.
-
-    Returns:
-        The config.
-    """
+    """Gives the config of what draws tokens: of an encoder-decoder, the decoder's."""
     return lm.get_decoder().config if lm.config.is_encoder_decoder else lm.config
 
 
 def max_positions(config: Any) -> int | None:
-    """Gives the longest sequence a network accepts.
-
-    Args:
-        config: transformers config, of a composite model too.
-
-    Returns:
-        int, tokens; None if the config names no limit.
-    """
+    """Gives the longest sequence a network accepts."""
     limit = _first(config.get_text_config(decoder=True), "max_position_embeddings", "max_seq_len", default=None)
     return None if limit is None or limit < 1 else int(limit)
 
 
 def cache_windows(config: Any) -> tuple[int | None, ...]:
-    """Gives each layer's attention window as transformers' cache sees it.
-
-    Args:
-        config: transformers config.
-
-    Returns:
-        Per layer: tokens of the window, None for full attention, 0 for a layer without keys and values.
-    """
+    """Gives each layer's attention window as transformers' cache sees it."""
     return tuple(_window(layer) for layer in DynamicCache(config=config).layers)
 
 
 def autocast_bytes(device: torch.device) -> int | None:
-    """Gives the width of an element under the autocast in force.
-
-    Args:
-        device: where the network runs.
-
-    Returns:
-        int, bytes; None outside of autocast.
-    """
+    """Gives the width of an element under the autocast in force."""
     kind = device.type
     return torch.get_autocast_dtype(kind).itemsize if torch.is_autocast_enabled(kind) else None
 
 
 def weight_bytes(*modules: nn.Module) -> int:
-    """Counts the bytes of all weights and buffers, each once, with the state of bitsandbytes' quantised weights.
-
-    Args:
-        modules: networks, which may share weights.
-
-    Returns:
-        int, bytes.
-    """
+    """Counts the bytes of all weights and buffers, each once, with the state of bitsandbytes' quantised weights."""
     tensors: dict[int, Tensor] = {}
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):

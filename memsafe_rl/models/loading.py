@@ -26,7 +26,7 @@ from memsafe_rl.accounting import charge, hold, weights_of
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models.geometry import max_positions
-from memsafe_rl.models.language import (
+from memsafe_rl.models.language.base import (
     REFERENCE_ADAPTER,
     is_encoder_decoder,
     language_model_of,
@@ -60,14 +60,7 @@ class ModelFacts:
     router_aux_loss_coef: float
 
     def room_for_prompt(self, new_tokens: int) -> int | None:
-        """Counts the tokens of the longest prompt that the network accepts.
-
-        Args:
-            new_tokens: longest completion, in tokens.
-
-        Returns:
-            int, tokens; see `memsafe_rl.types.room_for_prompt`.
-        """
+        """Counts the tokens of the longest prompt that the network accepts."""
         return room_for_prompt(self.max_positions, new_tokens, encoded=is_encoder_decoder(self.config))
 
 
@@ -93,20 +86,7 @@ def read_config(
     model_init_kwargs: Mapping[str, Any] | None = None,
     told: str = "model",
 ) -> ModelFacts:
-    """Reads a model's config; no weight is loaded.
-
-    Args:
-        model: a name, a path or a model.
-        trust_remote_code: whether code that comes with the model may run.
-        model_init_kwargs: arguments of ``from_pretrained``; of these, where the files are and a given ``config``.
-        told: what the model is called in messages.
-
-    Returns:
-        What the config says.
-
-    Raises:
-        ConfigError: there is no such model, or it draws no tokens.
-    """
+    """Reads a model's config; no weight is loaded."""
     _check_kind(model, told)
     arguments = dict(model_init_kwargs or {})
     if not isinstance(model, str):
@@ -149,22 +129,6 @@ def load_model(
     ones fp32; all are fp32 elsewhere; ``model_init_kwargs["dtype"]`` overrides both. Weights of a new adapter are
     fp32. A model object keeps its types. The reference costs no second copy of the base under an adapter: a new
     adapter is switched off; one that came with the model is copied, as it is now, to a frozen adapter "ref".
-
-    Args:
-        model: a name, a path or a model object.
-        model_init_kwargs: arguments of ``from_pretrained``, for a name or a path.
-        quantization_config: transformers' `BitsAndBytesConfig`, for a name or a path; needs an adapter.
-        peft_config: PEFT config of a new adapter.
-        trust_remote_code: whether code that comes with the model may run.
-        device: where the weights go.
-        with_reference: whether a reference is needed (beta is not 0).
-
-    Returns:
-        The model, its reference copy if it needs one.
-
-    Raises:
-        ConfigError: arguments contradict each other, the model or the adapter is of a kind that is not supported, or
-            nothing is trainable.
     """
     arguments = dict(model_init_kwargs or {})
     if quantization_config is not None:
@@ -208,21 +172,7 @@ def load_model(
 def load_tokenizer(
     model: str | nn.Module, processing_class: Any = None, *, trust_remote_code: bool = False, **places: Any
 ) -> Any:
-    """Gives the tokenizer, able to pad, on the left; a missing pad token becomes the eos token.
-
-    Args:
-        model: name, path or model whose tokenizer to load if none is given.
-        processing_class: the user's tokenizer; its pad token and padding side are set.
-        trust_remote_code: whether code that comes with the tokenizer may run.
-        places: where the files are (``revision``, ``subfolder``, ``cache_dir``, ``token``).
-
-    Returns:
-        A transformers tokenizer.
-
-    Raises:
-        ConfigError: there is no model or no tokenizer, it is a processor of several modalities, or it has neither pad
-            nor eos.
-    """
+    """Gives the tokenizer, able to pad, on the left; a missing pad token becomes the eos token."""
     _check_kind(model)
     tokenizer = processing_class
     if tokenizer is None:
@@ -255,15 +205,7 @@ def load_tokenizer(
 
 
 def eos_token_ids(tokenizer: Any, model: nn.Module) -> tuple[int, ...]:
-    """Gives every id that ends a completion: the tokenizer's, then those the model's generation config declares.
-
-    Args:
-        tokenizer: transformers tokenizer.
-        model: transformers model, or a `PeftModel` around one.
-
-    Returns:
-        Distinct ids; empty if none is declared, so that only the length ends a completion (said in a warning).
-    """
+    """Gives every id that ends a completion: the tokenizer's, then those the model's generation config declares."""
     declared = getattr(getattr(language_model_of(model), "generation_config", None), "eos_token_id", None)
     listed = declared if isinstance(declared, (list, tuple)) else [declared]
     ids = tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed) if token is not None))

@@ -33,18 +33,6 @@ def accuracy_reward(
     """Gives 1 where the answer in the completion equals the solution, 0 where it does not.
 
     The answer is the first LaTeX expression found, a boxed one before any other.
-
-    Args:
-        completions: texts, or lists of messages of which the first counts.
-        solution: the right answers, a dataset column.
-        log_extra: receives the columns "solution", "gold_parsed" and "answer_parsed".
-        **_: not used.
-
-    Returns:
-        1.0 or 0.0; None where the solution itself cannot be read.
-
-    Raises:
-        ConfigError: the package math-verify is not installed.
     """
     with _quiet_off_the_main_thread():
         verdicts = [_judge(first_text(text), gold) for text, gold in zip(completions, solution, strict=True)]
@@ -58,22 +46,7 @@ def reasoning_accuracy_reward(
     log_extra: LogExtra | None = None,
     **_: Any,
 ) -> list[float | None]:
-    """Gives 1 where the answer after the reasoning equals the solution, 0 where it does not or reasoning never ends.
-
-    Args:
-        completions: texts, or lists of messages of which the first counts.
-        solution: the right answers, a dataset column.
-        reasoning_delimiters: texts that end the reasoning; the answer follows the last occurrence of the first of
-            them that occurs. None for ``["</think>"]``.
-        log_extra: receives the columns "solution", "gold_parsed" and "answer_parsed".
-        **_: not used.
-
-    Returns:
-        1.0 or 0.0; None where the solution itself cannot be read.
-
-    Raises:
-        ConfigError: the package math-verify is not installed.
-    """
+    """Gives 1 where the answer after the reasoning equals the solution, 0 where it does not or reasoning never ends."""
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
     verdicts = []
     with _quiet_off_the_main_thread():
@@ -107,17 +80,7 @@ class CosineScaledReward:
         completion_ids: Sequence[Sequence[int]],
         **_: Any,
     ) -> list[float | None]:
-        """Rewards every completion.
-
-        Args:
-            completions: texts, or lists of messages of which the first counts.
-            solution: the right answers, a dataset column.
-            completion_ids: token ids of the completions.
-            **_: not used.
-
-        Returns:
-            Rewards; None where the solution itself cannot be read.
-        """
+        """Rewards every completion."""
         judged = accuracy_reward(completions, solution)
         return [
             None if right is None else self._scaled(bool(right), len(ids))
@@ -145,19 +108,6 @@ def get_cosine_scaled_reward(
     ``r = r_long + (r_short - r_long) (1 + cos(π min(|y| / L, 1))) / 2``
     (Yeo et al. 2025, "Demystifying Long Chain-of-Thought Reasoning", appendix C.1), where ``|y|`` counts the
     completion's tokens.
-
-    Args:
-        max_len: the length L, in tokens, from which the reward stays at its long value.
-        min_value_wrong: reward of a wrong answer of length 0.
-        max_value_wrong: reward of a wrong answer of length L and more.
-        min_value_correct: reward of a right answer of length L and more.
-        max_value_correct: reward of a right answer of length 0.
-
-    Returns:
-        The reward function; it needs the columns `accuracy_reward` needs.
-
-    Raises:
-        ConfigError: `max_len` is under 1.
     """
     if max_len < 1:
         raise ConfigError(f"max_len is {max_len} tokens; give the longest completion length, at least 1.")

@@ -23,12 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Running:
-    """Awaitables that run together in another thread.
-
-    Attributes:
-        begun: set when each has gone as far as its first wait.
-        cancel: has them stop, without waiting for it.
-    """
+    """Awaitables that run together in another thread."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -38,26 +33,14 @@ class Running:
         self.cancel: Callable[[], object] = lambda: None
 
     def settle(self, results: Sequence[Any] = (), error: BaseException | None = None) -> None:
-        """Notes how it ended; the first to say so is believed.
-
-        Args:
-            results: what the awaitables gave.
-            error: what one of them raised; None for nothing.
-        """
+        """Notes how it ended; the first to say so is believed."""
         if not self._ended.is_set():
             self._results, self._error = list(results), error
             self._ended.set()
             self.begun.set()
 
     def ended(self, seconds: float | None) -> bool:
-        """Waits until it has ended.
-
-        Args:
-            seconds: longest wait; None for as long as it takes.
-
-        Returns:
-            Whether it has.
-        """
+        """Waits until it has ended."""
         return self._ended.wait(None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
 
     def result(self) -> list[Any]:
@@ -79,28 +62,13 @@ class BackgroundLoop:
         self._stop: weakref.finalize[..., BackgroundLoop] | None = None
 
     def start(self, awaitables: Sequence[Awaitable[Any]]) -> Running:
-        """Runs awaitables together; each has gone as far as its first wait when this returns, or for a second.
-
-        Args:
-            awaitables: what to run.
-
-        Returns:
-            Their results to come, in order, or what one of them raised first; the others are cancelled then.
-        """
+        """Runs awaitables together; each has gone as far as its first wait when this returns, or for a second."""
         running = self._started().run(awaitables)
         running.begun.wait(_FIRST_STEP_SECONDS)
         return running
 
     def ended(self, running: Running, seconds: float | None) -> bool:
-        """Waits for what was started; an exception that interrupts the wait cancels it.
-
-        Args:
-            running: what was started.
-            seconds: longest wait; None for as long as it takes.
-
-        Returns:
-            Whether it has ended.
-        """
+        """Waits for what was started; an exception that interrupts the wait cancels it."""
         try:
             return running.ended(seconds)
         except BaseException:
@@ -133,11 +101,7 @@ class BackgroundLoop:
 
 
 class _Thread:
-    """A thread with an event loop, until it is told to stop or something that runs in it ends the loop.
-
-    Attributes:
-        over: whether the loop has ended, or is about to.
-    """
+    """A thread with an event loop, until it is told to stop or something that runs in it ends the loop."""
 
     def __init__(self) -> None:
         self.over = False

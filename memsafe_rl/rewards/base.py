@@ -24,8 +24,8 @@ from memsafe_rl.rewards.calls import (
     Awaited,
     Begun,
     Calls,
-    Patience,
     RewardFunction,
+    TimeoutPolicy,
     function_name,
     is_async,
     required_names,
@@ -41,7 +41,7 @@ Attempt = Callable[[Callable[[int], Tensor]], Tensor]
 
 logger = logging.getLogger(__name__)
 
-_ENDLESS = Patience()
+_ENDLESS = TimeoutPolicy()
 _ROWS = 32
 """Completions that a reward model scores in one forward pass where nobody says how many."""
 _GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -71,27 +71,14 @@ class RewardScores:
 
 
 class PendingScores:
-    """Rewards of a rollout whose async functions may still be under way.
-
-    Args:
-        finish: waits for them and puts everything together.
-        cancel: has them stop.
-    """
+    """Rewards of a rollout whose async functions may still be under way."""
 
     def __init__(self, finish: Callable[[], RewardScores], cancel: Callable[[], None]) -> None:
         self._finish = finish
         self.cancel = cancel
 
     def result(self) -> RewardScores:
-        """Waits for the functions that are under way.
-
-        Returns:
-            The rewards and what the functions logged.
-
-        Raises:
-            DataError: a function's rewards are not one for each row, not numbers, or infinite.
-            RewardTimeoutError: a function took longer than it may.
-        """
+        """Waits for the functions that are under way."""
         return self._finish()
 
 
@@ -100,23 +87,7 @@ def _once(unit: Callable[[int], Tensor]) -> Tensor:
 
 
 class RewardRunner:
-    """Holds the reward functions and models of a run and calls them as TRL does.
-
-    Args:
-        reward_funcs: one or several functions (sync or async), reward models, or names of reward models.
-        reward_processing_classes: a tokenizer for each (None for a function, or to load a model's own), or None.
-        reward_weights: a weight for each; None for all 1.
-        model_init_kwargs: for loading reward models by name.
-        trust_remote_code: whether code that comes with a reward model may run.
-        chat_template_kwargs: passed to the chat templates of reward models.
-        device: where reward models go; None leaves them where they are.
-        patience: how long async functions are waited for.
-        rollout_columns: columns that rollouts add to the dataset's.
-
-    Raises:
-        ConfigError: there is no function, counts differ, a weight is not finite, a package is missing, or an object is
-            none of the kinds above.
-    """
+    """Holds the reward functions and models of a run and calls them as TRL does."""
 
     def __init__(
         self,
@@ -128,7 +99,7 @@ class RewardRunner:
         trust_remote_code: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
-        patience: Patience = _ENDLESS,
+        patience: TimeoutPolicy = _ENDLESS,
         rollout_columns: Sequence[str] = (),
     ) -> None:
         sources: list[Any] = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
@@ -164,11 +135,7 @@ class RewardRunner:
         return [source.model for source in self._sources if isinstance(source, RewardModel)]
 
     def to(self, device: torch.device | str) -> None:
-        """Moves the reward models, except those that were dispatched or quantised when loaded.
-
-        Args:
-            device: where they go.
-        """
+        """Moves the reward models, except those that were dispatched or quantised when loaded."""
         device = torch.device(device)
         for model in self.models:
             placed = getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False)
@@ -178,13 +145,7 @@ class RewardRunner:
             hold(Component.WEIGHTS, weights_of(model))  # on a CPU they are mapped from the file
 
     def rehearse(self, tokens: int, rows: int, attempt: Attempt = _once) -> None:
-        """Tries the largest pass of every reward model; calls no function and gives no rewards.
-
-        Args:
-            tokens: longest prompt with its completion, in tokens.
-            rows: completions that are to be scored.
-            attempt: as for `begin`.
-        """
+        """Tries the largest pass of every reward model; calls no function and gives no rewards."""
         for source in self._sources:
             if isinstance(source, RewardModel):
 
@@ -195,14 +156,7 @@ class RewardRunner:
                 attempt(largest)
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Refuses a dataset that lacks a column some function cannot do without.
-
-        Args:
-            columns: names of the dataset's columns.
-
-        Raises:
-            DataError: a function names a column that is missing, or a column has the name of something else.
-        """
+        """Refuses a dataset that lacks a column some function cannot do without."""
         columns = sorted({*columns, *self._rollout_columns} - {"prompt", "completion"})
         if clash := [column for column in columns if column in _GIVEN and column != "completion_ids"]:
             raise DataError(
@@ -254,22 +208,6 @@ class RewardRunner:
         library does itself may be repeated when memory runs out: a reward model's pass, and writing down what the
         functions returned. What a function raises comes out as it is. An async function that takes longer than it may
         is called again as often as the run's settings say.
-
-        Args:
-            prompts: B texts, or B lists of messages, a prompt repeated for each of its samples.
-            completions: B texts, or B lists of messages.
-            completion_ids: B lists of token ids.
-            columns: the dataset's other columns, B values each.
-            trainer_state: passed to the functions.
-            attempt: runs a function of the completions that a reward model scores in one forward pass, until memory
-                suffices.
-
-        Returns:
-            The rewards to come; `result` must be called, or `cancel`.
-
-        Raises:
-            DataError: a column is missing or of the wrong length, or a function's rewards are: not one for each row,
-                not numbers, or infinite.
         """
         columns = dict(columns or {})
         _check_rows(len(prompts), {"completions": completions, "completion_ids": completion_ids, **columns})

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Patience:
+class TimeoutPolicy:
     """How long async reward functions are waited for.
 
     Args:
@@ -59,6 +59,10 @@ class Patience:
         return None if self.timeout_seconds is None else self.timeout_seconds * (1 + self.retries) + GRACE_SECONDS
 
 
+Patience = TimeoutPolicy
+"""The name of `TimeoutPolicy` before 0.2."""
+
+
 @dataclass(frozen=True)
 class Begun:
     """An async function and its first call.
@@ -73,13 +77,7 @@ class Begun:
 
 
 class Awaited:
-    """Async functions under way.
-
-    Args:
-        names: of the functions.
-        result: waits for all, and gives what they returned in the order of the names.
-        cancel: has them stop.
-    """
+    """Async functions under way."""
 
     def __init__(
         self, names: Sequence[str], result: Callable[[], list[Any]] = list, cancel: Callable[[], None] = lambda: None
@@ -90,19 +88,9 @@ class Awaited:
 
 
 class Calls:
-    """What all functions are given for one rollout, and what they log.
+    """What all functions are given for one rollout, and what they log."""
 
-    Args:
-        given: values by keyword.
-        rows: completions.
-        patience: how long async functions are waited for.
-
-    Attributes:
-        seconds: wall time of each function, in seconds, all its calls together, by name.
-        timeouts: calls that took longer than they may, by name.
-    """
-
-    def __init__(self, given: Mapping[str, Any], rows: int, patience: Patience) -> None:
+    def __init__(self, given: Mapping[str, Any], rows: int, patience: TimeoutPolicy) -> None:
         self.rows = rows
         self.seconds: dict[str, float] = {}
         self.timeouts: Counter[str] = Counter()
@@ -131,15 +119,7 @@ class Calls:
         return output
 
     def await_together(self, begun: Mapping[str, Begun], loop: BackgroundLoop) -> Awaited:
-        """Has async functions run together, beside whatever the caller goes on with.
-
-        Args:
-            begun: their first calls, by name.
-            loop: where they run.
-
-        Returns:
-            The functions under way.
-        """
+        """Has async functions run together, beside whatever the caller goes on with."""
         if not begun:
             return Awaited(())
         started, answered = time.monotonic(), set[str]()

@@ -27,19 +27,7 @@ REWARD_FACTORIES: dict[str, Callable[..., Callable[..., Any]]] = {
 
 
 def resolve_reward(name: str, settings: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Finds a reward function by name.
-
-    Args:
-        name: a key of `REWARD_FUNCTIONS` or `REWARD_FACTORIES`, or an import path such as ``package.module.function``.
-        settings: arguments; the named function is called with them and must return the reward function. None uses the
-            named function itself, or calls a factory of `REWARD_FACTORIES` with its defaults.
-
-    Returns:
-        The reward function.
-
-    Raises:
-        ConfigError: nothing has this name, or the settings do not fit it.
-    """
+    """Finds a reward function by name."""
     found = REWARD_FUNCTIONS.get(name) or REWARD_FACTORIES.get(name) or _imported(name)
     if settings is None and name not in REWARD_FACTORIES:
         return found

@@ -17,19 +17,7 @@ _PADDED = ("input_ids", "attention_mask", "token_type_ids")
 
 
 def load_reward_model(name: str, model_init_kwargs: Mapping[str, Any], trust_remote_code: bool) -> nn.Module:
-    """Loads a sequence classifier with one output.
-
-    Args:
-        name: name on the Hugging Face hub, or a folder.
-        model_init_kwargs: passed to `from_pretrained`.
-        trust_remote_code: whether code that comes with the model may run.
-
-    Returns:
-        The classifier.
-
-    Raises:
-        ConfigError: there is no such model, or it cannot be loaded as a classifier.
-    """
+    """Loads a sequence classifier with one output."""
     arguments = {"trust_remote_code": trust_remote_code, **model_init_kwargs}
     try:
         model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
@@ -54,16 +42,6 @@ class RewardModel:
 
     Without a pad token the tokenizer pads with its end-of-sequence token, and the classifier is told which token pads,
     because it reads the reward at the last token that is not padding.
-
-    Args:
-        model: a classifier with one output, as `AutoModelForSequenceClassification` gives it.
-        tokenizer: its tokenizer; None loads the one that belongs to the model.
-        chat_template_kwargs: passed to the chat template for conversational data.
-        revision: revision of the tokenizer to load.
-        trust_remote_code: whether code that comes with the tokenizer may run.
-
-    Raises:
-        ConfigError: no tokenizer is given and none is known, or it has neither a pad nor an end-of-sequence token.
     """
 
     def __init__(
@@ -94,17 +72,6 @@ class RewardModel:
         """Scores every completion once, longest first, without gradient and without dropout.
 
         Equal to scoring the rows one by one, up to the rounding of a padded batch.
-
-        Args:
-            prompts: B texts, or B lists of messages.
-            completions: B texts, or B lists of messages.
-            reward_rows: rows of one forward pass.
-
-        Returns:
-            (B,) float32, on the CPU.
-
-        Raises:
-            DataError: the model gives no logits, or a reward that is not finite.
         """
         encoded = self.tokenizer(self._texts(prompts, completions), add_special_tokens=False)
         lengths = [len(ids) for ids in encoded["input_ids"]]
@@ -123,12 +90,7 @@ class RewardModel:
         return rewards_B
 
     def rehearse(self, tokens: int, reward_rows: int) -> None:
-        """Runs one forward pass of as many rows as are scored together, all of them as long as can be but one.
-
-        Args:
-            tokens: longest row, in tokens; bounded by what the model can read.
-            reward_rows: rows of the pass.
-        """
+        """Runs one forward pass of as many rows as are scored together, all of them as long as can be but one."""
         limit = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         tokens = max(1, tokens if limit is None else min(tokens, limit))
         some = int(self.tokenizer.pad_token_id == 0)  # a token that is no padding

@@ -14,15 +14,7 @@ _ONE_THOUGHT = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
 
 
 def think_format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
-    """Gives 1 where the completion begins with one ``<think>`` block that is closed, else 0.
-
-    Args:
-        completions: texts, or lists of messages of which the first counts.
-        **_: not used.
-
-    Returns:
-        1.0 or 0.0 for each completion.
-    """
+    """Gives 1 where the completion begins with one ``<think>`` block that is closed, else 0."""
     return [1.0 if _ONE_THOUGHT.match(first_text(completion)) else 0.0 for completion in completions]
 
 
@@ -36,15 +28,7 @@ class SoftOverlongPunishment:
     soft_punish_cache: int
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        """Rewards every completion by its length.
-
-        Args:
-            completion_ids: token ids of the completions.
-            **_: not used.
-
-        Returns:
-            Rewards from -1.0 to 0.0.
-        """
+        """Rewards every completion by its length."""
         return [self._punishment(len(ids)) for ids in completion_ids]
 
     def _punishment(self, length: int) -> float:
@@ -58,16 +42,6 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     """Makes a reward that falls from 0 to -1 over the last tokens allowed.
 
     ``r = 0`` up to ``L - c`` tokens, ``(L - c - |y|) / c`` up to L, -1 beyond (Yu et al. 2025, DAPO, eq. 13).
-
-    Args:
-        max_completion_len: the longest length L, in tokens.
-        soft_punish_cache: the stretch c before it, in tokens, over which the reward falls; 0 for a sharp edge.
-
-    Returns:
-        The reward function.
-
-    Raises:
-        ConfigError: the stretch is negative or longer than the longest length.
     """
     if not 0 <= soft_punish_cache <= max_completion_len:
         raise ConfigError(
@@ -86,15 +60,7 @@ class RepetitionPenalty:
     max_penalty: float
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        """Rewards every completion by its repetitions.
-
-        Args:
-            completion_ids: token ids of the completions.
-            **_: not used.
-
-        Returns:
-            Rewards from `max_penalty` to 0.0.
-        """
+        """Rewards every completion by its repetitions."""
         return [self._penalty(ids) for ids in completion_ids]
 
     def _penalty(self, ids: Sequence[int]) -> float:
@@ -110,16 +76,6 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
 
     ``r = (1 - distinct n-grams / all n-grams) · max_penalty`` (Yeo et al. 2025, "Demystifying Long Chain-of-Thought
     Reasoning", appendix C.2), over token ids; 0 for a completion shorter than one n-gram.
-
-    Args:
-        ngram_size: tokens of an n-gram.
-        max_penalty: the reward that total repetition approaches; not above 0.
-
-    Returns:
-        The reward function.
-
-    Raises:
-        ConfigError: the size is under 1 or the penalty is above 0.
     """
     if ngram_size < 1:
         raise ConfigError(f"ngram_size is {ngram_size} tokens; give at least 1.")

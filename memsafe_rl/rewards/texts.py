@@ -6,15 +6,7 @@ from typing import Any
 
 
 def first_text(completion: Any) -> str:
-    """Gives the text that ready-made rewards judge.
-
-    Args:
-        completion: a text, or a list of messages of which the first is taken, as TRL does. A message's content may be
-            a text, None, or a list of parts such as ``{"type": "text", "text": ...}``.
-
-    Returns:
-        The text; "" where there is none.
-    """
+    """Gives the text that ready-made rewards judge."""
     if isinstance(completion, str):
         return completion
     content = completion[0]["content"] if completion else ""

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from memsafe_rl.memory.recovery import Attempt
+from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 Progress = Callable[[int, int], None]

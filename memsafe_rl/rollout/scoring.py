@@ -16,15 +16,15 @@ from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.host import to_host
-from memsafe_rl.memory.recovery import Attempt
-from memsafe_rl.memory.slices import cut_by_tokens, cut_columns, cut_work, packing_saves
+from memsafe_rl.memory.planning.slices import cut_by_tokens, cut_columns, cut_work, packing_saves
+from memsafe_rl.memory.runtime.host_memory import to_host
+from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ScoringAdapter
-from memsafe_rl.models.seq2seq import Seq2SeqAdapter
+from memsafe_rl.models.language.seq2seq import Seq2SeqAdapter
 from memsafe_rl.ops.gaussian import gaussian_entropies, gaussian_kl, gaussian_logprobs
 from memsafe_rl.ops.logprobs import token_logprobs
 from memsafe_rl.ops.masking import pad_rows
-from memsafe_rl.rollout.generation import eval_mode
+from memsafe_rl.rollout.native.generation import eval_mode
 from memsafe_rl.types import (
     Distribution,
     GaussianDistribution,
@@ -76,22 +76,6 @@ def score_rows(
 
     Equals log-softmax over full ``[B, T, V]`` logits divided by the temperature, gathered at the actions; for states of
     a denoising chain, the log-density of the scheduler's Gaussian, which knows no temperature.
-
-    Args:
-        adapter: the network.
-        trajectory: the store.
-        rows: indices of the rows wanted.
-        columns: columns wanted, ascending; None for all, and always None for tokens.
-        temperature: divides the logits, as in the rollout.
-        tile: completion tokens whose logits exist at the same time.
-        with_entropy: whether entropies are wanted.
-        with_kl: whether the KL to the reference is wanted in closed form, which only a denoiser has; its reference is
-            run first, without gradient.
-        packed: whether rows lie behind one copy of each of their prompts; only where the network can.
-        value_head: gives values of the same hidden states; None for no values.
-
-    Returns:
-        Log-probs, entropies, KL and values, padded with 0 to the longest of these rows.
     """
     means = _reference_means(adapter, trajectory, rows, columns) if with_kl else None
     distribution = adapter.distribution(trajectory, rows, columns, packed=packed)
@@ -114,19 +98,7 @@ def value_rows(
     *,
     packed: bool = False,
 ) -> Tensor:
-    """Gives a critic's values of some rows' actions in one forward; carries a graph if gradients are enabled.
-
-    Args:
-        network: the critic's.
-        trajectory: the store.
-        rows: indices of the rows wanted.
-        value_head: maps hidden states to values.
-        columns: columns wanted, ascending; None for all, and always None for tokens.
-        packed: whether rows lie behind one copy of each of their prompts; only where the network can.
-
-    Returns:
-        (B, T), padded with 0 to the longest of these rows.
-    """
+    """Gives a critic's values of some rows' actions in one forward; carries a graph if gradients are enabled."""
     distribution = network.distribution(trajectory, rows, columns, packed=packed)
     return pad_rows(_values(distribution, value_head), distribution.lengths, 0.0)
 
@@ -149,24 +121,6 @@ def score_all(
     A slice is what is repeated when memory runs out; earlier slices are kept, on the host. Rows are packed behind one
     copy of each of their prompts where the network can and they share enough of them. Where columns are scored one by
     one, those in which no row counts are left out.
-
-    Args:
-        adapter: the network.
-        trajectory: the store.
-        rows: indices of the rows wanted.
-        temperature: divides the logits, as in the rollout.
-        attempt: runs a slice under the plan in force: its ``score_tokens`` (prompt and completion, padding included)
-            are the tokens of one forward, packed ones where rows are packed; a longer row goes alone. Where columns
-            are scored one by one they are the (row, column) pairs of one forward.
-        tile: completion tokens whose logits exist at the same time; never more than ``score_tokens``, so that a plan
-            can go on shrinking when a row is alone.
-        with_entropy: whether entropies are wanted.
-        with_kl: whether the KL to the reference is wanted in closed form; only where columns are scored one by one.
-        columns: columns wanted, ascending, where they are scored one by one; None for those that count.
-        value_head: gives values of the same hidden states; None for no values, and only for tokens.
-
-    Returns:
-        Scores of each row's own actions, on the host, in the order of ``rows``.
     """
     if adapter.time_separable:
 
@@ -192,19 +146,7 @@ def value_all(
     attempt: Attempt[RolloutPlan],
     columns: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """Gives a critic's values of any number of rows without gradient, in eval mode, a slice at a time.
-
-    Args:
-        network: the critic's.
-        trajectory: the store.
-        rows: indices of the rows wanted.
-        value_head: maps hidden states to values.
-        attempt: runs a slice under the plan in force, as in `score_all`.
-        columns: columns wanted, as in `score_all`.
-
-    Returns:
-        Per row (T,), on the host, in the order of ``rows``; 0 in columns that were not wanted.
-    """
+    """Gives a critic's values of any number of rows without gradient, in eval mode, a slice at a time."""
     if network.time_separable:
 
         def rectangle(chosen: Sequence[int], some: Sequence[int]) -> Tensor:
@@ -221,17 +163,7 @@ def value_all(
 
 
 def read_sources(adapter: Seq2SeqAdapter, trajectory: Trajectory, attempt: Attempt[RolloutPlan]) -> Ragged:
-    """Has a frozen encoder read every prompt of a rollout once, a few at a time, without gradient, in eval mode.
-
-    Args:
-        adapter: an encoder-decoder that reads a prompt alike as long as the rollout is learnt from.
-        trajectory: the store.
-        attempt: runs a slice under the plan in force: its ``score_tokens`` are the prompt tokens of one forward,
-            padding included.
-
-    Returns:
-        (L, D) for each prompt, on the host.
-    """
+    """Has a frozen encoder read every prompt of a rollout once, a few at a time, without gradient, in eval mode."""
     prompts = trajectory.conditions.rows()
     found: dict[int, Tensor] = {}
 
@@ -258,17 +190,7 @@ def row_lengths(trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
 def update_work(
     adapter: ScoringAdapter, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True
 ) -> UpdateWork:
-    """Gives the shape of rows, as a memory policy may know it.
-
-    Args:
-        adapter: the network.
-        trajectory: the store.
-        rows: indices of the rows.
-        packable: whether rows may share their prompts, where the network can.
-
-    Returns:
-        Their lengths, and who shares a prompt with whom.
-    """
+    """Gives the shape of rows, as a memory policy may know it."""
     if adapter.time_separable:
         with host_memory():
             columns = (len(trajectory.counted_columns),) * len(rows)

@@ -1,1 +1,1 @@
-"""The order of events: configurations and training loops."""
+"""What users import: trainers, their configurations, `forecast_memory`."""

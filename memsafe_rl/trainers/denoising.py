@@ -13,16 +13,22 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import charge, hold, host_memory, weights_of
+from memsafe_rl.checkpoint.weights import read_weights, write_weights
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.data.prompts import PromptReader, Prompts, prompt_of
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.tracker import MemoryTracker
-from memsafe_rl.models.diffusion import DiffusionAdapter, DiffusionPolicy, check_denoiser, policy_of, prepare_policy
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.models.diffusion.policy import (
+    DiffusionAdapter,
+    DiffusionPolicy,
+    check_denoiser,
+    policy_of,
+    prepare_policy,
+)
+from memsafe_rl.models.diffusion.state_critic import StateNetwork, check_state_critic
 from memsafe_rl.models.loading import LoadedModel
-from memsafe_rl.models.state_critic import StateNetwork, check_state_critic
-from memsafe_rl.rollout.engines.denoising import DenoisingEngine
-from memsafe_rl.trainers.config import TrainerConfig
-from memsafe_rl.trainers.data import PromptReader, Prompts, prompt_of
-from memsafe_rl.trainers.update import check_separable
-from memsafe_rl.trainers.weights import read_weights, write_weights
+from memsafe_rl.rollout.denoising import DenoisingEngine
+from memsafe_rl.training.gradient import check_separable
 from memsafe_rl.types import Completion, Component, SamplingSettings
 
 logger = logging.getLogger(__name__)
@@ -74,11 +80,7 @@ _SHORTENED_BY_NOTHING = frozenset({"max_completion_length", "cache_implementatio
 
 
 class ConditionReader:
-    """Turns prompts into what a denoiser is conditioned on.
-
-    Args:
-        policy: embeds them.
-    """
+    """Turns prompts into what a denoiser is conditioned on."""
 
     limit: int | None = None
     why_limited = "which embeddings do not know"
@@ -87,40 +89,17 @@ class ConditionReader:
         self._policy = policy
 
     def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """Counts no tokens: prompts are embedded when their rollout comes, one vector each at least.
-
-        Args:
-            prompts: of any kind.
-
-        Returns:
-            One number for each.
-        """
+        """Counts no tokens: prompts are embedded when their rollout comes, one vector each at least."""
         return [[0]] * len(prompts)
 
     def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:
-        """Embeds the prompts of some examples.
-
-        Args:
-            examples: rows of the dataset.
-
-        Returns:
-            The prompts, with (L, D) float32 each.
-        """
+        """Embeds the prompts of some examples."""
         prompts = tuple(prompt_of(example) for example in examples)
         return Prompts(tuple(examples), prompts, tuple(self._policy.embed(prompts)))
 
 
 class DenoisingKind:
-    """Diffusion and flow policies: a denoiser with a scheduler.
-
-    Args:
-        config: the run's configuration; its ``max_completion_length`` becomes the steps of a chain.
-        model: a `DiffusionPolicy`, or a `PeftModel` around one.
-        processing_class: must be None.
-
-    Raises:
-        ConfigError: a setting is for tokens alone, or the loss needs whole rows.
-    """
+    """Diffusion and flow policies: a denoiser with a scheduler."""
 
     processing_class: Any = None
 

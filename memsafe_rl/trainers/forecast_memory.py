@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from memsafe_rl.config.base import GRPOConfig, TrainerConfig
+from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.forecast.outcome import MemoryForecast
-from memsafe_rl.models.diffusion import DiffusionPolicy
-from memsafe_rl.trainers.config import GRPOConfig, TrainerConfig
-from memsafe_rl.trainers.forecasting import forecast_run
+from memsafe_rl.models.diffusion.policy import DiffusionPolicy
+from memsafe_rl.preflight.forecast import forecast_run
+from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer
-from memsafe_rl.trainers.ppo_config import PPOConfig
 from memsafe_rl.units import parse_bytes
 
 

@@ -10,19 +10,19 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from memsafe_rl.memory.tracker import MemoryTracker
-from memsafe_rl.models.choice import LanguageModelAdapter, adapter_for, check_adapter
-from memsafe_rl.models.diffusion import DiffusionPolicy
-from memsafe_rl.models.language import language_model_of
+from memsafe_rl.checkpoint.weights import read_weights, write_weights
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.config.generation_options import say_what_is_left_out
+from memsafe_rl.data.prompts import PromptReader, Prompts
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.models.diffusion.policy import DiffusionPolicy
+from memsafe_rl.models.language.base import language_model_of
+from memsafe_rl.models.language.factory import LanguageModelAdapter, adapter_for, check_adapter
 from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
-from memsafe_rl.rollout.checks import check_settings
 from memsafe_rl.rollout.engine import RolloutEngine
-from memsafe_rl.trainers.config import TrainerConfig
-from memsafe_rl.trainers.data import PromptReader, Prompts
+from memsafe_rl.rollout.sampling_checks import check_settings
 from memsafe_rl.trainers.denoising import DenoisingKind
-from memsafe_rl.trainers.generation_options import say_what_is_left_out
-from memsafe_rl.trainers.prepare import model_facts, prompt_reader, rollout_engine
-from memsafe_rl.trainers.weights import read_weights, write_weights
+from memsafe_rl.trainers.inputs import model_facts, prompt_reader, rollout_engine
 from memsafe_rl.types import Completion, SamplingSettings
 
 
@@ -164,16 +164,7 @@ class Kind(Protocol):
 
 
 class LanguageKind:
-    """Causal LMs and encoder-decoders of transformers.
-
-    Args:
-        config: the run's configuration.
-        model: as the trainer takes it.
-        processing_class: the tokenizer; None to load it with the model.
-
-    Raises:
-        ConfigError: the model cannot be trained, or has no tokenizer that can be used.
-    """
+    """Causal LMs and encoder-decoders of transformers."""
 
     def __init__(self, config: TrainerConfig, model: Any, processing_class: Any) -> None:
         self._config = config
@@ -258,13 +249,6 @@ class LanguageKind:
 
 
 def kind_of(model: Any) -> type[Kind]:
-    """Gives the kind of a model.
-
-    Args:
-        model: as a trainer takes it.
-
-    Returns:
-        The class, to be called with configuration, model and ``processing_class``.
-    """
+    """Gives the kind of a model."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     return DenoisingKind if isinstance(inner, DiffusionPolicy) else LanguageKind

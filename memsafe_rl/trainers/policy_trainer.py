@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.accounting import weights_of
-from memsafe_rl.callbacks import (
+from memsafe_rl.callbacks.callbacks import (
     CompletionsTable,
     MetricsLog,
     ProgressBar,
@@ -24,27 +24,26 @@ from memsafe_rl.callbacks import (
     Trackers,
     banner,
 )
+from memsafe_rl.checkpoint.weights import read_critic, write_critic
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.data.environments import ENVIRONMENTS, EnvironmentPool, environment_pool_for, with_prompts
+from memsafe_rl.data.external_rollout import RolloutFunction
+from memsafe_rl.data.prompts import PromptReader
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.forecast.outcome import MemoryForecast
 from memsafe_rl.memory.budget import MemoryBudget
-from memsafe_rl.memory.monitor import meter_for
-from memsafe_rl.memory.policies import MemoryPolicy
-from memsafe_rl.memory.recovery import Recovery
-from memsafe_rl.memory.tracker import MemoryTracker
+from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.memory.runtime.meters import meter_for
+from memsafe_rl.memory.runtime.recovery import Recovery
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.loading import LoadedModel
+from memsafe_rl.parallel.ranks import Ranks
+from memsafe_rl.preflight.forecast import foresee, wants_forecast
+from memsafe_rl.preflight.outcome import MemoryForecast
+from memsafe_rl.preflight.verify import require_proof
+from memsafe_rl.preflight.worst_case import probe_worst_case
 from memsafe_rl.rewards.base import RewardRunner
-from memsafe_rl.rewards.calls import Patience
-from memsafe_rl.trainers.base import OnPolicyTrainer
-from memsafe_rl.trainers.config import TrainerConfig
-from memsafe_rl.trainers.credit import CriticCredit
-from memsafe_rl.trainers.data import PromptReader
-from memsafe_rl.trainers.episodes import ENVIRONMENTS, Stage, stage_for, with_prompts
-from memsafe_rl.trainers.experience import ExperienceMaker
-from memsafe_rl.trainers.forecasting import foresee, wants_forecast
-from memsafe_rl.trainers.given import RolloutFunction
-from memsafe_rl.trainers.kinds import kind_of
-from memsafe_rl.trainers.optimizer import given_optimizers
-from memsafe_rl.trainers.prepare import (
+from memsafe_rl.rewards.calls import TimeoutPolicy
+from memsafe_rl.trainers.inputs import (
     check_together,
     chosen_policy,
     evaluation_prompts,
@@ -52,10 +51,11 @@ from memsafe_rl.trainers.prepare import (
     text_dataset,
     training_prompts,
 )
-from memsafe_rl.trainers.probe import probe_worst_case
-from memsafe_rl.trainers.ranks import Ranks
-from memsafe_rl.trainers.verify import require_proof
-from memsafe_rl.trainers.weights import read_critic, write_critic
+from memsafe_rl.trainers.kinds import kind_of
+from memsafe_rl.training.critic_advantages import CriticAdvantages
+from memsafe_rl.training.experience import ExperienceMaker
+from memsafe_rl.training.loop import OnPolicyTrainer
+from memsafe_rl.training.optim.optimizer import given_optimizers
 from memsafe_rl.types import Phase
 from memsafe_rl.units import format_bytes
 
@@ -97,7 +97,7 @@ class PolicyTrainer(OnPolicyTrainer):
         self._kind.check_given(
             {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
         )
-        stage = stage_for(self.args, self.processing_class, tools, environment_factory)
+        stage = environment_pool_for(self.args, self.processing_class, tools, environment_factory)
         if stage is not None:
             train_dataset = with_prompts(self.args, train_dataset, stage)
             eval_dataset = with_prompts(self.args, eval_dataset, stage, evaluates=True)
@@ -183,7 +183,7 @@ class PolicyTrainer(OnPolicyTrainer):
         return Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)
 
     def _prepare_rewards(
-        self, reward_funcs: Any, reward_processing_classes: Any, stage: Stage | None = None
+        self, reward_funcs: Any, reward_processing_classes: Any, stage: EnvironmentPool | None = None
     ) -> RewardRunner:
         weights = self.args.reward_weights
         if stage is not None:
@@ -197,7 +197,7 @@ class PolicyTrainer(OnPolicyTrainer):
             model_init_kwargs=self.args.model_init_kwargs,
             trust_remote_code=self.args.trust_remote_code,
             chat_template_kwargs=self.args.chat_template_kwargs,
-            patience=Patience(
+            patience=TimeoutPolicy(
                 self.args.reward_timeout_seconds, self.args.reward_retries, self.args.reward_timeout_result == "none"
             ),
             rollout_columns=() if stage is None else (ENVIRONMENTS,),
@@ -218,7 +218,7 @@ class PolicyTrainer(OnPolicyTrainer):
         recovery.repeat(lambda: self._check(self.adapter))
         return loaded
 
-    def _make_credit(self, recovery: Recovery) -> CriticCredit | None:
+    def _make_credit(self, recovery: Recovery) -> CriticAdvantages | None:
         """Makes what judges single actions; None where a row's advantage is that of all its actions."""
         del recovery
         return None

@@ -10,23 +10,23 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from memsafe_rl.config.ppo import PPOConfig
+from memsafe_rl.data.external_rollout import RolloutFunction
+from memsafe_rl.data.prompts import PromptReader, PromptTokenizer
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.forecast.outcome import MemoryForecast
-from memsafe_rl.memory.policies import MemoryPolicy
-from memsafe_rl.memory.recovery import Recovery
-from memsafe_rl.memory.tracker import MemoryTracker
-from memsafe_rl.models.choice import adapter_for
+from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.memory.runtime.recovery import Recovery
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.critic import Critic, OwnModel, SecondAdapter, SharedTrunk
-from memsafe_rl.models.diffusion import DiffusionAdapter
-from memsafe_rl.models.language import LanguageAdapter
+from memsafe_rl.models.diffusion.policy import DiffusionAdapter
+from memsafe_rl.models.diffusion.state_critic import StateCritic
+from memsafe_rl.models.language.base import LanguageAdapter
+from memsafe_rl.models.language.factory import adapter_for
 from memsafe_rl.models.loading import load_model, read_config
-from memsafe_rl.models.state_critic import StateCritic
-from memsafe_rl.trainers.credit import CriticCredit
-from memsafe_rl.trainers.data import PromptReader, PromptTokenizer
-from memsafe_rl.trainers.given import RolloutFunction
+from memsafe_rl.preflight.outcome import MemoryForecast
+from memsafe_rl.trainers.inputs import prompt_room
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
-from memsafe_rl.trainers.ppo_config import PPOConfig
-from memsafe_rl.trainers.prepare import prompt_room
+from memsafe_rl.training.critic_advantages import CriticAdvantages
 
 
 class PPOTrainer(PolicyTrainer):
@@ -114,7 +114,7 @@ class PPOTrainer(PolicyTrainer):
     @property
     def critic(self) -> Critic:
         """What foresees rewards."""
-        return cast(CriticCredit, self.credit).critic
+        return cast(CriticAdvantages, self.credit).critic
 
     def _bound_prompts(self, reader: PromptReader) -> None:
         """Keeps prompts to the context of a critic that is a network of its own."""
@@ -134,12 +134,12 @@ class PPOTrainer(PolicyTrainer):
         """Forecasts the critic too."""
         return super()._foresee(tracker, model, eval_dataset, critic=self._wanted_critic, **given)
 
-    def _make_credit(self, recovery: Recovery) -> CriticCredit:
+    def _make_credit(self, recovery: Recovery) -> CriticAdvantages:
         """Loads the critic."""
         wanted = self._wanted_critic
         made = recovery.repeat(self._make_critic) if wanted is None or isinstance(wanted, str) else self._make_critic()
         self._wanted_critic = None  # or a model that was given would be held twice
-        return CriticCredit(cast(PPOConfig, self.args), made)
+        return CriticAdvantages(cast(PPOConfig, self.args), made)
 
     def _make_critic(self) -> Critic:
         wanted = self._wanted_critic

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsafe_rl.memory.recovery import under
-from memsafe_rl.models.diffusion import Condition, DiffusionAdapter, DiffusionPolicy
-from memsafe_rl.models.schedulers import DDIMScheduler
-from memsafe_rl.rollout.engines.denoising import DenoisingEngine
+from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.models.diffusion.policy import Condition, DiffusionAdapter, DiffusionPolicy
+from memsafe_rl.models.diffusion.schedulers import DDIMScheduler
+from memsafe_rl.rollout.denoising import DenoisingEngine
 from memsafe_rl.types import Completion, Ragged, RolloutPlan, SamplingSettings, SequenceKey, Trajectory
 
 SHAPE = (3, 5)

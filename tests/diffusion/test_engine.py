@@ -7,19 +7,25 @@ import pytest
 import torch
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
-from memsafe_rl.memory.estimator import rollout_parts, update_parts
-from memsafe_rl.memory.monitor import SimulatedMeter
-from memsafe_rl.memory.policies import AdaptivePolicy, LadderPolicy
-from memsafe_rl.memory.recovery import Recovery, under
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.memory.tracker import MemoryTracker
-from memsafe_rl.models.diffusion import DiffusionAdapter, DiffusionPolicy, TrainedSteps, policy_of, prepare_policy
-from memsafe_rl.models.schedulers import DDIMScheduler, FlowSDEScheduler
+from memsafe_rl.memory.planning.estimator import rollout_parts, update_parts
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, LadderPolicy
+from memsafe_rl.memory.runtime.meters import SimulatedMeter
+from memsafe_rl.memory.runtime.recovery import Recovery, under
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.diffusion.policy import (
+    DiffusionAdapter,
+    DiffusionPolicy,
+    TrainedSteps,
+    policy_of,
+    prepare_policy,
+)
+from memsafe_rl.models.diffusion.schedulers import DDIMScheduler, FlowSDEScheduler
 from memsafe_rl.ops.gaussian import normal_noise
-from memsafe_rl.rollout.drawing import key_tensor
-from memsafe_rl.rollout.engines.denoising import DenoisingEngine
+from memsafe_rl.rollout.denoising import DenoisingEngine
+from memsafe_rl.rollout.native.drawing import key_tensor
 from memsafe_rl.rollout.scoring import score_rows, update_work
-from memsafe_rl.trainers.update import accumulate_gradient
+from memsafe_rl.training.gradient import accumulate_gradient
 from memsafe_rl.types import (
     LossSettings,
     MemoryState,

@@ -12,14 +12,14 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from memsafe_rl.config.base import GRPOConfig
+from memsafe_rl.config.fields import GROUPS
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.models.diffusion import Condition, DiffusionAdapter, TrainedSteps, check_denoiser
-from memsafe_rl.models.embedding import prompt_key
-from memsafe_rl.models.schedulers import DDIMScheduler, FlowSDEScheduler
+from memsafe_rl.models.diffusion.condition_cache import prompt_key
+from memsafe_rl.models.diffusion.policy import Condition, DiffusionAdapter, TrainedSteps, check_denoiser
+from memsafe_rl.models.diffusion.schedulers import DDIMScheduler, FlowSDEScheduler
 from memsafe_rl.rewards.base import RewardRunner
-from memsafe_rl.trainers.config import GRPOConfig
 from memsafe_rl.trainers.denoising import _FOR_TOKENS, DenoisingKind
-from memsafe_rl.trainers.fields import GROUPS
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from tests.diffusion.small import PROMPTS, SHAPE, WIDTH, Denoiser, draw, make_policy
 

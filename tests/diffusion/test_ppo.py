@@ -12,13 +12,13 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from memsafe_rl import FixedPolicy, RolloutPlan, UpdatePlan
+from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError, MemsafeError
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.models.diffusion import Condition, TrainedSteps
-from memsafe_rl.models.state_critic import StateCritic, StateEncoder
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.diffusion.policy import Condition, TrainedSteps
+from memsafe_rl.models.diffusion.state_critic import StateCritic, StateEncoder
 from memsafe_rl.trainers.forecast_memory import forecast_memory
 from memsafe_rl.trainers.ppo import PPOTrainer
-from memsafe_rl.trainers.ppo_config import PPOConfig
 from tests.diffusion.small import PROMPTS, WIDTH, Denoiser, frames, make_policy
 from tests.trainers.helpers import cut, gradient_of, relative, trained
 

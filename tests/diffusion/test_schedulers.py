@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.schedulers import (
+from memsafe_rl.models.diffusion.schedulers import (
     DDIMScheduler,
     DDPMScheduler,
     DiffusersScheduler,

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from memsafe_rl.models.causal_lm import CausalLMAdapter
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.types import Completion, SamplingSettings, SequenceKey
 
 PAD, EOS, VOCAB = 0, 1, 258

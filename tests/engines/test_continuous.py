@@ -12,8 +12,8 @@ from transformers.generation.continuous_batching import cache as cb_cache
 from transformers.generation.continuous_batching import model_runner
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
-from memsafe_rl.memory.recovery import under
-from memsafe_rl.rollout.engines.continuous import ContinuousEngine
+from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.rollout.external.continuous_batching import ContinuousEngine
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 from tests.engines.common import EOS, adapter_of, gap, keys_of, nudge, prompts_of, settings_of, small_model
 

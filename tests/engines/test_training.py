@@ -12,10 +12,10 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from memsafe_rl.errors import ConfigError, MemsafeError
-from memsafe_rl.memory.policies import FixedPolicy, LadderPolicy
-from memsafe_rl.rollout.engines.continuous import ContinuousEngine
-from memsafe_rl.rollout.engines.vllm import VLLMEngine
-from memsafe_rl.trainers.experience import ExperienceMaker
+from memsafe_rl.memory.planning.policies import FixedPolicy, LadderPolicy
+from memsafe_rl.rollout.external.continuous_batching import ContinuousEngine
+from memsafe_rl.rollout.vllm.engine import VLLMEngine
+from memsafe_rl.training.experience import ExperienceMaker
 from memsafe_rl.types import RolloutPlan, Trajectory
 from tests.engines.common import small_model
 from tests.trainers.helpers import PROMPTS, make_trainer
@@ -138,7 +138,7 @@ def test_memory_that_runs_out_in_it_is_planned_around(
         return real(self, *arguments, **named)
 
     monkeypatch.setattr(kind, name, short_of_memory)
-    trainer = trainer_with(engine, tmp_path, policy=LadderPolicy(rungs=("rows_in_flight",)), max_steps=1)
+    trainer = trainer_with(engine, tmp_path, policy=LadderPolicy(fallbacks=("rows_in_flight",)), max_steps=1)
     trainer.train()
     assert rows[:2] == [64, 64]  # the same plan once more, then leaner ones
     assert rows[-1] <= 4

@@ -11,8 +11,8 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import T5Config, T5ForConditionalGeneration
 
-from memsafe_rl.forecast.device import fake_device, true_numbers
-from memsafe_rl.trainers.order import permutation
+from memsafe_rl.data.order import permutation
+from memsafe_rl.preflight.fake.device import fake_device, true_numbers
 from memsafe_rl.types import Phase
 from tests.forecast import beside
 from tests.tiny import tiny_model, tiny_tokenizer

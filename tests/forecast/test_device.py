@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from memsafe_rl.accounting import charge, worth_running
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.forecast.device import fake_device, nothing_differs
-from memsafe_rl.forecast.families import FAMILIES, config_for, known_config
-from memsafe_rl.forecast.networks import fake_language_model, shallow_copy
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.preflight.fake.device import fake_device, nothing_differs
+from memsafe_rl.preflight.fake.families import FAMILIES, config_for, known_config
+from memsafe_rl.preflight.fake.networks import fake_language_model, shallow_copy
 from memsafe_rl.types import Component
 from tests.tiny import tiny_config
 

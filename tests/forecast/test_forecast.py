@@ -15,9 +15,9 @@ from peft import LoraConfig
 
 from memsafe_rl import GRPOConfig, GRPOTrainer, MemoryBudgetError, SimulatedMemory, forecast_memory
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.forecast.outcome import MemoryForecast
-from memsafe_rl.forecast.search import Scout
-from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy
+from memsafe_rl.preflight.outcome import MemoryForecast
+from memsafe_rl.preflight.search import Scout
 from memsafe_rl.types import Component, Phase, RolloutPlan, UpdatePlan
 from tests.forecast import beside
 from tests.forecast.beside import ROOM, alternating, prompts
@@ -53,7 +53,7 @@ def foreseen(trainer: GRPOTrainer) -> MemoryForecast:
 
 
 def failures(trainer: GRPOTrainer) -> list[str]:
-    return [event["event"] for event in trainer.memory_events if event["event"] in ("failure", "retry", "rung")]
+    return [event["event"] for event in trainer.memory_events if event["event"] in ("failure", "retry", "fallback")]
 
 
 LORA = {"r": 8, "target_modules": "all-linear"}
@@ -215,7 +215,7 @@ def test_a_network_that_cannot_be_forecast_trains_nevertheless(
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("an operator without shapes\nand a long story")
 
-    monkeypatch.setattr("memsafe_rl.trainers.forecasting.fake_language_model", broken)
+    monkeypatch.setattr("memsafe_rl.preflight.forecast.fake_language_model", broken)
     with SimulatedMemory(ROOM), caplog.at_level(logging.WARNING):
         trainer = trainer_for(folder, max_steps=1)
     assert trainer.forecast is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MambaConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
-from memsafe_rl.forecast.device import fake_device
+from memsafe_rl.preflight.fake.device import fake_device
 from tests.forecast.beside import run, saved
 
 _COMMON: dict[str, Any] = {"vocab_size": 2000, "num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 1}

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memsafe_rl.forecast.device import fake_device
-from memsafe_rl.forecast.memo import Memo
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.preflight.fake.device import fake_device
+from memsafe_rl.preflight.fake.memo import Memo
 
 OPERATORS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x * 2,

@@ -64,7 +64,7 @@ def test_peaks_are_what_the_run_then_holds(folder: Path, critic: str) -> None:
     assert forecast.peak_bytes == pytest.approx(max(held.values()), rel=0.01)
     for phase in (Phase.ROLLOUT, Phase.SCORE, Phase.UPDATE, Phase.OPTIMIZER):
         assert forecast.phase_bytes[phase] == pytest.approx(held[phase], rel=0.03), phase
-    failures = ("failure", "retry", "rung")
+    failures = ("failure", "retry", "fallback")
     assert [event["event"] for event in trainer.memory_events if event["event"] in failures] == []
 
 

@@ -16,8 +16,8 @@ from memsafe_rl import GRPOConfig, SimulatedMemory, forecast_memory
 from memsafe_rl.accounting import charge, claim, in_phase, listen, stop_listening
 from memsafe_rl.cli.app import app
 from memsafe_rl.errors import ConfigError, MemsafeError
-from memsafe_rl.forecast.outcome import MemoryForecast
-from memsafe_rl.forecast.sharding import Gathering, Sharding, parts_of
+from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
+from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.types import Component, Phase
 from tests.tiny import tiny_config, tiny_model
 

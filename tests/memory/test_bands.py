@@ -2,7 +2,7 @@
 
 import pytest
 
-from memsafe_rl.memory.bands import Band, BandWatch, band_of
+from memsafe_rl.memory.runtime.headroom import Headroom, HeadroomWatch, headroom_of
 
 GIB = 2**30
 
@@ -12,11 +12,11 @@ GIB = 2**30
     [(0, "safe"), (849, "safe"), (850, "edge"), (900, "edge"), (901, "danger"), (1000, "danger"), (1200, "danger")],
 )
 def test_bands_end_at_85_and_90_per_cent(peak: int, band: str) -> None:
-    assert band_of(peak, 1000) == band
+    assert headroom_of(peak, 1000) == band
 
 
 def test_one_event_for_each_change_and_none_in_between() -> None:
-    watch = BandWatch()
+    watch = HeadroomWatch()
     bands = []
     for step, peak in enumerate([100, 200, 870, 880, 950, 960, 300, 100]):
         bands += [
@@ -26,7 +26,7 @@ def test_one_event_for_each_change_and_none_in_between() -> None:
 
 
 def test_the_event_states_the_numbers_in_one_sentence() -> None:
-    (event,) = BandWatch().observe(step=3, peak_bytes=int(9.5 * GIB), budget_bytes=10 * GIB)
+    (event,) = HeadroomWatch().observe(step=3, peak_bytes=int(9.5 * GIB), budget_bytes=10 * GIB)
     sentence = event.pop("sentence")
     assert event == {
         "event": "band",
@@ -41,7 +41,7 @@ def test_the_event_states_the_numbers_in_one_sentence() -> None:
 
 
 def test_retries_before_the_run_are_not_its_own() -> None:
-    watch = BandWatch()
+    watch = HeadroomWatch()
     counts = [7, 7, 8, 8, 12]
     events = [watch.observe(step=n, peak_bytes=1, budget_bytes=10, allocator_retries=c) for n, c in enumerate(counts)]
     assert [[event["retries"] for event in found] for found in events] == [[], [], [1], [], [4]]
@@ -52,8 +52,8 @@ def test_retries_before_the_run_are_not_its_own() -> None:
 
 
 def test_band_and_retries_are_two_events_of_one_step() -> None:
-    watch = BandWatch()
+    watch = HeadroomWatch()
     watch.observe(step=0, peak_bytes=1, budget_bytes=10)
     events = watch.observe(step=1, peak_bytes=10, budget_bytes=10, allocator_retries=1)
     assert [event["event"] for event in events] == ["band", "alarm"]
-    assert events[0]["band"] == Band.DANGER
+    assert events[0]["band"] == Headroom.DANGER

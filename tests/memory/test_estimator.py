@@ -10,16 +10,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from benchmarks.small import small_t5
-from memsafe_rl.memory.estimator import rollout_parts, score_parts, update_parts, wave_rows
-from memsafe_rl.memory.recovery import under
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.memory.slices import cut_by_tokens, measure_slices
-from memsafe_rl.models.causal_lm import CausalLMAdapter
-from memsafe_rl.models.choice import LanguageModelAdapter, adapter_for
-from memsafe_rl.rollout.admission import Candidate, admit
-from memsafe_rl.rollout.generation import generate
+from memsafe_rl.memory.planning.estimator import rollout_parts, score_parts, update_parts, wave_rows
+from memsafe_rl.memory.planning.slices import cut_by_tokens, measure_slices
+from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter
+from memsafe_rl.models.language.factory import LanguageModelAdapter, adapter_for
+from memsafe_rl.rollout.native.admission import Candidate, admit
+from memsafe_rl.rollout.native.generation import generate
 from memsafe_rl.rollout.scoring import score_all, update_work
-from memsafe_rl.trainers.update import StepTerms, accumulate_gradient
+from memsafe_rl.training.gradient import StepTerms, accumulate_gradient
 from memsafe_rl.types import (
     Component,
     Denominators,
@@ -203,7 +203,7 @@ def test_gradients_and_the_heads_own_are_counted() -> None:
         lambda plan: UpdatePlan(plan.micro_batch_tokens, plan.logprob_tile, offload_activations=True),
     ],
 )
-def test_every_rung_of_an_update_lowers_its_estimate(lower: Callable[[UpdatePlan], UpdatePlan]) -> None:
+def test_every_fallback_of_an_update_lowers_its_estimate(lower: Callable[[UpdatePlan], UpdatePlan]) -> None:
     work = UpdateWork((400,) * 64, (200,) * 64, GEOMETRY)
     plan = UpdatePlan(6400, 3200, trajectory_device="device")
     assert sum(update_parts(work, lower(plan)).values()) < sum(update_parts(work, plan).values())

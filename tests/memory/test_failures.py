@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.memory.failures import is_out_of_memory, requested_bytes
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.runtime.failures import is_out_of_memory, requested_bytes
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 
 MIB = 2**20
 HINT = "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be"

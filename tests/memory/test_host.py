@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memsafe_rl.memory import host
-from memsafe_rl.memory.host import offloaded, to_device, to_host
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.runtime import host_memory as host
+from memsafe_rl.memory.runtime.host_memory import offloaded, to_device, to_host
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from tests.tiny import tiny_model
 
 KIB = 1024

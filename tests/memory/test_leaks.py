@@ -5,7 +5,7 @@ import gc
 import torch
 from torch import nn
 
-from memsafe_rl.memory.leaks import LeakWatch, find_strays
+from memsafe_rl.memory.runtime.leaks import LeakWatch, find_strays
 from memsafe_rl.types import Component
 
 ACTIVATIONS, OTHER = Component.ACTIVATIONS, Component.OTHER

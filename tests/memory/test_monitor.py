@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from memsafe_rl.accounting import charge
-from memsafe_rl.memory.monitor import CudaMeter, HostMeter, SimulatedMeter, meter_for
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.runtime.meters import CudaMeter, HostMeter, SimulatedMeter, meter_for
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.types import Component
 
 CPU = torch.device("cpu")

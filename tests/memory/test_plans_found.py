@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 
+from memsafe_rl.config.degradation import LOSSY_REMEDIES
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.planning import extra_bytes, floor
-from memsafe_rl.memory.policies import AdaptivePolicy, LadderPolicy, MemoryPolicy, WithinBudget
-from memsafe_rl.memory.presets import PRESETS, preset
-from memsafe_rl.memory.rungs import LOSSLESS, LOSSY, LOSSY_RUNGS, ROLLOUT_RUNGS, UPDATE_RUNGS, reachable, rungs_named
-from memsafe_rl.trainers.lossy import LOSSY_REMEDIES
+from memsafe_rl.memory.planning.fallbacks import (
+    LOSSLESS,
+    LOSSY,
+    LOSSY_RUNGS,
+    ROLLOUT_RUNGS,
+    UPDATE_RUNGS,
+    fallbacks_named,
+    reachable,
+)
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, LadderPolicy, MemoryPolicy, WithinBudget
+from memsafe_rl.memory.planning.presets import PRESETS, preset
+from memsafe_rl.memory.planning.search import extra_bytes, floor
 from memsafe_rl.types import (
     MemoryFailure,
     MemoryState,
@@ -152,16 +160,16 @@ def test_policies_are_functions_of_their_arguments(seed: int) -> None:
         assert policy.before_update(update, state) == policy.before_update(update, state)
 
 
-def test_no_rung_can_reach_the_work() -> None:
+def test_no_fallback_can_reach_the_work() -> None:
     plans = {entry.name for kind in (RolloutPlan, UpdatePlan) for entry in fields(kind)}
     works_fields = {entry.name for kind in (RolloutWork, UpdateWork) for entry in fields(kind)}
     assert set(LOSSLESS) <= plans
     assert not plans & works_fields
-    assert all(rung.lossless and rung.about for rung in (*UPDATE_RUNGS, *ROLLOUT_RUNGS))
-    assert all(not rung.lossless and rung.about for rung in LOSSY_RUNGS)
+    assert all(fallback.lossless and fallback.about for fallback in (*UPDATE_RUNGS, *ROLLOUT_RUNGS))
+    assert all(not fallback.lossless and fallback.about for fallback in LOSSY_RUNGS)
 
 
-def test_the_lossy_rungs_are_those_the_trainer_can_take() -> None:
+def test_the_lossy_fallbacks_are_those_the_trainer_can_take() -> None:
     assert set(LOSSY) == set(LOSSY_REMEDIES)
 
 
@@ -202,7 +210,7 @@ def test_what_changes_no_bit_is_tried_before_rows_are_split() -> None:
     assert lower == UpdatePlan(checkpointing=True)
 
 
-def test_a_failure_takes_as_many_rungs_as_the_free_bytes_ask_for() -> None:
+def test_a_failure_takes_as_many_fallbacks_as_the_free_bytes_ask_for() -> None:
     start = UpdatePlan(16384, 1024)
     free = size_of(start) // 20
     failed = failure(Phase.UPDATE, start, WORK, budget_bytes=GIB + free, live_bytes=GIB)
@@ -299,9 +307,9 @@ def test_a_ladder_starts_at_the_users_plans() -> None:
     assert replace(policy.before_rollout(SAMPLING, memory(2**45)), predicted_bytes={}) == rollout
 
 
-def test_a_ladder_takes_its_rungs_in_order_until_the_estimate_fits() -> None:
-    rungs = ("micro_batch_tokens", "checkpointing")
-    policy, start = LadderPolicy(rungs=rungs, update=UpdatePlan(8192, 64)), UpdatePlan(8192, 64)
+def test_a_ladder_takes_its_fallbacks_in_order_until_the_estimate_fits() -> None:
+    fallbacks = ("micro_batch_tokens", "checkpointing")
+    policy, start = LadderPolicy(fallbacks=fallbacks, update=UpdatePlan(8192, 64)), UpdatePlan(8192, 64)
     sizes = [(tokens, size_of(replace(start, micro_batch_tokens=tokens))) for tokens in (8192, 4096, 2048, 1024, 512)]
     for tokens, size in sizes:
         plan = policy.before_update(WORK, memory(int(size / 0.799)))
@@ -325,8 +333,8 @@ def test_a_ladder_that_climbs_stays_below_what_failed() -> None:
     assert not policy.before_update(WORK, memory(2**45, step=9, failures=failures)).checkpointing
 
 
-def test_a_ladder_without_a_rung_never_takes_it() -> None:
-    policy = LadderPolicy(rungs=("logprob_tile",))
+def test_a_ladder_without_a_fallback_never_takes_it() -> None:
+    policy = LadderPolicy(fallbacks=("logprob_tile",))
     lower = policy.after_oom(UpdatePlan(), failure(Phase.UPDATE, UpdatePlan(), WORK))
     assert lower is not None
     assert not lower.checkpointing
@@ -334,11 +342,12 @@ def test_a_ladder_without_a_rung_never_takes_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("optim", "list it in allow_lossy instead"), ("luck", "no rung 'luck'; write some of kept")]
+    ("name", "message"),
+    [("optim", "list it in allow_lossy instead"), ("luck", "no fallback 'luck'; write some of kept")],
 )
-def test_a_ladder_refuses_what_is_no_lossless_rung(name: str, message: str) -> None:
+def test_a_ladder_refuses_what_is_no_lossless_fallback(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LadderPolicy(rungs=("checkpointing", name))
+        LadderPolicy(fallbacks=("checkpointing", name))
 
 
 def test_a_bounded_policy_plans_and_recovers_within_its_bound() -> None:
@@ -401,9 +410,9 @@ def test_presets_plan_alike_on_every_card_of_a_kind() -> None:
 
 
 def test_the_plans_there_are_are_all_combinations() -> None:
-    rungs = rungs_named(("checkpointing", "micro_batch_tokens"), Phase.UPDATE)
+    fallbacks = fallbacks_named(("checkpointing", "micro_batch_tokens"), Phase.UPDATE)
     work = UpdateWork((10,) * 4, (5,) * 4, SIZES)
-    found = [(plan.checkpointing, plan.micro_batch_tokens) for plan in reachable(UpdatePlan(40, 5), work, rungs)]
+    found = [(plan.checkpointing, plan.micro_batch_tokens) for plan in reachable(UpdatePlan(40, 5), work, fallbacks)]
     assert sorted(found) == sorted((on, tokens) for on in (False, True) for tokens in (40, 20, 10))
 
 

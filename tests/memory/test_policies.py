@@ -3,12 +3,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.checks import check_packing
-from memsafe_rl.memory.monitor import HostMeter
-from memsafe_rl.memory.planning import extra_bytes
-from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy, MemoryPolicy
-from memsafe_rl.memory.speed import update_time
-from memsafe_rl.memory.tracker import MemoryTracker
+from memsafe_rl.memory.planning.costs import update_time
+from memsafe_rl.memory.planning.plan_checks import check_packing
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, MemoryPolicy
+from memsafe_rl.memory.planning.search import extra_bytes
+from memsafe_rl.memory.runtime.meters import HostMeter
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.types import MemoryState, ModelGeometry, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 GEOMETRY = ModelGeometry(

@@ -14,11 +14,11 @@ import torch
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.memory.monitor import SimulatedMeter
-from memsafe_rl.memory.policies import FixedPolicy, MemoryPolicy
-from memsafe_rl.memory.recovery import SAME_PLAN_TRIES, UNPLANNED_TRIES, Recovery, under
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.memory.tracker import MemoryTracker
+from memsafe_rl.memory.planning.policies import FixedPolicy, MemoryPolicy
+from memsafe_rl.memory.runtime.meters import SimulatedMeter
+from memsafe_rl.memory.runtime.recovery import SAME_PLAN_TRIES, UNPLANNED_TRIES, Recovery, under
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.types import Component, MemoryFailure, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 from memsafe_rl.units import format_bytes
 from tests.memory.test_policies import GEOMETRY
@@ -269,7 +269,7 @@ def test_attempts_under_one_plan_catch_nothing() -> None:
 # ------------------------------------------------------------------ events
 
 
-def test_every_failure_retry_and_rung_has_its_event(device: Device) -> None:
+def test_every_failure_retry_and_fallback_has_its_event(device: Device) -> None:
     device.tracker.step, held = 3, torch.zeros(100)
     with device.tracker.phase(Phase.SCORE):
         device.attempts()(Failing(3))
@@ -278,7 +278,7 @@ def test_every_failure_retry_and_rung_has_its_event(device: Device) -> None:
         "retry",
         "failure",
         "plan",
-        "rung",
+        "fallback",
         "failure",
         "retry",
     ]
@@ -296,8 +296,8 @@ def test_every_failure_retry_and_rung_has_its_event(device: Device) -> None:
         {"event": "retry", "step": 3, "phase": Phase.SCORE, "tries": 1},
         {"event": "retry", "step": 3, "phase": Phase.SCORE, "tries": 1},
     ]
-    assert device.events("rung") == [
-        {"event": "rung", "step": 3, "phase": Phase.SCORE, "changes": {"micro_batch_tokens": (8, 4)}}
+    assert device.events("fallback") == [
+        {"event": "fallback", "step": 3, "phase": Phase.SCORE, "changes": {"micro_batch_tokens": (8, 4)}}
     ]
 
 

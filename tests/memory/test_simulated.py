@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memsafe_rl.errors import ConfigError, MemsafeError
-from memsafe_rl.memory import counting
-from memsafe_rl.memory.counting import CountingAllocator
-from memsafe_rl.memory.ledger import StorageLedger
-from memsafe_rl.memory.simulated import SimulatedMemory, active_simulation
+from memsafe_rl.memory.simulated import counting
+from memsafe_rl.memory.simulated.counting import CountingAllocator
+from memsafe_rl.memory.simulated.device import SimulatedMemory, active_simulation
+from memsafe_rl.memory.simulated.ledger import StorageLedger
 
 KIB = 1024
 

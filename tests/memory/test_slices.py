@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from memsafe_rl.memory.estimator import update_parts
-from memsafe_rl.memory.policies import AdaptivePolicy, LadderPolicy
-from memsafe_rl.memory.slices import (
+from memsafe_rl.memory.planning.estimator import update_parts
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, LadderPolicy
+from memsafe_rl.memory.planning.slices import (
     cut_by_prompt,
     cut_work,
     measure_slices,

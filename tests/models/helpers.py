@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsafe_rl.models.heads import naive_logits
+from memsafe_rl.models.language.heads import naive_logits
 from memsafe_rl.types import Ragged, TokenDistribution, Trajectory
 
 PAD = 0

@@ -25,8 +25,8 @@ from transformers import (
 
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.models.causal_lm import CausalLMAdapter, Route, check_head
-from memsafe_rl.models.heads import ModuleHead, naive_logits
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter, Route, check_head
+from memsafe_rl.models.language.heads import ModuleHead, naive_logits
 from memsafe_rl.types import LinearHead
 from tests.models.helpers import PAD, SMALL, assert_close, logprobs_of, make_rows, naive_row_logits
 from tests.tiny import ARCHS, MODEL_CLASSES, tiny_config, tiny_model

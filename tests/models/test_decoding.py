@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MambaConfig, MambaForCausalLM
 
 from memsafe_rl.errors import MemsafeError
-from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
 from tests.models.helpers import PAD, SMALL, assert_close
 from tests.tiny import ARCHS, tiny_model
 

@@ -233,7 +233,7 @@ def test_no_eos_at_all_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_geometry_of_configs() -> None:
-    from memsafe_rl.models.causal_lm import CausalLMAdapter
+    from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 
     model = tiny_model("qwen3", tied=False)
     geometry = CausalLMAdapter(model, pad_token_id=0).geometry

@@ -25,12 +25,12 @@ from transformers import (
 )
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.host import offloaded
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.models import packed_attention
-from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.models.implementations import attention_configs
-from memsafe_rl.models.packing import pack_rows
+from memsafe_rl.memory.runtime.host_memory import offloaded
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.attention_implementations import attention_configs
+from memsafe_rl.models.language import packed_attention
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.models.language.packing import pack_rows
 from memsafe_rl.types import Ragged, Trajectory
 from tests.models.helpers import PAD, SMALL, logprobs_of
 from tests.tiny import ARCHS, tiny_model

@@ -12,9 +12,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.causal_lm import CausalLMAdapter, Route, check_head
 from memsafe_rl.models.geometry import weight_bytes
-from memsafe_rl.models.heads import ModuleHead, naive_logits
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter, Route, check_head
+from memsafe_rl.models.language.heads import ModuleHead, naive_logits
 from memsafe_rl.models.loading import load_model
 from tests.models.helpers import PAD, assert_close, logprobs_of, make_rows, naive_row_logits
 from tests.tiny import tiny_model

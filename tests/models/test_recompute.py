@@ -10,9 +10,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.ledger import StorageLedger
+from memsafe_rl.memory.simulated.ledger import StorageLedger
 from memsafe_rl.models.blocks import find_blocks, recomputed
-from memsafe_rl.models.causal_lm import CausalLMAdapter
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from tests.models.helpers import PAD, logprobs_of, make_rows
 from tests.tiny import ARCHS, tiny_model
 

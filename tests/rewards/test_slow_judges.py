@@ -14,7 +14,7 @@ import torch
 
 from memsafe_rl.errors import DataError, MemsafeError, RewardTimeoutError
 from memsafe_rl.rewards import RewardRunner, RewardScores, calls
-from memsafe_rl.rewards.calls import Patience
+from memsafe_rl.rewards.calls import TimeoutPolicy
 
 PROMPTS, COMPLETIONS, IDS = ["a", "b"], ["1", "22"], [[1], [2, 2]]
 
@@ -42,7 +42,7 @@ def judge_slow_until(call: int, log: list[str] | None = None) -> Callable[..., A
     return judge
 
 
-def score(functions: Any, patience: Patience) -> RewardScores:
+def score(functions: Any, patience: TimeoutPolicy) -> RewardScores:
     runner = RewardRunner(functions, patience=patience)
     try:
         return runner.score(PROMPTS, COMPLETIONS, IDS)
@@ -52,7 +52,7 @@ def score(functions: Any, patience: Patience) -> RewardScores:
 
 def test_a_judge_that_is_too_slow_is_cancelled_and_called_again(caplog: pytest.LogCaptureFixture) -> None:
     log: list[str] = []
-    scores = score([length, judge_slow_until(3, log)], Patience(0.05, retries=2))
+    scores = score([length, judge_slow_until(3, log)], TimeoutPolicy(0.05, retries=2))
     assert scores.rewards_BF.tolist() == [[1.0, 0.5], [2.0, 0.25]]
     assert scores.timeouts == {"judge": 2}
     assert log == ["cancelled", "cancelled"]
@@ -66,7 +66,7 @@ def test_a_judge_that_is_too_slow_is_cancelled_and_called_again(caplog: pytest.L
 
 def test_a_judge_that_never_answers_ends_the_run_by_name_seconds_and_remedy() -> None:
     with pytest.raises(RewardTimeoutError) as caught:
-        score([judge_slow_until(9), length], Patience(0.05, retries=1))
+        score([judge_slow_until(9), length], TimeoutPolicy(0.05, retries=1))
     assert str(caught.value) == (
         "Reward function 'judge' did not answer for 2 completions within 0.05 seconds (reward_timeout_seconds), called "
         "2 time(s). Raise reward_timeout_seconds or reward_retries, or set reward_timeout_result='none' to go on "
@@ -77,7 +77,7 @@ def test_a_judge_that_never_answers_ends_the_run_by_name_seconds_and_remedy() ->
 
 
 def test_its_rewards_are_none_if_the_user_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    scores = score([judge_slow_until(9), length], Patience(0.05, gives_none=True))
+    scores = score([judge_slow_until(9), length], TimeoutPolicy(0.05, gives_none=True))
     torch.testing.assert_close(scores.rewards_BF, torch.tensor([[torch.nan, 1.0], [torch.nan, 2.0]]), equal_nan=True)
     assert scores.timeouts == {"judge": 1}
     assert "Its rewards of 2 completions are None." in caplog.text
@@ -91,7 +91,7 @@ def test_a_timeout_of_the_functions_own_comes_out_untouched() -> None:
         raise TimeoutError("mine")
 
     with pytest.raises(TimeoutError, match=r"^mine$"):
-        score(judge, Patience(5.0, retries=3))
+        score(judge, TimeoutPolicy(5.0, retries=3))
     assert made == [1]
 
 
@@ -140,9 +140,9 @@ async def in_a_task_of_its_own(error: BaseException) -> None:
         (in_a_task_of_its_own, KeyboardInterrupt("enough")),
     ],
 )
-@pytest.mark.parametrize("patience", [Patience(), Patience(60.0, retries=2)], ids=["endless", "patient"])
+@pytest.mark.parametrize("patience", [TimeoutPolicy(), TimeoutPolicy(60.0, retries=2)], ids=["endless", "patient"])
 def test_whatever_a_judge_raises_comes_out(
-    where: Callable[[BaseException], Awaitable[None]], error: BaseException, patience: Patience
+    where: Callable[[BaseException], Awaitable[None]], error: BaseException, patience: TimeoutPolicy
 ) -> None:
     log, broken = list[str](), [True]
 
@@ -183,10 +183,10 @@ def test_a_judge_that_cancels_itself_is_named(what: Callable[[], Awaitable[Any]]
 
     def work() -> None:
         if said is None:
-            score(judge, Patience())
+            score(judge, TimeoutPolicy())
             return
         with pytest.raises(MemsafeError, match=said):
-            score(judge, Patience())
+            score(judge, TimeoutPolicy())
 
     assert raised_by(work) is None
 
@@ -218,8 +218,10 @@ def test_what_ends_the_loop_between_two_rollouts_is_logged(caplog: pytest.LogCap
     assert ["ended between two rollouts" in record.message for record in caplog.records] == [True, True]
 
 
-@pytest.mark.parametrize("patience", [Patience(1e10), Patience(1e300), Patience(1.5, retries=10**10)], ids=repr)
-def test_any_finite_patience_can_be_had(patience: Patience) -> None:
+@pytest.mark.parametrize(
+    "patience", [TimeoutPolicy(1e10), TimeoutPolicy(1e300), TimeoutPolicy(1.5, retries=10**10)], ids=repr
+)
+def test_any_finite_patience_can_be_had(patience: TimeoutPolicy) -> None:
     """An event waits for 292 years at most."""
     assert score(judge_slow_until(1), patience).rewards_BF.tolist() == [[0.5], [0.25]]
 
@@ -240,7 +242,7 @@ def test_what_cannot_be_logged_is_named(log: Callable[[Any, Any], None], said: s
         return [1.0, 1.0]
 
     with pytest.raises(DataError, match=said):
-        score(judge, Patience())
+        score(judge, TimeoutPolicy())
 
 
 def test_a_judge_that_blocks_its_loop_ends_the_run_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +254,7 @@ def test_a_judge_that_blocks_its_loop_ends_the_run_all_the_same(monkeypatch: pyt
             free.wait(20)
         return [0.0, 1.0]
 
-    runner = RewardRunner(judge, patience=Patience(0.1))
+    runner = RewardRunner(judge, patience=TimeoutPolicy(0.1))
     began = time.monotonic()
     with pytest.raises(RewardTimeoutError, match=r"'judge' did not answer within 0.3 seconds .* blocks its event loop"):
         runner.score(PROMPTS, COMPLETIONS, IDS)
@@ -268,7 +270,7 @@ def test_a_slow_function_that_is_not_async_is_named(caplog: pytest.LogCaptureFix
         time.sleep(0.05)
         return [1.0, 1.0]
 
-    scores = score(judge, Patience(0.01))
+    scores = score(judge, TimeoutPolicy(0.01))
     assert scores.rewards_BF.tolist() == [[1.0], [1.0]]
     assert scores.timeouts == {}
     assert "'judge' took" in caplog.text
@@ -277,7 +279,7 @@ def test_a_slow_function_that_is_not_async_is_named(caplog: pytest.LogCaptureFix
 
 def test_without_a_limit_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert score([judge_slow_until(1), length], Patience()).timeouts == {}
+    assert score([judge_slow_until(1), length], TimeoutPolicy()).timeouts == {}
     assert not caplog.records
 
 

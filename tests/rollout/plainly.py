@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from memsafe_rl.memory.recovery import under
+from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.rollout import generation, scoring
+from memsafe_rl.rollout import scoring
+from memsafe_rl.rollout.native import generation
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey, Trajectory
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from memsafe_rl.models.causal_lm import CausalLMAdapter
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.types import Completion, Ragged, RolloutPlan, SamplingSettings, SequenceKey, Trajectory
 from tests.rollout.plainly import generate, score_all
 from tests.tiny import EOS_ID, PAD_ID, tiny_model

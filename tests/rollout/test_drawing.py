@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 
 from memsafe_rl.errors import ConfigError, MemsafeError
-from memsafe_rl.rollout import drawing
-from memsafe_rl.rollout.drawing import Drawer, key_tensor, refuse_broken, text_stops
+from memsafe_rl.rollout.native import drawing
+from memsafe_rl.rollout.native.drawing import Drawer, key_tensor, refuse_broken, text_stops
 from memsafe_rl.types import SamplingSettings, SequenceKey
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_tokenizer
 

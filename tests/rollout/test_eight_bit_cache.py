@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from memsafe_rl.config.base import GRPOConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.memory.policies import FixedPolicy
-from memsafe_rl.memory.recovery import under
-from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.models.choice import adapter_for, check_adapter
-from memsafe_rl.models.eight_bit import as_floats, packed, unpacked
-from memsafe_rl.rollout.generation import generate
-from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.memory.planning.policies import FixedPolicy
+from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.models.decoding.int8 import as_floats, packed, unpacked
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.models.language.factory import adapter_for, check_adapter
+from memsafe_rl.rollout.native.generation import generate
 from memsafe_rl.types import Completion, MemoryFailure, Phase, RolloutPlan, SamplingSettings, UpdatePlan
 from tests.models.test_seq2seq import BUILDERS
 from tests.rollout.test_kv_bound import GROUP, NEW, formula, keys_of, peaks, prompts_of
@@ -183,7 +183,7 @@ class TestTraining:
 
         monkeypatch.setattr(trainer, "_train_step", fails_once)
         trainer.train()
-        told = [event for event in trainer.memory_events if event["event"] == "concession"]
+        told = [event for event in trainer.memory_events if event["event"] == "degradation"]
         assert [event["changes"] for event in told] == [{"cache_implementation": (None, "quantized")}]
         planned = [event["cache_dtype"] for event in trainer.memory_events if event.get("kind") == "rollout"]
         assert planned == ["int8", "int8"]

@@ -21,11 +21,11 @@ from transformers import (
 )
 
 from memsafe_rl.errors import ConfigError, MemsafeError
-from memsafe_rl.memory.recovery import under
-from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.rollout import generation
-from memsafe_rl.rollout.drawing import Drawer, key_tensor, text_stops
-from memsafe_rl.rollout.fallback import generate_by_transformers
+from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.rollout.native import generation
+from memsafe_rl.rollout.native.by_transformers import generate_by_transformers
+from memsafe_rl.rollout.native.drawing import Drawer, key_tensor, text_stops
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 from tests.tiny import PAD_ID, tiny_config, tiny_model, tiny_tokenizer
 

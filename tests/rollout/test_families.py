@@ -20,11 +20,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from memsafe_rl.memory.recovery import under
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.rollout import admission, generation
-from memsafe_rl.rollout.generation import generate
+from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.rollout.native import admission, generation
+from memsafe_rl.rollout.native.generation import generate
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 from tests.ops.test_sampling import chi_square
 from tests.tiny import tiny_model

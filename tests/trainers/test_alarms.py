@@ -17,12 +17,13 @@ from peft import LoraConfig
 from torch import nn
 from transformers import HfArgumentParser
 
+from memsafe_rl.config.alarm_rules import ALARMS, AlarmRules
+from memsafe_rl.config.base import GRPOConfig
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.trainers import learning
-from memsafe_rl.trainers.alarms import ALARMS, STEPS_TO_END, WINDOW_STEPS, AlarmRules, AlarmWatch
-from memsafe_rl.trainers.config import GRPOConfig
-from memsafe_rl.trainers.rounding import is_due, look_at
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.training import learning
+from memsafe_rl.training.alarms import STEPS_TO_END, WINDOW_STEPS, AlarmWatch
+from memsafe_rl.training.weight_sample import is_due, sample_weights
 from tests.tiny import tiny_model
 from tests.trainers.helpers import make_trainer
 
@@ -194,7 +195,7 @@ def test_a_sample_is_taken_all_over_and_counts_what_has_a_gradient() -> None:
     norm, narrow = nn.Parameter(torch.ones(8, dtype=torch.bfloat16)), nn.Parameter(torch.ones(4, 4))
     wide.grad, norm.grad, narrow.grad = torch.ones_like(wide), torch.ones_like(norm), torch.ones_like(narrow)
     wide.grad[32:] = 0
-    look = look_at([norm, narrow, wide])
+    look = sample_weights([norm, narrow, wide])
     assert look is not None
     assert look.tensors == (wide,), "matrices go before vectors, and float32 loses nothing"
     assert len(look.pushed[0]) == 128
@@ -203,7 +204,7 @@ def test_a_sample_is_taken_all_over_and_counts_what_has_a_gradient() -> None:
     with torch.no_grad():
         wide[:16] += 1
     assert look.lost_share() == pytest.approx(0.5, abs=0.02)
-    assert look_at([narrow]) is None
+    assert sample_weights([narrow]) is None
     assert [step for step in range(40) if is_due(step, 4, 40)] == [4, 5, 7, 11, 19]
     assert is_due(0, 0, 1)
 

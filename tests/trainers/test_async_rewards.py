@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memsafe_rl.errors import MemoryBudgetError, RewardTimeoutError
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.types import Phase
 from tests.trainers.helpers import count_digits, make_trainer, weights

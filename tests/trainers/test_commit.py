@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memsafe_rl.config.base import GRPOConfig
+from memsafe_rl.config.values import OPTIMIZERS
 from memsafe_rl.errors import ConfigError, MemsafeError
-from memsafe_rl.memory.counting import CountingAllocator, compiler_available
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.trainers import parking
-from memsafe_rl.trainers.checks import OPTIMIZERS
-from memsafe_rl.trainers.config import GRPOConfig
-from memsafe_rl.trainers.early_state import ReadyScalars, steps_without_allocating
-from memsafe_rl.trainers.optimizer import Committer, ReferenceMix, build_optimizer, next_scale
+from memsafe_rl.memory.simulated.counting import CountingAllocator, compiler_available
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.training.optim import offload as parking
+from memsafe_rl.training.optim.optimizer import Committer, ReferenceMix, build_optimizer, next_scale
+from memsafe_rl.training.optim.state_init import ReadyScalars, steps_without_allocating
 
 pytestmark = [
     pytest.mark.skipif(not compiler_available(), reason="counts and faults come from the C++ allocator"),

@@ -29,13 +29,13 @@ from transformers import (
 from transformers.trainer_utils import IntervalStrategy
 from transformers.training_args import OptimizerNames, ParallelMode
 
+from memsafe_rl.config import base as config_module
+from memsafe_rl.config.base import GRPOConfig, KLStop
+from memsafe_rl.config.fields import GROUPS, GRPOFields, PPOFields, help_text
+from memsafe_rl.config.generation_options import OPTIONS
+from memsafe_rl.config.refusals import ALIASES, REFUSED
+from memsafe_rl.config.values import CHOICES, OPTIMIZERS, RANGES
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.trainers import config as config_module
-from memsafe_rl.trainers.checks import CHOICES, OPTIMIZERS, RANGES
-from memsafe_rl.trainers.config import GRPOConfig, KLStop
-from memsafe_rl.trainers.fields import GROUPS, GRPOFields, PPOFields, help_text
-from memsafe_rl.trainers.generation_options import OPTIONS
-from memsafe_rl.trainers.refusals import ALIASES, REFUSED
 from memsafe_rl.types import LossSettings, SamplingSettings
 
 OURS = {field.name: field for field in dataclasses.fields(GRPOFields)}

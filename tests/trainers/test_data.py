@@ -4,14 +4,14 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict, Features, Image, Value
 
-from memsafe_rl.errors import DataError
-from memsafe_rl.trainers.data import (
+from memsafe_rl.data.prompts import (
     IndexedPrompts,
     PromptTokenizer,
     StreamedPrompts,
     check_dataset,
     usable_prompts,
 )
+from memsafe_rl.errors import DataError
 from tests.tiny import tiny_tokenizer
 
 

@@ -13,13 +13,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import BartConfig, BartForConditionalGeneration
 
 from benchmarks.small import small_t5
+from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.models.seq2seq import Seq2SeqAdapter
-from memsafe_rl.trainers.made_up import lay_down
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.language.seq2seq import Seq2SeqAdapter
+from memsafe_rl.preflight.synthetic import lay_down
 from memsafe_rl.trainers.ppo import PPOTrainer
-from memsafe_rl.trainers.ppo_config import PPOConfig
-from memsafe_rl.trainers.update import StepTerms, accumulate_gradient
+from memsafe_rl.training.gradient import StepTerms, accumulate_gradient
 from memsafe_rl.types import Denominators, LossSettings, Phase, UpdatePlan
 from tests.models.helpers import exact_norms
 from tests.tiny import tiny_tokenizer

@@ -15,17 +15,17 @@ from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from peft import LoraConfig
 
+from memsafe_rl.config.base import GRPOConfig
+from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy, LadderPolicy
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.models.causal_lm import CausalLMAdapter
-from memsafe_rl.rollout.episodes.protocol import Environment, Step
-from memsafe_rl.rollout.episodes.users import CallableUser, ModelUser
-from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, LadderPolicy
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter
+from memsafe_rl.rollout.multi_turn.protocol import Environment, Step
+from memsafe_rl.rollout.multi_turn.users import CallableUser, ModelUser
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer
-from memsafe_rl.trainers.ppo_config import PPOConfig
-from memsafe_rl.trainers.samples import Experience
+from memsafe_rl.training.samples import Rollout
 from memsafe_rl.types import (
     Component,
     MemoryFailure,
@@ -150,7 +150,7 @@ def test_only_the_agents_own_tokens_move_the_weights(tmp_path: Path) -> None:
             own = int(mask.long().cumprod(0).sum())
             mask[own:] = 0
             change(ids, own)
-        experience = Experience(changed, consumed=2, external=False)
+        experience = Rollout(changed, consumed=2, external=False)
         terms = trainer._fix_terms(experience, range(8))
         trainer._plan_update(changed, range(8))
         trainer._gradient(experience, list(range(8)), terms)
@@ -686,16 +686,16 @@ def test_what_is_kept_goes_first_when_memory_runs_out(tmp_path: Path) -> None:
 
     trainer.adapter.decode_step = failing  # type: ignore[method-assign]
     trajectory = first_rollout(trainer)
-    rungs = [event["changes"] for event in trainer.memory_events if event["event"] == "rung"]
+    fallbacks = [event["changes"] for event in trainer.memory_events if event["event"] == "fallback"]
     assert len(calls) > 12
-    assert len(rungs) <= 1
-    if rungs:
-        assert "kept_kv_bytes" in str(rungs[0])
+    assert len(fallbacks) <= 1
+    if fallbacks:
+        assert "kept_kv_bytes" in str(fallbacks[0])
         assert trainer._tracker.rollout_plan.kept_kv_bytes == 0
     assert torch.equal(trajectory.actions.flat, expected.actions.flat)
 
 
-def test_a_rung_drops_what_is_kept_before_it_lowers_anything_else() -> None:
+def test_a_fallback_drops_what_is_kept_before_it_lowers_anything_else() -> None:
     geometry = CausalLMAdapter(tiny_model(), pad_token_id=0).geometry
     work = RolloutWork((20,) * 4, 4, 64, replace(geometry, shares_prompts=True), kept_bytes=2**30)
     plan = RolloutPlan(rows_in_flight=4, kept_kv_bytes=2**30)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM
 
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from tests.tiny import EOS_ID, PAD_ID, VOCAB_SIZE
 from tests.trainers.helpers import cut, make_trainer, relative, weights
 

@@ -11,17 +11,17 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, MinPLogitsWarper, SuppressTokensLogitsProcessor
 
 from memsafe_rl import GRPOConfig
-from memsafe_rl.errors import ConfigError
-from memsafe_rl.rollout.drawing import Drawer
-from memsafe_rl.trainers.config import _hints
-from memsafe_rl.trainers.continuity import run_facts
-from memsafe_rl.trainers.generation_options import (
+from memsafe_rl.config.base import _hints
+from memsafe_rl.config.generation_options import (
     APART,
     HARMLESS,
     OPTIONS,
     REFUSED_OPTIONS,
     say_what_is_left_out,
 )
+from memsafe_rl.config.resume_checks import run_facts
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.rollout.native.drawing import Drawer
 from memsafe_rl.types import SamplingSettings
 from tests.tiny import EOS_ID, tiny_model, tiny_tokenizer
 from tests.trainers.helpers import make_trainer

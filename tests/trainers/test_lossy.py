@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from memsafe_rl.config.base import GRPOConfig
+from memsafe_rl.config.degradation import LOSSY_REMEDIES, next_degradation
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.memory.policies import FixedPolicy
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.trainers.config import GRPOConfig
+from memsafe_rl.memory.planning.policies import FixedPolicy
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
-from memsafe_rl.trainers.lossy import LOSSY_REMEDIES, next_concession
 from memsafe_rl.types import MemoryFailure, Phase, RolloutPlan, UpdatePlan
 from tests.tiny import tiny_model
 from tests.trainers.helpers import make_trainer, weights
@@ -60,7 +60,7 @@ def test_without_leave_the_error_comes_out_and_the_task_stays(tmp_path: Path, to
 
 def test_completions_are_halved_until_they_fit_and_learnt_as_if_asked_for(tmp_path: Path, too_small: int) -> None:
     trainer, _ = build(tmp_path / "a", too_small, allow_lossy=["max_completion_length"])
-    told = [event for event in trainer.memory_events if event["event"] == "concession"]
+    told = [event for event in trainer.memory_events if event["event"] == "degradation"]
     assert [event["changes"]["max_completion_length"] for event in told] == [(64, 32), (32, 16)]
     assert trainer.state.global_step == 2
     asked, _ = build(tmp_path / "b", max_completion_length=16)
@@ -94,9 +94,9 @@ def test_remedies_come_in_the_users_order_and_each_is_used_up_first(tmp_path: Pa
     )
     allowed = ["num_iterations", "max_completion_length", "num_generations", "optim"]
     taken = []
-    while (concession := next_concession(config, allowed, failure())) is not None:
-        taken.append((concession.name, dict(concession.changes)))
-        for name, (_, value) in concession.changes.items():
+    while (degradation := next_degradation(config, allowed, failure())) is not None:
+        taken.append((degradation.name, dict(degradation.changes)))
+        for name, (_, value) in degradation.changes.items():
             setattr(config, name, value)
         config.validate()
     assert taken == [
@@ -113,9 +113,9 @@ def test_remedies_come_in_the_users_order_and_each_is_used_up_first(tmp_path: Pa
 def test_what_cannot_help_is_not_taken(tmp_path: Path) -> None:
     config = GRPOConfig(str(tmp_path), num_iterations=2, report_to="none")
     listed = list(LOSSY_REMEDIES)
-    assert next_concession(config, listed, failure(Phase.CHECKPOINT)).name == "optim"
-    assert next_concession(config, listed[:3], failure(Phase.OPTIMIZER)) is None
-    assert next_concession(config, [], failure()) is None
+    assert next_degradation(config, listed, failure(Phase.CHECKPOINT)).name == "optim"
+    assert next_degradation(config, listed[:3], failure(Phase.OPTIMIZER)) is None
+    assert next_degradation(config, [], failure()) is None
 
 
 def test_an_unknown_remedy_is_named(tmp_path: Path) -> None:
@@ -145,11 +145,11 @@ def test_a_lean_optimizer_takes_the_place_of_one_that_does_not_fit(
 def test_a_smaller_group_takes_pass_at_k_down_with_it(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "eval_pass_at": [1, 4, 8]}
     config = GRPOConfig(**settings, num_generations=8)
-    smaller = next_concession(config, ["num_generations"], failure())
+    smaller = next_degradation(config, ["num_generations"], failure())
     assert smaller is not None
     assert smaller.changes["eval_pass_at"] == ([1, 4, 8], [1, 4])
     own = GRPOConfig(**settings, num_generations=8, num_generations_eval=8)
-    kept = next_concession(own, ["num_generations"], failure())
+    kept = next_degradation(own, ["num_generations"], failure())
     assert kept is not None
     assert "eval_pass_at" not in kept.changes
 
@@ -157,12 +157,12 @@ def test_a_smaller_group_takes_pass_at_k_down_with_it(tmp_path: Path) -> None:
 def test_completions_are_not_cut_below_their_least_length(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "max_completion_length": 64}
     config = GRPOConfig(**settings, generation_kwargs={"min_new_tokens": 40})
-    shorter = next_concession(config, ["max_completion_length"], failure())
+    shorter = next_degradation(config, ["max_completion_length"], failure())
     assert shorter is not None
     assert shorter.changes == {"max_completion_length": (64, 40)}
     config.max_completion_length = 40
     config.validate()
-    assert next_concession(config, ["max_completion_length"], failure()) is None
+    assert next_degradation(config, ["max_completion_length"], failure()) is None
 
 
 def test_a_least_length_that_the_model_declares_comes_down_with_the_longest(tmp_path: Path, too_small: int) -> None:

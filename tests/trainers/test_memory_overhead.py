@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.memory_overhead import Bench
-from memsafe_rl.memory.counting import compiler_available
+from memsafe_rl.memory.simulated.counting import compiler_available
 
 
 @pytest.mark.skipif(not compiler_available(), reason="only the C++ allocator counts in every thread")

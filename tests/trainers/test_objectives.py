@@ -19,15 +19,17 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from memsafe_rl import GRPOConfig, GRPOTrainer, forecast_memory
+from memsafe_rl.config.objectives import Objective, read_objectives
+from memsafe_rl.config.values import CHOICES
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.memory.estimator import update_parts
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.planning.estimator import update_parts
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.ops.advantages import group_advantages
 from memsafe_rl.ops.merging import MERGES, merge_weights
 from memsafe_rl.rewards import calls
-from memsafe_rl.trainers import learning, update
-from memsafe_rl.trainers.checks import CHOICES
-from memsafe_rl.trainers.objectives import BetaControl, Objective, judge, objective_advantages, read_objectives, steered
+from memsafe_rl.training import gradient as update
+from memsafe_rl.training import learning
+from memsafe_rl.training.objectives import BetaControl, judge, objective_advantages, steered
 from memsafe_rl.types import Component, Phase, UpdatePlan, UpdateWork
 from tests.diffusion.small import PROMPTS as DIFFUSION_PROMPTS
 from tests.diffusion.small import make_policy as make_diffusion_policy

@@ -10,9 +10,9 @@ from peft import LoraConfig
 from transformers import BloomConfig, BloomForCausalLM
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.policies import AdaptivePolicy
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.trainers.verify import verify_plan
+from memsafe_rl.memory.planning.policies import AdaptivePolicy
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.preflight.verify import verify_plan
 from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, make_trainer, weights
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from memsafe_rl.data.partial_rollouts import OpenGroup, begin_groups, gather_groups, groups_from, plain_groups
+from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.policies import LadderPolicy
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.rollout.generation import generate
-from memsafe_rl.trainers.data import Prompts
+from memsafe_rl.memory.planning.policies import LadderPolicy
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.rollout.native.generation import generate
 from memsafe_rl.trainers.grpo import GRPOTrainer
-from memsafe_rl.trainers.partial import OpenGroup, begin_groups, gather_groups, groups_from, plain_groups
 from memsafe_rl.types import Completion
 from tests.tiny import tiny_model
 from tests.trainers.helpers import make_trainer, weights

@@ -14,12 +14,12 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from memsafe_rl.errors import DataError, MemoryBudgetError
-from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.models import causal_lm
-from memsafe_rl.models.causal_lm import CausalLMAdapter
-from memsafe_rl.trainers import probe as probe_module
-from memsafe_rl.trainers.probe import find_longest, probe_worst_case
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.language import causal_lm
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter
+from memsafe_rl.preflight import worst_case as probe_module
+from memsafe_rl.preflight.worst_case import find_longest, probe_worst_case
 from memsafe_rl.types import RolloutPlan, UpdatePlan
 from tests.tiny import tiny_model
 from tests.trainers.helpers import PROMPTS, cut, make_trainer, weights
@@ -238,9 +238,9 @@ def test_concessions_that_the_user_allows_are_made_at_the_probe(tmp_path: Path) 
         )
         run.train()
     assert run.args.max_completion_length == 32
-    assert [event["event"] for event in run.memory_events if event["event"] in ("concession", "probe")] == [
-        "concession",
-        "concession",
+    assert [event["event"] for event in run.memory_events if event["event"] in ("degradation", "probe")] == [
+        "degradation",
+        "degradation",
         "probe",
     ]
 
@@ -311,9 +311,9 @@ def test_a_resumed_run_may_be_probed(tmp_path: Path) -> None:
 
 def test_the_answer_is_one_event_and_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_trainer(tmp_path, policy=cut(40, 3), beta=0.1, probe_worst_case=True, max_steps=1)
-    with caplog.at_level(logging.WARNING, logger="memsafe_rl.trainers.probe"):
+    with caplog.at_level(logging.WARNING, logger="memsafe_rl.preflight.worst_case"):
         trainer.train()
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "memsafe_rl.trainers.probe"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "memsafe_rl.preflight.worst_case"]
     assert line.startswith("the worst case fits: prompt 6 (the longest of train_dataset) + completion 6 tokens, peak ")
     (event,) = [event for event in trainer.memory_events if event["event"] == "probe"]
     assert set(event["peak_bytes"]) == {"rollout", "score", "update", "optimizer"}
@@ -429,7 +429,7 @@ def test_ranks_are_checked_alone_and_end_together(tmp_path: Path) -> None:
 def test_of_many_prompts_those_with_the_most_characters_are_tokenized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memsafe_rl.trainers.probe._TOKENIZED", 3)
+    monkeypatch.setattr("memsafe_rl.preflight.worst_case._TOKENIZED", 3)
     prompts = ["a" * (1 + length % 17) for length in range(40)]
     found = find_longest(make_trainer(tmp_path, train_dataset=Dataset.from_dict({"prompt": prompts})))
     assert len(found.prompt) == 17

@@ -16,8 +16,8 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 from memsafe_rl.errors import MemsafeError
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.trainers.ranks import Ranks
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.parallel.ranks import Ranks
 from tests.trainers.helpers import make_trainer, weights
 
 SETTINGS: dict[str, Any] = {

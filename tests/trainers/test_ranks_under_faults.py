@@ -17,8 +17,8 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.memory.counting import compiler_available
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.simulated.counting import compiler_available
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.types import Phase
 from tests.rewards.test_reward_models import classifier
@@ -163,7 +163,7 @@ def storm(folder: Path, case: str, rank: int, seed: int) -> dict[str, Any]:
                 {
                     "faults": sum(trainer._ranks.gather([device.refusals - refused])),
                     "phases": [str(event["phase"]) for event in trainer.memory_events if event["event"] == "failure"],
-                    "rungs": sum(event["event"] == "rung" for event in trainer.memory_events),
+                    "fallbacks": sum(event["event"] == "fallback" for event in trainer.memory_events),
                     "notes": list(notes),
                     "weights": weights_of(trainer.model),
                     "gained_bytes": device.live_bytes - live_bytes,
@@ -345,7 +345,7 @@ def test_the_faults_hit_every_phase_and_leave_nothing_behind(outcomes: list[dict
     untroubled, troubled = (found[case]["runs"] for found in outcomes)
     assert sum(run["faults"] for run in troubled) >= FAULTS
     assert set(WORKING) <= {phase for run in troubled for phase in run["phases"]}
-    assert sum(run["rungs"] for run in troubled) > 0
+    assert sum(run["fallbacks"] for run in troubled) > 0
     assert not any(run["phases"] for run in untroubled)
     assert {run["gained_bytes"] for run in [*untroubled, *troubled]} == {0}
 

@@ -13,9 +13,9 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from memsafe_rl.errors import ConfigError, DataError, MemoryBudgetError, MemsafeError
-from memsafe_rl.memory.policies import FixedPolicy, LadderPolicy, MemoryPolicy
-from memsafe_rl.memory.presets import PRESETS
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.planning.policies import FixedPolicy, LadderPolicy, MemoryPolicy
+from memsafe_rl.memory.planning.presets import PRESETS
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.types import RolloutPlan, UpdatePlan
 from memsafe_rl.units import format_bytes

@@ -10,8 +10,8 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
-from memsafe_rl.memory.policies import MemoryPolicy
-from memsafe_rl.memory.simulated import SimulatedMemory
+from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.types import MemoryState, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -105,7 +105,7 @@ def test_no_cut_changes_the_gradient(tmp_path: Path, dtype: torch.dtype, bound: 
 
 
 def test_a_denominator_per_micro_batch_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memsafe_rl.trainers import update
+    from memsafe_rl.training import gradient as update
 
     whole = gradient_of(make_trainer(tmp_path, policy=cut()))
     honest = update.policy_loss

@@ -15,13 +15,13 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from memsafe_rl.errors import MemoryBudgetError, MemsafeError
-from memsafe_rl.memory.policies import AdaptivePolicy, FixedPolicy
-from memsafe_rl.memory.randomness import capture_random_state
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.rollout import generation
-from memsafe_rl.trainers import update as update_module
-from memsafe_rl.trainers import verify as verify_module
-from memsafe_rl.trainers.verify import Verification, verify_plan
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy
+from memsafe_rl.memory.runtime.random_state import capture_random_state
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.preflight import verify as verify_module
+from memsafe_rl.preflight.verify import Verification, verify_plan
+from memsafe_rl.rollout.native import generation
+from memsafe_rl.training import gradient as update_module
 from memsafe_rl.types import Denominators, LossInputs, RolloutPlan, UpdatePlan
 from tests.tiny import tiny_model
 from tests.trainers.helpers import PROMPTS, cut, make_trainer, weights
@@ -322,7 +322,7 @@ def test_a_stream_is_read_from_its_start_again(tmp_path: Path) -> None:
 
 
 def outcome(**changes: Any) -> Verification:
-    arm = verify_module.Arm(
+    arm = verify_module.PlanRun(
         "chosen", RolloutPlan(), UpdatePlan(), 10, 10, 0, 0, 1e-7, True, 1, 0, 100, {"update": 100}, 1.0
     )
     given: dict[str, Any] = {

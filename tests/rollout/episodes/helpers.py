@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsafe_rl.memory.recovery import Attempt, under
+from memsafe_rl.memory.runtime.recovery import Attempt, under
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.rollout.episodes.calls import Caller
-from memsafe_rl.rollout.episodes.episode import EpisodeLimits, turn_key
-from memsafe_rl.rollout.episodes.lockstep import AgentDraw, Beginning, Table
-from memsafe_rl.rollout.episodes.protocol import Action, Environment, Step
-from memsafe_rl.rollout.generation import generate
+from memsafe_rl.rollout.multi_turn.calls import Caller
+from memsafe_rl.rollout.multi_turn.episode import EpisodeLimits, turn_key
+from memsafe_rl.rollout.multi_turn.lockstep import AgentDraw, Beginning, EpisodeSettings
+from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Step
+from memsafe_rl.rollout.native.generation import generate
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 from tests.tiny import EOS_ID, tiny_tokenizer
 
@@ -121,9 +121,9 @@ def sampler(adapter: ModelAdapter, *, attempt: Attempt[RolloutPlan] | None = Non
     return draw
 
 
-def table(tokenizer: Any, agent: AgentDraw, user: Any = None, **limits: Any) -> Table:
+def table(tokenizer: Any, agent: AgentDraw, user: Any = None, **limits: Any) -> EpisodeSettings:
     bounds = EpisodeLimits(**{"completion_tokens": 200, **limits})
-    return Table(tokenizer, bounds, agent, user, Caller())
+    return EpisodeSettings(tokenizer, bounds, agent, user, Caller())
 
 
 def beginning(environment: Environment, *, prompt: int = 0, sample: int = 0, **example: Any) -> Beginning:

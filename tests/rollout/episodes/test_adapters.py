@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from memsafe_rl.rollout.episodes.adapters import GymEnvironment, HalfDuplex
-from memsafe_rl.rollout.episodes.episode import Ending
-from memsafe_rl.rollout.episodes.lockstep import play
+from memsafe_rl.rollout.multi_turn.episode import Ending
+from memsafe_rl.rollout.multi_turn.lockstep import play
+from memsafe_rl.rollout.multi_turn.other_libraries import GymEnvironment, HalfDuplex
 from memsafe_rl.types import SequenceKey
 from tests.rollout.episodes.helpers import beginning, chat_tokenizer, says, script, table
 

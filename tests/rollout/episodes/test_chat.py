@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.rollout.episodes.chat import Chat, PlainText, check_tools, encodable
-from memsafe_rl.rollout.episodes.protocol import Message
-from memsafe_rl.rollout.episodes.tools import tool_schemas
+from memsafe_rl.rollout.multi_turn.chat import Chat, PlainText, check_tools, encodable
+from memsafe_rl.rollout.multi_turn.protocol import Message
+from memsafe_rl.rollout.multi_turn.tools import tool_schemas
 from tests.rollout.episodes.helpers import FORGETFUL, TEMPLATE, chat_tokenizer
 from tests.tiny import EOS_ID, tiny_tokenizer
 

@@ -12,15 +12,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.memory.recovery import under
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.rollout import generation
-from memsafe_rl.rollout.admission import admit
-from memsafe_rl.rollout.episodes.episode import turn_key
-from memsafe_rl.rollout.episodes.roles import ModelHub
-from memsafe_rl.rollout.generation import generate
-from memsafe_rl.rollout.keeping import KeptCaches
+from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.rollout.multi_turn.episode import turn_key
+from memsafe_rl.rollout.multi_turn.roles import ModelRoles
+from memsafe_rl.rollout.native import generation
+from memsafe_rl.rollout.native.admission import admit
+from memsafe_rl.rollout.native.generation import generate
+from memsafe_rl.rollout.native.kv_retention import KeptCaches
 from memsafe_rl.types import Completion, Component, RolloutPlan, SamplingSettings, SequenceKey
 from tests.rollout.test_kv_bound import _Watch
 from tests.tiny import ARCHS, tiny_model
@@ -151,7 +151,7 @@ def test_a_cache_is_read_under_the_adapters_that_made_it_and_no_others() -> None
     """Three roles of one network take turns at the same episodes; each draws what it draws alone."""
     adapter = CausalLMAdapter(with_lora(), pad_token_id=0)
     check_head(adapter)
-    hub, kept = ModelHub(adapter), KeptCaches()
+    hub, kept = ModelRoles(adapter), KeptCaches()
     alone = {}
     for role in ("agent", "base", "customer"):
         with hub.acting(role) as acting:

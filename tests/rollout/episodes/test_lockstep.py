@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.models.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.rewards.calls import Patience
-from memsafe_rl.rollout.episodes.episode import Ending, Episode, EpisodeLimits, turn_key
-from memsafe_rl.rollout.episodes.lockstep import begin, play
-from memsafe_rl.rollout.episodes.protocol import Environment, Step
-from memsafe_rl.rollout.episodes.tools import MethodEnvironment, ToolEnvironment, methods_of
-from memsafe_rl.rollout.episodes.users import CallableUser, ModelUser, UserTimeoutError
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.rewards.calls import TimeoutPolicy
+from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, turn_key
+from memsafe_rl.rollout.multi_turn.lockstep import begin, play
+from memsafe_rl.rollout.multi_turn.protocol import Environment, Step
+from memsafe_rl.rollout.multi_turn.tools import MethodEnvironment, ToolEnvironment, methods_of
+from memsafe_rl.rollout.multi_turn.users import CallableUser, ModelUser, UserTimeoutError
 from memsafe_rl.types import RolloutPlan, SequenceKey
 from tests.rollout.episodes.helpers import (
     FORGETFUL,
@@ -280,11 +280,11 @@ def test_slow_users_are_waited_for_as_long_as_their_patience_says() -> None:
         await asyncio.sleep(10)
         return "late"
 
-    patience = Patience(0.02, retries=1, gives_none=True)
+    patience = TimeoutPolicy(0.02, retries=1, gives_none=True)
     user = CallableUser(reply, patience=patience)
     (episode,) = play([beginning(Echo(user=user))], table(tokenizer, says(tokenizer, {})))
     assert (episode.ending, episode.finished, asked) == (Ending.USER, False, [2, 2])
-    user = CallableUser(reply, patience=Patience(0.02))
+    user = CallableUser(reply, patience=TimeoutPolicy(0.02))
     with pytest.raises(UserTimeoutError, match=r"within 0.02 seconds, asked 1 time"):
         play([beginning(Echo(user=user))], table(tokenizer, says(tokenizer, {})))
 
@@ -319,8 +319,8 @@ def test_users_that_are_models_draw_together() -> None:
         (lambda: CallableUser(str, patience=3), "patience=3"),  # type: ignore[arg-type]
         (lambda: CallableUser("hi"), "reply='hi'"),  # type: ignore[arg-type]
         (lambda: CallableUser(str, stops=("",)), "not empty"),
-        (lambda: Patience("a"), "timeout_seconds is 'a'"),  # type: ignore[arg-type]
-        (lambda: Patience(retries=-1), "retries is -1"),
+        (lambda: TimeoutPolicy("a"), "timeout_seconds is 'a'"),  # type: ignore[arg-type]
+        (lambda: TimeoutPolicy(retries=-1), "retries is -1"),
         (lambda: ModelUser(5), "system=5"),  # type: ignore[arg-type]
         (lambda: ModelUser("x", role=None), "role=None"),  # type: ignore[arg-type]
         (lambda: ModelUser("x", max_tokens="a"), "max_tokens='a'"),  # type: ignore[arg-type]

@@ -10,9 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.simulated import SimulatedMemory
-from memsafe_rl.models.causal_lm import CausalLMAdapter
-from memsafe_rl.rollout.episodes.roles import ModelHub, ModelKey, key_of
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter
+from memsafe_rl.rollout.multi_turn.roles import ModelKey, ModelRoles, key_of
 from memsafe_rl.types import SequenceKey
 from tests.rollout.episodes.helpers import sampler
 from tests.tiny import tiny_model
@@ -26,8 +26,8 @@ def with_lora(model: Any = None, **settings: Any) -> Any:
     return get_peft_model(model or tiny_model(), config)
 
 
-def hub_of(model: Any) -> ModelHub:
-    return ModelHub(CausalLMAdapter(model, pad_token_id=0))
+def hub_of(model: Any) -> ModelRoles:
+    return ModelRoles(CausalLMAdapter(model, pad_token_id=0))
 
 
 def logits(adapter: Any) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Checkpoints: what a resumed run needs, written whole or not at all."""

@@ -1,0 +1,110 @@
+"""Writes and reads the trained weights in the form users load: transformers' or PEFT's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, load_model, save_file, save_model
+from transformers import PreTrainedModel
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.runtime.failures import is_out_of_memory
+from memsafe_rl.models.critic import Critic
+
+_ADAPTER = "default"
+_PLAIN = "model.safetensors"
+_CRITIC = "critic.safetensors"
+_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What safetensors calls types of weights."""
+
+
+def write_weights(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes a model (its adapter only, when it has one) and its tokenizer."""
+    if isinstance(model, PeftModel):
+        model.save_pretrained(folder, selected_adapters=[model.active_adapter])
+    elif isinstance(model, PreTrainedModel):
+        model.save_pretrained(folder)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(model, str(folder / _PLAIN))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def read_weights(model: Any, folder: Path) -> None:
+    """Copies saved weights into a model, in place and bit for bit."""
+    try:
+        if isinstance(model, PeftModel):
+            _read_adapter(model, folder)
+        elif isinstance(model, PreTrainedModel):
+            _read_model(model, folder)
+        else:
+            load_model(model, folder / _PLAIN)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"{str(folder)!r} does not hold the weights of this model ({str(error).splitlines()[0]}). Use the model "
+            "and peft_config it was written with."
+        ) from error
+
+
+def write_critic(critic: Critic, folder: Path) -> None:
+    """Writes a critic's weights beside those of the model."""
+    save_file({name: weight.detach().cpu().contiguous() for name, weight in critic.weights().items()}, folder / _CRITIC)
+
+
+def read_critic(critic: Critic, folder: Path) -> None:
+    """Copies a critic's saved weights into it, in place and bit for bit."""
+    try:
+        saved = load_file(folder / _CRITIC)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{str(folder)!r} does not hold the weights of a critic ({str(error).splitlines()[0]}). Use a checkpoint "
+            "of PPOTrainer."
+        ) from error
+    critic.load_weights(saved)
+
+
+def _saved_types(folder: Path) -> set[torch.dtype]:
+    """Gives the types of saved weights, which reading would convert without a word."""
+    found: set[str] = set()
+    for file in folder.glob("model*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            found |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+    return {_TYPES[name] for name in found if name in _TYPES}
+
+
+def _read_adapter(model: PeftModel, folder: Path) -> None:
+    name = model.active_adapter
+    saved = load_peft_weights(str(folder if name == _ADAPTER else folder / name), device="cpu")
+    wanted = {key: tuple(value.shape) for key, value in get_peft_model_state_dict(model, adapter_name=name).items()}
+    found = {key: tuple(value.shape) for key, value in saved.items()}
+    if wanted != found:
+        differing = sorted({key for key, _ in wanted.items() ^ found.items()})
+        raise ValueError(f"{len(differing)} weights of the adapter differ, such as {differing[0]}")
+    set_peft_model_state_dict(model, saved, adapter_name=name)
+
+
+def _read_model(model: Any, folder: Path) -> None:
+    # The config is given, for without one a default network of any size would be built.
+    saved, loading = type(model).from_pretrained(
+        folder, config=model.config, dtype=model.dtype, device_map=None, output_loading_info=True
+    )
+    differing = sorted({*loading["missing_keys"], *loading["unexpected_keys"]})
+    if differing:
+        raise ValueError(f"{len(differing)} weights differ, such as {differing[0]}")
+    types = {weight.dtype for weight in model.parameters() if weight.dtype in _TYPES.values()} ^ _saved_types(folder)
+    if types:
+        raise ValueError(f"types of weights differ: {', '.join(sorted(map(str, types)))}")
+    with torch.no_grad():
+        for (_, target), (_, source) in zip(model.named_parameters(), saved.named_parameters(), strict=True):
+            target.copy_(source)
+        stored = model.state_dict().keys()
+        for (name, target), (_, source) in zip(model.named_buffers(), saved.named_buffers(), strict=True):
+            if name in stored:  # the others were made by whoever made the model, and maybe rounded on the way
+                target.copy_(source)

@@ -1,0 +1,329 @@
+"""Episodes as a trainer plays them: environments and tools from its arguments, rewards, rollouts of many turns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.data.external_rollout import ExternalRollout, Piece
+from memsafe_rl.data.prompts import Prompts
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.rollout.multi_turn.calls import Call, Caller
+from memsafe_rl.rollout.multi_turn.chat import Chat, check_tools
+from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, Segment
+from memsafe_rl.rollout.multi_turn.lockstep import AgentDraw, Beginning, EpisodeBatch, EpisodeSettings, UserDraw, begin
+from memsafe_rl.rollout.multi_turn.protocol import Environment, Tool
+from memsafe_rl.rollout.multi_turn.tools import MethodEnvironment, ToolEnvironment, listed_tools, tool_schemas
+from memsafe_rl.types import Completion, SequenceKey
+
+EnvironmentFactory = Callable[[], Any]
+"""Makes an environment: one of this library's, or one in TRL's form."""
+
+ENVIRONMENTS = "environments"
+"""What reward functions know the environments of their completions by."""
+
+_TOKEN_LOSSES = ("bnpo", "cispo", "dapo", "sapo", "vespo")
+"""Losses whose denominator counts tokens alone."""
+
+
+class EnvironmentReward:
+    """A reward function that asks environments of one class; the others have no reward from it."""
+
+    def __init__(self, kind: type[Any], caller: Caller) -> None:
+        self.__name__ = kind.__name__
+        self._kind = kind
+        self._caller = caller
+
+    def __call__(self, /, **given: Any) -> list[float | None]:
+        """Judges every environment once."""
+        environments = given[ENVIRONMENTS]
+        rows = [row for row, environment in enumerate(environments) if type(environment) is self._kind]
+        blocking = [bool(getattr(environments[row], "blocking", False)) for row in rows]
+        calls = [Call(judge_of(environments[row]), blocks) for row, blocks in zip(rows, blocking, strict=True)]
+        rewards: list[float | None] = [None] * len(environments)
+        for row, reward in zip(rows, self._caller(calls), strict=True):
+            rewards[row] = reward
+        return rewards
+
+
+def judge_of(environment: Any) -> Any:
+    """Gives what judges an environment's episodes."""
+    if isinstance(environment, Environment):
+        return None if type(environment).reward is Environment.reward else environment.reward
+    return getattr(environment, "get_reward", None)
+
+
+@dataclass
+class _Pool:
+    """Environments of one name, made once and reset often.
+
+    Args:
+        make: makes another.
+        made: all there are.
+        used: of them, those that the present rollout has.
+    """
+
+    make: Callable[[], Environment]
+    made: list[Environment] = field(default_factory=list)
+    used: int = 0
+
+    def take(self) -> Environment:
+        """Gives one that the present rollout does not have yet."""
+        if self.used == len(self.made):
+            self.made.append(self.make())
+        self.used += 1
+        return self.made[self.used - 1]
+
+
+class EnvironmentPool:
+    """Where a run's episodes are played."""
+
+    def __init__(
+        self, config: TrainerConfig, tokenizer: Any, tools: Sequence[Tool] | None, environment_factory: Any
+    ) -> None:
+        _check_config(config)
+        self._config = config
+        self._tokenizer = tokenizer
+        self.caller = Caller()
+        self._named = isinstance(environment_factory, Mapping)
+        factories: Mapping[Any, Any] = environment_factory if self._named else {None: environment_factory}
+        _check_factories(factories, named=self._named)
+        offered = listed_tools(tools)
+        self._pools = {name: _Pool(_maker(offered, make)) for name, make in factories.items()}
+        probed = {name: pool.take() for name, pool in self._pools.items()}
+        for environment in probed.values():
+            schemas = tool_schemas(environment.tools)
+            if schemas:
+                check_tools(Chat(tokenizer, config.chat_template_kwargs), schemas)
+        kinds = {type(own): own for own in map(_own, probed.values()) if judge_of(own) is not None}
+        self.rewards = [EnvironmentReward(kind, self.caller) for kind in kinds]
+        self.has_environments = environment_factory is not None
+
+    def beside(self, functions: Any, tokenizers: Any, weights: Any) -> tuple[list[Any], list[Any] | None, Any]:
+        """Puts the rewards of environments beside the reward functions, each with the weight 1."""
+        listed = _listed(functions)
+        own = None if tokenizers is None else _listed(tokenizers)
+        if weights is not None and len(weights) == len(listed):
+            weights = [*weights, *(1.0 for _ in self.rewards)]
+        if not listed and not self.rewards:
+            raise ConfigError(
+                "There is no reward: reward_funcs is empty, and no environment has `reward` (or `get_reward` in TRL's "
+                "form). Give one of the two."
+            )
+        return [*listed, *self.rewards], None if own is None else [*own, *(None for _ in self.rewards)], weights
+
+    def begin(
+        self, prompts: Prompts, rows: Mapping[int, SequenceKey], group_size: int, table: EpisodeSettings
+    ) -> EpisodeBatch:
+        """Resets an environment for each row; nothing is drawn."""
+        for pool in self._pools.values():
+            pool.used = 0
+        beginnings = []
+        for row, key in rows.items():
+            prompt = prompts.prompts[row // group_size]
+            example = dict(prompts.examples[row // group_size])
+            environment = self._environment(example)
+            if prompt == PLACEHOLDER:
+                example.pop("prompt", None)
+                prompt = prompt if isinstance(environment, MethodEnvironment) else None
+            beginnings.append(Beginning(key, example, prompt, environment))
+        return begin(beginnings, table)
+
+    def table(
+        self, agent: AgentDraw, user: UserDraw, *, completion_tokens: int, context_tokens: int | None
+    ) -> EpisodeSettings:
+        """Gives what episodes are played with."""
+        limits = EpisodeLimits(
+            completion_tokens=completion_tokens,
+            turn_tokens=self._config.max_turn_length,
+            turns=self._config.max_episode_turns,
+            tool_rounds=self._config.max_tool_calling_iterations,
+            context_tokens=context_tokens,
+        )
+        return EpisodeSettings(
+            self._tokenizer, limits, agent, user, self.caller, self._config.chat_template_kwargs, context_tokens
+        )
+
+    def given(self, episodes: Sequence[Episode], *, external: bool) -> ExternalRollout:
+        """Turns episodes into what the trainer learns from and reward functions see."""
+        if any(len(episode.segments) > 1 for episode in episodes):
+            self._check_loss()
+        with host_memory():
+            whole = [_joined(episode.segments) for episode in episodes]
+        own = {ENVIRONMENTS: [_own(episode.environment) for episode in episodes]} if self.has_environments else {}
+        return ExternalRollout(
+            conditions=[piece.condition for piece in whole],
+            completions=[piece.completion for piece in whole],
+            masks=[piece.mask for piece in whole],
+            extra=own,
+            external=external,
+            pieces=[tuple(_piece(segment) for segment in episode.segments) for episode in episodes],
+            prompts=[_seen(episode.prompt, episode) for episode in episodes],
+            texts=[_seen(episode.messages, episode) for episode in episodes],
+            facts=episode_metrics(episodes),
+        )
+
+    def close(self) -> None:
+        """Ends the threads in which environments were called."""
+        self.caller.close()
+
+    def _environment(self, example: dict[str, Any]) -> Environment:
+        name = example.pop("environment", None) if self._named else None
+        if name not in self._pools:
+            raise DataError(
+                f"an example has environment={name!r}, but environment_factory has "
+                f"{', '.join(map(repr, self._pools))}. Give every example the name of one of them in the "
+                "column 'environment'."
+            )
+        return self._pools[name].take()
+
+    def _check_loss(self) -> None:
+        settings = self._config.loss_settings()
+        if settings.loss_type in _TOKEN_LOSSES and settings.importance_sampling_level == "token":
+            return
+        raise ConfigError(
+            "An episode became several sequences, for the chat template changes what was said before once more is said "
+            f"(templates that drop earlier thinking do). loss_type {settings.loss_type!r} with "
+            f"importance_sampling_level {settings.importance_sampling_level!r} would count each as a completion of its "
+            "own. Set loss_type='dapo' and importance_sampling_level='token', or set processing_class.chat_template to "
+            "one that keeps what was said."
+        )
+
+
+PLACEHOLDER: list[dict[str, str]] = [{"role": "user", "content": ""}]
+"""Prompt of datasets that have none, as in TRL: their environments give it."""
+
+
+def with_prompts(config: TrainerConfig, dataset: Any, stage: EnvironmentPool, *, evaluates: bool = False) -> Any:
+    """Fills in the prompts of a dataset that leaves them to its environments, as TRL does."""
+    if not stage.has_environments or (evaluates and dataset is None):
+        return dataset
+    if dataset is None:
+        if config.max_steps <= 0:
+            raise ConfigError(
+                "max_steps is -1 but there is no train_dataset: environments give tasks without end. Set max_steps."
+            )
+        return Dataset.from_dict({"prompt": [PLACEHOLDER] * config.prompts_per_rollout})
+    if isinstance(dataset, Mapping):
+        return {name: with_prompts(config, part, stage) for name, part in dataset.items()}
+    if isinstance(dataset, Dataset) and "prompt" not in dataset.column_names and len(dataset):
+        return dataset.add_column("prompt", [PLACEHOLDER] * len(dataset))
+    return dataset
+
+
+def environment_pool_for(
+    config: TrainerConfig, tokenizer: Any, tools: Any, environment_factory: Any
+) -> EnvironmentPool | None:
+    """Gives the stage of a run that has one."""
+    if not tools and environment_factory is None:
+        return None
+    return EnvironmentPool(config, tokenizer, tools, environment_factory)
+
+
+def drawn_by_limit(
+    draw: Callable[[list[Tensor], list[list[SequenceKey]], int], list[Completion]],
+    prompts: Sequence[Tensor],
+    keys: Sequence[Sequence[SequenceKey]],
+    limits: Sequence[int],
+) -> list[Completion]:
+    """Draws turns by an engine that has one longest length a call: one call for each there is."""
+    found: dict[int, list[Completion]] = {}
+    for limit in sorted(set(limits)):
+        places = [place for place, own in enumerate(limits) if own == limit]
+        drawn = iter(draw([prompts[place] for place in places], [list(keys[place]) for place in places], limit))
+        found |= {place: [next(drawn) for _ in keys[place]] for place in places}
+    return [completion for place in range(len(prompts)) for completion in found[place]]
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Says how a rollout's episodes went; TRL's names where it has them."""
+    count, calls = len(episodes), sum(episode.tool_calls for episode in episodes)
+    endings = Counter(episode.ending for episode in episodes)
+    turns = sum(episode.turns for episode in episodes)
+    return {
+        "tools/call_frequency": calls / count,
+        "tools/failure_frequency": sum(episode.tool_failures for episode in episodes) / max(1, calls),
+        "tools/malformed_frequency": sum(episode.malformed for episode in episodes) / max(1, turns),
+        "episodes/mean_turns": turns / count,
+        "episodes/sequences": sum(len(episode.segments) for episode in episodes) / count,
+        "episodes/no_room": endings[Ending.CONTEXT] / count,
+        "episodes/out_of_turns": endings[Ending.TURNS] / count,
+    }
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _check_config(config: TrainerConfig) -> None:
+    if config.partial_rollout_tokens is not None:
+        raise ConfigError(
+            f"partial_rollout_tokens is {config.partial_rollout_tokens} with tools or environments, whose episodes are "
+            "played to their ends. Leave one of the two out."
+        )
+
+
+def _check_factories(factories: Mapping[Any, Any], *, named: bool) -> None:
+    if not factories:
+        raise ConfigError("environment_factory is an empty mapping. Give it an environment's class by name.")
+    for name, make in factories.items():
+        if callable(make) or (make is None and not named):
+            continue
+        place = f"environment_factory[{name!r}]" if named else "environment_factory"
+        raise ConfigError(
+            f"{place} is {make!r:.100}, which cannot be called: it is of the type {type(make).__name__}. Give the "
+            "environment's class, or a function that makes a new instance at every call."
+        )
+
+
+def _maker(tools: Sequence[Tool], make: EnvironmentFactory | None) -> Callable[[], Environment]:
+    def made() -> Environment:
+        instance = None if make is None else make()
+        if not isinstance(instance, Environment):
+            return ToolEnvironment(tools) if make is None else MethodEnvironment(instance, tools)
+        if tools:
+            raise ConfigError(
+                f"tools are given beside {type(instance).__name__}, which answers tool calls itself. Add them to its "
+                "`tools`, and call them in its `step`."
+            )
+        return instance
+
+    return made
+
+
+def _own(environment: Environment) -> Any:
+    """The environment as the user made it."""
+    return environment.instance if isinstance(environment, MethodEnvironment) else environment
+
+
+def _piece(segment: Segment) -> Piece:
+    return Piece(segment.condition, segment.completion, segment.mask)
+
+
+def _joined(segments: Sequence[Segment]) -> Piece:
+    """Lays an episode's sequences end to end, as one for counts and reward functions."""
+    if len(segments) == 1:
+        return _piece(segments[0])
+    parts = [segment.completion for segment in segments]
+    logprobs = torch.cat([part.logprobs for part in parts])
+    own = torch.cat([part.model_logprobs for part in parts])
+    ids, ties = torch.cat([part.ids for part in parts]), sum(part.ties for part in parts)
+    completion = Completion(ids, logprobs, own, parts[-1].finished, ties)
+    return Piece(segments[0].condition, completion, torch.cat([segment.mask for segment in segments]))
+
+
+def _seen(messages: Sequence[Mapping[str, Any]], episode: Episode) -> Any:
+    """Messages as reward functions see them: a text where the row's prompt is one."""
+    if isinstance(episode.example.get("prompt"), str):
+        return "".join(message["content"] for message in messages)
+    return [dict(message) for message in messages]

@@ -1,0 +1,142 @@
+"""Rollouts that a user's function draws, read with care: what is wrong with one is said by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.errors import DataError
+from memsafe_rl.memory.runtime.failures import is_out_of_memory
+from memsafe_rl.types import Completion, ModelGeometry
+
+RolloutFunction = Callable[[list[Any], Any], dict[str, Any]]
+"""Called with prompts (each repeated for its group) and the trainer; gives "prompt_ids", "completion_ids", "logprobs",
+optionally "env_mask", and anything else for the reward functions; one entry a prompt."""
+
+_NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One of the sequences that a completion consists of.
+
+    Args:
+        condition: (length,) int64, what it follows.
+        completion: its tokens.
+        mask: (T,) uint8, 1 where the model itself chose the token.
+    """
+
+    condition: Tensor
+    completion: Completion
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class ExternalRollout:
+    """Completions of some rows, whoever drew them.
+
+    Args:
+        conditions: prompt ids of each row, (length,) int64.
+        completions: one a row.
+        masks: per row, 1 where the model itself chose the token, uint8; None when it chose all.
+        extra: further columns for the reward functions.
+        external: whether the sampler's own log-probs came with them.
+        pieces: the sequences that each completion is learnt from; None where each is one.
+        prompts: per row, what the reward functions see of the prompt; None for the dataset's.
+        texts: per row, what the reward functions see of the completion; None for its tokens as text.
+        facts: what is logged of how they were drawn.
+    """
+
+    conditions: list[Tensor]
+    completions: list[Completion]
+    masks: list[Tensor] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    external: bool = False
+    pieces: list[tuple[Piece, ...]] | None = None
+    prompts: list[Any] | None = None
+    texts: list[Any] | None = None
+    facts: dict[str, float] = field(default_factory=dict)
+
+
+def read_rollout(output: Any, *, rows: int, vocab_size: int, ends: Collection[int]) -> ExternalRollout:
+    """Reads what a `rollout_func` returned."""
+    if not isinstance(output, Mapping):
+        raise DataError(f"rollout_func returned {type(output).__name__}. Return a dict with {', '.join(_NEEDED)}.")
+    extra = dict(output)
+    missing = sorted(set(_NEEDED) - extra.keys())
+    if missing:
+        raise DataError(f"rollout_func returned no {missing}. It must return them, one entry a prompt.")
+    prompts, completions, logprobs = (extra.pop(name) for name in _NEEDED)
+    masks = extra.pop("env_mask", None)
+    for name, values in zip((*_NEEDED, "env_mask"), (prompts, completions, logprobs, masks), strict=True):
+        if values is not None and len(values) != rows:
+            raise DataError(f"rollout_func returned {len(values)} {name} for {rows} prompts. Return one entry each.")
+    ids = [_ids("completion_ids", row, tokens, vocab_size) for row, tokens in enumerate(completions)]
+    scores = [_logprobs(row, None if logprobs is None else logprobs[row], len(ids[row])) for row in range(rows)]
+    drawn = [
+        Completion(tokens, known, known, finished=int(tokens[-1]) in ends)
+        for tokens, known in zip(ids, scores, strict=True)
+    ]
+    return ExternalRollout(
+        conditions=[_ids("prompt_ids", row, tokens, vocab_size) for row, tokens in enumerate(prompts)],
+        completions=drawn,
+        masks=None if masks is None else [_mask(row, mask, len(ids[row])) for row, mask in enumerate(masks)],
+        extra=extra,
+        external=logprobs is not None,
+    )
+
+
+def check_contexts(given: ExternalRollout, readers: Mapping[str, ModelGeometry]) -> None:
+    """Refuses rows that do not fit the context of a network that is to read them."""
+    for whose, geometry in readers.items():
+        for row, (prompt, completion) in enumerate(zip(given.conditions, given.completions, strict=True)):
+            room = geometry.room_for_prompt(len(completion.ids))
+            if room is not None and (room <= 0 or len(prompt) > room):
+                raise DataError(
+                    f"rollout_func's row {row} has a prompt of {len(prompt)} and a completion of {len(completion.ids)} "
+                    f"tokens, but the {whose}'s context is {geometry.max_positions} tokens. Return shorter rows."
+                )
+
+
+def _ids(name: str, row: int, tokens: Sequence[int], vocab_size: int) -> Tensor:
+    try:
+        ids = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise DataError(f"rollout_func's {name}[{row}] is no list of token ids: {tokens!r}.") from None
+    if ids.ndim != 1 or len(ids) == 0 or ids.is_floating_point():
+        raise DataError(
+            f"rollout_func's {name}[{row}] must be a list of at least one token id (for an empty completion, the eos "
+            f"token); it has shape {tuple(ids.shape)} and type {ids.dtype}."
+        )
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise DataError(
+            f"rollout_func's {name}[{row}] holds the id {int(ids.max())}; ids lie from 0 to {vocab_size - 1}. Use the "
+            "tokenizer of this model."
+        )
+    return ids.to(dtype=torch.int64, device="cpu")
+
+
+def _logprobs(row: int, values: Sequence[float | None] | None, length: int) -> Tensor:
+    known = [None] * length if values is None else list(values)
+    if len(known) != length or any(isinstance(value, (list, tuple)) for value in known):
+        raise DataError(
+            f"rollout_func's logprobs[{row}] must hold one number (or None) for each of {length} tokens; it has "
+            f"{len(known)} entries, such as {known[:1]}."
+        )
+    return torch.tensor([float("nan") if value is None else float(value) for value in known], dtype=torch.float32)
+
+
+def _mask(row: int, values: Sequence[int], length: int) -> Tensor:
+    entries = [float(value) for value in values]
+    if len(entries) != length or any(value not in (0.0, 1.0) for value in entries):
+        raise DataError(
+            f"rollout_func's env_mask[{row}] must hold 0 or 1 for each of {length} tokens; it has {len(entries)} "
+            f"entries: {entries[:8]}."
+        )
+    return torch.tensor(entries, dtype=torch.uint8)

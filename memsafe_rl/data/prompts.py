@@ -1,0 +1,318 @@
+"""Prompts: read by position from a dataset, checked and turned into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from datasets import Dataset, Image, IterableDataset
+from jinja2 import TemplateError
+from rich.progress import track
+from torch import Tensor
+
+from memsafe_rl.data.order import prompt_order
+from memsafe_rl.errors import DataError
+
+_TOKENIZE_BATCH = 512
+_SHOW_PROGRESS_FROM = 20_000
+"""Prompts whose tokenization takes over two seconds."""
+
+
+class PromptSource(Protocol):
+    """A dataset read by position; positions count the prompts consumed since the run began."""
+
+    @property
+    def prompts_per_epoch(self) -> int | None:
+        """Prompts of one pass over the dataset; None for a stream of unknown length."""
+
+    def take(self, position: int, count: int) -> list[dict[str, Any]]:
+        """Gives `count` examples from `position` on."""
+
+
+class IndexedPrompts:
+    """A map-style dataset, reshuffled each epoch as a pure function of the seed."""
+
+    def __init__(
+        self, examples: Sequence[dict[str, Any]], *, batch: int, seed: int, shuffle: bool, keep: Sequence[int] | None
+    ) -> None:
+        self._examples = examples
+        self._keep = list(range(len(examples))) if keep is None else list(keep)
+        if len(self._keep) < batch:
+            raise DataError(
+                f"train_dataset has {len(self._keep)} usable prompts but one rollout takes {batch}. Add prompts, or "
+                "lower per_device_train_batch_size or gradient_accumulation_steps, or raise num_generations."
+            )
+        self.prompts_per_epoch = len(self._keep) // batch * batch
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def take(self, position: int, count: int) -> list[dict[str, Any]]:
+        """Gives `count` examples from `position` on, across epochs if need be."""
+        return [self._examples[self._index(place)] for place in range(position, position + count)]
+
+    def _index(self, position: int) -> int:
+        epoch, place = divmod(position, self.prompts_per_epoch)
+        if self._order[0] != epoch:
+            self._order = (epoch, prompt_order(len(self._keep), self._seed, epoch, shuffle=self._shuffle))
+        return self._keep[self._order[1][place]]
+
+
+class StreamedPrompts:
+    """An iterable dataset; a position behind or ahead of the stream is reached by reading it again from the start."""
+
+    prompts_per_epoch = None
+
+    def __init__(self, examples: Iterable[dict[str, Any]]) -> None:
+        self._examples = examples
+        self._iterator: Iterator[dict[str, Any]] = iter(())
+        self._position = -1
+
+    def take(self, position: int, count: int) -> list[dict[str, Any]]:
+        """Gives `count` examples from `position` on; the stream starts over when it ends."""
+        if position != self._position:
+            self._iterator = self._endless()
+            next(islice(self._iterator, position, position), None)
+        self._position = -1  # until all are there: a stream that raised half way is read again from the start
+        taken = list(islice(self._iterator, count))
+        self._position = position + count
+        return taken
+
+    def _endless(self) -> Iterator[dict[str, Any]]:
+        while True:
+            empty = True
+            for example in self._examples:
+                empty = False
+                yield dict(example)
+            if empty:
+                raise DataError("train_dataset yields no examples. Pass a dataset with a 'prompt' column.")
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of one rollout.
+
+    Args:
+        examples: the dataset's rows.
+        prompts: what the reward functions see: text, or a list of messages.
+        ids: token ids of each prompt, (length,) int64.
+    """
+
+    examples: tuple[dict[str, Any], ...]
+    prompts: tuple[Any, ...]
+    ids: tuple[Tensor, ...]
+
+
+class PromptReader(Protocol):
+    """Turns prompts into what a network is conditioned on.
+
+    Attributes:
+        limit: longest prompt, in tokens; None for no limit.
+        why_limited: what the limit comes from, as the end of a sentence about prompts over it.
+    """
+
+    limit: int | None
+    why_limited: str
+
+    def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Gives the tokens of prompts, without a limit; their number is what counts.
+
+        Args:
+            prompts: of one kind.
+
+        Returns:
+            Token ids of each.
+        """
+
+    def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:
+        """Reads the prompts of some examples.
+
+        Args:
+            examples: rows of the dataset.
+
+        Returns:
+            The prompts.
+        """
+
+
+class PromptTokenizer:
+    """Turns plain or conversational prompts into token ids."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        template_kwargs: Mapping[str, Any] | None,
+        limit: int | None,
+        truncate: bool,
+        vocab_size: int | None = None,
+        why_limited: str = "the limit",
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._template_kwargs = dict(template_kwargs or {})
+        self.limit = limit
+        self.why_limited = why_limited
+        self._truncate = truncate
+
+    def bound(self, limit: int | None, why: str) -> None:
+        """Lowers the limit."""
+        if limit is not None and (self.limit is None or limit < self.limit):
+            self.limit, self.why_limited = limit, why
+
+    def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Tokenizes prompts as they are, without a limit."""
+        if not prompts:
+            return []
+        _check_kind(prompts)
+        if isinstance(prompts[0], str):
+            ids = self._tokenizer(text=list(prompts))["input_ids"]
+        else:
+            ids = self._templated(prompts)
+        for prompt, row in zip(prompts, ids, strict=True):
+            if not row:
+                raise DataError(f"prompt {prompt!r} has no tokens. Remove empty prompts from the dataset.")
+            if self._vocab_size is not None and max(row) >= self._vocab_size:
+                raise DataError(
+                    f"prompt {prompt!r:.100} has token id {max(row)}, but the model knows {self._vocab_size} tokens."
+                    " Pass the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
+                )
+        return [list(row) for row in ids]
+
+    def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:
+        """Tokenizes the prompts of some examples."""
+        prompts = [prompt_of(example) for example in examples]
+        rows = self.ids(prompts)
+        if self.limit is not None:
+            longest = max(len(row) for row in rows)
+            if longest > self.limit and not self._truncate:
+                raise DataError(overlong_message(longest, self, 1))
+            rows = [row[-self.limit :] for row in rows]
+        ids = tuple(torch.tensor(row, dtype=torch.int64) for row in rows)
+        return Prompts(tuple(examples), tuple(prompts), ids)
+
+    def _templated(self, prompts: Sequence[Any]) -> list[list[int]]:
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            raise DataError(
+                "the prompts are conversations but the tokenizer has no chat template. Set "
+                "processing_class.chat_template, or pass prompts as plain text."
+            )
+        try:
+            return self._rendered(prompts)
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            if len(prompts) == 1:
+                raise DataError(
+                    f"the chat template cannot render prompt {prompts[0]!r:.300} ({error}). Give every message a "
+                    "'role' and a text 'content', and chat_template_kwargs what the template asks for."
+                ) from error
+            return [row for prompt in prompts for row in self._templated([prompt])]
+
+    def _rendered(self, prompts: Sequence[Any]) -> list[list[int]]:
+        rendered = self._tokenizer.apply_chat_template(
+            list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True, **self._template_kwargs
+        )
+        return list(rendered["input_ids"])
+
+
+def check_dataset(dataset: Any, name: str) -> Dataset | IterableDataset:
+    """Refuses what is no dataset of text prompts, by its form and its columns; no row of a stream is read."""
+    if isinstance(dataset, (list, tuple)):
+        dataset = _from_rows(dataset, name)
+    if isinstance(dataset, Mapping):
+        splits = ", ".join(repr(str(split)) for split in dataset)
+        raise DataError(
+            f"{name} is a {type(dataset).__name__} of {splits or 'nothing'}. Pass one of its datasets, such as "
+            f"{name}=data[{str(next(iter(dataset), 'train'))!r}]."
+        )
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        raise DataError(
+            f"{name} is {dataset!r:.100} ({type(dataset).__name__}). Pass a datasets.Dataset or IterableDataset with a "
+            "'prompt' column, or a list of dicts with that key."
+        )
+    for column, feature in (dataset.features or dict.fromkeys(dataset.column_names or ())).items():
+        kind = getattr(feature, "feature", feature)
+        if column in ("image", "images") or isinstance(kind, Image):
+            raise DataError(
+                f"{name} has a column {column!r}, but images are not supported yet: prompts are text. Remove the "
+                f"column with {name}.remove_columns({column!r}) if the prompts do without it."
+            )
+    return dataset
+
+
+def _from_rows(rows: Sequence[Any], name: str) -> Dataset:
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"{name}[{index}] is {row!r:.100} ({type(row).__name__}). Write each example as a dict with the key "
+                "'prompt'."
+            )
+        if row.keys() != rows[0].keys():
+            raise DataError(
+                f"{name}[{index}] has the keys {sorted(map(str, row))} and {name}[0] has "
+                f"{sorted(map(str, rows[0]))}. Give every example the same keys."
+            )
+    try:
+        return Dataset.from_list([dict(row) for row in rows])
+    except (TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"{name} is a list whose values differ in kind ({reason}). Give a key one kind of value."
+        ) from (error)
+
+
+def prompt_of(example: Mapping[str, Any]) -> Any:
+    """Gives an example's prompt."""
+    if "prompt" not in example:
+        raise DataError(f"an example has the columns {sorted(example)} but no 'prompt'. Rename or add that column.")
+    return example["prompt"]
+
+
+def usable_prompts(examples: Any, tokenizer: PromptReader, *, overlong: str, name: str = "train_dataset") -> list[int]:
+    """Checks every prompt of a map-style dataset before any weight is loaded."""
+    if len(examples) == 0:
+        raise DataError(f"{name} is empty. Pass at least one example with a 'prompt' column.")
+    prompt_of(examples[0])
+    lengths: list[int] = []
+    starts: Iterable[int] = range(0, len(examples), _TOKENIZE_BATCH)
+    if len(examples) >= _SHOW_PROGRESS_FROM:
+        starts = track(starts, description="Reading prompts", transient=True)
+    for start in starts:
+        lengths += [len(row) for row in tokenizer.ids(examples[start : start + _TOKENIZE_BATCH]["prompt"])]
+    limit = tokenizer.limit
+    over = [] if limit is None else [index for index, length in enumerate(lengths) if length > limit]
+    if over and overlong == "error":
+        raise DataError(overlong_message(max(lengths), tokenizer, len(over)))
+    dropped = set(over) if overlong == "filter" else set()
+    return [index for index in range(len(lengths)) if index not in dropped]
+
+
+def overlong_message(longest: int, reader: PromptReader, count: int) -> str:
+    """Writes the error for prompts over a reader's limit."""
+    return (
+        f"{count} prompt(s) are longer than {reader.limit} tokens (the longest has {longest}), {reader.why_limited}. "
+        "Set overlong_prompts to 'filter' or 'truncate', or change that."
+    )
+
+
+def _check_kind(prompts: Sequence[Any]) -> None:
+    conversational = not isinstance(prompts[0], str)
+    for prompt in prompts:
+        is_messages = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+        if not isinstance(prompt, str) and not (is_messages and all(isinstance(turn, Mapping) for turn in prompt)):
+            raise DataError(f"prompt {prompt!r} is neither text nor a list of messages with 'role' and 'content'.")
+        if is_messages and not prompt:
+            raise DataError("prompt [] is a conversation without messages. Remove empty prompts from the dataset.")
+        if is_messages and any(_shows_image(turn) for turn in prompt):
+            raise DataError(f"prompt {prompt!r:.100} holds an image, but images are not supported yet. Use text alone.")
+        if is_messages != conversational:
+            raise DataError(
+                f"prompt {prompt!r} is not of the same kind as the first one. Use text or messages for all."
+            )
+
+
+def _shows_image(turn: Mapping[str, Any]) -> bool:
+    parts = turn.get("content")
+    return isinstance(parts, list) and any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)

@@ -1,0 +1,561 @@
+"""Checks an environment for what costs memory, time or a run before the first step; pure, so that tests need no GPU."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.units import format_bytes, parse_bytes
+
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Names that PyTorch reads, in the order in which it does."""
+
+_TRUTH, _SIZE, _SHARE, _WORD, _ANY = "True or False", "whole MB of 20 or more", "a share between 0 and 1", "", "a value"
+_WHOLE_SHARE = "a share between 0 and 1, or 1"
+ALLOCATOR_KEYS: Mapping[str, str] = {
+    "backend": _WORD,
+    "expandable_segments": _TRUTH,
+    "garbage_collection_threshold": _SHARE,
+    "graph_capture_record_stream_reuse": _TRUTH,
+    "large_segment_size_mb": _ANY,
+    "max_non_split_rounding_mb": _SIZE,
+    "max_split_size_mb": _SIZE,
+    "per_process_memory_fraction": _WHOLE_SHARE,
+    "pinned_max_cached_size_mb": _ANY,
+    "pinned_max_round_threshold_mb": _ANY,
+    "pinned_num_register_threads": _ANY,
+    "pinned_reserve_segment_size_mb": _ANY,
+    "pinned_use_background_threads": _TRUTH,
+    "pinned_use_cuda_host_register": _TRUTH,
+    "pinned_use_hip_host_register": _TRUTH,
+    "release_lock_on_cudamalloc": _TRUTH,
+    "release_lock_on_hipmalloc": _TRUTH,
+    "roundup_power2_divisions": _ANY,
+    "throw_on_cudamalloc_oom": _TRUTH,
+}
+"""Settings that PyTorch 2.13 knows inside such a variable, each with the values it takes."""
+
+_LEAST_SPLIT_MB = 20
+_BACKENDS = ("native", "cudaMallocAsync")
+_NATIVE_ONLY = ("max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold", "expandable_segments")
+
+_BRINGS_TORCH = (
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "bitsandbytes",
+    "memsafe_rl",
+    "vllm",
+    "deepspeed",
+)
+_LARGE_SHARE = 0.02
+"""Share of a card above which another process on it is worth a word."""
+
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_REMOVE = "Remove it from the environment."
+
+
+class Severity(StrEnum):
+    """How much a finding matters."""
+
+    ERROR = "error"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong.
+
+    Args:
+        code: short name, for programs.
+        severity: whether a run fails or is another one (error), or is worse than it could be (warning).
+        what: what is wrong, with the value.
+        where: variable, file and key, or package.
+        why: why it hurts.
+        remedy: what to do.
+    """
+
+    code: str
+    severity: Severity
+    what: str
+    where: str
+    why: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU as the driver reports it.
+
+    Args:
+        name: such as ``NVIDIA H100``.
+        total_bytes: int, bytes.
+        free_bytes: int, bytes.
+        others: bytes by process number, other than this process.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    others: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is known of a machine and its software.
+
+    Args:
+        variables: the environment variables.
+        versions: installed versions by package, None for a package that is not installed.
+        requirements: what this library asks for, as in its pyproject.
+        optional: what it asks for where a feature is used.
+        backend: what PyTorch is built for: ``cuda``, ``hip``, ``xpu``, ``mps`` or ``cpu``.
+        usable_gpus: int, GPUs that PyTorch can use.
+        cards: GPUs as the driver reports them; empty without a driver.
+        cores: int, cores that this process may use.
+        host_bytes: int, bytes of RAM.
+        host_free_bytes: int, bytes of RAM that are available.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    requirements: Sequence[str] = ()
+    optional: Sequence[str] = ()
+    backend: str = "cpu"
+    usable_gpus: int = 0
+    cards: tuple[Card, ...] = ()
+    cores: int = 1
+    host_bytes: int = 0
+    host_free_bytes: int = 0
+
+
+def check_environment(environment: Environment) -> tuple[Finding, ...]:
+    """Checks a machine and its software."""
+    return in_order(
+        (
+            *check_versions(environment),
+            *check_allocator(environment),
+            *check_devices(environment),
+            *check_threads(environment),
+        )
+    )
+
+
+def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Sorts findings: errors first, otherwise as they are."""
+    return tuple(sorted(findings, key=lambda finding: finding.severity is not Severity.ERROR))
+
+
+def check_versions(environment: Environment) -> Iterator[Finding]:
+    """Checks installed versions against the bounds of this library."""
+    for written in (*environment.requirements, *environment.optional):
+        requirement = Requirement(written)
+        installed = environment.versions.get(requirement.name)
+        needed = written in environment.requirements
+        if installed is None and needed:
+            yield Finding(
+                "package-missing",
+                Severity.ERROR,
+                f"{requirement.name} is not installed",
+                requirement.name,
+                "The library needs it.",
+                f"pip install '{requirement.name}{requirement.specifier}'",
+            )
+        elif installed is not None and not requirement.specifier.contains(installed, prereleases=True):
+            yield Finding(
+                "version",
+                Severity.ERROR if needed else Severity.WARNING,
+                f"{requirement.name} {installed} is installed, {requirement.specifier} is needed",
+                requirement.name,
+                "Neither equality nor memory was tested with that version.",
+                f"pip install '{requirement.name}{requirement.specifier}'",
+            )
+
+
+def check_allocator(environment: Environment) -> Iterator[Finding]:
+    """Checks the variables of PyTorch's allocator: names, settings inside, and contradictions."""
+    variables = environment.variables
+    for name in sorted(variables):
+        yield from _wrong_name(name, environment.backend)
+    given = [name for name in ALLOCATOR_VARIABLES if variables.get(name, "").strip()]
+    for name in given:
+        yield from check_settings(name, variables[name])
+    if len({"".join(variables[name].split()) for name in given}) > 1:
+        yield Finding(
+            "allocator-two-names",
+            Severity.WARNING,
+            f"{' and '.join(given)} say different things",
+            given[0],
+            f"PyTorch reads {given[0]} first; what {given[1]} says is lost.",
+            f"Keep one of them: unset {given[1]}.",
+        )
+    if variables.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0"):
+        yield Finding(
+            "allocator-off",
+            Severity.WARNING,
+            "PYTORCH_NO_CUDA_MEMORY_CACHING is set",
+            "PYTORCH_NO_CUDA_MEMORY_CACHING",
+            "Every tensor asks the driver anew, which is many times slower, and memory statistics stay at zero.",
+            _REMOVE,
+        )
+    settings = {key: value for name in reversed(given) for key, value in allocator_settings(variables[name])}
+    uses_cuda = environment.backend in ("cuda", "hip") and (environment.usable_gpus or environment.cards)
+    if uses_cuda and settings.get("expandable_segments") != "True" and settings.get("backend") != "cudaMallocAsync":
+        yield Finding(
+            "segments-fixed",
+            Severity.WARNING,
+            "expandable segments are off",
+            given[0] if given else ALLOCATOR_VARIABLES[0],
+            "Tensors of ever new sizes, as completions are, strand memory in pieces that are each too small.",
+            f"export {given[0] if given else ALLOCATOR_VARIABLES[0]}=expandable_segments:True, before the start.",
+        )
+
+
+def _wrong_name(name: str, backend: str) -> Iterator[Finding]:
+    if name == "PYTORCH_HIP_ALLOC_CONF" and backend == "cuda":
+        yield Finding(
+            "allocator-other-backend",
+            Severity.WARNING,
+            "PYTORCH_HIP_ALLOC_CONF is set for a PyTorch that is built for CUDA",
+            name,
+            "It is read for AMD's cards only.",
+            "Name it PYTORCH_CUDA_ALLOC_CONF.",
+        )
+    if name in ALLOCATOR_VARIABLES or not re.search(r"ALLOC\w*_?CONF", name, re.IGNORECASE):
+        return
+    if not re.search(r"TORCH|CUDA|HIP", name, re.IGNORECASE):
+        return
+    meant = difflib.get_close_matches(name.upper(), ALLOCATOR_VARIABLES, n=1, cutoff=0.0)[0]
+    yield Finding(
+        "allocator-name",
+        Severity.ERROR,
+        f"{name} is no variable that PyTorch reads",
+        name,
+        "What it says has no effect, and nothing tells so.",
+        f"Name it {meant}.",
+    )
+
+
+def allocator_settings(text: str) -> list[tuple[str, str]]:
+    """Splits the text of an allocator variable into settings."""
+    parts = re.split(r",(?![^\[]*\])", "".join(text.split()))
+    return [(key, value) for key, _, value in (part.partition(":") for part in parts if part)]
+
+
+def check_settings(name: str, text: str) -> Iterator[Finding]:
+    """Checks what an allocator variable says."""
+    settings = allocator_settings(text)
+    for key, value in settings:
+        yield from _setting(name, key, value)
+    keys = [key for key, _ in settings]
+    for key in sorted({key for key in keys if len({value for known, value in settings if known == key}) > 1}):
+        yield Finding(
+            "allocator-contradiction",
+            Severity.ERROR,
+            f"{key} stands in {name} with different values",
+            name,
+            "The last one counts, whatever was meant.",
+            f"Write {key} once.",
+        )
+    ignored = [key for key in keys if key in _NATIVE_ONLY]
+    if ("backend", "cudaMallocAsync") in settings and ignored:
+        yield Finding(
+            "allocator-contradiction",
+            Severity.WARNING,
+            f"backend:cudaMallocAsync stands beside {', '.join(ignored)}",
+            name,
+            "That backend ignores them; it is the driver's own allocator.",
+            "Remove backend:cudaMallocAsync, or the others.",
+        )
+
+
+def _setting(name: str, key: str, value: str) -> Iterator[Finding]:
+    if key not in ALLOCATOR_KEYS:
+        equals = "=" in key
+        near = difflib.get_close_matches(key.partition("=")[0], list(ALLOCATOR_KEYS), n=1, cutoff=0.5)
+        yield Finding(
+            "allocator-key",
+            Severity.ERROR,
+            f"{name} has {key!r}, which is no setting of PyTorch's allocator",
+            name,
+            "PyTorch refuses it when it first uses a GPU, or passes over it in silence.",
+            "Write settings as key:value, with a colon."
+            if equals
+            else f"Write {near[0]}."
+            if near
+            else f"Remove {key}.",
+        )
+        return
+    takes = ALLOCATOR_KEYS[key]
+    if not _fits(takes, value):
+        yield Finding(
+            "allocator-value",
+            Severity.ERROR,
+            f"{key} is {value!r} in {name}",
+            name,
+            "PyTorch ends with an error when it first uses a GPU.",
+            f"Write {takes or ' or '.join(_BACKENDS)}.",
+        )
+
+
+def _fits(takes: str, value: str) -> bool:
+    if takes == _TRUTH:
+        return value in ("True", "False")
+    if takes == _SIZE:
+        return value.isdigit() and int(value) >= _LEAST_SPLIT_MB
+    if takes in (_SHARE, _WHOLE_SHARE):
+        return _is_share(value) or (takes == _WHOLE_SHARE and value in ("1", "1.0"))
+    return value in _BACKENDS if takes == _WORD else value != ""
+
+
+def _is_share(value: str) -> bool:
+    try:
+        return 0 < float(value) < 1
+    except ValueError:
+        return False
+
+
+def check_devices(environment: Environment) -> Iterator[Finding]:
+    """Checks the cards: others on them, a PyTorch that cannot use them, and which of them are visible."""
+    for number, card in enumerate(environment.cards):
+        held = sum(size for _, size in card.others)
+        used = card.total_bytes - card.free_bytes
+        if card.others and max(held, used) >= _LARGE_SHARE * card.total_bytes:
+            listed = ", ".join(f"{process} ({format_bytes(size)})" for process, size in card.others)
+            yield Finding(
+                "card-shared",
+                Severity.WARNING,
+                f"other processes are on the card: {listed}; {format_bytes(card.free_bytes)} of "
+                f"{format_bytes(card.total_bytes)} are free",
+                f"GPU {number} ({card.name})",
+                "What they take later is missing in the middle of a step.",
+                "End them, choose another card with CUDA_VISIBLE_DEVICES, or set memory_budget to what is left.",
+            )
+    hidden = environment.variables.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None:
+        yield from _visible(hidden, len(environment.cards))
+    if environment.cards and not environment.usable_gpus and hidden not in ("", "-1"):
+        built = "for the CPU only" if environment.backend == "cpu" else f"for {environment.backend}"
+        yield Finding(
+            "card-unusable",
+            Severity.ERROR,
+            f"the driver reports {len(environment.cards)} GPU(s), and PyTorch (built {built}) can use none",
+            "torch",
+            "Training would run on the CPU.",
+            "Install PyTorch's build for this driver: https://pytorch.org/get-started/locally.",
+        )
+
+
+def _visible(text: str, cards: int) -> Iterator[Finding]:
+    named = [part.strip() for part in text.split(",") if part.strip()]
+    numbers = [int(part) for part in named if part.isdigit()]
+    if cards and (text.strip() in ("", "-1")):
+        yield Finding(
+            "cards-hidden",
+            Severity.WARNING,
+            f"CUDA_VISIBLE_DEVICES is {text!r}, which hides every GPU",
+            "CUDA_VISIBLE_DEVICES",
+            "Training would run on the CPU.",
+            "unset CUDA_VISIBLE_DEVICES, or name a card, such as 0.",
+        )
+    if len(set(named)) < len(named):
+        yield Finding(
+            "cards-twice",
+            Severity.ERROR,
+            f"CUDA_VISIBLE_DEVICES is {text!r}, which names a card twice",
+            "CUDA_VISIBLE_DEVICES",
+            "CUDA then shows no card at all.",
+            "Name each card once.",
+        )
+    missing = [number for number in numbers if cards and number >= cards]
+    if missing:
+        yield Finding(
+            "cards-missing",
+            Severity.ERROR,
+            f"CUDA_VISIBLE_DEVICES names card {missing[0]}, and there are {cards}, counted from 0",
+            "CUDA_VISIBLE_DEVICES",
+            "CUDA shows only the cards before the first that is not there.",
+            f"Name cards from 0 to {cards - 1}.",
+        )
+
+
+def check_threads(environment: Environment, processes: int = 1) -> Iterator[Finding]:
+    """Checks the numbers of threads against the cores."""
+    for name in _THREADS:
+        value = environment.variables.get(name)
+        if value is None:
+            continue
+        if not value.isdigit() or int(value) < 1:
+            yield Finding(
+                "threads",
+                Severity.WARNING,
+                f"{name} is {value!r}, not a number of 1 or more",
+                name,
+                "Libraries then choose for themselves.",
+                f"export {name}={environment.cores}",
+            )
+        elif int(value) * processes > environment.cores:
+            many = f" in each of {processes} processes" if processes > 1 else ""
+            yield Finding(
+                "threads",
+                Severity.WARNING,
+                f"{name} is {value}{many}, and this process may use {environment.cores} core(s)",
+                name,
+                "Threads wait for each other at every operation: slower than with fewer of them.",
+                f"export {name}={max(1, environment.cores // processes)}",
+            )
+
+
+def check_script(text: str, name: str) -> tuple[Finding, ...]:
+    """Checks whether a script sets PyTorch's allocator before torch is imported."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ConfigError(f"{name} is not Python: {error.msg} in line {error.lineno}.") from None
+    imported = min((line for line, module in _imports(tree) if module in _BRINGS_TORCH), default=None)
+    found: list[Finding] = []
+    for line, variable, value in _assignments(tree):
+        found += _wrong_name(variable, "")
+        if variable not in ALLOCATOR_VARIABLES:
+            continue
+        found += check_settings(variable, value) if value is not None else ()
+        if imported is not None and line > imported:
+            found.append(
+                Finding(
+                    "allocator-late",
+                    Severity.ERROR,
+                    f"{variable} is set in line {line}, after line {imported} has imported PyTorch",
+                    f"{name}, line {line}",
+                    "PyTorch may have read it by then, and what is set later has no effect.",
+                    f"Set it in the shell, or move line {line} above line {imported}.",
+                )
+            )
+    return in_order(found)
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.lineno, node.module.partition(".")[0]
+
+
+def _assignments(tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
+    """Yields line, variable and value (if it is written out) of what sets an environment variable."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Subscript) and _is_environ(target.value):
+                    yield from _named(node.lineno, target.slice, node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            sets = node.func.attr == "putenv" or (node.func.attr == "setdefault" and _is_environ(node.func.value))
+            if sets and len(node.args) == 2:
+                yield from _named(node.lineno, node.args[0], node.args[1])
+            elif node.func.attr == "update" and _is_environ(node.func.value):
+                yield from ((node.lineno, word.arg, _text(word.value)) for word in node.keywords if word.arg)
+                for entry in node.args:
+                    if isinstance(entry, ast.Dict):
+                        for key, value in zip(entry.keys, entry.values, strict=True):
+                            yield from _named(node.lineno, key, value)
+
+
+def _is_environ(node: ast.expr) -> bool:
+    return (isinstance(node, ast.Attribute) and node.attr == "environ") or (
+        isinstance(node, ast.Name) and node.id == "environ"
+    )
+
+
+def _named(line: int, key: ast.expr | None, value: ast.expr) -> Iterator[tuple[int, str, str | None]]:
+    name = None if key is None else _text(key)
+    if name is not None:
+        yield line, name, _text(value)
+
+
+def _text(node: ast.expr) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A fact that a user expects.
+
+    Args:
+        key: which fact.
+        relation: ``=``, ``>=`` or ``<=``.
+        value: what it should be.
+        actual: what it is; None if there is no such fact.
+        met: whether it is as expected.
+    """
+
+    key: str
+    relation: str
+    value: str
+    actual: str | None
+    met: bool
+
+
+def check_expectations(wanted: Sequence[str], facts: Mapping[str, object]) -> tuple[Expectation, ...]:
+    """Compares facts with what a user expects."""
+    found = []
+    for written in wanted:
+        parts = re.fullmatch(r"\s*([\w.-]+)\s*(>=|<=|=)\s*(.*?)\s*", written)
+        if parts is None:
+            raise ConfigError(f"--expect {written!r} is not key=value. Write such as torch=2.13.0 or gpus>=1.")
+        key, relation, value = parts.groups()
+        actual = facts.get(key, facts.get(key.replace("-", "_")))
+        text = None if actual is None else _fact(actual)
+        found.append(Expectation(key, relation, value, text, text is not None and _holds(text, relation, value)))
+    return tuple(found)
+
+
+def _fact(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _holds(actual: str, relation: str, value: str) -> bool:
+    if relation == "=" and actual.strip().lower() == value.strip().lower():
+        return True
+    first, second = _comparable(actual, value)
+    if first is None or second is None:
+        return False
+    if relation == "=":
+        return bool(first == second)
+    return bool(first >= second) if relation == ">=" else bool(first <= second)
+
+
+def _comparable(actual: str, value: str) -> tuple[Any, Any] | tuple[None, None]:
+    """Gives two texts as something that can be compared: bytes or numbers, else versions."""
+    sizes = _bytes(actual), _bytes(value)
+    if None not in sizes:
+        return sizes
+    there, wanted = _version(actual), _version(value)
+    if there is None or wanted is None:
+        return None, None
+    # A build's label, such as +cpu, counts where it is asked for.
+    return (there, wanted) if wanted.local else (Version(there.public), wanted)
+
+
+def _bytes(text: str) -> int | None:
+    try:
+        return parse_bytes(text)
+    except ConfigError:
+        return None
+
+
+def _version(text: str) -> Version | None:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        return None

@@ -1,0 +1,307 @@
+"""Finds out which tensor a failed allocation was for, from its size and the shapes of a network.
+
+Axes: ``B`` sequences, ``T`` tokens of a sequence, ``V`` vocabulary, ``D`` hidden width, ``I`` inner width, ``H`` heads.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from memsafe_rl.diagnostics.oom_messages import Printed
+
+_MIB = 2**20
+_PIECE_BYTES = 2 * _MIB
+"""Pieces in which a caching allocator asks the driver for more than 10 MiB; it prints the pieces, not the tensor."""
+
+VOCABULARIES: Mapping[int, tuple[str, str]] = MappingProxyType(
+    {
+        32_000: ("Llama 2, Mistral", r"llama-?2|mistral|zephyr|vicuna|alpaca"),
+        32_128: ("T5", r"\b(?:flan-?)?m?t5\b"),
+        40_960: ("ChatLM-mini", r"chatlm"),
+        49_152: ("SmolLM2", r"smollm"),
+        50_257: ("GPT-2", r"gpt-?2"),
+        128_256: ("Llama 3", r"llama-?3"),
+        151_936: ("Qwen2, Qwen3", r"qwen-?(?:2|3(?!\.5))|qwq"),
+        248_320: ("Qwen3.5", r"qwen-?3\.5"),
+        256_000: ("Gemma 1 and 2", r"gemma-?[12]?\b"),
+        262_144: ("Gemma 3", r"gemma-?3"),
+    }
+)
+"""Rows of the output heads of common networks: whose, and how a log names them."""
+
+_LEAST_GUESSED_BYTES = 256 * _MIB
+_LEAST_ROUND = 32
+"""A number of rows is worth guessing if it is a multiple of this: batches and lengths mostly are round."""
+
+_MOST_GUESSES = 4
+
+_LOGITS, _COPIES = "logits [B, T, V]", "or a copy of them: their log-softmax, their gradient"
+_MOMENTS = "the weight, its gradient, or a moment of the optimizer"
+
+
+class Kind(StrEnum):
+    """What tensors are for."""
+
+    LOGITS = "logits"
+    SCORES = "attention scores"
+    CACHE = "KV cache"
+    HIDDEN = "activations"
+    WEIGHT = "weights"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What is known of the network and the batch; None where it is not known.
+
+    Args:
+        vocab: int, V, rows of the output head.
+        batch: ints, numbers of sequences that may go through at once.
+        seq_len: ints, tokens of a sequence, the longest first.
+        hidden: int, D.
+        inner: int, I, of the feed-forward part.
+        heads: int, query heads.
+        kv_heads: int, key/value heads.
+        head_dim: int, width of a head.
+        layers: int, blocks.
+        dtypes: bytes of an element by name, the likelier first.
+    """
+
+    vocab: int | None = None
+    batch: tuple[int, ...] = ()
+    seq_len: tuple[int, ...] = ()
+    hidden: int | None = None
+    inner: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    layers: int | None = None
+    dtypes: tuple[tuple[str, int], ...] = (("float32", 4), ("bfloat16", 2))
+
+    @property
+    def width_of_head(self) -> int | None:
+        """The width of a head, from the hidden width where it is not given."""
+        if self.head_dim is None and self.hidden is not None and self.heads:
+            return self.hidden // self.heads
+        return self.head_dim
+
+    @property
+    def known(self) -> bool:
+        """Tells whether a size of the network is known."""
+        return any(size is not None for size in (self.vocab, self.hidden, self.heads, self.layers))
+
+
+@dataclass(frozen=True)
+class KnownTensor:
+    """A tensor whose bytes the request may be.
+
+    Args:
+        kind: what it is for.
+        name: what it is, in words.
+        shape: such as ``32 x 252 x 40,960``.
+        dtype: name of the type of an element.
+        bytes: int, its exact bytes.
+        exact: whether batch and length are as configured; else they were solved for.
+        guessed: whether not even the network is known.
+        note: what else of this shape there is.
+    """
+
+    kind: Kind
+    name: str
+    shape: str
+    dtype: str
+    bytes: int
+    exact: bool = True
+    guessed: bool = False
+    note: str = ""
+
+    def __str__(self) -> str:
+        """Writes name, shape, type and note."""
+        return f"{self.name}, {self.shape} in {self.dtype}" + (f" ({self.note})" if self.note else "")
+
+
+@dataclass(frozen=True)
+class _Shape:
+    kind: Kind
+    name: str
+    axes: tuple[int, ...]
+    note: str = ""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.axes)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis:,}" for axis in self.axes)
+
+
+def span_of(requested: Printed, *, rounded_up: bool) -> tuple[int, int]:
+    """Bounds the bytes of the tensor that a printed request was for.
+
+    PyTorch's caching allocators print what they asked the driver for: 2 MiB for a tensor of up to 1 MiB, 20 MiB for one
+    of up to 10 MiB, and above that the next multiple of 2 MiB.
+    """
+    low, high = requested.count - requested.slack, requested.count + requested.slack
+    if not rounded_up:
+        return low, high
+    if high <= _PIECE_BYTES:
+        return 1, high
+    if low <= 10 * _PIECE_BYTES <= high:
+        return _MIB + 1, high
+    fewest, most = -(-low // _PIECE_BYTES) * _PIECE_BYTES, high // _PIECE_BYTES * _PIECE_BYTES
+    # Other versions had other pieces: where none of these sizes prints as the message does, any up to one piece less.
+    return (fewest - _PIECE_BYTES + 1, most) if fewest <= most else (low - _PIECE_BYTES + 1, high)
+
+
+def matching(span: tuple[int, int], configuration: Configuration) -> tuple[KnownTensor, ...]:
+    """Lists the tensors of a configuration that have the bytes of a request.
+
+    With a vocabulary and either the batch or the length, the other one is solved for where the configured one does not
+    fit: the last batch of a dataset is smaller, and most sequences are shorter than the longest.
+    """
+    low, high = span
+    fitting: dict[tuple[str, str], KnownTensor] = {}
+    for shape in _shapes(configuration):
+        for name, size in configuration.dtypes:
+            if low <= shape.elements * size <= high:
+                tensor = KnownTensor(shape.kind, shape.name, str(shape), name, shape.elements * size, note=shape.note)
+                fitting.setdefault((shape.name, name), tensor)
+    found = sorted(fitting.values(), key=lambda tensor: list(Kind).index(tensor.kind))
+    if any(tensor.kind is Kind.LOGITS for tensor in found):
+        return tuple(found)
+    return (*found, *_solved_logits(span, configuration))
+
+
+def named_vocabularies(log: str) -> tuple[int, ...]:
+    """Lists the vocabularies of the networks that a log names."""
+    return tuple(vocab for vocab, (_, named) in VOCABULARIES.items() if re.search(named, log, re.IGNORECASE))
+
+
+def guesses(span: tuple[int, int], vocabularies: Collection[int] = ()) -> tuple[KnownTensor, ...]:
+    """Guesses which common vocabulary's logits have the bytes of a request.
+
+    Some number of rows fits nearly every vocabulary, so only round numbers are kept, the most surprising ones first:
+    those whose largest power of two is large against the number of rows that the printed rounding leaves open.
+    """
+    low, high = span
+    if low < _LEAST_GUESSED_BYTES:
+        return ()
+    found = []
+    for vocab, (whose, _) in VOCABULARIES.items():
+        if vocabularies and vocab not in vocabularies:
+            continue
+        fewest, most = -(-low // (4 * vocab)), high // (4 * vocab)
+        if fewest > most:
+            continue
+        rows = max(range(fewest, most + 1), key=_roundness)
+        if vocabularies or _roundness(rows) >= _LEAST_ROUND:
+            surprise = _roundness(rows) / (most - fewest + 1)
+            found.append((surprise, rows, vocab, whose))
+    best = sorted(found, reverse=True)[:_MOST_GUESSES]
+    return tuple(
+        KnownTensor(
+            Kind.LOGITS,
+            f"logits of V = {vocab:,} ({whose})",
+            f"B*T = {rows:,} rows{_as_batch(rows)}",
+            "float32",
+            4 * rows * vocab,
+            exact=False,
+            guessed=True,
+        )
+        for _, rows, vocab, whose in best
+    )
+
+
+def _roundness(number: int) -> int:
+    """Gives the largest power of two that divides a number."""
+    return number & -number if number else 0
+
+
+def _as_batch(rows: int) -> str:
+    """Writes rows as a batch of sequences, if a usual batch size divides them."""
+    batch = next((size for size in (32, 16, 8, 4) if rows % size == 0 and rows // size >= 16), None)
+    return "" if batch is None else f", such as {batch} x {rows // batch:,}"
+
+
+def _shapes(known: Configuration) -> Iterator[_Shape]:
+    for batch in known.batch:
+        for tokens in known.seq_len:
+            yield from _of_a_batch(known, batch, tokens)
+    yield from _of_the_weights(known)
+
+
+def _of_a_batch(known: Configuration, batch: int, tokens: int) -> Iterator[_Shape]:
+    width, kv_heads = known.width_of_head, known.kv_heads or known.heads
+    if known.vocab:
+        for length in (tokens, tokens - 1, tokens + 1):
+            # One more or less: the last token predicts nothing, an end is added.
+            if length > 0:
+                yield _Shape(Kind.LOGITS, _LOGITS, (batch, length, known.vocab), _COPIES)
+    if known.heads:
+        yield _Shape(Kind.SCORES, "attention scores [B, H, T, T]", (batch, known.heads, tokens, tokens))
+    if kv_heads and width:
+        yield _Shape(Kind.CACHE, "keys or values of one layer [B, H, T, d]", (batch, kv_heads, tokens, width))
+        if known.layers:
+            yield _Shape(
+                Kind.CACHE, "the whole KV cache [2, L, B, H, T, d]", (2, known.layers, batch, kv_heads, tokens, width)
+            )
+    if known.inner:
+        yield _Shape(Kind.HIDDEN, "activations of the feed-forward part [B, T, I]", (batch, tokens, known.inner))
+    if known.hidden:
+        yield _Shape(Kind.HIDDEN, "hidden states [B, T, D], or queries", (batch, tokens, known.hidden))
+
+
+def _of_the_weights(known: Configuration) -> Iterator[_Shape]:
+    if not known.hidden:
+        return
+    if known.vocab:
+        yield _Shape(Kind.WEIGHT, "output head or embedding [V, D]", (known.vocab, known.hidden), _MOMENTS)
+    if known.inner:
+        yield _Shape(Kind.WEIGHT, "a feed-forward matrix [I, D]", (known.inner, known.hidden), _MOMENTS)
+        yield _Shape(Kind.WEIGHT, "gate and up matrix together [2, I, D]", (2, known.inner, known.hidden), _MOMENTS)
+
+
+def _solved_logits(span: tuple[int, int], known: Configuration) -> Iterator[KnownTensor]:
+    """Solves for the length, the batch or the rows with which logits have the bytes asked for."""
+    if not known.vocab:
+        return
+    for name, size in known.dtypes:
+        fewest, most = -(-span[0] // (size * known.vocab)), span[1] // (size * known.vocab)
+        solved = _rows_as(fewest, most, known)
+        if solved is not None:
+            rows, shape = solved
+            yield KnownTensor(
+                Kind.LOGITS,
+                _LOGITS,
+                f"{shape} x {known.vocab:,}",
+                name,
+                rows * size * known.vocab,
+                exact=False,
+                note=_COPIES,
+            )
+
+
+def _rows_as(fewest: int, most: int, known: Configuration) -> tuple[int, str] | None:
+    """Writes a number of rows between two bounds as a batch and a length that the configuration allows."""
+    if fewest > most:
+        return None
+    longest = max(known.seq_len, default=None)
+    for batch in known.batch:
+        lengths = range(-(-fewest // batch), most // batch + 1)
+        if lengths and (longest is None or lengths[-1] <= longest + 1):
+            length = max(lengths, key=_roundness)
+            told = f"{length:,}" if len(lengths) == 1 else f"{length:,} ({lengths[0]:,} to {lengths[-1]:,} would fit)"
+            return batch * length, f"{batch:,} x T = {told}"
+    largest = max(known.batch, default=None)
+    for length in known.seq_len:
+        batches = range(-(-fewest // length), most // length + 1)
+        if batches and (largest is None or batches[-1] <= largest):
+            return batches[0] * length, f"B = {batches[0]:,} x {length:,}"
+    if known.batch and known.seq_len:
+        return None
+    rows = max(range(fewest, most + 1), key=_roundness)
+    return rows, f"B*T = {rows:,} ({fewest:,} to {most:,} would fit)"

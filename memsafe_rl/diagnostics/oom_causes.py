@@ -1,0 +1,540 @@
+"""Judges an out-of-memory message: why the bytes were refused, what they were for, and what to change, best first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from memsafe_rl.diagnostics.known_tensors import (
+    Configuration,
+    Kind,
+    KnownTensor,
+    guesses,
+    matching,
+    named_vocabularies,
+    span_of,
+)
+from memsafe_rl.diagnostics.oom_messages import Allocator, OutOfMemoryMessage, Place
+from memsafe_rl.units import format_bytes
+
+STRANDED_SHARE = 0.15
+"""Share of the reserved bytes that may lie idle before the allocator's pieces are worth a remedy."""
+
+_NEIGHBOURS_SHARE = 0.05
+_OUTSIDE_SHARE = 0.1
+_POOLS_SHARE = 0.1
+_FULL_SHARE = 0.7
+
+_GIB = 2**30
+_OWN_OVERHEAD_BYTES = 2 * _GIB
+"""What a process holds beside PyTorch's allocator, at most, to be taken for the one that failed."""
+
+_REPORTING_GAP_BYTES = _GIB // 2
+"""How far the driver's figures and the allocator's may lie apart without a reason."""
+
+
+class Cause(StrEnum):
+    """Why bytes were refused."""
+
+    TOO_LARGE = "larger than the device"
+    LIMIT = "a limit of the process"
+    FRAGMENTS = "stranded memory"
+    NEIGHBOURS = "other processes"
+    TENSOR = "a known tensor"
+    ROOM_REFUSED = "refused with room left"
+    OUTSIDE = "memory outside PyTorch"
+    POOLS = "private pools"
+    FULL = "the device is full"
+    HOST = "host memory"
+    LIBRARY = "a library found no memory"
+    SIMULATED = "the simulated device"
+    BUDGET = "the memory budget"
+    UNTOLD = "the message has no figures"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One reason of a failure.
+
+    Args:
+        cause: which.
+        sentence: in plain words, with figures.
+        decisive: whether the request would have fitted without it.
+    """
+
+    cause: Cause
+    sentence: str
+    decisive: bool = False
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something to change.
+
+    Args:
+        action: what, in a few words.
+        here: how in this library.
+        elsewhere: how in other trainers.
+    """
+
+    action: str
+    here: str
+    elsewhere: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a message means.
+
+    Args:
+        message: the message.
+        stranded_share: of the reserved bytes, those that no tensor uses; None where the message does not tell.
+        neighbours_bytes: int, bytes that other processes hold on the device; None where the message does not tell.
+        outside_bytes: int, bytes of this process outside PyTorch's allocator; None where the message does not tell.
+        tensors: tensors that the request may be for, the likeliest first.
+        reasons: why it failed, the weightiest first.
+        remedies: what to change, the best first.
+    """
+
+    message: OutOfMemoryMessage
+    stranded_share: float | None
+    neighbours_bytes: int | None
+    outside_bytes: int | None
+    tensors: tuple[KnownTensor, ...]
+    reasons: tuple[Reason, ...]
+    remedies: tuple[Remedy, ...]
+
+
+def explain_message(
+    message: OutOfMemoryMessage, configuration: Configuration | None = None, log: str = ""
+) -> Explanation:
+    """Explains an out-of-memory message."""
+    tensors = _tensors(message, configuration or Configuration(), log)
+    reasons = _reasons(message, tensors)
+    return Explanation(
+        message,
+        _stranded_share(message),
+        _neighbours(message),
+        _outside(message),
+        tensors,
+        reasons,
+        _remedies(message, reasons, tensors),
+    )
+
+
+def _tensors(message: OutOfMemoryMessage, known: Configuration, log: str) -> tuple[KnownTensor, ...]:
+    if message.requested is None or message.requested.count == 0:
+        return ()
+    span = span_of(message.requested, rounded_up=message.rounded_up)
+    if known.known:
+        return matching(span, known)
+    if message.place in (None, Place.LOGITS, Place.BACKWARD):
+        return guesses(span, named_vocabularies(log))
+    return ()
+
+
+def _stranded_share(message: OutOfMemoryMessage) -> float | None:
+    if message.stranded is None or message.allocated is None:
+        return None
+    reserved = message.stranded.count + message.allocated.count
+    return message.stranded.count / reserved if reserved else 0.0
+
+
+def _reserved(message: OutOfMemoryMessage) -> int:
+    return sum(size.count for size in (message.allocated, message.stranded) if size is not None)
+
+
+def own_process(message: OutOfMemoryMessage) -> int | None:
+    """Finds the process that failed among those that the driver lists by number.
+
+    In a container the driver's numbers are those of the host, so that PyTorch does not know its own: it is the one that
+    holds what the allocator holds and a little more.
+    """
+    if message.in_use is not None or message.allocated is None:
+        return None
+    reserved = _reserved(message)
+    room = max(_OWN_OVERHEAD_BYTES, reserved // 10)
+    fitting = [
+        (size.count, number)
+        for number, size in message.processes
+        if reserved <= size.count + size.slack and size.count - reserved <= room
+    ]
+    return min(fitting)[1] if fitting else None
+
+
+def _own_bytes(message: OutOfMemoryMessage) -> int | None:
+    """Gives what the driver counts for the process that failed; None where that is no more than its tensors."""
+    own = own_process(message)
+    used = message.in_use or next((size for number, size in message.processes if number == own), None)
+    # In containers and under WSL the driver says 0 bytes.
+    return None if used is None or used.count + used.slack < _reserved(message) else used.count
+
+
+def _neighbours(message: OutOfMemoryMessage) -> int | None:
+    if message.processes:
+        own = own_process(message)
+        return sum(size.count for number, size in message.processes if number != own)
+    if message.total is None or message.free is None or message.allocated is None:
+        return None
+    used = _own_bytes(message)
+    # Where the message leaves out the context of the process itself, it is not a neighbour's.
+    held = _reserved(message) + 2 * _REPORTING_GAP_BYTES if used is None else used
+    unseen = message.total.count - message.free.count - held
+    return unseen if unseen > _REPORTING_GAP_BYTES else 0
+
+
+def _outside(message: OutOfMemoryMessage) -> int | None:
+    used = _own_bytes(message)
+    return None if used is None or message.allocated is None else used - _reserved(message)
+
+
+def _reasons(message: OutOfMemoryMessage, tensors: tuple[KnownTensor, ...]) -> tuple[Reason, ...]:
+    guessed = bool(tensors) and tensors[0].guessed
+    found = [
+        reason
+        for reason in (
+            _special(message),
+            _too_large(message),
+            _limit(message),
+            _neighbours_reason(message),
+            _fragments(message),
+            None if guessed else _tensor(tensors),
+            _pools(message),
+            _outside_reason(message),
+            _room_refused(message),
+        )
+        if reason is not None
+    ]
+    if not any(reason.decisive for reason in found) and (full := _full(message)) is not None:
+        found.append(full)
+    if not found:
+        found.append(Reason(Cause.UNTOLD, _untold(message)))
+    if guessed and (guess := _tensor(tensors)) is not None:
+        found.append(guess)
+    # Decisive ones first, otherwise in the order above.
+    return tuple(sorted(found, key=lambda reason: not reason.decisive))
+
+
+def _special(message: OutOfMemoryMessage) -> Reason | None:
+    """Says what failed where it was no caching allocator of a device."""
+    asked = "" if message.requested is None else f" of {message.requested}"
+    match message.allocator:
+        case Allocator.HOST:
+            return Reason(Cause.HOST, f"Host memory (RAM), not the card, had no room for a piece{asked}.", True)
+        case Allocator.KERNEL:
+            held = "" if message.allocated is None else f" when it held {message.allocated}"
+            return Reason(Cause.HOST, f"The operating system ran out of RAM and ended the process{held}.", True)
+        case Allocator.SIMULATED:
+            chosen = "Bytes on this simulated device were used up, or a test made this allocation fail"
+            held = "" if message.allocated is None else f"; {message.allocated} were live"
+            return Reason(Cause.SIMULATED, f"{chosen}{held}.", True)
+        case Allocator.BUDGET:
+            largest = max(message.held, key=lambda held: held[1].count, default=None)
+            who = "" if largest is None else f" Most of what stays is {largest[0]}: {largest[1]}."
+            limit = "" if message.total is None else f" of {message.total}"
+            return Reason(Cause.BUDGET, f"Even the leanest plan needs more than the budget{limit}.{who}", True)
+        case Allocator.LIBRARY:
+            return Reason(
+                Cause.LIBRARY,
+                "A library (cuBLAS, cuDNN, NCCL ...) asked the driver for its own workspace and found the card full: "
+                "PyTorch's allocator, or another process, holds all of it.",
+            )
+        case Allocator.DRIVER:
+            return Reason(
+                Cause.LIBRARY,
+                "The driver itself had no memory left, outside PyTorch's allocator: often the card is full with other "
+                "processes before this one begins.",
+            )
+    return None
+
+
+def _too_large(message: OutOfMemoryMessage) -> Reason | None:
+    limit = message.total or (message.allowed if message.allocator is Allocator.MPS else None)
+    if message.requested is None or limit is None or message.allocator is Allocator.BUDGET:
+        return None
+    if message.requested.count <= limit.count:
+        return None
+    return Reason(
+        Cause.TOO_LARGE,
+        f"One single tensor of {message.requested} was asked for, and the whole device has {limit}: nothing that is "
+        "freed can make it fit.",
+        True,
+    )
+
+
+def _limit(message: OutOfMemoryMessage) -> Reason | None:
+    if message.allowed is None or message.requested is None or message.allocated is None:
+        return None
+    held = message.in_use.count if message.allocator is Allocator.MPS and message.in_use else _reserved(message)
+    reached = held + message.requested.count > message.allowed.count - _REPORTING_GAP_BYTES // 8
+    if not reached:
+        return None
+    spare = "" if message.free is None else f", though {message.free} of the device are free"
+    return Reason(Cause.LIMIT, f"This process may hold {message.allowed} and holds {format_bytes(held)}{spare}.", True)
+
+
+def _neighbours_reason(message: OutOfMemoryMessage) -> Reason | None:
+    others = _neighbours(message)
+    if not others or message.total is None or others < _NEIGHBOURS_SHARE * message.total.count:
+        return None
+    free = message.free.count if message.free else 0
+    if message.requested is not None and free > message.requested.count:
+        return None
+    decisive = message.requested is not None and free + others >= message.requested.count
+    own = own_process(message)
+    listed = [f"process {number} {size}" for number, size in message.processes if number != own]
+    names = f" ({', '.join(listed)})" if listed else " (told from what is neither free nor held by this process)"
+    without = "; without them the request would have fitted" if decisive else ""
+    return Reason(
+        Cause.NEIGHBOURS,
+        f"Other processes hold {format_bytes(others)} of the device's {message.total}{names}{without}.",
+        decisive,
+    )
+
+
+def _fragments(message: OutOfMemoryMessage) -> Reason | None:
+    share, stranded, asked = _stranded_share(message), message.stranded, message.requested
+    if share is None or stranded is None or share < STRANDED_SHARE or stranded.count < 64 * 2**20:
+        return None
+    free = message.free.count if message.free else 0
+    fits = asked is not None and stranded.count + free >= asked.count
+    ending = (
+        ": enough for the request, but in pieces that are each too small"
+        if fits
+        else "; with all of it in one piece the request would still not fit"
+    )
+    return Reason(
+        Cause.FRAGMENTS,
+        f"{stranded} ({share:.1%} of what PyTorch reserved) are stranded: reserved, used by no tensor{ending}.",
+        fits,
+    )
+
+
+def _tensor(tensors: tuple[KnownTensor, ...]) -> Reason | None:
+    if not tensors:
+        return None
+    best = tensors[0]
+    if best.guessed:
+        return Reason(
+            Cause.TENSOR,
+            f"A guess, for the network is not known: the size fits {best}.",
+        )
+    solved = "" if best.exact else "; batch or length is solved for"
+    others = f"; {len(tensors) - 1} more would fit too" if len(tensors) > 1 else ""
+    return Reason(Cause.TENSOR, f"The size is that of {best}{solved}{others}.")
+
+
+def _pools(message: OutOfMemoryMessage) -> Reason | None:
+    if message.private_pools is None or message.total is None:
+        return None
+    if message.private_pools.count < _POOLS_SHARE * message.total.count:
+        return None
+    return Reason(
+        Cause.POOLS,
+        f"{message.private_pools} belong to private pools (CUDA graphs, as vLLM and torch.compile capture them), which "
+        "nobody else may use.",
+    )
+
+
+def _outside_reason(message: OutOfMemoryMessage) -> Reason | None:
+    outside = _outside(message)
+    of = message.total or message.allowed
+    if outside is None or of is None or outside < max(_OUTSIDE_SHARE * of.count, _GIB):
+        return None
+    whose = (
+        "Metal and other libraries" if message.allocator is Allocator.MPS else "context, NCCL, vLLM, other libraries"
+    )
+    return Reason(Cause.OUTSIDE, f"This process holds {format_bytes(outside)} outside PyTorch's allocator ({whose}).")
+
+
+def _room_refused(message: OutOfMemoryMessage) -> Reason | None:
+    free, asked = message.free, message.requested
+    if free is None or asked is None or free.count <= asked.count or _limit(message) is not None:
+        return None
+    if message.total is not None and asked.count > message.total.count:
+        return None
+    if message.allocator is Allocator.XPU and asked.count > 4 * _GIB:
+        what = "Intel's drivers refuse single pieces above 4 GiB unless UR_L0_USE_RELAXED_ALLOCATION_LIMITS=1 is set"
+    else:
+        what = (
+            "something else limits the process (a vGPU or MIG share, WSL or Windows paging, shared memory of an "
+            "integrated GPU, a driver that does not suit PyTorch's build)"
+        )
+    return Reason(Cause.ROOM_REFUSED, f"The driver refused {asked} although it reports {free} free: {what}.", True)
+
+
+def _full(message: OutOfMemoryMessage) -> Reason | None:
+    of = message.total or message.allowed
+    if message.allocated is None or of is None or message.allocated.count < _FULL_SHARE * of.count:
+        return None
+    share = message.allocated.count / of.count
+    if share > 1:
+        held = f"Live tensors hold {message.allocated}, more than the device's {of}: the driver has moved some to RAM"
+        return Reason(Cause.FULL, f"{held}, as it does under WSL and Windows, and is at its end there too.")
+    work = "the work is too large for the device as it is cut"
+    return Reason(Cause.FULL, f"Live tensors hold {message.allocated} of {of} ({share:.0%}): {work}.")
+
+
+def _untold(message: OutOfMemoryMessage) -> str:
+    if message.requested is None:
+        return "The message has no figures, so that only the general remedies can be named."
+    return f"{message.requested} were asked for; the message has no figure that says who holds the rest."
+
+
+_FREE_NEIGHBOURS = Remedy(
+    "Free the card of other processes",
+    "`memsafe-rl doctor` lists them; with others on the card, set memory_budget to what is left.",
+    "Find them with nvidia-smi and end those that are yours (a notebook that still runs, an old training run), or take "
+    "another card with CUDA_VISIBLE_DEVICES.",
+)
+_EXPANDABLE = Remedy(
+    "Let the allocator's pieces grow",
+    "Start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; `memsafe-rl doctor` checks it.",
+    "The same variable, set before torch is imported. empty_cache() in the loop is no cure; where segments cannot grow "
+    "(Windows), max_split_size_mb:128 is the second best.",
+)
+_LOGITS = Remedy(
+    "Do not build [B, T, V]",
+    "Nothing to do: log-probs are computed in tiles, forward and backward, and the tile shrinks when memory is short.",
+    "Take a trainer or loss that works in chunks (TRL 1.16's GRPO, use_liger_kernel=True, a fused cross-entropy); else "
+    "halve per_device_train_batch_size, which halves this tensor, and double gradient_accumulation_steps.",
+)
+_SCORES = Remedy(
+    "Do not build attention scores",
+    "Leave model_init_kwargs without attn_implementation='eager'; output_attentions must be off.",
+    "Load the model with attn_implementation='sdpa' or 'flash_attention_2'.",
+)
+_CACHE = Remedy(
+    "Bound the KV cache",
+    "Set memory_budget: a rollout keeps a prompt once for its group and decodes as many rows at a time as fit; "
+    "cache_implementation='quantized' halves each.",
+    "Generate fewer rows at a time, use a shorter max_new_tokens, or lower vLLM's gpu_memory_utilization.",
+)
+_ACTIVATIONS = Remedy(
+    "Keep fewer activations",
+    "Set memory_budget: micro-batches, checkpointing and offloading are chosen to fit, with the same gradient.",
+    "Turn on gradient_checkpointing; halve per_device_train_batch_size and double gradient_accumulation_steps.",
+)
+_WEIGHTS = Remedy(
+    "Hold fewer trained weights",
+    "peft: lora:16, then quantization: 4bit; or an optimizer with less state (optim: adamw_bnb_8bit, adafactor).",
+    "The same: LoRA instead of all weights, a 4-bit base, an 8-bit or paged optimizer; ZeRO or FSDP on several cards.",
+)
+_LOAD = Remedy(
+    "Load smaller weights",
+    "model_init_kwargs: {dtype: bfloat16}; then quantization: 4bit with peft; `memsafe-rl plan` names what fits.",
+    "Pass dtype=torch.bfloat16; a 4-bit base with adapters; do not load a second copy for the reference.",
+)
+_SHORTER = Remedy(
+    "Shorten the sequences",
+    "Lower max_completion_length or max_prompt_length: this changes what is learnt, so it comes last.",
+    "The same; watch the share of truncated completions.",
+)
+_LIMIT_UP = Remedy(
+    "Raise or remove the limit",
+    "Leave out torch.cuda.set_per_process_memory_fraction and per_process_memory_fraction; memory_budget is the limit "
+    "that plans are made for.",
+    "The same: look for set_per_process_memory_fraction in the code and its libraries.",
+)
+_MPS_LIMIT = Remedy(
+    "Lower what is held, rather than lift the limit",
+    "Set memory_budget below the limit. PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 lifts it, and lets the machine swap.",
+    "Close other programs; smaller batches; the variable above as a last resort.",
+)
+_POOLS_DOWN = Remedy(
+    "Shrink the private pools",
+    "Leave use_vllm out, or lower vllm_gpu_memory_utilization; vllm_enable_sleep_mode gives its memory back.",
+    "enforce_eager=True in vLLM, or no CUDA graphs (mode='reduce-overhead') in torch.compile.",
+)
+_OUTSIDE_DOWN = Remedy(
+    "Leave room for what PyTorch does not count",
+    "Set memory_budget lower by that much; the automatic one leaves out what was taken before the start.",
+    "One process per card; lower the other library's share (gpu_memory_utilization, NCCL_BUFFSIZE).",
+)
+_PLATFORM = Remedy(
+    "Find what limits the process",
+    "`memsafe-rl doctor` shows card, driver and PyTorch's build; set memory_budget below what can really be had.",
+    "Compare nvidia-smi with torch.cuda.mem_get_info(); update driver and PyTorch; on an integrated GPU or WSL raise "
+    "the share of system memory that it may use.",
+)
+_HOST_DOWN = Remedy(
+    "Hold less in RAM",
+    "Train on the device rather than the CPU; trajectory_device: device; no paged optimizer; load with dtype bfloat16.",
+    "Stream the dataset, use fewer dataloader workers, low_cpu_mem_usage, fewer processes on the machine; look for a "
+    "container's memory limit.",
+)
+_ROOM_FOR_LIBRARIES = Remedy(
+    "Leave the libraries some room",
+    "Set memory_budget to about 1 GiB less than is free.",
+    "torch.cuda.set_per_process_memory_fraction(0.9), so that PyTorch does not take everything; rule out an index out "
+    "of range first (CUDA_LAUNCH_BLOCKING=1), which can look the same.",
+)
+_BUDGET_UP = Remedy(
+    "Give it more, or ask for less",
+    "The end of the message says what was tried and what is left: raise memory_budget, or shrink what is held most. "
+    "`memsafe-rl plan --find` shows what fits.",
+    "-",
+)
+_SMALLER = Remedy(
+    "Cut the work smaller",
+    "GRPOTrainer does it by itself, before and after a failure: set memory_budget; `memsafe-rl plan` shows the peak "
+    "beforehand.",
+    "Halve per_device_train_batch_size, double gradient_accumulation_steps, turn on gradient_checkpointing.",
+)
+
+_BY_CAUSE: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
+    {
+        Cause.NEIGHBOURS: (_FREE_NEIGHBOURS,),
+        Cause.FRAGMENTS: (_EXPANDABLE,),
+        Cause.LIMIT: (_LIMIT_UP,),
+        Cause.POOLS: (_POOLS_DOWN,),
+        Cause.OUTSIDE: (_OUTSIDE_DOWN,),
+        Cause.ROOM_REFUSED: (_PLATFORM,),
+        Cause.HOST: (_HOST_DOWN,),
+        Cause.LIBRARY: (_FREE_NEIGHBOURS, _ROOM_FOR_LIBRARIES),
+        Cause.BUDGET: (_BUDGET_UP,),
+        Cause.SIMULATED: (_BUDGET_UP,),
+        Cause.FULL: (_SMALLER, _WEIGHTS),
+        Cause.UNTOLD: (_FREE_NEIGHBOURS, _SMALLER),
+        Cause.TOO_LARGE: (),
+        Cause.TENSOR: (),
+    }
+)
+_BY_KIND = {
+    Kind.LOGITS: (_LOGITS,),
+    Kind.SCORES: (_SCORES, _ACTIVATIONS),
+    Kind.CACHE: (_CACHE,),
+    Kind.HIDDEN: (_ACTIVATIONS,),
+    Kind.WEIGHT: (_WEIGHTS,),
+}
+_BY_PLACE = {
+    Place.LOGITS: (_LOGITS,),
+    Place.ATTENTION: (_SCORES, _ACTIVATIONS),
+    Place.BACKWARD: (_LOGITS, _ACTIVATIONS),
+    Place.ROLLOUT: (_CACHE,),
+    Place.OPTIMIZER: (_WEIGHTS,),
+    Place.LOAD: (_LOAD,),
+}
+
+
+def _remedies(
+    message: OutOfMemoryMessage, reasons: tuple[Reason, ...], tensors: tuple[KnownTensor, ...]
+) -> tuple[Remedy, ...]:
+    """Gathers the remedies of the reasons in their order; then those of the work; a guess moves nothing up."""
+    known = bool(tensors) and not tensors[0].guessed
+    of_the_work = _BY_KIND[tensors[0].kind] if known else _BY_PLACE[message.place] if message.place else ()
+    chosen: list[Remedy] = []
+    for reason in reasons:
+        if reason.cause in (Cause.TENSOR, Cause.TOO_LARGE, Cause.FULL):
+            chosen += of_the_work
+        if message.allocator is not Allocator.MPS:
+            chosen += _BY_CAUSE[reason.cause]
+        elif reason.cause is Cause.LIMIT:
+            chosen.append(_MPS_LIMIT)
+    chosen += of_the_work
+    if message.allocator not in (Allocator.HOST, Allocator.KERNEL, Allocator.BUDGET):
+        guessed = _BY_KIND[tensors[0].kind] if tensors else ()
+        chosen += (_SMALLER, *guessed, _SHORTER)
+    return tuple(dict.fromkeys(chosen))

@@ -1,0 +1,121 @@
+"""What a run comes to in a few figures, from its steps and its memory events alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """A run in a few figures; None where it cannot be known.
+
+    Args:
+        steps: optimizer steps done.
+        seconds: time they took.
+        peak_bytes: int, most bytes held.
+        peak_phase: the phase that held them.
+        budget_bytes: int, bytes that the run might hold.
+        forecast_bytes: int, bytes of the peak forecast before the run.
+        failures: allocations that failed.
+        leaner_plans: times a leaner plan took over.
+        seconds_lost: time that failed work took before it failed.
+        samples: completions drawn.
+        samples_per_second: completions drawn, over the time of all steps.
+        tokens_per_second: tokens of prompts and completions, over the time of all steps.
+        first_reward: mean reward of the first rollout.
+        last_reward: mean reward of the last rollout.
+    """
+
+    steps: int
+    seconds: float
+    peak_bytes: int | None
+    peak_phase: str | None
+    budget_bytes: int | None
+    forecast_bytes: int | None
+    failures: int
+    leaner_plans: int
+    seconds_lost: float
+    samples: int | None
+    samples_per_second: float | None
+    tokens_per_second: float | None
+    first_reward: float | None
+    last_reward: float | None
+
+    @property
+    def budget_share(self) -> float | None:
+        """The peak over the budget."""
+        if not self.budget_bytes or self.peak_bytes is None:
+            return None
+        return self.peak_bytes / self.budget_bytes
+
+    @property
+    def forecast_error(self) -> float | None:
+        """How far the forecast lies above what was measured, as a share of that."""
+        if self.forecast_bytes is None or not self.peak_bytes:
+            return None
+        return self.forecast_bytes / self.peak_bytes - 1
+
+
+def run_figures(
+    steps: Sequence[Mapping[str, Any]],
+    events: Sequence[Mapping[str, Any]],
+    *,
+    rollout_rows: int | None = None,
+    forecast_bytes: int | None = None,
+) -> RunFigures:
+    """Sums a run up."""
+    seconds = sum(number(step.get("step_time")) or 0.0 for step in steps)
+    peak, phase = _highest_peak(steps)
+    rewards = known(steps, "reward")
+    rollouts = len(known(steps, "completions/mean_length"))
+    samples = None if rollout_rows is None else rollouts * rollout_rows
+    tokens, budgets = known(steps, "num_tokens"), known(steps, "memory/budget_bytes")
+    # A resumed run's first record carries the tokens of the part before it.
+    drawn = tokens[-1] - (0.0 if steps and steps[0].get("step") == 1 else tokens[0]) if tokens else 0.0
+    told = [event["predicted_peak_bytes"] for event in events if event.get("event") == "forecast"]
+    failures = [event for event in events if event.get("event") == "failure"]
+    return RunFigures(
+        steps=len(steps),
+        seconds=seconds,
+        peak_bytes=peak,
+        peak_phase=phase,
+        budget_bytes=int(budgets[-1]) if budgets else None,
+        forecast_bytes=forecast_bytes if forecast_bytes is not None or not told else int(told[-1]),
+        failures=len(failures),
+        leaner_plans=sum(event.get("event") == "fallback" for event in events),
+        seconds_lost=sum(number(event.get("seconds_lost")) or 0.0 for event in failures),
+        samples=samples,
+        samples_per_second=samples / seconds if samples and seconds else None,
+        tokens_per_second=drawn / seconds if drawn and seconds else None,
+        first_reward=rewards[0] if rewards else None,
+        last_reward=rewards[-1] if rewards else None,
+    )
+
+
+def phase_peaks(record: Mapping[str, Any]) -> dict[str, int]:
+    """Gives the peaks of one step by phase."""
+    found = {
+        name.removeprefix("memory/").removesuffix("_peak_bytes"): number(value)
+        for name, value in record.items()
+        if name.startswith("memory/") and name.endswith("_peak_bytes")
+    }
+    return {name: int(value) for name, value in found.items() if value is not None}
+
+
+def known(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Lists a metric's values where they are numbers."""
+    return [value for record in records if (value := number(record.get(name))) is not None]
+
+
+def number(value: Any) -> float | None:
+    """Gives a value as a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if abs(value) < float("inf") else None
+
+
+def _highest_peak(steps: Sequence[Mapping[str, Any]]) -> tuple[int | None, str | None]:
+    peaks = [(peak, phase) for step in steps for phase, peak in phase_peaks(step).items()]
+    return max(peaks) if peaks else (None, None)

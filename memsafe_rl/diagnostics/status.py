@@ -1,0 +1,114 @@
+"""The files by which a run tells others how it stands: names, forms, and an index of the runs that are alive.
+
+Nothing here needs torch, so that whoever watches a run starts at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+RUN_FILE = "run.json"
+"""Settings, device, forecast and versions, written when a run begins."""
+STEPS_FILE = "steps.jsonl"
+"""One line an optimizer step: its metrics, and who held the bytes at each phase's peak."""
+STATUS_FILE = "monitor.json"
+"""How the run stands now, written again and again while it trains; ranks beside the first have a number in the name."""
+
+_OWN_FOLDER_ONLY = 0o700
+
+
+def status_file(rank: int = 0) -> str:
+    """Names the status file of a rank."""
+    return STATUS_FILE if rank == 0 else f"monitor-{rank}.json"
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a file that readers see either as it was or as it is, never half written."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(content, default=str))
+    os.replace(beside, path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Reads a file that holds one JSON object."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def process_started(pid: int) -> float | None:
+    """Tells when a process began, which together with its number names it for good."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+    except psutil.Error:
+        return None
+
+
+def index_folder(*, make: bool = False) -> Path | None:
+    """Gives the folder in which this user's runs leave word of where they write."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    folder = Path(tempfile.gettempdir()) / f"memsafe_rl-{user}"
+    try:
+        if make:
+            folder.mkdir(mode=_OWN_FOLDER_ONLY, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return None
+    ours = stat.S_ISDIR(found.st_mode) and (not hasattr(os, "getuid") or found.st_uid == user)
+    return folder if ours else None
+
+
+def enter_index(run_dir: Path) -> Path | None:
+    """Leaves word of where this process writes, and sweeps out what dead processes have left."""
+    folder = index_folder(make=True)
+    if folder is None:
+        return None
+    for _ in runs_alive():
+        continue
+    entry = folder / f"{os.getpid()}.json"
+    try:
+        write_json(entry, {"run_dir": str(run_dir.resolve()), "process_started": process_started(os.getpid())})
+    except OSError:
+        return None
+    return entry
+
+
+def runs_alive() -> Iterator[tuple[int, Path]]:
+    """Yields this user's runs that are alive, as process number and folder, oldest first; dead entries are removed."""
+    folder = index_folder()
+    if folder is None:
+        return
+    found: list[tuple[float, int, Path]] = []
+    for entry in folder.glob("*.json"):
+        content = read_json(entry)
+        began = process_started(int(entry.stem)) if entry.stem.isdigit() else None
+        if content is None or began is None or content.get("process_started") != began:
+            entry.unlink(missing_ok=True)
+        else:
+            found.append((began, int(entry.stem), Path(str(content.get("run_dir")))))
+    for _, pid, run_dir in sorted(found):
+        yield pid, run_dir
+
+
+def run_of(pid: int) -> Path | None:
+    """Finds the folder of a run by its process."""
+    for known, run_dir in runs_alive():
+        if known == pid:
+            return run_dir
+    try:
+        working = Path(psutil.Process(pid).cwd())
+    except (psutil.Error, OSError):
+        return None
+    content = read_json(working / STATUS_FILE)
+    return working if content is not None and content.get("pid") == pid else None

@@ -1,0 +1,313 @@
+"""Peaks of a rollout, of scoring and of an update from a network's geometry; for choosing plans, not for promises.
+
+Every function gives the bytes that come on top of what is held when the phase begins (weights, optimizer state, and
+for an update no gradients yet), split by what they are for at the moment of the peak. Against the allocator's count
+the sums lie between 0.6 and 1.7 times the measured peak for Llama-, Qwen- and GPT-2-like networks, float32 and
+bfloat16, full training and LoRA, and between 0.45 and 1.9 for T5, whose attention keeps scores where its biases learn
+(``tests/memory/test_estimator.py``); run-time corrections and the forecast take care of the rest. Not
+seen from a geometry, and therefore left to them: attention kernels that keep a score for each pair of tokens, layers
+that unpack quantised weights, filters of the sampler that copy the logits, and reward models.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+
+from memsafe_rl.memory.planning.slices import measure_slices, measure_sources, packing_saves
+from memsafe_rl.types import (
+    SCORE_ELEMENTS,
+    Component,
+    ModelGeometry,
+    RolloutPlan,
+    RolloutWork,
+    UnitBytes,
+    UpdatePlan,
+    UpdateWork,
+)
+
+Parts = Mapping[Component, int]
+
+DEFAULT_TILE = UpdatePlan.logprob_tile
+
+_WIDE_TENSORS = 8
+"""Tensors of the hidden width that a transformer block saves for backward: two norms (input and normalised input
+each), the attention output, its projection's input, and two residual sums."""
+_HEAD_TENSORS = 2
+"""Copies of queries, keys and values saved: before and after rotary embedding."""
+_FEED_FORWARD_TENSORS = 4
+"""Tensors of the feed-forward width saved: gate, up, activated gate, product."""
+_WIDENED_TENSORS = 4
+"""Further tensors of the hidden width where activations are narrower than float32: norms and LoRA layers widen them."""
+_LOGIT_BYTES = 4
+"""Bytes of one logit where log-probs are computed."""
+_TILE_COPIES = 1.25
+"""The tile of logits, and temporaries of a sixteenth of it."""
+_SAMPLER_ELEMENTS = 2**20
+"""Logits that the sampler widens to float32 at a time, at least a row."""
+_NOISE_BYTES = 8 * 8
+"""Bytes of noise and its temporaries, per row and per square root of the vocabulary."""
+_SCORE_COPIES = 3
+"""Copies of the scores: those over prompts, those over completions, and both joined."""
+_STATES_AT_ONCE = 5
+"""Tensors of a state's size in a denoising step besides the network's own: state, next state, mean, difference, and its
+square or noise."""
+_STORED_BYTES = 8 + 8 + 1 + 3 * 4
+"""Bytes of one stored token: its id, a share of its prompt's, its mask, and three log-probs."""
+
+
+def block_activation_bytes(geometry: ModelGeometry) -> int:
+    """Counts what one block saves for backward, per token."""
+    elements = (
+        (_WIDE_TENSORS + _is_narrow(geometry) * _WIDENED_TENSORS) * geometry.hidden_size
+        + _HEAD_TENSORS * _attention_width(geometry)
+        + _FEED_FORWARD_TENSORS * geometry.intermediate_size
+    )
+    return elements * geometry.compute_bytes
+
+
+def update_parts(work: UpdateWork, plan: UpdatePlan) -> Parts:
+    """Estimates what an optimizer step adds to what is held before its first forward.
+
+    Three moments compete: the head's backward (all saved activations, a tile of logits, the head's float32 gradient),
+    the first block's backward (saved activations and one block's own), and the end (all gradients). Gradients of
+    earlier micro-batches are there from the second micro-batch on, and of other objectives all the time.
+    """
+    geometry = work.geometry
+    if geometry.unit is not None:
+        return _unit_update_parts(work, plan, geometry.unit)
+    activations_of = _sourced_activations if work.sources else _activations
+    kept, working, actions, count = activations_of(work, plan)
+    head_elements = geometry.vocab_size * geometry.hidden_size if geometry.head_trainable else 0
+    aside = work.gradients_aside * geometry.trainable_bytes
+    earlier = aside + (geometry.trainable_bytes if count > 1 else 0)
+    stored = _STORED_BYTES * sum(work.row_tokens) if plan.trajectory_device == "device" else 0
+    logits = _tile_bytes(geometry, min(plan.logprob_tile, actions))
+    sums = actions * geometry.hidden_size * (geometry.compute_bytes + _wide_bytes(geometry))
+    narrowed = head_elements * geometry.compute_bytes if _is_narrow(geometry) else 0
+    moments = (
+        (kept + sums, logits, earlier + head_elements * _wide_bytes(geometry) + narrowed),
+        (kept + working, 0, earlier + head_elements * geometry.compute_bytes),
+        (working, 0, aside + geometry.trainable_bytes + head_elements * geometry.compute_bytes),
+    )
+    activations, tile, gradients = max(moments, key=sum)
+    return {
+        Component.ACTIVATIONS: activations,
+        Component.LOGITS: tile,
+        Component.GRADIENTS: gradients,
+        Component.TRAJECTORY: stored,
+    }
+
+
+def _activations(work: UpdateWork, plan: UpdatePlan) -> tuple[int, int, int, int]:
+    """Bytes kept for the backward, those of a block at work, and completion tokens of a slice and number of slices."""
+    geometry = work.geometry
+    tokens, actions, count, _ = measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts)
+    block, width = block_activation_bytes(geometry), geometry.hidden_size * geometry.compute_bytes
+    inner = geometry.intermediate_size * geometry.compute_bytes
+    kept = geometry.layers * (width if plan.checkpointing else block) * tokens
+    working = ((block if plan.checkpointing else 2 * width) + 2 * inner) * tokens
+    if plan.offload_activations:
+        kept = width * tokens  # on its way to the host
+        working += 0 if plan.checkpointing else block // (3 if _is_narrow(geometry) else 4) * tokens
+    return kept, working, actions, count
+
+
+def _sourced_activations(work: UpdateWork, plan: UpdatePlan) -> tuple[int, int, int, int]:
+    """The same where an encoder reads the prompts: what it keeps waits until the last slice of its group is done.
+
+    A row attends to its prompt by keys and values of its own in every layer of the decoder.
+    """
+    geometry = work.geometry
+    slices = measure_sources(work, plan.micro_batch_tokens)
+    block, width = block_activation_bytes(geometry), geometry.hidden_size * geometry.compute_bytes
+    heads = geometry.heads * geometry.head_dim * geometry.compute_bytes
+    inner = geometry.intermediate_size * geometry.compute_bytes
+    layer = (block + 2 * (width + heads)) * slices.tokens + 2 * heads * slices.attended
+    decoder = geometry.layers * (width * slices.tokens if plan.checkpointing else layer)
+    encoder = geometry.encoder_layers * (width if plan.checkpointing else block) * slices.read
+    states = width * (2 * slices.read + slices.attended)
+    working = (layer if plan.checkpointing else 2 * width * slices.tokens) + 2 * inner * slices.tokens
+    if plan.offload_activations:
+        decoder, encoder = width * slices.tokens, 0
+        working += 0 if plan.checkpointing else layer // (3 if _is_narrow(geometry) else 4)
+    return decoder + encoder + states, working, slices.actions, slices.number
+
+
+def wave_rows(work: RolloutWork, plan: RolloutPlan) -> tuple[int, int]:
+    """Counts the sequences that are decoded together, and their unique prompts."""
+    longest = max(work.prompt_tokens, default=1)
+    if work.geometry.unit is not None:
+        rows = max(1, min(work.rows, plan.rows_in_flight))
+        return rows, _prompts_of(work, rows)
+    if work.geometry.shares_prompts:
+        most = max(1, min(work.rows, plan.rows_in_flight))
+        if plan.kv_bytes is not None:
+            room = plan.kv_bytes
+            most = max(1, bisect_right(range(1, most + 1), room, key=lambda rows: _shared_cache_bytes(work, rows)))
+        return most, _prompts_of(work, most)
+    waves = max(1, math.ceil(work.rows / max(1, plan.rows_in_flight)))
+    rows = math.ceil(work.rows / waves)
+    if plan.kv_bytes is not None:
+        rows = min(rows, plan.kv_bytes // max(1, work.geometry.kv_bytes(longest + work.max_new_tokens)))
+    rows = max(1, min(rows, work.group_size * max(1, plan.prefill_tokens // max(1, longest))))
+    return rows, _prompts_of(work, rows)
+
+
+def read_tokens(work: RolloutWork, plan: RolloutPlan) -> int:
+    """Counts the prompt tokens, padding included, of the largest forward that reads prompts."""
+    longest = max(work.prompt_tokens, default=1)
+    prompts = min(wave_rows(work, plan)[1], max(1, plan.prefill_tokens // max(1, longest)))
+    in_chunks = work.geometry.shares_prompts and work.geometry.source_bytes is None
+    return min(longest, plan.prefill_tokens) if prompts == 1 and in_chunks else prompts * longest
+
+
+def kept_bytes(work: RolloutWork, plan: RolloutPlan) -> int:
+    """Counts the bytes up to which caches are kept between turns, those of the rows in flight included."""
+    return min(plan.kept_limit_bytes, work.kept_bytes)
+
+
+def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:
+    """Estimates what a rollout adds to what is held before it.
+
+    Three moments compete: reading the prompts (one block's temporaries, the prompts' cache), the last decoding step
+    (a block's temporaries, the cache at full length, one layer of it twice while it grows), and the draw after it (a
+    row of logits for each sequence and the sampler's copies). Where each row has its own copy of the prompt, so does
+    spreading the copies. Where caches are kept between turns, the cache at full length is that of all that is kept.
+    """
+    geometry = work.geometry
+    longest = max(work.prompt_tokens, default=1)
+    rows, prompts = wave_rows(work, plan)
+    if geometry.unit is not None:
+        return {Component.ACTIVATIONS: rows * (geometry.unit.forward + _STATES_AT_ONCE * geometry.unit.state)}
+    slots, layers = longest + work.max_new_tokens, max(1, geometry.layers)
+    prompt_cache = prompts * geometry.prompt_kv_bytes(longest)
+    decoding, spreading = _forward_bytes(geometry) * rows, rows * geometry.kv_bytes(longest)
+    if geometry.shares_prompts:
+        cache, spreading = max(_shared_cache_bytes(work, rows), kept_bytes(work, plan)), prompt_cache
+        if geometry.key_bytes is not None:  # what is kept in 8 bits is floats while it is attended to
+            head = rows * slots * geometry.head_dim
+            decoding += _LOGIT_BYTES * max(head, min(SCORE_ELEMENTS, geometry.kv_heads * head))
+        decoding += _SCORE_COPIES * _LOGIT_BYTES * min(SCORE_ELEMENTS, rows * geometry.heads * slots)
+    else:
+        cache = rows * geometry.kv_bytes(slots)
+        cache += cache // layers
+    moments = (
+        (_forward_bytes(geometry) * read_tokens(work, plan), prompt_cache, 0),
+        (decoding, cache, 0),
+        (0, cache, _sampler_bytes(geometry, rows)),
+        (0, prompt_cache // layers + spreading, _sampler_bytes(geometry, rows)),
+    )
+    activations, kept, logits = max(moments, key=sum)
+    return {Component.ACTIVATIONS: activations, Component.KV_CACHE: kept, Component.LOGITS: logits}
+
+
+def score_parts(work: RolloutWork | UpdateWork, plan: RolloutPlan, tile: int = DEFAULT_TILE) -> Parts:
+    """Estimates what a forward without gradient adds: hidden states, one block's temporaries, and a tile of logits."""
+    geometry = work.geometry
+    rows = _rows_to_score(work)
+    if geometry.unit is not None:
+        pairs = measure_slices(rows, plan.score_tokens, packed=False).tokens
+        return {Component.ACTIVATIONS: pairs * (geometry.unit.forward + _STATES_AT_ONCE * geometry.unit.state)}
+    slices = measure_slices(rows, plan.score_tokens, packed=packing_saves(rows))
+    tokens = slices.tokens
+    if rows.sources:
+        return _sourced_score_parts(rows, plan, tile)
+    logits = _tile_bytes(geometry, min(tile, plan.score_tokens, slices.actions))
+    hidden = (tokens + slices.actions) * geometry.hidden_size * geometry.compute_bytes
+    forward = _forward_bytes(geometry) * tokens
+    return (
+        {Component.ACTIVATIONS: forward, Component.LOGITS: 0}
+        if forward > hidden + logits
+        else {Component.ACTIVATIONS: hidden, Component.LOGITS: logits}
+    )
+
+
+def _sourced_score_parts(work: UpdateWork, plan: RolloutPlan, tile: int) -> Parts:
+    """Estimates scoring where an encoder reads the prompts: its forward, or the decoder's beside what it read."""
+    geometry = work.geometry
+    slices = measure_sources(work, plan.score_tokens)
+    width = geometry.hidden_size * geometry.compute_bytes
+    logits = _tile_bytes(geometry, min(tile, plan.score_tokens, slices.actions))
+    read = width * (slices.read + slices.attended)
+    keys = 2 * geometry.heads * geometry.head_dim * geometry.compute_bytes * slices.attended
+    decoding = read + keys + _forward_bytes(geometry) * slices.tokens
+    moments = (
+        (_forward_bytes(geometry) * slices.read, 0),
+        (decoding, 0),
+        (width * (slices.tokens + slices.actions), logits),
+    )
+    activations, kept = max(moments, key=sum)
+    return {Component.ACTIVATIONS: activations, Component.LOGITS: kept}
+
+
+def _unit_update_parts(work: UpdateWork, plan: UpdatePlan, unit: UnitBytes) -> Parts:
+    """Estimates an optimizer step of a network whose (row, column) pairs are run one by one.
+
+    Two moments compete: the beginning of a backward pass (all that the pairs keep) and the end of the last one (all
+    gradients).
+    """
+    pairs, _, count, total = measure_slices(work, plan.micro_batch_tokens, packed=False)
+    kept = min(unit.kept, unit.recomputed + unit.forward) if plan.checkpointing else unit.kept
+    if plan.offload_activations:
+        kept = min(kept, unit.forward)
+    gradients = work.geometry.trainable_bytes
+    earlier = gradients if count > 1 else 0
+    states = _STATES_AT_ONCE * unit.state
+    stored = total * unit.state if plan.trajectory_device == "device" else 0
+    moments = ((pairs * (kept + states), earlier), (pairs * (unit.forward + states), gradients))
+    activations, held = max(moments, key=sum)
+    return {Component.ACTIVATIONS: activations, Component.GRADIENTS: held, Component.TRAJECTORY: stored}
+
+
+def _prompts_of(work: RolloutWork, rows: int) -> int:
+    return min(len(work.prompt_tokens), math.ceil(rows / work.group_size)) or 1
+
+
+def _shared_cache_bytes(work: RolloutWork, rows: int) -> int:
+    """The cache of rows at their full length, with each of their prompts once."""
+    prompts = _prompts_of(work, rows) * work.geometry.prompt_kv_bytes(max(work.prompt_tokens, default=1))
+    return work.geometry.batch_kv_bytes(prompts, rows, work.max_new_tokens)
+
+
+def _rows_to_score(work: RolloutWork | UpdateWork) -> UpdateWork:
+    if isinstance(work, UpdateWork):
+        return work
+    if work.geometry.unit is not None:
+        return UpdateWork((work.max_new_tokens,) * work.rows, (work.max_new_tokens,) * work.rows, work.geometry)
+    rows = tuple(prompt + work.max_new_tokens for prompt in work.prompt_tokens for _ in range(work.group_size))
+    owners = tuple(prompt for prompt in range(len(work.prompt_tokens)) for _ in range(work.group_size))
+    sources = () if work.geometry.source_bytes is None else owners
+    return UpdateWork(rows, (work.max_new_tokens,) * len(rows), work.geometry, sources=sources)
+
+
+def _attention_width(geometry: ModelGeometry) -> int:
+    """Elements of a token's queries, keys and values."""
+    return (geometry.heads + 2 * geometry.kv_heads) * geometry.head_dim
+
+
+def _forward_bytes(geometry: ModelGeometry) -> int:
+    """Bytes a token takes at most inside a block that keeps nothing: its feed-forward part, or its attention."""
+    inner = max(4 * geometry.intermediate_size, 2 * _attention_width(geometry))
+    widened = geometry.hidden_size + 2 * geometry.intermediate_size if _is_narrow(geometry) else 0
+    return (3 * geometry.hidden_size + inner + widened) * geometry.compute_bytes
+
+
+def _is_narrow(geometry: ModelGeometry) -> bool:
+    """Whether activations are narrower than float32, so that norms and LoRA layers make wider copies."""
+    return geometry.compute_bytes < _LOGIT_BYTES
+
+
+def _wide_bytes(geometry: ModelGeometry) -> int:
+    return max(_LOGIT_BYTES, geometry.compute_bytes)
+
+
+def _tile_bytes(geometry: ModelGeometry, tile: int) -> int:
+    return int(_TILE_COPIES * _wide_bytes(geometry) * tile * geometry.vocab_size)
+
+
+def _sampler_bytes(geometry: ModelGeometry, rows: int) -> int:
+    widened = min(rows * geometry.vocab_size, max(geometry.vocab_size, _SAMPLER_ELEMENTS))
+    noise = _NOISE_BYTES * rows * math.isqrt(geometry.vocab_size)
+    return rows * geometry.vocab_size * geometry.compute_bytes + 2 * _LOGIT_BYTES * widened + noise

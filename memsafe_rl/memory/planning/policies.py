@@ -1,0 +1,305 @@
+"""Memory policies: strategies that cut logical work into plans. Pure functions of work and memory.
+
+A policy of one's own is a subclass with two methods::
+
+    @dataclass(frozen=True)
+    class OneRowAtATime(MemoryPolicy):
+        def before_rollout(self, work, memory):
+            return RolloutPlan(rows_in_flight=1)
+
+        def before_update(self, work, memory):
+            return UpdatePlan(micro_batch_tokens=1, checkpointing=True)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from memsafe_rl.memory.planning.costs import (
+    full_speed_packed_tokens,
+    full_speed_rows,
+    full_speed_tile,
+    full_speed_tokens,
+    reward_time,
+    rollout_time,
+    score_time,
+    update_time,
+)
+from memsafe_rl.memory.planning.fallbacks import FINE_STEPS, LOSSLESS, Fallback, Plan, fallbacks_named, leaner
+from memsafe_rl.memory.planning.search import Room, fastest_that_fits, first_that_fits, next_plan, with_prediction
+from memsafe_rl.memory.planning.slices import packing_saves
+from memsafe_rl.types import MemoryFailure, MemoryState, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+
+
+class MemoryPolicy(ABC):
+    """Decides how logical work is cut to fit memory; never what the work is.
+
+    Called once per rollout, once per optimizer step, and once per failure that outlives its same-plan retry.
+    """
+
+    @abstractmethod
+    def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
+        """Plans a rollout and the scoring that follows it.
+
+        Args:
+            work: the shape of the rollout.
+            memory: the device and this run's past.
+
+        Returns:
+            The plan.
+        """
+
+    @abstractmethod
+    def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
+        """Plans one optimizer step.
+
+        Args:
+            work: the rows of the step.
+            memory: the device and this run's past.
+
+        Returns:
+            The plan.
+        """
+
+    def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:  # noqa: ARG002
+        """Gives the next plan to try after one failed, or None to give up.
+
+        Args:
+            plan: the plan that failed twice.
+            failure: what failed.
+
+        Returns:
+            A leaner plan, or None; this class always gives up.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class FixedPolicy(MemoryPolicy):
+    """Always the plans the user wrote; a failure that outlives its retry is final.
+
+    Args:
+        rollout: plan of every rollout.
+        update: plan of every optimizer step.
+    """
+
+    rollout: RolloutPlan = field(default_factory=RolloutPlan)
+    update: UpdatePlan = field(default_factory=UpdatePlan)
+
+    def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
+        """Gives the fixed rollout plan, with what it is predicted to hold."""
+        return with_prediction(self.rollout, work, memory)
+
+    def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
+        """Gives the fixed update plan, with what it is predicted to hold."""
+        return with_prediction(self.update, work, memory)
+
+
+@dataclass(frozen=True)
+class AdaptivePolicy(MemoryPolicy):
+    """Chooses the cut from the budget: the leanest within a tenth of the fastest, or the fastest that fits.
+
+    Estimates are multiplied by what measurements of earlier plans say. A failure takes as many fallbacks down as its
+    estimate asks for, those that change no bit first; later plans stay below what failed, and after 8 steps without
+    trouble they grow by a notch again, after twice as many if that fails.
+
+    Args:
+        checkpointing: True or False to insist, None to let the budget decide.
+        trajectory_device: "device" or "host": where the trajectory waits between micro-batches.
+        pack_prompts: whether completions share one copy of their prompt, where they can; None for yes where it spares
+            a tenth of the tokens, which then costs neither bytes nor time.
+    """
+
+    checkpointing: bool | None = None
+    trajectory_device: str = "host"
+    pack_prompts: bool | None = None
+
+    def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
+        """Decodes and scores as many rows together as are fast, or as fit.
+
+        Args:
+            work: the shape of the rollout.
+            memory: the device and this run's past.
+
+        Returns:
+            The plan; when nothing fits, the smallest one: a single row in flight.
+        """
+        rows = full_speed_rows(memory.device, work)
+        tokens = full_speed_tokens(memory.device, work.geometry)
+        plan = fast = RolloutPlan(
+            rows_in_flight=rows,
+            prefill_tokens=tokens,
+            score_tokens=tokens,
+            reward_rows=rows,
+            kept_kv_bytes=work.kept_bytes,
+        )
+        times: dict[Phase, Callable[[RolloutPlan], float]] = {
+            Phase.ROLLOUT: lambda lower: rollout_time(work, lower, fast),
+            Phase.SCORE: lambda lower: score_time(work, lower, fast),
+            Phase.REWARD: lambda lower: reward_time(lower, fast),
+        }
+        for phase, time in times.items():
+            plan = fastest_that_fits(plan, self._fallbacks(phase, memory), Room(phase, work, memory), time)
+        return with_prediction(plan, work, memory)
+
+    def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
+        """Takes the largest micro-batch that is worth its memory, and of what fits the fastest.
+
+        Args:
+            work: the rows of the step.
+            memory: the device and this run's past.
+
+        Returns:
+            The plan; when nothing fits, the smallest one: a single row, checkpointed.
+        """
+        packs = _packs(self.pack_prompts, work)
+        tokens = min(full_speed_tokens(memory.device, work.geometry), sum(work.row_tokens))
+        fast = UpdatePlan(
+            micro_batch_tokens=full_speed_packed_tokens(memory.device, work)
+            if packs
+            else max(work.least_tokens, tokens),
+            logprob_tile=full_speed_tile(work),
+            checkpointing=bool(self.checkpointing),
+            pack_prompts=packs,
+            trajectory_device=self.trajectory_device,
+        )
+        fallbacks, room = self._fallbacks(Phase.UPDATE, memory), Room(Phase.UPDATE, work, memory)
+        plan = fastest_that_fits(fast, fallbacks, room, lambda lower: update_time(memory.device, work, lower, fast))
+        return with_prediction(plan, work, memory)
+
+    def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
+        """Goes down the lossless fallbacks, as far as the estimate asks for.
+
+        Args:
+            plan: the plan that failed twice.
+            failure: what failed.
+
+        Returns:
+            A leaner plan, or None when there is none.
+        """
+        return next_plan(plan, failure, fallbacks_named(self._names(), failure.phase))
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(name for name in LOSSLESS if name != "checkpointing" or self.checkpointing is None)
+
+    def _fallbacks(self, phase: Phase, memory: MemoryState) -> tuple[Fallback, ...]:
+        """Gives the fallbacks worth planning with; waves shrink prompts too, and only known state can be offloaded."""
+        left_out = {"prefill_tokens"} if memory.optimizer_bytes else {"prefill_tokens", "park_optimizer"}
+        names = [name for name in self._names() if name not in left_out]
+        return tuple(FINE_STEPS.get(fallback.name, fallback) for fallback in fallbacks_named(names, phase))
+
+
+@dataclass(frozen=True)
+class LadderPolicy(MemoryPolicy):
+    """Starts at the user's plans and goes down fallback by fallback, until the estimate fits and after each failure.
+
+    Where it stands is read from the last plans in ``memory``, so that a resumed run stands where it stood.
+
+    Args:
+        fallbacks: names of lossless fallbacks, in order; each is taken to its bottom before the next.
+        rollout: the rollout plan at the top.
+        update: the update plan at the top.
+        climbs: False never goes up again. True starts at the top each time, but stays below what failed until 8 steps
+            went without trouble, and twice as many after each further failure.
+        pack_prompts: whether completions share one copy of their prompt, where they can; None for yes where the plan
+            at the top says so, or where it spares a tenth of the tokens, which then costs neither bytes nor time.
+    """
+
+    fallbacks: tuple[str, ...] = LOSSLESS
+    rollout: RolloutPlan = field(default_factory=RolloutPlan)
+    update: UpdatePlan = field(default_factory=UpdatePlan)
+    climbs: bool = False
+    pack_prompts: bool | None = None
+
+    def __post_init__(self) -> None:
+        fallbacks_named(self.fallbacks, Phase.UPDATE)
+
+    def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
+        """Goes down from the top, or from the last plan, to the first plan that fits.
+
+        Args:
+            work: the shape of the rollout.
+            memory: the device and this run's past.
+
+        Returns:
+            The plan; when nothing fits, the bottom of the ladder.
+        """
+        return self._descended(
+            self.rollout, memory.last_rollout_plan, (Phase.ROLLOUT, Phase.SCORE, Phase.REWARD), work, memory
+        )
+
+    def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
+        """Goes down from the top, or from the last plan, to the first plan that fits.
+
+        Args:
+            work: the rows of the step.
+            memory: the device and this run's past.
+
+        Returns:
+            The plan; when nothing fits, the bottom of the ladder.
+        """
+        wanted = (self.update.pack_prompts or None) if self.pack_prompts is None else self.pack_prompts
+        top = replace(self.update, pack_prompts=_packs(wanted, work))
+        return self._descended(top, memory.last_update_plan, (Phase.UPDATE,), work, memory)
+
+    def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
+        """Goes down as many fallbacks as the estimate asks for, at least one.
+
+        Args:
+            plan: the plan that failed twice.
+            failure: what failed.
+
+        Returns:
+            A leaner plan, or None at the bottom of the ladder.
+        """
+        return next_plan(plan, failure, fallbacks_named(self.fallbacks, failure.phase))
+
+    def _descended(
+        self,
+        top: Plan,
+        last: Plan | None,
+        phases: Sequence[Phase],
+        work: RolloutWork | UpdateWork,
+        memory: MemoryState,
+    ) -> Plan:
+        """Goes down from the top, or from the last plan, until each phase fits or its fallbacks are used up."""
+        plan = top if last is None or self.climbs else leaner(top, last)
+        for phase in phases:
+            plan = first_that_fits(plan, fallbacks_named(self.fallbacks, phase), Room(phase, work, memory))
+        return with_prediction(plan, work, memory)
+
+
+@dataclass(frozen=True)
+class WithinBudget(MemoryPolicy):
+    """Another policy's plans, made for a budget of at most so many bytes; an example of how policies compose.
+
+    Args:
+        policy: makes the plans.
+        budget_bytes: int, bytes; a smaller budget of the run still counts.
+    """
+
+    policy: MemoryPolicy
+    budget_bytes: int
+
+    def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
+        """Asks the other policy with the smaller budget."""
+        return self.policy.before_rollout(work, self._bounded(memory))
+
+    def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
+        """Asks the other policy with the smaller budget."""
+        return self.policy.before_update(work, self._bounded(memory))
+
+    def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
+        """Asks the other policy, with the smaller budget in the failure."""
+        bounded = replace(failure, budget_bytes=min(failure.budget_bytes, self.budget_bytes))
+        return self.policy.after_oom(plan, bounded)
+
+    def _bounded(self, memory: MemoryState) -> MemoryState:
+        return replace(memory, budget_bytes=min(memory.budget_bytes, self.budget_bytes))
+
+
+def _packs(wanted: bool | None, work: UpdateWork) -> bool:
+    """Whether a plan packs prompts: where it can, as the user wants it, or where it is worth while."""
+    return bool(work.prompts) and (packing_saves(work) if wanted is None else wanted)

@@ -1,0 +1,250 @@
+"""How work is cut into slices: rows by tokens, rows behind one copy of each prompt, or rows × columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from memsafe_rl.types import UpdateWork
+
+_WORTHWHILE = 0.9
+"""Share of the tokens of separate rows that packed ones may have and still be packed by default: a few copies of short
+prompts are not worth the extra pieces of attention."""
+
+_ALIKE = 0.99
+"""Share of the largest slice from which on another one counts as being like it."""
+
+
+class Slices(NamedTuple):
+    """What cutting rows by tokens gives.
+
+    Args:
+        tokens: tokens of the largest slice, padding included.
+        actions: most completion tokens of a slice.
+        number: how many slices there are.
+        total: tokens of all slices.
+    """
+
+    tokens: int
+    actions: int
+    number: int
+    total: int
+
+
+def cut_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Cuts rows into slices of like length, the longest rows first, as many rows to a slice as the budget holds."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    slices = []
+    while order:
+        count = max(1, budget // max(1, lengths[order[0]]))
+        slices.append(order[:count])
+        order = order[count:]
+    return slices
+
+
+def cut_by_prompt(work: UpdateWork, budget: int) -> list[list[int]]:
+    """Cuts rows into slices in which a prompt counts once; rows of a prompt stay together as far as they fit.
+
+    A prompt whose rows do not fit comes again with the next of them. Slices are filled first fit, the largest pieces
+    first (Johnson 1973, "Near-optimal bin packing algorithms").
+    """
+    pieces = sorted(_pieces(work, budget), key=lambda piece: -piece[0])
+    slices: list[list[int]] = []
+    room: list[int] = []
+    for tokens, rows in pieces:
+        place = next((place for place, free in enumerate(room) if free >= tokens), None)
+        if place is None:
+            slices.append(rows)
+            room.append(budget - tokens)
+        else:
+            slices[place].extend(rows)
+            room[place] -= tokens
+    return slices
+
+
+def cut_groups(work: UpdateWork, budget: int, *, packed: bool) -> list[list[list[int]]]:
+    """Cuts rows into slices, in groups whose prompts an encoder reads together before their slices are run.
+
+    Rows that share a prompt are in one group, so that it is read once. Without an encoder there is one group.
+    """
+    if not work.sources:
+        slices = cut_work(work, budget, packed=packed)
+        return [slices] if slices else []
+    rows_of: dict[int, list[int]] = {}
+    for row, source in enumerate(work.sources):
+        rows_of.setdefault(source, []).append(row)
+    owned = list(rows_of.values())
+    groups = []
+    for together in cut_by_tokens([_source_tokens(work, rows[0]) for rows in owned], budget):
+        rows = [row for place in together for row in owned[place]]
+        parts = cut_by_tokens([work.row_tokens[row] for row in rows], budget)
+        groups.append([[rows[index] for index in part] for part in parts])
+    return groups
+
+
+def cut_work(work: UpdateWork, budget: int, *, packed: bool) -> list[list[int]]:
+    """Cuts rows into slices, packed if they can be."""
+    if work.sources:
+        return [part for group in cut_groups(work, budget, packed=False) for part in group]
+    return cut_by_prompt(work, budget) if packed and work.prompts else cut_by_tokens(work.row_tokens, budget)
+
+
+def cut_columns(rows: int, columns: Sequence[int], budget: int) -> list[tuple[list[int], list[int]]]:
+    """Cuts rows × columns into rectangles, whole columns first, so that a column's rows stay together where they fit.
+
+    Rectangles are of like size: 7 rows of which 6 would fit are cut into 4 and 3.
+    """
+    if rows == 0:
+        return []
+    columns_at_once = max(1, budget // rows)
+    row_pieces = _even(range(rows), -(-rows // max(1, min(rows, budget))))
+    column_pieces = _even(columns, -(-len(columns) // columns_at_once))
+    return [(piece, chosen) for chosen in column_pieces for piece in row_pieces]
+
+
+def widest(work: UpdateWork, slices: Sequence[Sequence[int]], *, packed: bool = False) -> list[int]:
+    """Finds the slices of which one holds most, whatever weighs most: tokens, completion tokens, or prompts read."""
+
+    prompts = [row - actions for row, actions in zip(work.row_tokens, work.action_tokens, strict=True)]
+
+    def padded(lengths: Sequence[int], rows: Sequence[int]) -> int:
+        return len(rows) * max(lengths[row] for row in rows)
+
+    def sizes(rows: Sequence[int]) -> tuple[int, ...]:
+        actions = sum(work.action_tokens[row] for row in rows)
+        if work.sources:
+            return actions, padded(work.action_tokens, rows), padded(prompts, rows)
+        return actions, packed_tokens(work, rows) if packed and work.prompts else padded(work.row_tokens, rows)
+
+    measured = [sizes(rows) for rows in slices]
+    found = set()
+    for kind in range(len(measured[0]) if measured else 0):
+        most = max(size[kind] for size in measured)
+        alike = [place for place, size in enumerate(measured) if size[kind] >= _ALIKE * most]
+        largest = max(measured[place] for place in alike)
+        found.add(max(place for place in alike if sum(measured[place]) >= _ALIKE * sum(largest)))
+    return sorted(found)
+
+
+def telling(work: UpdateWork, slices: Sequence[Sequence[int]], *, packed: bool = False) -> list[int]:
+    """Finds the slices that tell what all hold that are run one after the other."""
+    found = widest(work, slices, packed=packed)
+    others = widest(work, slices[1:], packed=packed) if 0 in found else []
+    return sorted({*found, *(1 + place for place in others)})
+
+
+def packing_saves(work: UpdateWork) -> bool:
+    """Whether rows share enough of their prompts that packing them is worth while."""
+    return bool(work.prompts) and packed_tokens(work, range(len(work.prompts))) <= _WORTHWHILE * sum(work.row_tokens)
+
+
+def packed_tokens(work: UpdateWork, rows: Sequence[int]) -> int:
+    """Counts the tokens of rows behind one copy of each of their prompts."""
+    prompts = {work.prompts[row]: work.row_tokens[row] - work.action_tokens[row] for row in rows}
+    return sum(prompts.values()) + sum(work.action_tokens[row] for row in rows)
+
+
+def measure_slices(work: UpdateWork, budget: int, *, packed: bool) -> Slices:
+    """Measures the slices into which rows are cut."""
+    if work.geometry.unit is not None:
+        return _measured_pairs(len(work.row_tokens), max(work.row_tokens, default=0), budget)
+    return _measured(work.row_tokens, work.action_tokens, work.prompts if packed else (), work.sources, budget)
+
+
+class SourceSlices(NamedTuple):
+    """What cutting rows gives whose prompts an encoder reads.
+
+    Args:
+        read: prompt tokens of the largest group, padding included.
+        attended: prompt tokens that the rows of a slice attend to, at most, each row its own.
+        tokens: completion tokens of the largest slice, padding included.
+        actions: most completion tokens of a slice.
+        number: how many slices there are.
+    """
+
+    read: int
+    attended: int
+    tokens: int
+    actions: int
+    number: int
+
+
+def measure_sources(work: UpdateWork, budget: int) -> SourceSlices:
+    """Measures the groups and slices of rows whose prompts an encoder reads."""
+    return _measured_sources(work.row_tokens, work.action_tokens, work.sources, budget)
+
+
+@lru_cache(maxsize=256)
+def _measured_sources(
+    row_tokens: tuple[int, ...], action_tokens: tuple[int, ...], sources: tuple[int, ...], budget: int
+) -> SourceSlices:
+    work = UpdateWork(row_tokens, action_tokens, None, (), sources)  # type: ignore[arg-type]
+    read, attended, tokens, actions, number = 1, 1, 1, 1, 0
+    for group in cut_groups(work, budget, packed=False):
+        lengths = {sources[row]: _source_tokens(work, row) for part in group for row in part}
+        read = max(read, len(lengths) * max(lengths.values()))
+        for part in group:
+            attended = max(attended, len(part) * max(_source_tokens(work, row) for row in part))
+            tokens = max(tokens, len(part) * max(action_tokens[row] for row in part))
+            actions = max(actions, sum(action_tokens[row] for row in part))
+            number += 1
+    return SourceSlices(read, attended, tokens, actions, max(1, number))
+
+
+def _source_tokens(work: UpdateWork, row: int) -> int:
+    return work.row_tokens[row] - work.action_tokens[row]
+
+
+@lru_cache(maxsize=256)
+def _measured_pairs(rows: int, columns: int, budget: int) -> Slices:
+    sizes = [len(piece) * len(chosen) for piece, chosen in cut_columns(rows, range(columns), budget)]
+    found = max(sizes, default=1), max(sizes, default=1), len(sizes), sum(sizes)
+    return Slices(*(max(1, count) for count in found))
+
+
+@lru_cache(maxsize=256)
+def _measured(
+    row_tokens: tuple[int, ...],
+    action_tokens: tuple[int, ...],
+    prompts: tuple[int, ...],
+    sources: tuple[int, ...],
+    budget: int,
+) -> Slices:
+    work = UpdateWork(row_tokens, action_tokens, None, prompts, sources)  # type: ignore[arg-type]
+    slices = cut_work(work, budget, packed=True)
+    if prompts:
+        tokens = [packed_tokens(work, rows) for rows in slices]
+    else:
+        tokens = [len(rows) * max(row_tokens[row] for row in rows) for rows in slices]
+    actions = [sum(action_tokens[row] for row in rows) for rows in slices]
+    found = max(tokens, default=1), max(actions, default=1), len(slices), sum(tokens)
+    return Slices(*(max(1, count) for count in found))
+
+
+def _even(items: Sequence[int], pieces: int) -> list[list[int]]:
+    """Cuts a sequence into so many pieces whose lengths differ by at most 1, the longer ones first."""
+    length, longer = divmod(len(items), max(1, pieces))
+    starts = [place * length + min(place, longer) for place in range(pieces + 1)]
+    return [list(items[start:end]) for start, end in pairwise(starts)]
+
+
+def _pieces(work: UpdateWork, budget: int) -> list[tuple[int, list[int]]]:
+    """Gives tokens and rows of every piece of a prompt's rows that fits, the longest completions first."""
+    groups: dict[int, list[int]] = {}
+    for row in sorted(range(len(work.prompts)), key=lambda row: -work.action_tokens[row]):
+        groups.setdefault(work.prompts[row], []).append(row)
+    pieces: list[tuple[int, list[int]]] = []
+    for rows in groups.values():
+        prompt = work.row_tokens[rows[0]] - work.action_tokens[rows[0]]
+        held = prompt
+        piece: list[int] = []
+        for row in rows:
+            if piece and held + work.action_tokens[row] > budget:
+                pieces.append((held, piece))
+                held, piece = prompt, []
+            held += work.action_tokens[row]
+            piece.append(row)
+        pieces.append((held, piece))
+    return pieces

@@ -1,0 +1,1 @@
+"""Recovery from out-of-memory errors, budgets, meters, host memory, leaks."""

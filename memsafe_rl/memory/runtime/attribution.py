@@ -1,0 +1,98 @@
+"""Finds out what bytes are for from their owners: gradients as they are made, and everything held by walking it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from memsafe_rl.accounting import claim, is_on_host, listened_to
+from memsafe_rl.memory.simulated.ledger import storages_of
+from memsafe_rl.types import Component
+
+
+class GradientWatch:
+    """Claims gradients for their component as soon as a backward has made them, until it is closed."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        learning = [weight for weight in parameters if weight.requires_grad] if listened_to() else []
+        self._hooks: list[Any] = [
+            weight.register_post_accumulate_grad_hook(_claim_gradient)  # type: ignore[no-untyped-call]
+            for weight in learning
+        ]
+
+    def close(self) -> None:
+        """Takes the hooks away; a second time does nothing."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def __enter__(self) -> GradientWatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def watch_gradients(parameters: Iterable[Tensor]) -> GradientWatch:
+    """Has gradients counted as such as soon as a backward makes them."""
+    return GradientWatch(parameters)
+
+
+def held_by(
+    device: torch.device | str,
+    *,
+    weights: Iterable[Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    trajectory: Iterable[Tensor] = (),
+) -> dict[Component, int]:
+    """Counts the bytes that known owners hold on a device; works on any device, simulated or not.
+
+    Each storage counts once, whole, for the first owner in the order below. What is not reached from these owners
+    (activations, caches, logits) is no part of it.
+    """
+    tensors = list(weights)
+    owned: dict[Component, Iterable[Tensor]] = {
+        Component.WEIGHTS: tensors,
+        Component.GRADIENTS: [tensor.grad for tensor in tensors if tensor.grad is not None],
+        Component.OPTIMIZER: () if optimizer is None else optimizer_tensors(optimizer),
+        Component.TRAJECTORY: trajectory,
+    }
+    place, seen = torch.device(device), set[int]()
+    return {
+        component: sum(storage.nbytes() for storage in _new_storages(found, place, seen))
+        for component, found in owned.items()
+    }
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Gives the tensors of an optimizer's state."""
+    values = [value for entries in optimizer.state.values() for value in entries.values()]
+    found = [value for value in values if isinstance(value, Tensor)]
+    others = [value for value in values if isinstance(value, (dict, list, tuple))]
+    return [*found, *(leaf for leaf in tree_leaves(others) if isinstance(leaf, Tensor))]
+
+
+def _claim_gradient(weight: Tensor) -> None:
+    if weight.grad is not None:
+        claim(Component.GRADIENTS, [weight.grad])
+
+
+def _new_storages(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> Iterator[torch.UntypedStorage]:
+    simulated = listened_to()
+    for tensor in tensors:
+        if simulated and is_on_host(tensor):
+            continue
+        for storage in storages_of(tensor):
+            if _lies_on(storage.device, device) and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                yield storage
+
+
+def _lies_on(place: torch.device, device: torch.device) -> bool:
+    return place.type == device.type and device.index in (None, place.index)

@@ -1,0 +1,95 @@
+"""How near the peak came to the budget, said once each time it changes, and when the allocator had to stop and tidy."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from memsafe_rl.units import format_bytes
+
+SAFE_SHARE = 0.85
+"""Share of the budget below which there is room."""
+
+EDGE_SHARE = 0.90
+"""Share of the budget above which the next longer batch may fail."""
+
+
+class Headroom(StrEnum):
+    """Where the peak lies in the budget."""
+
+    SAFE = "safe"
+    EDGE = "edge"
+    DANGER = "danger"
+
+
+_MEANINGS = {
+    Headroom.SAFE: "there is room",
+    Headroom.EDGE: "little room is left",
+    Headroom.DANGER: "a longer batch may not fit, and its first attempt would be lost",
+}
+_REMEDIES = {
+    Headroom.SAFE: "",
+    Headroom.EDGE: "; nothing needs to be done",
+    Headroom.DANGER: "; lower max_completion_length or raise memory_budget if failures follow",
+}
+
+
+def headroom_of(peak_bytes: int, budget_bytes: int) -> Headroom:
+    """Tells where a peak lies in a budget."""
+    if peak_bytes < SAFE_SHARE * budget_bytes:
+        return Headroom.SAFE
+    return Headroom.EDGE if peak_bytes <= EDGE_SHARE * budget_bytes else Headroom.DANGER
+
+
+class HeadroomWatch:
+    """Gives an event when the band changes or the allocator retried, and none otherwise.
+
+    A run starts out safe, so that a run which stays safe says nothing.
+    """
+
+    def __init__(self) -> None:
+        self._band = Headroom.SAFE
+        self._retries: int | None = None
+
+    def observe(
+        self, *, step: int, peak_bytes: int, budget_bytes: int, allocator_retries: int = 0
+    ) -> list[dict[str, Any]]:
+        """Compares a step with the one before."""
+        events = []
+        band = headroom_of(peak_bytes, budget_bytes)
+        if band is not self._band:
+            self._band = band
+            events.append(_band_event(step, band, peak_bytes, budget_bytes))
+        before = allocator_retries if self._retries is None else self._retries
+        if allocator_retries > before:
+            events.append(_retries_event(step, allocator_retries - before))
+        self._retries = allocator_retries
+        return events
+
+
+def _band_event(step: int, band: Headroom, peak_bytes: int, budget_bytes: int) -> dict[str, Any]:
+    share = peak_bytes / budget_bytes
+    sentence = (
+        f"The peak of {format_bytes(peak_bytes)} is {share:.1%} of the budget of {format_bytes(budget_bytes)}: "
+        f"{_MEANINGS[band]}{_REMEDIES[band]}."
+    )
+    return {
+        "event": "band",
+        "step": step,
+        "band": str(band),
+        "peak_bytes": peak_bytes,
+        "budget_bytes": budget_bytes,
+        "share": share,
+        "sentence": sentence,
+    }
+
+
+def _retries_event(step: int, retries: int) -> dict[str, Any]:
+    times = "once" if retries == 1 else f"{retries} times"
+    sentence = (
+        f"The allocator found no block large enough {times} and gave all cached memory back before going on: the card "
+        "is nearly full or its memory is cut into small pieces, and each time costs speed; set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start, or lower memory_budget so that smaller "
+        "plans are made."
+    )
+    return {"event": "alarm", "kind": "allocator_retries", "step": step, "retries": retries, "sentence": sentence}

@@ -1,0 +1,177 @@
+"""Moves tensors between the device and host memory: by request, and for what autograd saves.
+
+On a CPU both are one memory. Under a simulated device they are told apart by `accounting.host_memory`, and a move is a
+copy into or out of the part that stands for the host; where nobody counts, there is nothing to move.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from memsafe_rl.accounting import host_memory, is_on_host, listened_to
+from memsafe_rl.memory.simulated.ledger import storages_of
+
+_LEAST_BYTES = 1024
+"""Bytes under which a saved tensor is not worth a transfer."""
+
+_ALIGNMENT = 64
+"""Bytes; what allocators start storages at multiples of, at least."""
+
+_LARGEST_SPREAD = 2
+"""How many times its own bytes a tensor may spread over, for what lies between its elements to be moved with it."""
+
+
+@torch.no_grad()
+def to_host(tensor: Tensor) -> Tensor:
+    """Moves a tensor to host memory: pinned where it comes from CUDA, so that it comes back fast."""
+    if tensor.device.type != "cpu":
+        return _into_host(tensor.detach(), wait=True)
+    return _copied_to_arena(tensor) if listened_to() and not is_on_host(tensor) else tensor
+
+
+@torch.no_grad()
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Moves a tensor to a device."""
+    if torch.device(device).type != "cpu":
+        return tensor.detach().to(device, non_blocking=tensor.is_pinned())
+    if tensor.device.type != "cpu":
+        return tensor.detach().cpu()
+    return tensor.detach().clone() if is_on_host(tensor) else tensor
+
+
+@contextmanager
+def offloaded(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Keeps in host memory what autograd saves inside, until the backward pass asks for it; gradients do not change.
+
+    Weights and their views stay where they are, for they lie on the device anyway; so do tensors under 1 KiB and those
+    on the host already. What several operators save, or several views of it, is moved once. It differs from
+    `torch.autograd.graph.save_on_cpu`, which moves weights too and every tensor as often as it is saved. Around blocks
+    under non-reentrant checkpointing, only their inputs are saved, and moved.
+
+    Only the forward pass must run inside. On a CPU it does nothing unless a simulated device counts.
+    """
+    kept = list(weights)
+    if all(weight.device.type == "cpu" for weight in kept) and not listened_to():
+        yield
+        return
+    offload = _Offload(kept)
+    with saved_tensors_hooks(offload.pack, offload.unpack):
+        yield
+
+
+@dataclass(frozen=True)
+class _Stayed:
+    """A saved tensor left where it was."""
+
+    tensor: Tensor
+    version: int
+
+    def checked(self) -> Tensor:
+        """Gives it back if nobody wrote to it since; autograd leaves that to whoever keeps a tensor."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"A tensor of shape {tuple(self.tensor.shape)} that the gradient needs was changed in place after the "
+                f"forward pass (version {self.tensor._version}, saved at {self.version}). Change it after the backward "
+                "pass, or change a copy of it."
+            )
+        return self.tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Elements of a storage, on the host."""
+
+    elements: Tensor
+    device: torch.device
+    origin: weakref.ref[torch.UntypedStorage]
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A saved tensor on the host: how it lies in its piece, or None where the piece is the tensor without its gaps."""
+
+    piece: _Piece
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int | None
+
+
+class _Offload:
+    """Packs saved tensors into host memory and unpacks them; each piece of a storage is moved once."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = {storage._cdata: storage for weight in weights for storage in storages_of(weight)}
+        self._pieces: weakref.WeakValueDictionary[tuple[Any, ...], _Piece] = weakref.WeakValueDictionary()
+
+    @torch.no_grad()
+    def pack(self, tensor: Tensor) -> _Stayed | _Moved:
+        # Without its graph, for a tensor that an operator saves of its own output would keep itself alive.
+        saved = tensor.detach()
+        if not self._moves(saved):
+            return _Stayed(saved, saved._version)
+        shape, strides, start = tuple(saved.shape), saved.stride(), int(saved.storage_offset())
+        spread = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if spread > _LARGEST_SPREAD * saved.numel():
+            return _Moved(self._piece(saved, (start, shape, strides)), shape, strides, None)
+        # A start as far from a multiple of 64 bytes as before, so that kernels cut their sums as before.
+        lead = start % max(1, _ALIGNMENT // saved.itemsize)
+        lying = saved.as_strided((lead + spread,), (1,), start - lead)
+        return _Moved(self._piece(lying, (start - lead, lead + spread)), shape, strides, lead)
+
+    @torch.no_grad()
+    def unpack(self, packed: _Stayed | _Moved) -> Tensor:
+        if isinstance(packed, _Stayed):
+            return packed.checked()
+        piece = packed.piece
+        if packed.offset is not None:
+            return _onto_device(piece).as_strided(packed.shape, packed.strides, packed.offset)
+        target = torch.empty_strided(packed.shape, packed.strides, dtype=piece.elements.dtype, device=piece.device)
+        return target.copy_(piece.elements, non_blocking=piece.elements.is_pinned())
+
+    def _moves(self, tensor: Tensor) -> bool:
+        storages = list(storages_of(tensor))
+        if len(storages) != 1 or storages[0]._cdata in self._weights or tensor.nbytes < _LEAST_BYTES:
+            return False
+        if tensor.is_conj() or tensor.is_neg() or is_on_host(tensor):
+            return False
+        return tensor.device.type != "cpu" or listened_to()
+
+    def _piece(self, tensor: Tensor, place: tuple[Any, ...]) -> _Piece:
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor._version, tensor.dtype, *place)
+        known = self._pieces.get(key)
+        # A storage that died may have left its address to another.
+        if known is not None and known.origin() is storage:
+            return known
+        made = _Piece(_into_host(tensor, wait=False), tensor.device, weakref.ref(storage))
+        self._pieces[key] = made
+        return made
+
+
+def _into_host(tensor: Tensor, *, wait: bool) -> Tensor:
+    """Copies a tensor to the host; unless told to wait, only later work of the same stream may read it."""
+    if tensor.device.type == "cpu":
+        return _copied_to_arena(tensor)
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    target = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return target.copy_(tensor, non_blocking=not wait)
+
+
+def _onto_device(piece: _Piece) -> Tensor:
+    if piece.device.type == "cpu":
+        return piece.elements.clone()
+    return piece.elements.to(piece.device, non_blocking=piece.elements.is_pinned())
+
+
+def _copied_to_arena(tensor: Tensor) -> Tensor:
+    with host_memory():
+        return tensor.detach().clone()

@@ -1,0 +1,279 @@
+"""Reads how many bytes this process holds, and holds it to a budget where the device can.
+
+The counts come from the CUDA allocator, from a simulated device, or from the operating system on a CPU. Only a
+simulated device enforces a budget by itself; elsewhere the plans keep it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Protocol
+
+import psutil
+import torch
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.simulated.device import SimulatedMemory, active_simulation, open_simulations
+from memsafe_rl.types import Component
+
+_RESET_HIGH_WATER_MARK = b"5"
+"""The value that makes Linux forget a process's highest resident size (see proc(5), clear_refs)."""
+_FILE_BYTES = 4096
+"""More than any of the kernel's files about a process is long."""
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+"""Unit of the kernel's sizes."""
+
+
+class MemoryMeter(Protocol):
+    """Bytes held on one device."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the count is the tensors' own bytes; False where it holds whatever else the process holds."""
+
+    def live_bytes(self) -> int:
+        """Bytes held now."""
+
+    def peak_bytes(self) -> int:
+        """Most bytes held since `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Starts a new peak at the bytes held now."""
+
+    def total_bytes(self) -> int:
+        """Bytes of the device."""
+
+    def free_bytes(self) -> int:
+        """Bytes nobody holds, plus what this process holds already."""
+
+    def live_by_component(self) -> Mapping[Component, int]:
+        """Bytes held now by what they are for; empty where nobody keeps the count."""
+
+    def peak_by_component(self) -> Mapping[Component, int]:
+        """Bytes held by what they are for, at the peak of the phase left last; empty where nobody keeps the count."""
+
+    def allocator_retries(self) -> int:
+        """How often the allocator had to give its cache back before an allocation succeeded, ever."""
+
+    def enforce(self, budget_bytes: int) -> None:
+        """Makes the device refuse what would pass the budget, where it can."""
+
+    def release(self) -> None:
+        """Takes the limit of `enforce` back."""
+
+
+class CudaMeter:
+    """The CUDA caching allocator's own counters (allocated bytes).
+
+    `enforce` sets no limit: the plans keep the budget. PyTorch's own limit,
+    `torch.cuda.set_per_process_memory_fraction`, counts reserved bytes, of which it needs more than the plans predict,
+    and waits for a proof on a card.
+    """
+
+    is_exact = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def live_bytes(self) -> int:
+        """Bytes held now."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak_bytes(self) -> int:
+        """Most bytes held since `reset_peak`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        """Starts a new peak at the bytes held now."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def total_bytes(self) -> int:
+        """Bytes of the card."""
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    def free_bytes(self) -> int:
+        """Bytes the driver calls free plus what this process has reserved."""
+        return torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+
+    def live_by_component(self) -> Mapping[Component, int]:
+        """Nothing: the allocator does not know what its blocks are for."""
+        return {}
+
+    def peak_by_component(self) -> Mapping[Component, int]:
+        """Nothing: the allocator does not know what its blocks are for."""
+        return {}
+
+    def allocator_retries(self) -> int:
+        """Allocations that succeeded only after all cached memory went back to the driver."""
+        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+
+    def enforce(self, budget_bytes: int) -> None:
+        """Does nothing: the plans keep the budget."""
+
+    def release(self) -> None:
+        """Does nothing: nothing was enforced."""
+
+
+class HostMeter:
+    """The resident size of this process as the operating system sees it.
+
+    PyTorch keeps no count of CPU memory; the resident size includes Python and mapped files, and its peak can be
+    restarted on Linux only. There is nothing to enforce a budget with: a limit of the operating system would hit Python
+    itself, and would kill rather than refuse.
+    """
+
+    is_exact = False
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._sizes = _kept_open(self, "/proc/self/statm", os.O_RDONLY)
+        self._status = _kept_open(self, "/proc/self/status", os.O_RDONLY)
+        self._clear_refs = _kept_open(self, "/proc/self/clear_refs", os.O_WRONLY)
+
+    def live_bytes(self) -> int:
+        """Resident bytes now."""
+        if self._sizes is None:
+            return int(self._process.memory_info().rss)
+        return int(os.pread(self._sizes, _FILE_BYTES, 0).split()[1]) * _PAGE_BYTES
+
+    def peak_bytes(self) -> int:
+        """Highest resident bytes since `reset_peak` on Linux, resident bytes now elsewhere."""
+        if self._status is not None:
+            _, found, rest = os.pread(self._status, _FILE_BYTES, 0).partition(b"VmHWM:")
+            if found:
+                return int(rest.split(maxsplit=1)[0]) * 1024
+        return self.live_bytes()
+
+    def reset_peak(self) -> None:
+        """Restarts the highest resident size where the system allows it."""
+        if self._clear_refs is not None:
+            os.pwrite(self._clear_refs, _RESET_HIGH_WATER_MARK, 0)
+
+    def total_bytes(self) -> int:
+        """Bytes of physical memory."""
+        return int(psutil.virtual_memory().total)
+
+    def free_bytes(self) -> int:
+        """Bytes available to new work plus what this process holds."""
+        return int(psutil.virtual_memory().available) + self.live_bytes()
+
+    def live_by_component(self) -> Mapping[Component, int]:
+        """Nothing: the operating system does not know what pages are for."""
+        return {}
+
+    def peak_by_component(self) -> Mapping[Component, int]:
+        """Nothing: the operating system does not know what pages are for."""
+        return {}
+
+    def allocator_retries(self) -> int:
+        """None: memory of the host is not cached in blocks that could run short."""
+        return 0
+
+    def enforce(self, budget_bytes: int) -> None:
+        """Does nothing: the plans keep the budget."""
+
+    def release(self) -> None:
+        """Does nothing: nothing was enforced."""
+
+
+class SimulatedMeter:
+    """The counters of a simulated device."""
+
+    is_exact = True
+
+    def __init__(self, simulation: SimulatedMemory) -> None:
+        self._simulation = simulation
+        self._own_capacity_bytes = simulation.capacity_bytes
+        self._enforced = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the simulated device is in force."""
+        return self._simulation in open_simulations()
+
+    def live_bytes(self) -> int:
+        """Bytes held now."""
+        return self._simulation.live_bytes
+
+    def peak_bytes(self) -> int:
+        """Most bytes held since `reset_peak`."""
+        return self._simulation.peak_bytes
+
+    def reset_peak(self) -> None:
+        """Starts a new peak at the bytes held now."""
+        self._simulation.reset_peak()
+
+    def total_bytes(self) -> int:
+        """Bytes of the simulated device, whatever is enforced on it; the machine's memory if it has no limit."""
+        capacity = self._own_capacity_bytes if self._enforced else self._simulation.capacity_bytes
+        return int(psutil.virtual_memory().total) if capacity is None else capacity
+
+    def free_bytes(self) -> int:
+        """Bytes nobody else holds: all of them."""
+        return self.total_bytes()
+
+    def live_by_component(self) -> Mapping[Component, int]:
+        """Bytes held now by what they are for."""
+        return self._simulation.live_by_component()
+
+    def peak_by_component(self) -> Mapping[Component, int]:
+        """Bytes held by what they are for, at the peak of the phase left last."""
+        record = self._simulation.last_phase
+        return {} if record is None else record.components
+
+    def allocator_retries(self) -> int:
+        """None: a simulated device caches nothing."""
+        return 0
+
+    def refusals(self) -> int:
+        """Allocations that the device has refused."""
+        return self._simulation.refusals
+
+    def enforce(self, budget_bytes: int) -> None:
+        """Lowers the device's capacity to the budget until `release`."""
+        if not self._enforced:
+            self._own_capacity_bytes = self._simulation.capacity_bytes
+            self._enforced = True
+        own = self._own_capacity_bytes
+        self._simulation.set_capacity(budget_bytes if own is None else min(own, budget_bytes))
+
+    def release(self) -> None:
+        """Gives the device its own capacity back."""
+        if self._enforced:
+            self._simulation.set_capacity(self._own_capacity_bytes)
+            self._enforced = False
+
+
+def check_meter(meter: MemoryMeter) -> None:
+    """Refuses to count on one device what happens on another."""
+    if isinstance(meter, SimulatedMeter):
+        if not meter.is_open:
+            raise ConfigError(
+                "the trainer was built inside a SimulatedMemory that has been left. Train inside the same with block, "
+                "or build another trainer."
+            )
+    elif (simulation := active_simulation()) is not None and simulation.capacity_bytes is not None:
+        raise ConfigError(
+            "the trainer was built outside of the SimulatedMemory it is used in, so that its weights are not on that "
+            "device. Build model and trainer inside the with block."
+        )
+
+
+def meter_for(device: torch.device) -> MemoryMeter:
+    """Chooses the meter of a device."""
+    simulation = active_simulation()
+    if simulation is not None:
+        return SimulatedMeter(simulation)
+    return CudaMeter(device) if device.type == "cuda" else HostMeter()
+
+
+def _kept_open(owner: object, path: str, flags: int) -> int | None:
+    """Opens one of the kernel's files for as long as its owner lives, for opening costs more than reading."""
+    try:
+        descriptor = os.open(path, flags)
+    except OSError:
+        return None
+    weakref.finalize(owner, os.close, descriptor)
+    return descriptor

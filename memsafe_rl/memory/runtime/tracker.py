@@ -1,0 +1,273 @@
+"""The memory of a run: what was measured, planned and lost so far, phase by phase, and one event for each."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.accounting import in_phase
+from memsafe_rl.memory.planning.plan_checks import check_rollout_plan, check_update_plan
+from memsafe_rl.memory.runtime.headroom import HeadroomWatch
+from memsafe_rl.memory.runtime.leaks import LeakWatch
+from memsafe_rl.memory.runtime.meters import MemoryMeter
+from memsafe_rl.types import Component, MemoryFailure, MemoryState, Phase, RolloutPlan, UpdatePlan
+
+logger = logging.getLogger(__name__)
+
+_FADING = 0.9
+"""Share of an old correction that outlives a phase which needed less."""
+_PLAUSIBLE = (0.5, 10.0)
+"""Bounds of a correction: beyond them something else was measured, such as a rollout whose completions ended early, on
+which the next plan must not count."""
+
+
+class MemoryTracker:
+    """Measures phases, remembers plans and failures, and gives policies their view of the past."""
+
+    def __init__(
+        self,
+        device: str,
+        meter: MemoryMeter,
+        budget_bytes: int,
+        holders: Callable[[], Mapping[Component, int]] = dict,
+        optimizer_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.meter = meter
+        self.events: list[dict[str, Any]] = []
+        self.step = 0
+        self.phase_now = Phase.LOAD
+        self.phase_peaks: dict[str, int] = {}
+        self.phase_seconds: dict[str, float] = {}
+        self.step_parts: dict[str, dict[str, int]] = {}
+        self._parts: dict[str, Mapping[Component, int]] = {}
+        self._device = device
+        self._peak_bytes = 0
+        self._plans: dict[type, RolloutPlan | UpdatePlan] = {}
+        self._planned_at: dict[type, int] = {}
+        self._corrections: dict[str, float] = {}
+        self._failures: tuple[MemoryFailure, ...] = ()
+        self._enforced = False
+        self._holders = holders
+        self._optimizer_bytes = optimizer_bytes
+        self._bands = HeadroomWatch()
+        self._leaks = LeakWatch(torch.device(device))
+
+    def state(self) -> MemoryState:
+        """Gives a policy's view of the device and of this run's past."""
+        rollout, update = self._plans.get(RolloutPlan), self._plans.get(UpdatePlan)
+        optimizer_bytes, parked_bytes = self._optimizer_bytes()
+        return MemoryState(
+            device=self._device,
+            budget_bytes=self.budget_bytes,
+            live_bytes=self.meter.live_bytes(),
+            peak_bytes=max(self._peak_bytes, self.meter.peak_bytes()),
+            step=self.step,
+            corrections=dict(self._corrections),
+            last_rollout_plan=rollout if isinstance(rollout, RolloutPlan) else None,
+            last_update_plan=update if isinstance(update, UpdatePlan) else None,
+            failures=self._failures,
+            optimizer_bytes=optimizer_bytes,
+            parked_bytes=parked_bytes,
+        )
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes at which an allocation is refused: the device's own, unless it is held to the budget."""
+        return self.budget_bytes if self._enforced else self.meter.total_bytes()
+
+    def enforce(self) -> None:
+        """Holds the device to the budget, where it can be held, until `release`."""
+        self.meter.enforce(self.budget_bytes)
+        self._enforced = True
+
+    def release(self) -> None:
+        """Takes the limit back."""
+        self.meter.release()
+        self._enforced = False
+
+    @property
+    def rollout_plan(self) -> RolloutPlan:
+        """The plan of the last rollout; the defaults before the first."""
+        plan = self._plans.get(RolloutPlan)
+        return plan if isinstance(plan, RolloutPlan) else RolloutPlan()
+
+    @property
+    def update_plan(self) -> UpdatePlan:
+        """The plan of the last optimizer step; the defaults before the first."""
+        plan = self._plans.get(UpdatePlan)
+        return plan if isinstance(plan, UpdatePlan) else UpdatePlan()
+
+    @contextmanager
+    def phase(self, phase: Phase, *, compared: bool = True) -> Iterator[None]:
+        """Measures the peak bytes and the seconds of what runs inside, and adds them to the phase's."""
+        self.meter.reset_peak()
+        before, self.phase_now = self.phase_now, phase
+        plan, start = self._plan_of(phase), time.perf_counter()
+        held = self.meter.live_bytes() - (0 if plan is None else self._to_be_parked(plan))
+        try:
+            with in_phase(phase):
+                yield
+        finally:
+            self.phase_now = before
+            peak = self.meter.peak_bytes()
+            self._peak_bytes = max(self._peak_bytes, peak)
+            if peak >= self.phase_peaks.get(phase, 0):
+                self._parts[phase] = self.meter.peak_by_component()
+            self.phase_peaks[phase] = max(self.phase_peaks.get(phase, 0), peak)
+            self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + time.perf_counter() - start
+            if compared and plan is not None and plan is self._plan_of(phase):
+                self._correct(phase, plan, peak - held)
+
+    def adopt(self, plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
+        """Checks a plan, remembers it and records its event."""
+        if kind is RolloutPlan:
+            check_rollout_plan(plan)
+        else:
+            check_update_plan(plan)
+        self._plans[type(plan)] = plan
+        self._planned_at[type(plan)] = self.meter.live_bytes() - self._to_be_parked(plan)
+        self.record(
+            "plan",
+            kind="rollout" if kind is RolloutPlan else "update",
+            **{**asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)},
+        )
+
+    def _to_be_parked(self, plan: RolloutPlan | UpdatePlan) -> int:
+        """Counts the bytes that a plan will take from the device before its work begins."""
+        if not plan.park_optimizer:
+            return 0
+        optimizer_bytes, parked_bytes = self._optimizer_bytes()
+        return optimizer_bytes - parked_bytes
+
+    def expect(self, corrections: Mapping[str, float]) -> None:
+        """Begins with what a forecast has learnt of the estimates, as if a step had measured it."""
+        self._corrections.update(corrections)
+
+    def record(self, event: str, **details: Any) -> None:
+        """Adds an event."""
+        self.events.append({"event": event, "step": self.step, **details})
+
+    def remember(self, failure: MemoryFailure) -> None:
+        """Remembers a failure for later plans."""
+        self._failures = (*self._failures, replace(failure, work=None))
+
+    def drain(self) -> dict[str, float]:
+        """Gives peak bytes and seconds of every phase since the last call, under `memory/*` and `time/*`.
+
+        Who held the bytes at those peaks is in `step_parts` until the next call.
+        """
+        self.step_parts = self._divide_peaks()
+        metrics = {f"memory/{name}_peak_bytes": float(peak) for name, peak in self.phase_peaks.items()}
+        metrics |= {f"time/{name}_seconds": seconds for name, seconds in self.phase_seconds.items()}
+        peak = max(self.phase_peaks.values(), default=self.meter.peak_bytes())
+        metrics["memory/peak_bytes"] = float(peak)
+        metrics["memory/budget_bytes"] = float(self.budget_bytes)
+        for name in self.phase_peaks:
+            plan = self._plan_of(Phase(name))
+            if plan is not None and name in plan.predicted_bytes:
+                metrics[f"memory/{name}_predicted_bytes"] = float(plan.predicted_bytes[name])
+        self.phase_peaks.clear()
+        self.phase_seconds.clear()
+        self._parts.clear()
+        self._announce(peak)
+        return metrics
+
+    def held_bytes(self) -> dict[Component, int]:
+        """Gives the bytes held now by component: the meter's own count, else what is known and the rest."""
+        counted = self.meter.live_by_component()
+        if counted:
+            return dict(counted)
+        held = dict(self._holders())
+        if self.meter.is_exact:
+            held[Component.OTHER] = max(0, self.meter.live_bytes() - sum(held.values()))
+        return held
+
+    def end_step(self, known: Callable[[], Iterable[Tensor]], *, steps_per_rollout: int = 1) -> None:
+        """Compares what is held now with the ends of earlier steps, and names a component that keeps growing."""
+        if not self.meter.is_exact:
+            return  # what known owners hold does not leak, and a resident size tells nothing of the rest
+        held = self.held_bytes()
+        for event in self._leaks.observe(self.step + 1, held, known, steps_per_rollout=steps_per_rollout):
+            self.events.append(event)
+            logger.warning("%s", event["sentence"])
+
+    def _divide_peaks(self) -> dict[str, dict[str, int]]:
+        """Divides each phase's peak by component: as the meter counted it, else what known owners hold and the rest."""
+        known: Mapping[Component, int] | None = None
+        divided = {}
+        for name, peak in self.phase_peaks.items():
+            parts = self._parts.get(name)
+            if not parts:
+                known = self._holders() if known is None else known
+                rest = max(0, peak - sum(known.values()))
+                parts = {**known, Component.OTHER: rest}
+            divided[str(name)] = {component.value: size for component, size in parts.items() if size > 0}
+        return divided
+
+    def _announce(self, peak_bytes: int) -> None:
+        """Says it when the peak enters another band of the budget, or the allocator had to tidy up."""
+        events = self._bands.observe(
+            step=self.step,
+            peak_bytes=peak_bytes,
+            budget_bytes=self.budget_bytes,
+            allocator_retries=self.meter.allocator_retries(),
+        )
+        for event in events:
+            self.events.append(event)
+            logger.warning("%s", event["sentence"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives, in plain values, what later plans depend on."""
+        failures = [{**asdict(failure), "plan": _plain(failure.plan), "work": None} for failure in self._failures]
+        return {
+            "budget_bytes": self.budget_bytes,
+            "corrections": dict(self._corrections),
+            "plans": [_plain(plan) for plan in self._plans.values()],
+            "failures": failures,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` gave; the budget is the caller's to set."""
+        self._corrections = dict(state["corrections"])
+        plans = [_plan_from(plain) for plain in state["plans"]]
+        self._plans = {type(plan): plan for plan in plans if plan is not None}
+        self._failures = tuple(
+            MemoryFailure(**{**plain, "phase": Phase(plain["phase"]), "plan": _plan_from(plain["plan"])})
+            for plain in state["failures"]
+        )
+
+    def _plan_of(self, phase: Phase) -> RolloutPlan | UpdatePlan | None:
+        kind = UpdatePlan if phase is Phase.UPDATE else RolloutPlan
+        return self._plans.get(kind)
+
+    def _correct(self, phase: Phase, plan: RolloutPlan | UpdatePlan, measured_bytes: int) -> None:
+        """Compares what a phase needed with what its plan predicted; rises at once and fades slowly."""
+        predicted = plan.predicted_bytes.get(phase, 0) - self._planned_at.get(type(plan), 0)
+        if not self.meter.is_exact or phase not in plan.predicted_bytes or predicted <= 0 or measured_bytes <= 0:
+            return
+        known = self._corrections.get(phase, 1.0)
+        least, most = _PLAUSIBLE
+        found = min(most, max(least, known * measured_bytes / predicted))
+        faded = _FADING * known + (1 - _FADING) * found
+        self._corrections[phase] = found if phase not in self._corrections else max(found, faded)
+
+
+def _plain(plan: RolloutPlan | UpdatePlan | None) -> dict[str, Any] | None:
+    if plan is None:
+        return None
+    return {"kind": type(plan).__name__, **asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)}
+
+
+def _plan_from(plain: Mapping[str, Any] | None) -> RolloutPlan | UpdatePlan | None:
+    if plain is None:
+        return None
+    values = {name: value for name, value in plain.items() if name != "kind"}
+    return RolloutPlan(**values) if plain["kind"] == "RolloutPlan" else UpdatePlan(**values)

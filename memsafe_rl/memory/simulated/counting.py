@@ -1,0 +1,348 @@
+"""Counts every CPU byte that PyTorch allocates, by standing in for its allocator.
+
+PyTorch has no peak counter for CPU memory. A small allocator in C++ (`cpu_allocator.cpp`) counts requests and passes
+them on; it is compiled once per user and PyTorch version, and sees what no Python-level count can see: temporaries
+inside kernels, and allocations of every thread. Each block remembers what it is for, so that it is taken off the right
+count whenever and wherever it is freed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.errors import MemsafeError
+from memsafe_rl.memory.simulated.ledger import check_limits, refusal, storages_of
+from memsafe_rl.types import Component
+
+_SOURCE = Path(__file__).with_name("cpu_allocator.cpp")
+_COMPILERS = ("c++", "g++", "clang++")
+_UNLIMITED = -1
+_UNMARKED = -1
+_COMPONENTS = tuple(Component)
+_NUMBERS = {component: number for number, component in enumerate(_COMPONENTS)}
+
+_open_counts: list[CountingAllocator] = []
+"""Counts that are open now, outermost first; they share one allocator."""
+
+_Split = tuple[int, ...]
+"""Bytes held, then how they divide, by the number of the component."""
+
+
+class _Kind(IntEnum):
+    """The peaks that the allocator keeps, by its own numbers."""
+
+    PEAK = 0
+    SPAN = 1
+    HOST = 2
+
+
+class _Verdict(IntEnum):
+    """Whether the allocator took a storage, by its own numbers."""
+
+    ADMITTED = 0
+    CHOSEN = 1
+    TOO_LARGE = 2
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The allocator's counters at one moment."""
+
+    allocations: int
+    refusals: int
+    device: _Split
+    host: _Split
+
+    def since(self, base: _Reading) -> _Reading:
+        return _Reading(
+            self.allocations - base.allocations,
+            self.refusals - base.refusals,
+            _minus(self.device, base.device),
+            _minus(self.host, base.host),
+        )
+
+
+class CountingAllocator:
+    """Counts the bytes PyTorch holds on the CPU, from entry to exit, and what they are for.
+
+    Only blocks allocated after entry count: the counters start at 0, and freeing what was there before changes nothing.
+    Counts may be nested; the inner one counts from its own entry, so that freeing a block of the outer one makes its
+    `live_bytes` fall below 0. Blocks outlive the count safely. Enter and leave while no other thread allocates.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None, fail_at: int | None = None) -> None:
+        check_limits(capacity_bytes, fail_at)
+        nothing = (0,) * (1 + len(_COMPONENTS))
+        self._capacity_bytes = capacity_bytes
+        self._fail_at = fail_at
+        self._library: ctypes.CDLL | None = None
+        self._base = self._closed = _Reading(0, 0, nothing, nothing)
+        self._highest = dict.fromkeys(_Kind, nothing)
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Bytes that may be held, counted from entry; None for no limit."""
+        return self._capacity_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes held now (at exit, once the count is closed), host memory left out."""
+        return self._reading().device[0]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held since entry or `reset_peak`; refused allocations are no part of it."""
+        return self._peak(_Kind.PEAK)[0]
+
+    @property
+    def host_live_bytes(self) -> int:
+        """Bytes marked as host memory that are held now (at exit, once the count is closed)."""
+        return self._reading().host[0]
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Most bytes marked as host memory that were held since entry."""
+        return self._peak(_Kind.HOST)[0]
+
+    @property
+    def allocations(self) -> int:
+        """Allocations asked for since entry, refused ones included, host memory left out."""
+        return self._reading().allocations
+
+    @property
+    def refusals(self) -> int:
+        """Allocations refused since entry."""
+        return self._reading().refusals
+
+    def live_by_component(self) -> dict[Component, int]:
+        """Divides `live_bytes` by what they are for."""
+        return _by_component(self._reading().device)
+
+    def span_peak(self) -> dict[Component, int]:
+        """Divides the most bytes held since `start_span`, or entry."""
+        return _by_component(self._peak(_Kind.SPAN))
+
+    def start_span(self) -> None:
+        """Starts a new span at the bytes held now; `peak_bytes` and counts around this one keep theirs."""
+        self._restart(_Kind.SPAN)
+
+    def reset_peak(self) -> None:
+        """Starts a new peak at the bytes held now; spans and counts around this one keep theirs."""
+        self._restart(_Kind.PEAK)
+
+    def set_capacity(self, capacity_bytes: int | None) -> None:
+        """Changes the capacity from now on."""
+        check_limits(capacity_bytes, None)
+        self._capacity_bytes = capacity_bytes
+        _apply_limits(self._opened())
+
+    def fail_after(self, allocations: int) -> None:
+        """Chooses the next allocation that fails."""
+        check_limits(None, allocations)
+        self._fail_at = self.allocations + allocations
+        _apply_limits(self._opened())
+
+    def mark_component(self, component: Component | None) -> Component | None:
+        """Says what this thread allocates for from now on."""
+        number = _UNMARKED if component is None else _NUMBERS[component]
+        before = self._opened().memsafe_mark_component(number)
+        return None if before == _UNMARKED else _COMPONENTS[before]
+
+    def mark_host(self, on_host: bool) -> bool:
+        """Says whether what this thread allocates from now on stands for host memory, which is counted apart."""
+        return bool(self._opened().memsafe_mark_host(on_host))
+
+    def set_unmarked(self, component: Component) -> Component:
+        """Says what is allocated for where a thread has no mark."""
+        before: int = self._opened().memsafe_set_unmarked(_NUMBERS[component])
+        return _COMPONENTS[before]
+
+    def claim(self, component: Component, tensors: Iterable[Tensor]) -> None:
+        """Moves the bytes of tensors that count to a component."""
+        found = [storage for tensor in tensors for storage in storages_of(tensor)]
+        addresses = (ctypes.c_int64 * len(found))(*(storage._cdata for storage in found))
+        self._opened().memsafe_claim(_NUMBERS[component], addresses, len(found))
+
+    def hold(self, component: Component, tensors: Iterable[Tensor]) -> None:
+        """Counts tensors made elsewhere, such as weights mapped from a file, until they die."""
+        library, held = self._opened(), ctypes.c_int64()
+        for storage in (storage for tensor in tensors for storage in storages_of(tensor)):
+            verdict = library.memsafe_hold(_NUMBERS[component], storage._cdata, ctypes.byref(held))
+            if verdict != _Verdict.ADMITTED:
+                raise refusal(storage.nbytes(), held.value, chosen=verdict == _Verdict.CHOSEN)
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Tells whether a tensor counts as host memory."""
+        library = self._opened()
+        return any(library.memsafe_is_on_host(storage._cdata) for storage in storages_of(tensor))
+
+    def __enter__(self) -> CountingAllocator:
+        if self._library is not None:
+            raise MemsafeError("This count is open already. Make a second CountingAllocator for a nested count.")
+        library = _library()
+        if not _open_counts and library.memsafe_install(_NUMBERS[Component.OTHER]) != 0:
+            raise MemsafeError(
+                "PyTorch did not take the counting CPU allocator, because another allocator was installed with a "
+                "higher priority. Remove it, or count with StorageLedger."
+            )
+        for kind in _Kind:
+            _remember(library, kind)
+            library.memsafe_restart_peak(kind)
+        self._base = _read(library)
+        self._highest = {kind: self._base.host if kind is _Kind.HOST else self._base.device for kind in _Kind}
+        self._library = library
+        _open_counts.append(self)
+        _apply_limits(library)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        library = self._opened()
+        for peak in _Kind:
+            _remember(library, peak)
+        self._closed = self._reading()
+        self._library = None
+        _open_counts.remove(self)
+        if _open_counts:
+            _apply_limits(library)
+        else:
+            library.memsafe_uninstall()
+
+    def _opened(self) -> ctypes.CDLL:
+        if self._library is None:
+            raise MemsafeError("This count is closed. Use it inside its `with` block.")
+        return self._library
+
+    def _reading(self) -> _Reading:
+        return self._closed if self._library is None else _read(self._library).since(self._base)
+
+    def _peak(self, kind: _Kind) -> _Split:
+        highest = self._highest[kind]
+        if self._library is not None:
+            highest = _higher(highest, _read_peak(self._library, kind))
+        return _minus(highest, self._base.host if kind is _Kind.HOST else self._base.device)
+
+    def _restart(self, kind: _Kind) -> None:
+        library = self._opened()
+        _remember(library, kind)
+        library.memsafe_restart_peak(kind)
+        self._highest[kind] = _read_peak(library, kind)
+
+
+def compiler_available() -> bool:
+    """Whether `CountingAllocator` can be used: it was compiled before, or there is a compiler."""
+    return _binary_path().exists() or _compiler() is not None
+
+
+def _minus(split: _Split, base: _Split) -> _Split:
+    return tuple(value - start for value, start in zip(split, base, strict=True))
+
+
+def _higher(older: _Split, newer: _Split) -> _Split:
+    return newer if newer[0] >= older[0] else older
+
+
+def _by_component(split: _Split) -> dict[Component, int]:
+    return dict(zip(_COMPONENTS, split[1:], strict=True))
+
+
+def _read(library: ctypes.CDLL) -> _Reading:
+    width = 1 + library.memsafe_components()
+    numbers = (ctypes.c_int64 * (2 + 2 * width))()
+    library.memsafe_read(numbers)
+    used = 1 + len(_COMPONENTS)
+    return _Reading(numbers[0], numbers[1], tuple(numbers[2 : 2 + used]), tuple(numbers[2 + width : 2 + width + used]))
+
+
+def _read_peak(library: ctypes.CDLL, kind: _Kind) -> _Split:
+    numbers = (ctypes.c_int64 * (1 + library.memsafe_components()))()
+    library.memsafe_read_peak(kind, numbers)
+    return tuple(numbers[: 1 + len(_COMPONENTS)])
+
+
+def _remember(library: ctypes.CDLL, kind: _Kind) -> None:
+    """Hands a peak to all open counts, before the allocator starts a new one."""
+    highest = _read_peak(library, kind)
+    for count in _open_counts:
+        count._highest[kind] = _higher(count._highest[kind], highest)
+
+
+def _apply_limits(library: ctypes.CDLL) -> None:
+    """Hands the tightest capacity and the nearest chosen failure of all open counts to the allocator."""
+    limits = [
+        count._base.device[0] + count._capacity_bytes for count in _open_counts if count._capacity_bytes is not None
+    ]
+    library.memsafe_set_limit(max(0, min(limits)) if limits else _UNLIMITED)
+    asked = _read(library).allocations
+    chosen = [count._base.allocations + count._fail_at for count in _open_counts if count._fail_at is not None]
+    library.memsafe_set_fail_at(min((number for number in chosen if number > asked), default=0))
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    binary = _binary_path()
+    if not binary.exists():
+        _compile(binary)
+    # The interpreter's lock is kept: calls are short, and none waits for anything that needs it.
+    library = ctypes.PyDLL(str(binary))
+    number, address = ctypes.c_int64, ctypes.c_void_p
+    library.memsafe_set_limit.argtypes = library.memsafe_set_fail_at.argtypes = [number]
+    library.memsafe_claim.argtypes = [ctypes.c_int, address, number]
+    library.memsafe_hold.argtypes = [ctypes.c_int, number, address]
+    library.memsafe_is_on_host.argtypes = [number]
+    return library
+
+
+def _binary_path() -> Path:
+    key = hashlib.sha256(_SOURCE.read_bytes() + f"{torch.__version__} {platform.machine()}".encode()).hexdigest()[:16]
+    return _cache_directory() / f"cpu_allocator-{torch.__version__}-{key}.so"
+
+
+def _cache_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memsafe_rl"
+
+
+def _compiler() -> str | None:
+    chosen = os.environ.get("CXX")
+    return chosen if chosen and shutil.which(chosen) else next(filter(None, map(shutil.which, _COMPILERS)), None)
+
+
+def _compile(binary: Path) -> None:
+    """Compiles the allocator and moves it into place whole, so that processes compiling at once do not disturb."""
+    compiler = _compiler()
+    if compiler is None:
+        raise MemsafeError(
+            "Counting CPU memory with the allocator needs a C++ compiler, and none of CXX, c++, g++, clang++ was "
+            "found. Install one (Debian: g++), or count with StorageLedger, which needs none."
+        )
+    torch_directory = Path(torch.__file__).parent
+    binary.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=binary.parent) as directory:
+        output = Path(directory) / binary.name
+        command = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", str(_SOURCE), "-o", str(output)]
+        command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+        command += [f"-I{torch_directory / 'include'}", f"-L{torch_directory / 'lib'}", "-lc10"]
+        command += [f"-Wl,-rpath,{torch_directory / 'lib'}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise MemsafeError(
+                f"Compiling the counting CPU allocator with {compiler} failed ({done.returncode}). Set CXX to a C++20 "
+                f"compiler, or count with StorageLedger. The compiler said:\n{done.stderr[-2000:]}"
+            )
+        output.replace(binary)

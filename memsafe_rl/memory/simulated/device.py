@@ -1,0 +1,345 @@
+"""A device of N bytes on any CPU: counts what is held, says what it is for, and refuses what does not fit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from torch import Tensor
+
+from memsafe_rl.accounting import listen, stop_listening
+from memsafe_rl.errors import MemsafeError
+from memsafe_rl.memory.simulated.counting import CountingAllocator, compiler_available
+from memsafe_rl.memory.simulated.ledger import LimitedLedger
+from memsafe_rl.types import Component, Phase
+
+_WORKING_PHASES = frozenset({Phase.ROLLOUT, Phase.SCORE, Phase.UPDATE, Phase.EVALUATE})
+"""Phases in which networks run, so that what nobody marks is activations."""
+
+_active: list[SimulatedMemory] = []
+
+
+@dataclass(frozen=True)
+class PhaseRecord:
+    """One phase that was entered and left.
+
+    Args:
+        phase: what the run was doing.
+        start_seconds: when it was entered, in seconds since the simulation was.
+        end_seconds: when it was left, in seconds since the simulation was entered.
+        live_bytes: int, bytes held when it was left.
+        peak_bytes: int, most bytes held within it, phases nested in it left out.
+        components: int, bytes of every component at that peak; they sum to it.
+    """
+
+    phase: Phase
+    start_seconds: float
+    end_seconds: float
+    live_bytes: int
+    peak_bytes: int
+    components: Mapping[Component, int]
+
+
+@dataclass
+class _OpenPhase:
+    """A phase that was entered and not left yet."""
+
+    phase: Phase
+    start_seconds: float
+    unmarked_before: Component
+    peak: dict[Component, int] = field(default_factory=dict)
+
+    def see(self, split: dict[Component, int]) -> None:
+        if sum(split.values()) >= sum(self.peak.values()) or not self.peak:
+            self.peak = split
+
+
+class SimulatedMemory:
+    """Counts live tensor storage on the CPU and raises a genuine `torch.OutOfMemoryError` where a device would.
+
+    With a C++ compiler it stands in for PyTorch's allocator (`CountingAllocator`): exact, in every thread, failing
+    inside the kernel. Without one it counts storages after each operator (`StorageLedger`): temporaries inside
+    kernels go unseen, and so do other threads. Only what is allocated inside counts, and what is declared to be held
+    (`accounting.hold`), as weights mapped from a file are when the library loads them; so build the model inside.
+
+    Bytes are attributed by the marks of `accounting`, which the library sets as it works: to a phase, to a component,
+    or to the host, whose bytes are counted apart and never refused. What carries no mark counts as activations while a
+    network runs (rollout, score, update, evaluate) and as other elsewhere.
+
+    Args:
+        capacity_bytes: int, bytes; an allocation that would pass it is refused. None for no limit.
+        fail_at: the allocation that fails, counted from 1 at entry; later ones succeed. None for none.
+        exact: True demands the allocator, False the ledger; None takes what is there.
+        granularity_bytes: int, bytes; each storage that the ledger counts counts as a multiple of it.
+
+    Raises:
+        ConfigError: the capacity is negative, or `fail_at` is under 1.
+        MemsafeError: on entry, if the allocator is demanded and there is no C++ compiler.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int | None = None,
+        fail_at: int | None = None,
+        *,
+        exact: bool | None = None,
+        granularity_bytes: int = 1,
+    ) -> None:
+        self.exact = compiler_available() if exact is None else exact
+        self._counter: CountingAllocator | LimitedLedger
+        if self.exact:
+            self._counter = CountingAllocator(capacity_bytes, fail_at)
+        else:
+            self._counter = LimitedLedger(capacity_bytes, fail_at, granularity_bytes)
+        self._entered = False
+        self._entered_at = 0.0
+        self._open_phases: list[_OpenPhase] = []
+        self._phase_peaks: dict[Phase, dict[Component, int]] = {}
+        self._timeline: list[PhaseRecord] = []
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes held on the device now (at exit, once it is closed)."""
+        return self._counter.live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held on the device since entry or `reset_peak`; refused allocations are no part of it."""
+        return self._counter.peak_bytes
+
+    @property
+    def host_live_bytes(self) -> int:
+        """Bytes that stand for host memory held now (at exit, once it is closed)."""
+        return self._counter.host_live_bytes
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Most bytes that stand for host memory held since entry."""
+        return self._counter.host_peak_bytes
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Bytes of the device, None if unlimited."""
+        return self._counter.capacity_bytes
+
+    @property
+    def allocations(self) -> int:
+        """Allocations on the device asked for since entry, refused ones included."""
+        return self._counter.allocations
+
+    @property
+    def refusals(self) -> int:
+        """Allocations refused since entry."""
+        return self._counter.refusals
+
+    @property
+    def timeline(self) -> list[PhaseRecord]:
+        """One record for every phase left so far, in the order they were left."""
+        return list(self._timeline)
+
+    @property
+    def last_phase(self) -> PhaseRecord | None:
+        """The record of the phase that was left last; None before any was."""
+        return self._timeline[-1] if self._timeline else None
+
+    def live_by_component(self) -> dict[Component, int]:
+        """Divides `live_bytes` by what they are for.
+
+        Returns:
+            int, bytes of every component; they sum to `live_bytes`.
+        """
+        return self._counter.live_by_component()
+
+    def phase_peaks(self) -> dict[Phase, dict[Component, int]]:
+        """Divides the most bytes held while a phase was marked, over all times it was entered.
+
+        `reset_peak` leaves it alone.
+
+        Returns:
+            Per phase entered so far, int, bytes of every component at its highest moment; they sum to its peak.
+        """
+        peaks = dict(self._phase_peaks)
+        for number, opened in enumerate(reversed(self._open_phases)):
+            if number == 0:
+                opened.see(self._counter.span_peak())
+            _keep_higher(peaks, opened.phase, opened.peak)
+        return {phase: dict(split) for phase, split in peaks.items()}
+
+    def reset_peak(self) -> None:
+        """Starts a new `peak_bytes` at the bytes held now; peaks of phases stay."""
+        self._counter.reset_peak()
+
+    def set_capacity(self, capacity_bytes: int | None) -> None:
+        """Changes the capacity from now on.
+
+        Args:
+            capacity_bytes: int, bytes, counted from entry; None for no limit.
+        """
+        self._counter.set_capacity(capacity_bytes)
+
+    def divide(self, parts: Mapping[Component, int]) -> None:
+        """Counts from now on one rank's part only of what is of some components; of a ledger.
+
+        Args:
+            parts: ranks that share what is of a component.
+
+        Raises:
+            MemsafeError: the device counts real allocations, which nobody has divided.
+        """
+        if not isinstance(self._counter, LimitedLedger):
+            raise MemsafeError("A device that counts real allocations cannot count parts of them. Pass exact=False.")
+        self._counter.divide(parts)
+
+    def see(self, tensor: Tensor, *, is_new: bool) -> None:
+        """Counts what an operator gave that ran without a ledger's knowledge; of a ledger.
+
+        Args:
+            tensor: what it gave.
+            is_new: whether its storage was made by the operator.
+
+        Raises:
+            MemsafeError: the device counts real allocations, of which it knows all.
+            torch.OutOfMemoryError: it passes the capacity, or was chosen to fail.
+        """
+        if not isinstance(self._counter, LimitedLedger):
+            raise MemsafeError("A device that counts real allocations sees them by itself. Pass exact=False.")
+        self._counter.see(tensor, is_new=is_new)
+
+    def fail_after(self, allocations: int) -> None:
+        """Chooses the next allocation that fails.
+
+        Args:
+            allocations: which one from now on, from 1.
+        """
+        self._counter.fail_after(allocations)
+
+    def enter_phase(self, phase: Phase) -> None:
+        """Attributes what is allocated from now on to a phase; `accounting.in_phase` calls it.
+
+        Args:
+            phase: what the run is doing.
+        """
+        if self._open_phases:
+            self._open_phases[-1].see(self._counter.span_peak())
+        unmarked = Component.ACTIVATIONS if phase in _WORKING_PHASES else Component.OTHER
+        self._open_phases.append(_OpenPhase(phase, self._seconds(), self._counter.set_unmarked(unmarked)))
+        self._counter.start_span()
+
+    def leave_phase(self) -> None:
+        """Records the phase entered last and goes back to the one before; `accounting.in_phase` calls it."""
+        if not self._entered:
+            return
+        left = self._open_phases.pop()
+        left.see(self._counter.span_peak())
+        self._counter.set_unmarked(left.unmarked_before)
+        self._counter.start_span()
+        _keep_higher(self._phase_peaks, left.phase, left.peak)
+        self._timeline.append(
+            PhaseRecord(
+                phase=left.phase,
+                start_seconds=left.start_seconds,
+                end_seconds=self._seconds(),
+                live_bytes=self.live_bytes,
+                peak_bytes=sum(left.peak.values()),
+                components=left.peak,
+            )
+        )
+
+    def mark_component(self, component: Component | None) -> Component | None:
+        """Says what this thread allocates for from now on; `accounting.charge` calls it.
+
+        Args:
+            component: what the bytes are for; None takes the mark away.
+
+        Returns:
+            The mark before.
+        """
+        return self._counter.mark_component(component) if self._entered else None
+
+    def mark_host(self, on_host: bool) -> bool:
+        """Says whether this thread allocates host memory from now on; `accounting.host_memory` calls it.
+
+        Args:
+            on_host: whether it does.
+
+        Returns:
+            The mark before.
+        """
+        return self._counter.mark_host(on_host) if self._entered else False
+
+    def claim(self, component: Component, tensors: Iterable[Tensor]) -> None:
+        """Moves the bytes of tensors that count to a component; `accounting.claim` calls it.
+
+        Args:
+            component: what the bytes are for.
+            tensors: any tensors; those that do not count are passed over.
+        """
+        self._counter.claim(component, tensors)
+
+    def hold(self, component: Component, tensors: Iterable[Tensor]) -> None:
+        """Counts tensors from now on, however they were made; `accounting.hold` calls it.
+
+        Args:
+            component: what the bytes are for.
+            tensors: any tensors; those that count already are only claimed.
+
+        Raises:
+            torch.OutOfMemoryError: one of them passes the capacity, or was chosen to fail.
+        """
+        self._counter.hold(component, tensors)
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Tells whether a tensor stands for host memory.
+
+        Args:
+            tensor: any tensor.
+
+        Returns:
+            True if it was made under the host mark.
+        """
+        return self._counter.is_on_host(tensor)
+
+    def forget_phases(self, kept: Iterable[Phase] = ()) -> None:
+        """Forgets the peaks of phases left so far.
+
+        Args:
+            kept: phases whose peaks stay.
+        """
+        wanted = set(kept)
+        self._phase_peaks = {phase: split for phase, split in self._phase_peaks.items() if phase in wanted}
+
+    def __enter__(self) -> SimulatedMemory:
+        self._counter.__enter__()
+        self._entered, self._entered_at = True, time.perf_counter()
+        self._open_phases.clear()
+        _active.append(self)
+        listen(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        stop_listening(self)
+        _active.remove(self)
+        self._entered = False
+        self._counter.__exit__(kind, error, traceback)
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._entered_at
+
+
+def open_simulations() -> tuple[SimulatedMemory, ...]:
+    """Gives the simulated devices in force, outermost first."""
+    return tuple(_active)
+
+
+def active_simulation() -> SimulatedMemory | None:
+    """Gives the innermost simulated device in force, None outside of any."""
+    return _active[-1] if _active else None
+
+
+def _keep_higher(peaks: dict[Phase, dict[Component, int]], phase: Phase, split: dict[Component, int]) -> None:
+    if phase not in peaks or sum(split.values()) > sum(peaks[phase].values()):
+        peaks[phase] = split

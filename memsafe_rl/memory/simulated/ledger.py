@@ -1,0 +1,328 @@
+"""Counts live tensor storage from Python, where no compiler is at hand and on fake tensors.
+
+After each operator, storages not seen before are added through a weak reference whose death subtracts them. That works
+through backward, checkpointing, saved-tensor hooks and optimizers. It does not see other threads, a storage resized
+behind the dispatcher, or temporaries inside a kernel but those that `workspaces` knows; `CountingAllocator` does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.simulated.workspaces import WORKSPACES
+from memsafe_rl.types import Component
+
+_DEVICE_OF = torch.ops.prim.device.default
+"""What a fake tensor's ``device`` asks, more often than all operators together."""
+_FRESH = ("aten::lift_fresh",)
+"""Operators that hand out storage made behind the dispatcher (`torch.tensor`), though it looks like a view."""
+
+
+@dataclass
+class _Entry:
+    """One storage that counts."""
+
+    size: int
+    component: Component
+    on_host: bool
+    reference: weakref.ref[torch.UntypedStorage]
+    rows: int = 0
+
+
+class _Arena:
+    """Bytes held, what they are for, and the most there were since two moments."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.parts = dict.fromkeys(Component, 0)
+        self.peak = (0, self.parts.copy())
+        self.span = self.peak
+
+    def add(self, component: Component, size: int) -> None:
+        self.total += size
+        self.parts[component] += size
+
+    def note_peaks(self) -> None:
+        # A peak that still stands takes the newest division, so that a claim right after an allocation is seen in it.
+        if self.total >= self.peak[0]:
+            self.peak = (self.total, self.parts.copy())
+        if self.total >= self.span[0]:
+            self.span = (self.total, self.parts.copy())
+
+
+class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts bytes of the distinct storages created inside it, and what they are for.
+
+    A view adds nothing, nor does a view of a tensor made outside. Meta tensors hold nothing; fake tensors count as
+    what they stand for.
+    """
+
+    def __init__(self, granularity_bytes: int = 1, on_growth: Callable[[int], None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._granularity_bytes = granularity_bytes
+        self._on_growth = on_growth
+        self._entries: dict[int, _Entry] = {}
+        self._device = _Arena()
+        self._host = _Arena()
+        self._component: Component | None = None
+        self._unmarked = Component.OTHER
+        self._on_host = False
+        self._parts: Mapping[Component, int] = {}
+
+    def divide(self, parts: Mapping[Component, int]) -> None:
+        """Counts of some components one rank's part only, as where their tensors are cut along their first axis."""
+        self._parts = dict(parts)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes held now, host memory left out."""
+        return self._device.total
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held since entry or `reset_peak`."""
+        return self._device.peak[0]
+
+    @property
+    def host_live_bytes(self) -> int:
+        """Bytes marked as host memory that are held now."""
+        return self._host.total
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Most bytes marked as host memory that were held since entry."""
+        return self._host.peak[0]
+
+    def live_by_component(self) -> dict[Component, int]:
+        """Divides `live_bytes` by what they are for."""
+        return self._device.parts.copy()
+
+    def span_peak(self) -> dict[Component, int]:
+        """Divides the most bytes held since `start_span`, or entry."""
+        return self._device.span[1].copy()
+
+    def start_span(self) -> None:
+        """Starts a new span at the bytes held now; `peak_bytes` stays."""
+        self._device.span = (self._device.total, self._device.parts.copy())
+
+    def reset_peak(self) -> None:
+        """Starts a new peak at the bytes held now; the span stays."""
+        self._device.peak = (self._device.total, self._device.parts.copy())
+
+    def mark_component(self, component: Component | None) -> Component | None:
+        """Says what is allocated for from now on."""
+        before, self._component = self._component, component
+        return before
+
+    def mark_host(self, on_host: bool) -> bool:
+        """Says whether what is allocated from now on stands for host memory, which is counted apart."""
+        before, self._on_host = self._on_host, on_host
+        return before
+
+    def set_unmarked(self, component: Component) -> Component:
+        """Says what is allocated for where there is no mark."""
+        before, self._unmarked = self._unmarked, component
+        return before
+
+    def claim(self, component: Component, tensors: Iterable[Tensor]) -> None:
+        """Moves the bytes of tensors that count to a component."""
+        for storage in (storage for tensor in tensors for storage in storages_of(tensor)):
+            entry = self._entries.get(storage._cdata)
+            if entry is not None:
+                self._move(entry, component)
+
+    def hold(self, component: Component, tensors: Iterable[Tensor]) -> None:
+        """Counts tensors made outside, such as weights mapped from a file, until they die."""
+        for tensor, storage in ((one, storage) for one in tensors for storage in storages_of(one)):
+            entry = self._entries.get(storage._cdata)
+            if entry is None:
+                self._enter(storage, component, _rows(tensor), on_host=False)
+            else:
+                self._move(entry, component)
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Tells whether a tensor counts as host memory."""
+        entries = (self._entries.get(storage._cdata) for storage in storages_of(tensor))
+        return any(entry is not None and entry.on_host for entry in entries)
+
+    def track(self, *tensors: Tensor) -> None:
+        """Counts tensors made outside, such as weights or the state of a quantised layer, until they die."""
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                if storage._cdata not in self._entries:
+                    self._enter(storage, self._component or self._unmarked, _rows(tensor), on_host=self._on_host)
+
+    def see(self, tensor: Tensor, *, is_new: bool) -> None:
+        """Counts what an operator gave that did not pass here."""
+        for storage in storages_of(tensor):
+            if storage._cdata in self._entries:
+                self._resize(storage)
+            elif is_new:
+                self._enter(storage, self._component or self._unmarked, _rows(tensor), on_host=self._on_host)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # whoever compiles under a ledger counts nothing, and the guard costs as much as an operator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs an operator and enters the storages it made."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is _DEVICE_OF:
+            return result
+        foreign: set[int] | None = None
+        for leaf in tree_leaves(result):
+            for storage in storages_of(leaf) if isinstance(leaf, Tensor) else ():
+                if storage._cdata in self._entries:
+                    self._resize(storage)
+                    continue
+                if foreign is None:
+                    inputs = () if func.name() in _FRESH else tree_leaves((args, kwargs))
+                    foreign = {s._cdata for x in inputs if isinstance(x, Tensor) for s in storages_of(x)}
+                if storage._cdata not in foreign:
+                    self._enter(storage, self._component or self._unmarked, _rows(leaf), on_host=self._on_host)
+        workspace = WORKSPACES.get(func.name())
+        if workspace is not None:
+            self._pass(workspace(args, result))
+        return result
+
+    def _pass(self, size: int) -> None:
+        """Counts bytes that were held inside an operator and are gone."""
+        if not self._on_host:
+            self._admit_growth(size, on_host=False)
+            component = self._component or self._unmarked
+            self._device.add(component, size)
+            self._device.note_peaks()
+            self._device.add(component, -size)
+
+    def _rounded(self, storage: torch.UntypedStorage, component: Component, rows: int) -> int:
+        size, parts = storage.nbytes(), self._parts.get(component, 1)
+        if parts > 1 and rows > 0:
+            size = -(-rows // parts) * -(-size // rows)
+        return -(-size // self._granularity_bytes) * self._granularity_bytes
+
+    def _enter(self, storage: torch.UntypedStorage, component: Component, rows: int, *, on_host: bool) -> None:
+        key, size = storage._cdata, self._rounded(storage, component, rows)
+        if size == 0:
+            return
+        self._admit_growth(size, on_host)
+        self._entries[key] = _Entry(size, component, on_host, weakref.ref(storage, lambda _: self._leave(key)), rows)
+        self._count(self._entries[key], size)
+
+    def _resize(self, storage: torch.UntypedStorage) -> None:
+        entry = self._entries[storage._cdata]
+        change = self._rounded(storage, entry.component, entry.rows) - entry.size
+        if change:
+            self._admit_growth(change, entry.on_host)
+            entry.size += change
+            self._count(entry, change)
+
+    def _admit_growth(self, size: int, on_host: bool) -> None:
+        if size > 0 and not on_host and self._on_growth is not None:
+            self._on_growth(size)
+
+    def _count(self, entry: _Entry, change: int) -> None:
+        arena = self._host if entry.on_host else self._device
+        arena.add(entry.component, change)
+        arena.note_peaks()
+
+    def _move(self, entry: _Entry, component: Component) -> None:
+        arena = self._host if entry.on_host else self._device
+        arena.add(entry.component, -entry.size)
+        storage = entry.reference() if self._parts else None
+        if storage is not None:
+            entry.size = self._rounded(storage, component, entry.rows)
+        arena.add(component, entry.size)
+        entry.component = component
+        arena.note_peaks()
+
+    def _leave(self, key: int) -> None:
+        entry = self._entries.pop(key)
+        (self._host if entry.on_host else self._device).add(entry.component, -entry.size)
+
+
+class LimitedLedger(StorageLedger):  # type: ignore[no-untyped-call]
+    """A `StorageLedger` with the limits of `CountingAllocator`; it refuses after the operator ran, before it counts."""
+
+    def __init__(
+        self, capacity_bytes: int | None = None, fail_at: int | None = None, granularity_bytes: int = 1
+    ) -> None:
+        check_limits(capacity_bytes, fail_at)
+        super().__init__(granularity_bytes, on_growth=self._admit)
+        self._capacity_bytes = capacity_bytes
+        self._fail_at = fail_at
+        self.allocations = 0
+        self.refusals = 0
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Bytes that may be held; None for no limit."""
+        return self._capacity_bytes
+
+    def set_capacity(self, capacity_bytes: int | None) -> None:
+        """Changes the capacity from now on."""
+        check_limits(capacity_bytes, None)
+        self._capacity_bytes = capacity_bytes
+
+    def fail_after(self, allocations: int) -> None:
+        """Chooses the next storage that is refused, from 1."""
+        check_limits(None, allocations)
+        self._fail_at = self.allocations + allocations
+
+    def _admit(self, size: int) -> None:
+        self.allocations += 1
+        chosen, held = self.allocations == self._fail_at, self.live_bytes
+        if chosen or (self._capacity_bytes is not None and held + size > self._capacity_bytes):
+            self.refusals += 1
+            raise refusal(size, held, chosen=chosen)
+
+
+def _rows(tensor: Tensor) -> int:
+    """Length of the axis along which a tensor would be cut; 0 of a single number."""
+    return tensor.shape[0] if tensor.dim() else 0
+
+
+def check_limits(capacity_bytes: int | None, fail_at: int | None) -> None:
+    """Refuses limits that cannot be meant."""
+    if capacity_bytes is not None and capacity_bytes < 0:
+        raise ConfigError(f"capacity_bytes is {capacity_bytes} bytes; give 0 or more, or None for no limit.")
+    if fail_at is not None and fail_at < 1:
+        raise ConfigError(f"The allocation to fail is number {fail_at}; allocations are counted from 1.")
+
+
+def refusal(requested_bytes: int, held_bytes: int, *, chosen: bool) -> torch.OutOfMemoryError:
+    """Builds the error of a simulated device that refuses, in the allocator's own words."""
+    reason = "this allocation was chosen to fail." if chosen else "the capacity would be passed."
+    return torch.OutOfMemoryError(
+        f"Simulated device out of memory. Tried to allocate {requested_bytes} bytes. "
+        f"{held_bytes} bytes are live; {reason}"
+    )
+
+
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Gives the storages of a tensor."""
+    if type(tensor) is FakeTensor:  # whose `device` is an operator of its own
+        if tensor.layout is torch.strided and tensor.fake_device.type != "meta":
+            yield tensor.untyped_storage()
+    elif _is_wrapper(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from storages_of(getattr(tensor, name))
+    elif tensor.layout is torch.strided and tensor.device.type != "meta":
+        yield tensor.untyped_storage()
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    # A plain answer: the type guard it wraps makes the type checker believe that no such tensor exists.
+    return bool(is_traceable_wrapper_subclass(tensor))

@@ -1,0 +1,1 @@
+"""Key/value caches in which completions share their prompt, and the attention that reads them."""

@@ -1,0 +1,71 @@
+"""Decoding by transformers' own `generate`, for networks whose cache this library's own decoding cannot handle.
+
+Axes: ``B`` rows, ``L`` tokens of a row, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Takes logits (B, V) float32 of the next token; gives tokens (B,) int64, and (B,) bool, whether a row ends there."""
+
+
+def generate_plainly(
+    lm: Any, ids_BL: Tensor, choose: Choose, *, max_new_tokens: int, cached: bool, decoder_ids_BN: Tensor | None = None
+) -> None:
+    """Runs `generate`, with tokens chosen by the caller in place of its own search.
+
+    Rows are of one length: what a network does with padding is not asked. Rows that have ended go on being read until
+    the last one ends, as `generate` has it. The model's own generation config is put aside meanwhile.
+    """
+    chooser = _Chooser(choose, len(ids_BL), ids_BL.device)
+    plain = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, use_cache=cached, disable_compile=True
+    )
+    begun = {}
+    if decoder_ids_BN is not None:
+        plain.decoder_start_token_id = int(decoder_ids_BN[0, 0])
+        begun["decoder_input_ids"] = decoder_ids_BN
+    with _generation_config(lm, plain):
+        lm.generate(
+            input_ids=ids_BL,
+            attention_mask=torch.ones_like(ids_BL),
+            generation_config=plain,
+            logits_processor=[chooser],
+            stopping_criteria=[chooser.ended],
+            **begun,
+        )
+
+
+@contextmanager
+def _generation_config(lm: Any, config: GenerationConfig) -> Iterator[None]:
+    """Puts a config in place of the model's own, from which `generate` takes whatever it is not given."""
+    own = lm.generation_config
+    lm.generation_config = config
+    try:
+        yield
+    finally:
+        lm.generation_config = own
+
+
+class _Chooser:
+    """A processor that leaves the greedy search no choice, and the criterion that ends rows."""
+
+    def __init__(self, choose: Choose, rows: int, device: torch.device) -> None:
+        self._choose = choose
+        self._ended_B = torch.zeros(rows, dtype=torch.bool, device=device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
+        tokens_B, ended_B = self._choose(scores)
+        self._ended_B |= ended_B.to(self._ended_B.device)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens_B[:, None], 0.0)
+
+    def ended(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # noqa: ARG002
+        return self._ended_B

@@ -1,0 +1,370 @@
+"""Attention of rows over their prompts and their own suffixes, as one of transformers' attention implementations.
+
+A model whose layers look their attention up by name is switched to it while rows are decoded; everything else of the
+model runs as it is. The keys of a prompt are read once for all rows of its group, in one matrix product. Where an
+encoder reads the prompts, cross-attention has their keys to itself, and a row's own tokens attend to each other.
+
+Axes: ``B`` rows, ``H`` key/value heads, ``R`` query heads of each, ``N`` tokens read in one forward, ``L`` slots of a
+prompt, ``S`` slots of a suffix, ``K`` keys a row attends to, ``D`` width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from memsafe_rl.errors import MemsafeError
+from memsafe_rl.models.attention_implementations import implementation
+from memsafe_rl.models.decoding.int8 import as_floats
+from memsafe_rl.models.decoding.shared_prefix_cache import Segment, SharedPrefixCache, SharedPrefixState, SourceMarks
+from memsafe_rl.types import SCORE_ELEMENTS
+
+NAME = "memsafe_rl_grouped"
+"""The implementation's name in transformers' table."""
+
+_active = threading.local()
+
+
+@contextmanager
+def shared_prefix_attention(configs: Iterable[Any], reading: Reading) -> Iterator[None]:
+    """Has a model's layers attend to a state of rows and to the tokens they read."""
+    _active.reading = reading
+    try:
+        with implementation(configs, NAME):
+            yield
+    finally:
+        _active.reading = None
+
+
+class Scoring(NamedTuple):
+    """What a layer does to its scores.
+
+    Args:
+        scale: factor on the scores.
+        soft_cap: bound of the scores, None for none.
+        sinks: (H × R,) a score that takes weight and gives nothing; None for none.
+        bias: T5's attention module with a learned bias for each distance between tokens; None for no bias.
+    """
+
+    scale: float
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    bias: nn.Module | None = None
+
+
+class Reading:
+    """Tokens that the rows of a state read in one forward, and what each of them can see."""
+
+    def __init__(
+        self,
+        state: SharedPrefixState,
+        cache: SharedPrefixCache,
+        counts: Sequence[int] | None = None,
+        *,
+        keeps: bool = True,
+        sources: SourceMarks | None = None,
+    ) -> None:
+        self.state, self.cache, self.counts, self.keeps, self.sources = state, cache, counts, keeps, sources
+        self.tokens = 1 if counts is None else max(counts)
+        self.bias: nn.Module | None = None
+        self._hidden: dict[tuple[int, int | None, int, int], Tensor | None] = {}
+        self._hidden_sources: dict[int, Tensor | None] = {}
+        self._filled: dict[int, int | Tensor] = {}
+        self._biases: dict[tuple[int, int, int, int, int], Tensor] = {}
+
+    def _slots_to_fill(self, layer: int) -> int | Tensor:
+        """Gives where the tokens read go in a layer's suffixes, found once for all layers of as many slots."""
+        slots = self.state.slots_of(layer)
+        if slots not in self._filled:
+            self._filled[slots] = self.state.places_of(slots, self.counts)
+        return self._filled[slots]
+
+    def source_layer(self, key: Tensor) -> int | None:
+        """Tells which cross-attention layer asks, by what it takes for its keys; None if none does."""
+        return None if self.sources is None else self.sources.layer_of(key)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Gives the attention of one layer's queries over prompts and suffixes."""
+        layer, state = self.cache.current, self.state
+        drawn = self.counts is None
+        if drawn:
+            state.store(layer, key, value, self._slots_to_fill(layer))
+        grouped = _grouped_queries(query * scoring.scale, key.shape[1])
+        parts = [
+            self._attend_rows(segment, layer, grouped, None if drawn else (key, value), scoring)
+            for segment in state.segments()
+        ]
+        if not drawn and self.keeps:
+            state.store(layer, key, value, self._slots_to_fill(layer))
+        return self._by_token(parts, query)
+
+    def attend_source(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
+        """Gives the cross-attention of one layer's queries, over what an encoder read."""
+        parts = []
+        for segment in self.state.segments():
+            source = segment.block.source
+            if source is None:
+                raise NotImplementedError("no encoder has read the prompts of these rows")
+            keys, values = source.keys[layer], source.values[layer]
+            grouped = _grouped_queries(_rows_of(query, segment) * scoring.scale, keys.shape[1])
+            parts.append(self._attend_all(segment, grouped, [keys], [values], self._hidden_source(segment), scoring))
+        return self._by_token(parts, query)
+
+    def _by_token(self, parts: Sequence[Tensor], query: Tensor) -> Tensor:
+        """Lays what segments attended to, (rows, H, R × N, D) each, out as the model wants it."""
+        mixed = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        return mixed.reshape(query.shape[0], query.shape[1], self.tokens, -1).transpose(1, 2).contiguous()
+
+    def _attend_rows(
+        self, segment: Segment, layer: int, query_BHXD: Tensor, new: tuple[Tensor, Tensor] | None, scoring: Scoring
+    ) -> Tensor:
+        """Attends for one segment, over prompts, suffixes and tokens that are in neither yet."""
+        state, block, used = self.state, segment.block, self._used(segment, layer)
+        keys, values = [block.keys[layer]], [block.values[layer]]
+        if used:
+            keys.append(_rows_of(state.keys[layer], segment)[:, :, :used])
+            values.append(_rows_of(state.values[layer], segment)[:, :, :used])
+        if new is not None:
+            keys.append(_rows_of(new[0], segment))
+            values.append(_rows_of(new[1], segment))
+        hidden = self._hidden_keys(segment, layer, used)
+        bias = None if scoring.bias is None else self._biased(segment, layer, used, scoring.bias)
+        return self._attend_all(segment, _rows_of(query_BHXD, segment), keys, values, hidden, scoring, bias)
+
+    def _attend_all(
+        self,
+        segment: Segment,
+        query_BHXD: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        hidden_BNK: Tensor | None,
+        scoring: Scoring,
+        bias_BHNK: Tensor | None = None,
+    ) -> Tensor:
+        """Attends a few tokens at a time, where those of one head alone have too many scores."""
+        keys_each = query_BHXD.shape[0] * sum(part.shape[2] for part in keys)
+        group = query_BHXD.shape[2] // self.tokens
+        step = max(1, SCORE_ELEMENTS // max(1, keys_each * group))
+        if step >= self.tokens:
+            return self._attend_tokens(segment, query_BHXD, keys, values, hidden_BNK, scoring, bias_BHNK, self.tokens)
+        alike = hidden_BNK is None or hidden_BNK.shape[1] == 1  # where an encoder reads, all tokens see the same
+        query_BHRND = query_BHXD.reshape(*query_BHXD.shape[:2], group, self.tokens, -1)
+        mixed = [
+            self._attend_tokens(
+                segment,
+                query_BHRND[:, :, :, first : first + step].flatten(2, 3),
+                keys,
+                values,
+                hidden_BNK if alike or hidden_BNK is None else hidden_BNK[:, first : first + step],
+                scoring,
+                None if bias_BHNK is None else bias_BHNK[:, :, first : first + step],
+                min(step, self.tokens - first),
+            )
+            for first in range(0, self.tokens, step)
+        ]
+        return torch.cat([part.reshape(*part.shape[:2], group, -1, part.shape[3]) for part in mixed], 3).flatten(2, 3)
+
+    def _attend_tokens(
+        self,
+        segment: Segment,
+        query_BHXD: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        hidden_BNK: Tensor | None,
+        scoring: Scoring,
+        bias_BHNK: Tensor | None,
+        tokens: int,
+    ) -> Tensor:
+        """Attends a few key/value heads at a time."""
+        heads = query_BHXD.shape[1]
+        # keys in 8 bits are floats while they are attended to, as wide as their head
+        width = max(query_BHXD.shape[2], query_BHXD.shape[3] if keys[0].dtype == torch.int8 else 0)
+        each = query_BHXD.shape[0] * width * sum(part.shape[2] for part in keys)
+        step = max(1, min(heads, SCORE_ELEMENTS // max(1, each)))
+        sinks = None if scoring.sinks is None else scoring.sinks.view(heads, -1)
+        bias = None if bias_BHNK is None else bias_BHNK.reshape(bias_BHNK.shape[0], heads, -1, *bias_BHNK.shape[2:])
+        pieces = [
+            self._attend_heads(
+                segment,
+                query_BHXD[:, head : head + step],
+                [part[:, head : head + step] for part in keys],
+                [part[:, head : head + step] for part in values],
+                hidden_BNK,
+                scoring.soft_cap,
+                None if sinks is None else sinks[head : head + step],
+                None if bias is None else bias[:, head : head + step],
+                tokens,
+            )
+            for head in range(0, heads, step)
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+    def _attend_heads(
+        self,
+        segment: Segment,
+        query_BHXD: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        hidden_BNK: Tensor | None,
+        soft_cap: float | None,
+        sinks_HR: Tensor | None,
+        bias_BHRNK: Tensor | None,
+        tokens: int,
+    ) -> Tensor:
+        """Attends for some heads of a segment: the first keys are the prompts', the others the rows' own."""
+        dtype = query_BHXD.dtype if values[0].dtype == torch.int8 else values[0].dtype
+        scores = [segment.by_row(segment.grouped(query_BHXD) @ as_floats(keys[0], dtype).mT)]
+        scores += [query_BHXD @ as_floats(part, dtype).mT for part in keys[1:]]
+        scores_BHXK = torch.cat(scores, 3) if len(scores) > 1 else scores[0]
+        del scores  # joined, and the largest thing here
+        if soft_cap is not None:
+            scores_BHXK = torch.tanh(scores_BHXK / soft_cap) * soft_cap
+        rows, heads, _, width = scores_BHXK.shape
+        split = scores_BHXK.view(rows, heads, -1, tokens, width)  # (B, H, R, N, K)
+        if bias_BHRNK is not None:
+            split = split + bias_BHRNK
+        if hidden_BNK is not None:
+            split = split.masked_fill_(hidden_BNK[:, None, None], -math.inf)
+        if sinks_HR is not None:
+            sink = sinks_HR[None, :, :, None, None].to(split.dtype).expand(*split.shape[:4], 1)
+            split = torch.cat([split, sink], 4)
+        wide = torch.promote_types(split.dtype, torch.float32)
+        del scores_BHXK
+        weights = torch.softmax(split, 4, dtype=wide)[..., :width].to(dtype).reshape(rows, heads, -1, width)
+        del split
+        lengths = [part.shape[2] for part in values]
+        first, *others = torch.split(weights, lengths, 3)
+        mixed = segment.by_row(segment.grouped(first) @ as_floats(values[0], dtype))
+        for part, value in zip(others, values[1:], strict=True):
+            mixed = mixed + part @ as_floats(value, dtype)
+        return mixed
+
+    def _used(self, segment: Segment, layer: int) -> int:
+        """Slots of a segment's suffixes that hold anything, this step's token included if it was written first."""
+        state = self.state
+        written = max(state.lengths[row] for row in segment.rows) + (1 if self.counts is None else 0)
+        return min(written, state.slots_of(layer)) if state.keys or self.counts is None else 0
+
+    def _hidden_keys(self, segment: Segment, layer: int, used: int) -> Tensor | None:
+        """Gives the keys that tokens must not see, (rows, N, K) bool, the same for all layers alike; None if none."""
+        window, width = self.state.windows[layer], segment.block.keys[layer].shape[2]
+        name = (segment.rows.start, window, width, used)
+        if name not in self._hidden:
+            self._hidden[name] = self._find_hidden(segment, layer, used)
+        return self._hidden[name]
+
+    def _find_hidden(self, segment: Segment, layer: int, used: int) -> Tensor | None:
+        """Hides what lies outside of prompt, suffix, past or window."""
+        state, block = self.state, segment.block
+        window, width = state.windows[layer], block.keys[layer].shape[2]
+        lengths = [state.lengths[row] for row in segment.rows]
+        prompts = [state.bases[row] for row in segment.rows]
+        dropped = [block.dropped[layer][prompt] for prompt in segment.prompts]
+        farthest = max(prompt + length for prompt, length in zip(prompts, lengths, strict=True)) + self.tokens
+        padded = any(first < 0 or first + width > prompt for first, prompt in zip(dropped, prompts, strict=True))
+        if self.counts is None and not padded and len({*lengths}) == 1 and (window is None or farthest <= window):
+            return None
+        now_BN, place_BK = self._places(segment, layer, used)
+        hidden_BNK = (place_BK < 0)[:, None] | (place_BK[:, None] > now_BN[:, :, None])
+        return hidden_BNK if window is None else hidden_BNK | (place_BK[:, None] <= now_BN[:, :, None] - window)
+
+    def _places(self, segment: Segment, layer: int, used: int) -> tuple[Tensor, Tensor]:
+        """Gives the place of each token read (rows, N) and of each key (rows, K) in its row; -1 for padding."""
+        state, block = self.state, segment.block
+        lengths = [state.lengths[row] for row in segment.rows]
+        prompts = [state.bases[row] for row in segment.rows]
+        dropped = [block.dropped[layer][prompt] for prompt in segment.prompts]
+        table = torch.tensor([prompts, lengths, dropped], device=state.device)[:, :, None]  # (3, rows, 1)
+        prompt_B1, length_B1, dropped_B1 = table.unbind(0)
+        now_BN = prompt_B1 + length_B1 + torch.arange(self.tokens, device=state.device)
+        place_BL = dropped_B1 + torch.arange(block.keys[layer].shape[2], device=state.device)
+        places = [torch.where((place_BL >= 0) & (place_BL < prompt_B1), place_BL, -1)]
+        if used:
+            # A ring of so many slots: slot s holds the last token written there.
+            ring, last_B1 = state.slots_of(layer), length_B1 - (0 if self.counts is None else 1)
+            token_BS = last_B1 - (last_B1 - torch.arange(used, device=state.device)) % ring
+            places.append(torch.where(token_BS >= 0, prompt_B1 + token_BS, -1))
+        if self.counts is not None:
+            places.append(now_BN)
+        return now_BN, torch.cat(places, 1)
+
+    def _biased(self, segment: Segment, layer: int, used: int, module: Any) -> Tensor:
+        """Gives what T5 adds to scores, (rows or 1, H × R, N, K): a number for each distance."""
+        name = (segment.rows.start, layer if self.state.windows[layer] else -1, segment.rows.stop, used, id(module))
+        if name not in self._biases:
+            now_BN, place_BK = self._places(segment, layer, used)
+            if len({self.state.lengths[row] for row in segment.rows}) == 1 and len({*segment.block.lengths}) == 1:
+                now_BN, place_BK = now_BN[:1], place_BK[:1]
+            farthest = max(self.state.positions) + self.tokens
+            # The network's own table of distances, of its last token to all before: the nearest stands last.
+            table_1HNW = module.compute_bias(1, farthest, device=now_BN.device, past_seen_tokens=farthest - 1)
+            distance_BNK = (now_BN[:, :, None] - place_BK[:, None]).clamp_min(0)
+            table_HW = table_1HNW[0, :, 0].flip(-1)
+            self._biases[name] = table_HW[:, distance_BNK].transpose(0, 1)
+        return self._biases[name]
+
+    def _hidden_source(self, segment: Segment) -> Tensor | None:
+        """Gives the padding of prompts that an encoder read, (rows, 1, L) bool; None if there is none."""
+        source = segment.block.source
+        if source is not None and segment.rows.start not in self._hidden_sources:
+            width, lengths = source.keys[0].shape[2], [source.lengths[prompt] for prompt in segment.prompts]
+            hidden = None
+            if min(lengths) < width:
+                length_B11 = torch.tensor(lengths, device=self.state.device)[:, None, None]
+                hidden = torch.arange(width, device=self.state.device) >= length_B11
+            self._hidden_sources[segment.rows.start] = hidden
+        return self._hidden_sources[segment.rows.start]
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_unused: Any,
+) -> tuple[Tensor, None]:
+    """Has the reading in force attend; the form that transformers asks of an implementation."""
+    reading: Reading | None = getattr(_active, "reading", None)
+    if reading is None:
+        raise MemsafeError(
+            f"{type(module).__name__} runs while another thread draws completions with a network of the same config. "
+            "Wait for the rollout, or give the second network a copy of the config."
+        )
+    if attention_mask is not None:
+        raise NotImplementedError(f"{type(module).__name__} attends in a way that grouped rows do not know")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    biased = getattr(module, "has_relative_attention_bias", False)
+    source = reading.source_layer(key)
+    if source is not None and not biased:
+        return reading.attend_source(source, query, Scoring(scale, softcap, s_aux)), None
+    if biased and source is None:
+        reading.bias = module
+    if (position_bias is not None and reading.bias is None) or (biased and source is not None):
+        raise NotImplementedError(f"{type(module).__name__} adds a bias to its scores that grouped rows do not know")
+    bias = None if position_bias is None else reading.bias
+    return reading.attend(query, key, value, Scoring(scale, softcap, s_aux, bias)), None
+
+
+def _grouped_queries(query: Tensor, heads: int) -> Tensor:
+    """Lays queries (B, H × R, N, D) out as (B, H, R × N, D)."""
+    return query.reshape(query.shape[0], heads, -1, query.shape[3])
+
+
+def _rows_of(values: Tensor, segment: Segment) -> Tensor:
+    return values[segment.rows.start : segment.rows.stop]
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)

@@ -1,0 +1,587 @@
+"""A cache of keys and values in which the rows of a group share their prompt, and rows join and leave freely.
+
+A prompt is read once and kept once, however many rows follow it; what a row has drawn lies in its own suffix. A row's
+attention runs over both (`shared_prefix_attention`). Lengths are host integers, so nothing here reads a tensor.
+
+Axes: ``B`` rows, ``P`` prompts of a block, ``H`` key/value heads, ``L`` slots of a prompt, ``S`` slots of a suffix,
+``N`` tokens read in one forward, ``D`` width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from memsafe_rl.accounting import charge, claim
+from memsafe_rl.models.decoding import int8 as eight_bit
+from memsafe_rl.types import Component, whole_blocks
+
+
+@dataclass(eq=False)
+class PromptBlock:
+    """Keys and values of prompts that were read together; several states may hold it.
+
+    Args:
+        lengths: tokens of each of the P prompts.
+        keys: per layer (P, H, L, D), padded.
+        values: per layer, likewise.
+        dropped: per layer, tokens of each prompt that lie before slot 0; below 0 where padding lies there.
+        kept_whole: whether rows may still begin at these prompts, so that nothing of them may be given up.
+        source: what an encoder read for these prompts, which rows attend to apart from their own tokens; None without
+            an encoder. Where there is one, ``lengths`` count what the decoder read before a row's own tokens.
+        waiting: rows that wait outside of any state and may go on at these prompts, so that nothing of them may be
+            given up either.
+    """
+
+    lengths: tuple[int, ...]
+    keys: list[Tensor]
+    values: list[Tensor]
+    dropped: list[tuple[int, ...]]
+    kept_whole: bool = False
+    source: PromptBlock | None = None
+    waiting: WeakSet[RowCache] = field(default_factory=WeakSet)
+
+    @property
+    def stays_whole(self) -> bool:
+        """Whether nothing of it may be given up."""
+        return self.kept_whole or bool(self.waiting)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Gives all keys and values."""
+        yield from (*self.keys, *self.values)
+        if self.source is not None:
+            yield from self.source.tensors()
+
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(part.nbytes for part in self.tensors())
+
+    def narrow(self, prompts: Sequence[int]) -> None:
+        """Keeps some prompts only, a layer at a time, so that little is there twice."""
+        index = torch.tensor(prompts, device=self.keys[0].device)
+        with charge(Component.KV_CACHE):
+            for store in (self.keys, self.values):
+                for layer, part in enumerate(store):
+                    store[layer] = part.index_select(0, index)
+        self.lengths = tuple(self.lengths[p] for p in prompts)
+        self.dropped = [tuple(layer[p] for p in prompts) for layer in self.dropped]
+        if self.source is not None:
+            self.source.narrow(prompts)
+
+    def trim(self, windows: Sequence[int | None], drawn: int) -> None:
+        """Gives up of each windowed layer what no row that has drawn so many tokens can see."""
+        with charge(Component.KV_CACHE):
+            for layer, window in enumerate(windows):
+                if window is not None:
+                    self._trim_layer(layer, max(1, window - 1 - drawn))
+
+    def _trim_layer(self, layer: int, kept: int) -> None:
+        held = self.keys[layer].shape[2]
+        if held <= kept:
+            return
+        starts = tuple(length - kept for length in self.lengths)
+        for store in (self.keys, self.values):
+            store[layer] = _shifted(store[layer], starts, self.dropped[layer], kept)
+        self.dropped[layer] = starts
+
+
+@dataclass(eq=False)
+class RowCache:
+    """Keys and values of a row that waits outside of any state, in storage of their own except for its prompt's.
+
+    Args:
+        block: holds its prompt.
+        prompt: index of its prompt in the block.
+        base: tokens of the prompt that belong to it.
+        length: tokens behind them.
+        keys: per layer (H, S, D), no more than its tokens; empty where there are none.
+        values: per layer, likewise.
+    """
+
+    block: PromptBlock
+    prompt: int
+    base: int
+    length: int
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.block.waiting.add(self)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose keys and values it has, the prompt's included."""
+        return self.base + self.length
+
+    def nbytes(self) -> int:
+        """Bytes of its own, without its prompt's."""
+        return sum(part.nbytes for part in (*self.keys, *self.values))
+
+    def goes_back_to(self, tokens: int, windows: Sequence[int | None]) -> bool:
+        """Tells whether it could be read on from an earlier token."""
+        moved_on = any(window is not None and self.tokens >= window for window in windows)
+        return tokens == self.tokens or not moved_on
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring rows whose prompts lie in one block.
+
+    Args:
+        block: the block.
+        rows: the rows.
+        prompts: for each of them, the index of its prompt in the block.
+        share: most rows of one prompt.
+        places: (rows,) int64, where each row lies among P × share places; None where they lie in that very order.
+        takes: (P × share,) int64, the row at each place, any row where there is none; None like ``places``.
+    """
+
+    block: PromptBlock
+    rows: range
+    prompts: tuple[int, ...]
+    share: int
+    places: Tensor | None
+    takes: Tensor | None
+
+    def grouped(self, values: Tensor) -> Tensor:
+        """Lays rows (rows, H, X, Y) out by prompt."""
+        taken = values if self.takes is None else values.index_select(0, self.takes)
+        heads, width = taken.shape[1], taken.shape[3]
+        split = taken.reshape(len(self.block.lengths), self.share, heads, -1, width)
+        return split.transpose(1, 2).reshape(len(self.block.lengths), heads, -1, width)
+
+    def by_row(self, values: Tensor) -> Tensor:
+        """Takes back what `grouped` did: (P, H, share × X, Y) to (rows, H, X, Y)."""
+        prompts, heads, _, width = values.shape
+        split = values.reshape(prompts, heads, self.share, -1, width).transpose(1, 2)
+        rows = split.reshape(prompts * self.share, heads, -1, width)
+        return rows if self.places is None else rows.index_select(0, self.places)
+
+
+@dataclass
+class SharedPrefixState:
+    """Rows being decoded.
+
+    Args:
+        windows: per layer, its attention window in tokens, None for full attention.
+        blocks: for each of the B rows, the block that holds its prompt.
+        prompts: for each row, the index of its prompt in that block.
+        lengths: for each row, tokens in its suffix.
+        device: where the network computes.
+        keys: per layer (B, H, S, D), suffixes; empty while no row has any.
+        values: per layer, likewise.
+        capacity: slots of a suffix, where no window makes it shorter.
+        bases: for each row, the tokens of its prompt that it has read; all of them where nothing is given.
+        joins: always true: rows of several caches can be put together, and a cache outlives a selection from it.
+    """
+
+    windows: tuple[int | None, ...]
+    blocks: tuple[PromptBlock, ...]
+    prompts: tuple[int, ...]
+    lengths: list[int]
+    device: torch.device
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    capacity: int = 0
+    bases: tuple[int, ...] = ()
+    _segments: tuple[Segment, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.bases:
+            pairs = zip(self.blocks, self.prompts, strict=True)
+            self.bases = tuple(block.lengths[prompt] for block, prompt in pairs)
+
+    @property
+    def rows(self) -> int:
+        """Sequences held."""
+        return len(self.prompts)
+
+    @property
+    def positions(self) -> list[int]:
+        """For each row, the position of the token it reads next."""
+        return [base + length for base, length in zip(self.bases, self.lengths, strict=True)]
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Cuts the rows where the block changes."""
+        if self._segments is None:
+            runs = groupby(range(self.rows), key=lambda row: id(self.blocks[row]))
+            self._segments = tuple(self._segment(list(run)) for _, run in runs)
+        return self._segments
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Gives all keys and values held."""
+        for block in {id(block): block for block in self.blocks}.values():
+            yield from block.tensors()
+        yield from (*self.keys, *self.values)
+
+    def nbytes(self) -> int:
+        """Bytes of all keys and values held."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
+
+    def prompt_bytes(self) -> int:
+        """Bytes of the prompts' keys and values."""
+        return sum(block.nbytes() for block in {id(block): block for block in self.blocks}.values())
+
+    def select(self, rows: Sequence[int]) -> SharedPrefixState:
+        """Keeps, drops, repeats or reorders rows; suffixes shrink to the longest that is left."""
+        lengths = [self.lengths[row] for row in rows]
+        state = SharedPrefixState(
+            windows=self.windows,
+            blocks=tuple(self.blocks[row] for row in rows),
+            prompts=tuple(self.prompts[row] for row in rows),
+            lengths=lengths,
+            device=self.device,
+            capacity=whole_blocks(max(lengths, default=0)),
+            bases=tuple(self.bases[row] for row in rows),
+        )
+        if state.capacity:
+            state._refill([(self, torch.tensor(rows, device=self.device))])
+        return state
+
+    def join(self, other: SharedPrefixState) -> SharedPrefixState:
+        """Puts the rows of another state behind this one's."""
+        state = SharedPrefixState(
+            windows=self.windows,
+            blocks=self.blocks + other.blocks,
+            prompts=self.prompts + other.prompts,
+            lengths=self.lengths + other.lengths,
+            device=self.device,
+            capacity=max(self.capacity, other.capacity),
+            bases=self.bases + other.bases,
+        )
+        if state.capacity:
+            state._refill([(self, None), (other, None)])
+        return state
+
+    def set_aside(self, leaving: Mapping[int, int], staying: Sequence[int]) -> tuple[SharedPrefixState, list[RowCache]]:
+        """Takes rows out, to wait outside of any state, a tensor at a time, so that no more is ever there twice."""
+        lengths = [self.lengths[row] for row in staying]
+        rest = SharedPrefixState(
+            windows=self.windows,
+            blocks=tuple(self.blocks[row] for row in staying),
+            prompts=tuple(self.prompts[row] for row in staying),
+            lengths=lengths,
+            device=self.device,
+            capacity=whole_blocks(max(lengths, default=0)),
+            bases=tuple(self.bases[row] for row in staying),
+        )
+        aside = [
+            RowCache(self.blocks[row], self.prompts[row], self.bases[row], length) for row, length in leaving.items()
+        ]
+        index = torch.tensor(staying, device=self.device) if rest.capacity else None
+        with charge(Component.KV_CACHE):
+            for name in ("keys", "values"):
+                store: list[Tensor] = getattr(self, name)
+                for layer, held in enumerate(store):
+                    for row, cache in zip(leaving, aside, strict=True):
+                        if cache.length:
+                            getattr(cache, name).append(held[row, :, : cache.length].clone())
+                    if index is not None:
+                        getattr(rest, name).append(held[:, :, : rest.slots_of(layer)].index_select(0, index))
+                    store[layer] = held.new_empty(0)
+        return rest, aside
+
+    def reserve(self, tokens: int | Sequence[int]) -> None:
+        """Makes room for more tokens."""
+        counts = [tokens] * self.rows if isinstance(tokens, int) else tokens
+        needed = max((length + count for length, count in zip(self.lengths, counts, strict=True)), default=0)
+        if needed <= self.capacity:
+            return
+        self.capacity = whole_blocks(needed)
+        if self.keys:
+            before = replace(self)
+            self.keys, self.values = [], []
+            self._refill([(before, None)])
+        for block in {id(block): block for block in self.blocks}.values():
+            if not block.stays_whole:
+                block.trim(self.windows, self._least_drawn(block))
+
+    def _least_drawn(self, block: PromptBlock) -> int:
+        """Fewest tokens that a row of these prompts has behind its whole prompt."""
+        rows = [row for row in range(self.rows) if self.blocks[row] is block]
+        drawn = min(self.bases[row] + self.lengths[row] - block.lengths[self.prompts[row]] for row in rows)
+        return max(0, drawn)
+
+    def replace_prompt(self, block: PromptBlock) -> None:
+        """Has every row follow the only prompt of another block."""
+        self.blocks, self.bases, self._segments = (block,) * self.rows, block.lengths * self.rows, None
+
+    def stretch(self, tokens: int) -> None:
+        """Widens every row by so many tokens, with keys and values that mean nothing."""
+        self.reserve(tokens)
+        self.lengths = [length + tokens for length in self.lengths]
+
+    def slots_of(self, layer: int) -> int:
+        """Slots of a layer's suffixes: a window is a ring."""
+        window = self.windows[layer]
+        return self.capacity if window is None else min(self.capacity, window)
+
+    def places_of(self, slots: int, counts: Sequence[int] | None = None) -> int | Tensor:
+        """Finds where new tokens go in layers of so many slots; the same for all of them."""
+        if counts is None and len(set(self.lengths)) == 1:
+            return self.lengths[0] % slots
+        # Of a row's new tokens, a ring keeps the last ones.
+        wanted = [
+            (row, token, (length + token) % slots)
+            for row, length in enumerate(self.lengths)
+            for token in _last((1 if counts is None else counts[row]), slots)
+        ]
+        return torch.tensor(wanted, dtype=torch.int64, device=self.device).reshape(-1, 3).T
+
+    def store(self, layer: int, keys_BHND: Tensor, values_BHND: Tensor, places: int | Tensor) -> None:
+        """Writes new tokens behind what the rows hold; their lengths are counted by who reads the tokens."""
+        if layer == len(self.keys):
+            slots = self.slots_of(layer)
+            with charge(Component.KV_CACHE):
+                for store, new in ((self.keys, keys_BHND), (self.values, values_BHND)):
+                    store.append(new.new_zeros((self.rows, new.shape[1], slots, new.shape[3])))
+        for held, new in ((self.keys[layer], keys_BHND), (self.values[layer], values_BHND)):
+            if isinstance(places, int):
+                held[:, :, places] = new[:, :, 0]
+            else:
+                rows, tokens, slots_of_tokens = places.unbind(0)
+                held[rows, :, slots_of_tokens] = new[rows, :, tokens]
+
+    def give_up_idle_prompts(self) -> None:
+        """Gives up prompts that no row follows any more, where they are half of a block at least."""
+        for block in {id(block): block for block in self.blocks}.values():
+            used = sorted({self.prompts[row] for row in range(self.rows) if self.blocks[row] is block})
+            if block.stays_whole or 2 * len(used) > len(block.lengths):
+                continue
+            block.narrow(used)
+            self.prompts = tuple(
+                used.index(prompt) if mine is block else prompt
+                for mine, prompt in zip(self.blocks, self.prompts, strict=True)
+            )
+            self._segments = None
+
+    def _refill(self, sources: Sequence[tuple[SharedPrefixState, Tensor | None]]) -> None:
+        """Moves the suffixes of other states, one behind the other, into stores of this state's size.
+
+        A layer at a time, keys before values: no more is ever there twice.
+        """
+        layers = max(len(source.keys) for source, _ in sources)
+        with charge(Component.KV_CACHE):
+            for name in ("keys", "values"):
+                store: list[Tensor] = getattr(self, name)
+                for layer in range(layers):
+                    store.append(self._moved(name, layer, sources))
+
+    def _moved(self, name: str, layer: int, sources: Sequence[tuple[SharedPrefixState, Tensor | None]]) -> Tensor:
+        like: Tensor = next(getattr(source, name)[layer] for source, _ in sources if source.keys)
+        slots = self.slots_of(layer)
+        if len(sources) == 1 and sources[0][1] is not None and slots <= like.shape[2]:
+            taken = like[:, :, :slots].index_select(0, sources[0][1])  # at once: rows taken apart would be there twice
+            getattr(sources[0][0], name)[layer] = like.new_empty(0)
+            return taken
+        moved = like.new_zeros((self.rows, like.shape[1], slots, like.shape[3]))
+        first = 0
+        for source, index in sources:
+            rows = source.rows if index is None else len(index)
+            if source.keys:
+                held = getattr(source, name)[layer]
+                used = min(held.shape[2], moved.shape[2])
+                part = held[:, :, :used]
+                moved[first : first + rows, :, :used] = part if index is None else part.index_select(0, index)
+                getattr(source, name)[layer] = held.new_empty(0)
+            first += rows
+        return moved
+
+    def _segment(self, rows: list[int]) -> Segment:
+        block, prompts = self.blocks[rows[0]], tuple(self.prompts[row] for row in rows)
+        counts = [0] * len(block.lengths)
+        places = []
+        for prompt in prompts:
+            places.append(counts[prompt])
+            counts[prompt] += 1
+        share = max(counts)
+        flat = [prompt * share + place for prompt, place in zip(prompts, places, strict=True)]
+        ordered = flat == list(range(len(block.lengths) * share))
+        takes = [0] * (len(block.lengths) * share)
+        for row, place in enumerate(flat):
+            takes[place] = row
+        return Segment(
+            block=block,
+            rows=range(rows[0], rows[-1] + 1),
+            prompts=prompts,
+            share=share,
+            places=None if ordered else torch.tensor(flat, device=self.device),
+            takes=None if ordered else torch.tensor(takes, device=self.device),
+        )
+
+
+class SharedPrefixCache(Cache):  # type: ignore[misc]
+    """What a model's attention layers see as their cache: an empty one, which hands new keys and values on."""
+
+    def __init__(
+        self,
+        *,
+        reads_prompts: bool,
+        in_8_bits: bool = False,
+        lengths: Sequence[int] = (),
+        windows: Sequence[int | None] = (),
+    ) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.reads_prompts, self.in_8_bits, self.lengths, self.windows = reads_prompts, in_8_bits, lengths, windows
+        self.read: list[tuple[Tensor, Tensor]] = []
+        self.current = 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Takes a layer's new keys and values."""
+        self.current = layer_idx
+        if not self.in_8_bits:
+            keys, values = key_states, value_states
+        else:
+            keys, values = eight_bit.packed(key_states), eight_bit.packed(value_states)
+        if not self.reads_prompts:
+            return keys, values
+        if layer_idx != len(self.read):
+            raise NotImplementedError(f"layer {layer_idx} hands in its keys after {len(self.read)} layers")
+        self.read.append((self._kept(keys, layer_idx), self._kept(values, layer_idx)))
+        return eight_bit.as_floats(keys, key_states.dtype), eight_bit.as_floats(values, value_states.dtype)
+
+    def _kept(self, states: Tensor, layer: int) -> Tensor:
+        """Gives what rows may still see of keys or values."""
+        window = self.windows[layer] if self.windows else None
+        if window is None or states.shape[2] <= max(1, window - 1):
+            return _kept(states)
+        slots = max(1, window - 1)
+        with charge(Component.KV_CACHE):
+            return _shifted(states, [length - slots for length in self.lengths], [0] * len(self.lengths), slots)
+
+
+class SourceMarks(Cache):  # type: ignore[misc]
+    """What cross-attention layers see as their filled cache: marks, since the keys lie in the prompts' blocks."""
+
+    def __init__(self, layers: int, device: torch.device) -> None:
+        marked = [DynamicLayer() for _ in range(layers)]
+        for layer in marked:
+            layer.keys = layer.values = torch.empty((1, 1, 0, 1), device=device)
+        super().__init__(layers=marked)
+        self._layers = {id(layer.keys): index for index, layer in enumerate(marked)}
+
+    def layer_of(self, key: Tensor) -> int | None:
+        """Tells which layer a mark belongs to; None if it is no mark."""
+        return self._layers.get(id(key))
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...] | None:
+    """Gives each layer's window, if all layers are plain or windowed attention."""
+    layers = DynamicCache(config=config).layers
+    if not layers or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+        return None
+    return tuple(int(layer.sliding_window) if layer.is_sliding else None for layer in layers)
+
+
+def resumed(
+    rows: Sequence[RowCache],
+    tokens: Sequence[int],
+    more: Sequence[int],
+    windows: tuple[int | None, ...],
+    device: torch.device,
+) -> SharedPrefixState:
+    """Puts rows that waited into a state, a tensor at a time."""
+    bases = tuple(min(row.base, count) for row, count in zip(rows, tokens, strict=True))
+    lengths = [count - base for count, base in zip(tokens, bases, strict=True)]
+    state = SharedPrefixState(
+        windows=windows,
+        blocks=tuple(row.block for row in rows),
+        prompts=tuple(row.prompt for row in rows),
+        lengths=lengths,
+        device=device,
+        bases=bases,
+    )
+    layers = max(len(row.keys) for row in rows) if any(lengths) else 0
+    if layers:
+        state.capacity = whole_blocks(max(length + count for length, count in zip(lengths, more, strict=True)))
+    with charge(Component.KV_CACHE):
+        for name in ("keys", "values"):
+            for layer in range(layers):
+                getattr(state, name).append(_gathered(name, layer, rows, lengths, state.slots_of(layer)))
+    return state
+
+
+def _gathered(name: str, layer: int, rows: Sequence[RowCache], lengths: Sequence[int], slots: int) -> Tensor:
+    """Lays a tensor of rows that waited side by side, (B, H, slots, D), and lets go of theirs."""
+    like: Tensor = next(getattr(row, name)[layer] for row in rows if row.keys)
+    together = like.new_zeros((len(rows), like.shape[0], slots, like.shape[2]))
+    for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        store: list[Tensor] = getattr(row, name)
+        if store:
+            used = min(length, slots)
+            together[place, :, :used] = store[layer][:, :used]
+            store[layer] = store[layer].new_empty(0)
+    return together
+
+
+def block_of(
+    read: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int], windows: Sequence[int | None]
+) -> PromptBlock:
+    """Makes a block of prompts that were read, padded on the right, in one forward."""
+    block = PromptBlock(
+        lengths=tuple(lengths),
+        keys=[keys for keys, _ in read],
+        values=[values for _, values in read],
+        dropped=[_starts(lengths, keys.shape[2]) for keys, _ in read],
+    )
+    block.trim(windows, 0)
+    return block
+
+
+def longer_block(
+    block: PromptBlock, read: list[tuple[Tensor, Tensor]], tokens: int, windows: Sequence[int | None]
+) -> PromptBlock:
+    """Puts the next tokens of a block's only prompt behind it."""
+    lengths = (block.lengths[0] + tokens,)
+    longer = PromptBlock(lengths, block.keys, block.values, list(block.dropped))
+    read.reverse()
+    for layer in range(len(read)):
+        keys, values = read.pop()
+        if keys.shape[2] < tokens:
+            longer.keys[layer], longer.values[layer] = keys, values
+            longer.dropped[layer] = _starts(lengths, keys.shape[2])
+            continue
+        with charge(Component.KV_CACHE):
+            longer.keys[layer] = torch.cat([longer.keys[layer], keys], 2)
+            del keys
+            longer.values[layer] = torch.cat([longer.values[layer], values], 2)
+    longer.trim(windows, 0)
+    return longer
+
+
+def _starts(lengths: Sequence[int], held: int) -> tuple[int, ...]:
+    """Gives for each prompt the place of slot 0, where so many slots hold all of the longest or the last of each."""
+    return tuple(length - held if held < max(lengths) else 0 for length in lengths)
+
+
+def _shifted(part: Tensor, starts: Sequence[int], dropped: Sequence[int], kept: int) -> Tensor:
+    """Copies from each prompt so many slots from its start on; what lies before slot 0 is zeros."""
+    shifted = part.new_zeros((*part.shape[:2], kept, part.shape[3]))
+    for prompt, (start, first) in enumerate(zip(starts, dropped, strict=True)):
+        begin = max(0, first - start)
+        source = part[prompt, :, start + begin - first : start + kept - first]
+        shifted[prompt, :, begin : begin + source.shape[1]] = source
+    return shifted
+
+
+def _kept(states: Tensor) -> Tensor:
+    """Gives keys or values in storage of their own, with rows, heads and slots in this order."""
+    with charge(Component.KV_CACHE):
+        kept = states.contiguous()
+        if kept.untyped_storage().nbytes() > kept.nbytes:
+            kept = kept.clone()
+    claim(Component.KV_CACHE, [kept])
+    return kept
+
+
+def _last(count: int, most: int) -> range:
+    return range(max(0, count - most), count)

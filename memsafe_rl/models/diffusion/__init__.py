@@ -1,0 +1,1 @@
+"""Denoisers with their schedulers, and critics of denoising chains."""

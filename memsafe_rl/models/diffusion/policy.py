@@ -1,0 +1,682 @@
+"""Any denoiser with a scheduler as a policy, behind the `ScoringAdapter` protocol.
+
+A chain of S steps leads from noise to a sample; each step is a Gaussian whose mean the denoiser gives and whose
+deviation the scheduler. A step needs nothing of the others, so that (row, column) pairs can be run in any company.
+
+Axes: ``B`` rows, ``S`` denoising steps, ``M`` entries, that is (row, column) pairs laid end to end, ``L`` vectors of a
+condition, ``D`` their width; ``...`` stands for the axes of a state.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any, cast
+
+import torch
+from peft import PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.models.blocks import recomputed
+from memsafe_rl.models.diffusion.condition_cache import EmbeddingCache, prompt_key
+from memsafe_rl.models.diffusion.pair_bytes import blocks_of, measured_pair
+from memsafe_rl.models.diffusion.schedulers import DenoisingScheduler, as_scheduler
+from memsafe_rl.models.geometry import autocast_bytes, weight_bytes
+from memsafe_rl.models.language.base import as_reference
+from memsafe_rl.types import GaussianDistribution, ModelGeometry, Trajectory, UnitBytes
+
+_APART, _APART_NARROW = 1e-4, 5e-2
+"""How far a denoiser's answers in two batches may lie apart, of their norm, in 32 bits and below."""
+EMBEDDING_CACHE_BYTES = 256 * 2**20
+"""Host memory that embedded prompts may take; the least recently used ones are embedded again."""
+_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a denoiser is told besides states and timesteps.
+
+    Args:
+        embedding_MLD: (M, L, D), the embedded prompts, filled up with 0 to the longest there can be.
+        mask_ML: (M, L) bool, True where a vector is part of the prompt.
+        elements: (M, ...), broadcastable to the states, 1 where an element counts; None where all do.
+    """
+
+    embedding_MLD: Tensor
+    mask_ML: Tensor
+    elements: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TrainedSteps:
+    """Which steps of a chain are learnt from; steps without noise never are.
+
+    Of the steps with noise, those in the window, and of these the fraction. All of a rollout's rows have the same
+    steps, so that no step is run for some rows in vain.
+
+    Args:
+        fraction: share of the steps, rounded down to at least one: the noisiest, or at random.
+        random: take the fraction at random, others in every rollout (DanceGRPO); False: the first steps (Flow-GRPO).
+        window: first step and the step after the last one (MixGRPO); None for all.
+    """
+
+    fraction: float = 1.0
+    random: bool = False
+    window: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.fraction) or not 0 < self.fraction <= 1:
+            raise ConfigError(f"fraction is {self.fraction!r}. Set it above 0 and at most 1; 1 learns from every step.")
+        pair = self.window if isinstance(self.window, (tuple, list)) else ()
+        if self.window is not None and (len(pair) != 2 or not all(_is_whole(end) for end in pair)):
+            raise ConfigError(
+                f"window is {self.window!r}. Set it to (first step, step after the last one), or None for all."
+            )
+
+    def candidates(self, stds: Sequence[float]) -> tuple[int, ...]:
+        """Gives the steps that the fraction is taken of.
+
+        Args:
+            stds: deviation of each step's noise.
+
+        Returns:
+            Columns, ascending.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        first, end = (0, len(stds)) if self.window is None else self.window
+        found = tuple(column for column in range(max(0, first), min(end, len(stds))) if stds[column] > 0)
+        if not found:
+            raise ConfigError(
+                f"No step of {len(stds)} between {first} and {end} has noise, so that nothing could be learnt. Widen "
+                "the window of TrainedSteps, or use a scheduler with noise there (eta, noise_level)."
+            )
+        return found
+
+    def count(self, candidates: int) -> int:
+        """Gives how many steps are learnt from.
+
+        Args:
+            candidates: how many there are to choose from.
+
+        Returns:
+            At least 1.
+        """
+        return max(1, int(self.fraction * candidates + 1e-9))
+
+    def learnable(self, stds: Sequence[float]) -> tuple[int, ...]:
+        """Gives the steps that some rollout may learn from: those a random share is drawn of, else the share itself.
+
+        Args:
+            stds: deviation of each step's noise.
+
+        Returns:
+            Columns, ascending.
+        """
+        candidates = self.candidates(stds)
+        return candidates if self.random else candidates[: self.count(len(candidates))]
+
+
+class DiffusionPolicy(nn.Module):
+    """A denoiser, how it is sampled, and what it is conditioned on: what a trainer takes as ``model``.
+
+    Args:
+        denoiser: any module called ``denoiser(x, t, condition)``: (M, ...) states, (M,) timesteps as the scheduler
+            tells them, a `Condition`; gives what the scheduler wants to know of every state, (M, ...). It is trained,
+            or, under PEFT, its adapter.
+        scheduler: a `DenoisingScheduler`, or a scheduler object of diffusers.
+        sample_shape: axes of a state.
+        condition_shape: longest L, and D, of a prompt's embedding.
+        num_inference_steps: S, steps of a chain.
+        guidance_scale: w of classifier-free guidance, ``f(null) + w (f(prompt) - f(null))`` (Ho and Salimans 2022,
+            arXiv:2207.12598, with w there one less); 1 for none. It doubles the rows that the denoiser sees.
+        guidance_gradient: whether the unconditional half carries gradient too; False detaches it (Flow-GRPO), which
+            spares its activations.
+        null_condition: (L, D), the prompt of the unconditional half; None for zeros.
+        embed: gives a prompt's embedding (L, D); frozen, called once per unique prompt, where and as the user put it,
+            and neither trained nor saved. None where prompts are numbers already.
+        elements: gives from a prompt's embedding (L, D) what counts of a state, broadcastable to `sample_shape`, such
+            as the frames of a motion; None where everything does. Elements that do not count are in no log-prob.
+        decode: gives what reward functions see of a sample (...); None for the sample itself.
+        reduce: "mean" or "sum" over a state's elements, for log-probs and KL. With "mean" a ratio stays near 1
+            whatever the size of a state, and clip ranges are about 1e-4.
+        state_dtype: type in which states are stored, and to which they are rounded as they are drawn.
+        shared_noise: whether all samples of a prompt begin with the same noise (DanceGRPO).
+        trained_steps: which steps are learnt from.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    def __init__(
+        self,
+        denoiser: nn.Module,
+        scheduler: DenoisingScheduler | Any,
+        sample_shape: Sequence[int],
+        *,
+        condition_shape: tuple[int, int],
+        num_inference_steps: int = 50,
+        guidance_scale: float = 1.0,
+        guidance_gradient: bool = True,
+        null_condition: Tensor | None = None,
+        embed: Callable[[Any], Tensor] | None = None,
+        elements: Callable[[Tensor], Tensor] | None = None,
+        decode: Callable[[Tensor], Any] | None = None,
+        reduce: str = "mean",
+        state_dtype: torch.dtype = torch.float32,
+        shared_noise: bool = False,
+        trained_steps: TrainedSteps | None = None,
+    ) -> None:
+        super().__init__()
+        if reduce not in ("mean", "sum"):
+            raise ConfigError(f"reduce is {reduce!r}. Set it to 'mean' or 'sum'.")
+        if state_dtype not in _STATE_DTYPES:
+            raise ConfigError(f"state_dtype is {state_dtype!r}. Set it to torch.float32 or torch.bfloat16.")
+        if not isinstance(denoiser, nn.Module):
+            raise ConfigError(f"denoiser is a {type(denoiser).__name__}. Pass a torch.nn.Module.")
+        if not isinstance(trained_steps, (TrainedSteps, type(None))):
+            raise ConfigError(f"trained_steps is {trained_steps!r}. Pass a TrainedSteps, such as TrainedSteps(0.5).")
+        _check_numbers(num_inference_steps, guidance_scale)
+        _check_called(embed=embed, elements=elements, decode=decode)
+        self.denoiser = denoiser
+        self.scheduler = as_scheduler(scheduler)
+        self.sample_shape = _as_shape("sample_shape", sample_shape, "one or more sizes, such as (3, 64, 64)")
+        self.condition_shape = _as_shape("condition_shape", condition_shape, "(longest L, width D)", axes=2)
+        self.num_inference_steps = num_inference_steps
+        self.guidance_scale = guidance_scale
+        self.guidance_gradient = guidance_gradient
+        self.reduce = reduce
+        self.state_dtype = state_dtype
+        self.shared_noise = shared_noise
+        self.trained_steps = trained_steps or TrainedSteps()
+        self.elements = elements
+        self._embed = (embed,)  # in a tuple, so that an encoder's weights are not taken for the policy's
+        self._decode = (decode,)
+        self.scheduler.set_timesteps(num_inference_steps)
+        _check_laid_out(self.scheduler, num_inference_steps)
+        self.stds: tuple[float, ...] = tuple(self.scheduler.stds.tolist())
+        self.trained_steps.candidates(self.stds)
+        null_LD = torch.zeros(self.condition_shape) if null_condition is None else null_condition
+        self.null_condition: Tensor
+        self.register_buffer("null_condition", self._checked(null_LD, "null_condition"), persistent=False)
+        self._cache = EmbeddingCache(EMBEDDING_CACHE_BYTES)
+
+    def forward(self, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
+        """Gives what the denoiser, guided, says of states.
+
+        Args:
+            x: (M, ...), states.
+            timesteps: (M,), as the scheduler tells them.
+            condition: what they are conditioned on.
+
+        Returns:
+            (M, ...).
+        """
+        return self.predict(self.denoiser, x, timesteps, condition)
+
+    def predict(self, denoiser: nn.Module, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
+        """Gives what a denoiser says of states under this policy's guidance.
+
+        Args:
+            denoiser: the policy's own, or a frozen copy of it.
+            x: (M, ...), states.
+            timesteps: (M,), as the scheduler tells them.
+            condition: what they are conditioned on.
+
+        Returns:
+            (M, ...).
+        """
+        if self.guidance_scale == 1.0:
+            return _answer(denoiser, x, timesteps, condition)
+        null = self._null(condition)
+        if self.guidance_gradient or not torch.is_grad_enabled():
+            twice = torch.cat([timesteps, timesteps])
+            both = _answer(denoiser, torch.cat([x, x]), twice, _joined(condition, null))
+            prompted, free = both.chunk(2)
+        else:
+            with torch.no_grad():
+                free = _answer(denoiser, x, timesteps, null)
+            # Autocast keeps weights that it has cast, and without gradient it has cast them without a graph.
+            torch.clear_autocast_cache()
+            prompted = _answer(denoiser, x, timesteps, condition)
+        return free + self.guidance_scale * (prompted - free)
+
+    def embed(self, prompts: Sequence[Any]) -> list[Tensor]:
+        """Embeds prompts, each unique one once as long as the cache holds it.
+
+        Prompts are compared by value where they are plain values, tensors, arrays, or lists, tuples and dictionaries
+        of these. Other objects are known again within one call only.
+
+        Args:
+            prompts: whatever the policy's own ``embed`` takes; without one, numbers: D of them, or L lists of D.
+
+        Returns:
+            For each prompt (L, D) float32, on the host; the same tensor for equal prompts.
+
+        Raises:
+            DataError: an embedding is no tensor of finite numbers, or has another shape than `condition_shape` allows;
+                or there is no ``embed``, and a prompt is no numbers; or ``elements`` gives no weights of which one
+                counts.
+        """
+        held = list(prompts)  # so that no two of them ever have the same address
+        others: dict[int, Tensor] = {}
+        return [self._embedded(prompt, others) for prompt in held]
+
+    def decode(self, sample: Tensor) -> Any:
+        """Gives what reward functions see of a sample.
+
+        Args:
+            sample: (...), the last state of a chain.
+
+        Returns:
+            What the policy's own ``decode`` gives of a copy of it in float32; without one, that copy.
+        """
+        own = self._decode[0]
+        with host_memory():
+            copied = sample.to(torch.float32, copy=True)
+            return copied if own is None else own(copied)
+
+    def count_elements(self, embeddings: Sequence[Tensor]) -> Tensor | None:
+        """Marks what counts of the states that follow some prompts.
+
+        Args:
+            embeddings: for each of them (L, D), on any device.
+
+        Returns:
+            (M, ...) float32 on the host, as many axes as states and broadcastable to them; None where everything
+            counts.
+
+        Raises:
+            DataError: what ``elements`` gave cannot be broadcast to a state.
+        """
+        if self.elements is None:
+            return None
+        return torch.stack([self._counted(self.elements(embedding.cpu())) for embedding in embeddings])
+
+    def _counted(self, mask: Tensor) -> Tensor:
+        axes = len(self.sample_shape)
+        if not isinstance(mask, Tensor) or mask.dim() > axes:
+            shown = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+            raise DataError(
+                f"elements gave a mask of {shown} for states of shape {self.sample_shape}. Give a tensor that can be "
+                "broadcast to them."
+            )
+        mask = mask.reshape((1,) * (axes - mask.dim()) + tuple(mask.shape)).float()
+        pairs = list(zip(mask.shape, self.sample_shape, strict=False))
+        if mask.dim() != axes or any(have not in (1, want) for have, want in pairs):
+            raise DataError(
+                f"elements gave a mask of shape {tuple(mask.shape)} for states of shape {self.sample_shape}. Give one "
+                "that can be broadcast to them."
+            )
+        return mask
+
+    def _check_counts(self, embedding_LD: Tensor, name: str) -> None:
+        """Refuses weights that are none; made-up embeddings, with which denoisers are probed, do not come here."""
+        if self.elements is None:
+            return
+        mask = self._counted(self.elements(embedding_LD))
+        if not bool(mask.isfinite().all()) or bool((mask < 0).any()) or not bool((mask > 0).any()):
+            raise DataError(
+                f"elements gave numbers from {float(mask.min()):.3g} to {float(mask.max()):.3g} for {name}. Give "
+                "finite ones, 1 where an element counts and 0 where not, and at least one that counts."
+            )
+
+    def _embedded(self, prompt: Any, others: dict[int, Tensor]) -> Tensor:
+        """Gives (L, D) from the cache, or embeds; ``others`` holds objects that are compared by identity."""
+        with host_memory():
+            key = prompt_key(prompt)
+        known = others.get(id(prompt)) if key is None else self._cache.get(key)
+        if known is not None:
+            return known
+        own = self._embed[0]
+        with torch.no_grad(), host_memory():
+            found = _numbers(prompt) if own is None else own(prompt)
+            name = f"the embedding of prompt {repr(prompt)[:80]}"
+            embedding_LD = self._checked(found, name)
+            self._check_counts(embedding_LD, name)
+        self._cache.put(key, embedding_LD)
+        if key is None:
+            others[id(prompt)] = embedding_LD
+        return embedding_LD
+
+    def _checked(self, embedding: Any, name: str) -> Tensor:
+        """Gives (L, D) float32 on the host, from (D,) too; a copy, as whoever gave it may use its memory again."""
+        if not isinstance(embedding, Tensor) or embedding.is_complex():
+            told = str(embedding.dtype) if isinstance(embedding, Tensor) else f"a {type(embedding).__name__}"
+            raise DataError(f"{name} is {told}. Give a torch.Tensor of real numbers, {self.condition_shape} at most.")
+        longest, width = self.condition_shape
+        embedding_LD = embedding[None] if embedding.dim() == 1 else embedding
+        if embedding_LD.dim() != 2 or not 1 <= embedding_LD.shape[0] <= longest or embedding_LD.shape[1] != width:
+            raise DataError(
+                f"{name} has the shape {tuple(embedding.shape)}; condition_shape allows 1 to {longest} vectors of "
+                f"width {width}. Change what embed gives, or condition_shape."
+            )
+        copied_LD = embedding_LD.detach().to("cpu", torch.float32, copy=True).contiguous()
+        if not bool(copied_LD.isfinite().all()):
+            raise DataError(f"{name} has numbers that are not finite. Give finite ones.")
+        return copied_LD
+
+    def _null(self, condition: Condition) -> Condition:
+        like_MLD = condition.embedding_MLD
+        null_LD = self.null_condition.to(device=like_MLD.device, dtype=like_MLD.dtype)
+        embedding_MLD = torch.zeros_like(like_MLD)
+        embedding_MLD[:, : len(null_LD)] = null_LD
+        mask_ML = torch.arange(like_MLD.shape[1], device=like_MLD.device) < len(null_LD)
+        return replace(condition, embedding_MLD=embedding_MLD, mask_ML=mask_ML.expand_as(condition.mask_ML))
+
+
+class DiffusionAdapter:
+    """A `DiffusionPolicy`, plain or under PEFT, as the loops use it."""
+
+    time_separable = True
+    packs_prompts = False
+    joins = False
+
+    def __init__(self, model: nn.Module, *, reference_denoiser: nn.Module | None = None) -> None:
+        self.model = model
+        self.policy = policy_of(model)
+        self.reference_denoiser = reference_denoiser
+        self._denoiser: nn.Module = self.policy.denoiser
+        self._geometry: ModelGeometry | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network computes."""
+        return next(self._denoiser.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the denoiser's weights, and of the states that it is given."""
+        return next(weight.dtype for weight in self._denoiser.parameters() if weight.is_floating_point())
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """Sizes from which bytes are counted; what a pair holds is measured for the first who asks."""
+        if self._geometry is None:
+            self._geometry = self._measure()
+        return self._geometry
+
+    def _measure(self) -> ModelGeometry:
+        unit, elements = self._measured_unit()
+        copies = () if self.reference_denoiser is None else (self.reference_denoiser,)
+        return ModelGeometry(
+            layers=len(blocks_of(self._denoiser)),
+            hidden_size=elements,
+            intermediate_size=elements,
+            heads=1,
+            kv_heads=0,
+            head_dim=0,
+            vocab_size=1,
+            max_positions=None,
+            windows=(),
+            parameter_bytes=weight_bytes(self.policy, *copies),
+            trainable_bytes=sum(weight.nbytes for weight in self.policy.parameters() if weight.requires_grad),
+            compute_bytes=autocast_bytes(self.device) or self.dtype.itemsize,
+            cache_bytes=0,
+            head_trainable=False,
+            unit=unit,
+        )
+
+    def _measured_unit(self) -> tuple[UnitBytes, int]:
+        policy = self.policy
+
+        def one_pair() -> Tensor:
+            condition = self.condition([torch.zeros(policy.condition_shape)])
+            return self.step(torch.zeros(1, *policy.sample_shape, device=self.device), [0], condition)[0]
+
+        weights, blocks = (*policy.parameters(), *policy.buffers()), blocks_of(self._denoiser)
+        width = autocast_bytes(self.device) or self.dtype.itemsize
+        return measured_pair(one_pair, weights, blocks, policy.state_dtype.itemsize, width)
+
+    def condition(self, embeddings: Sequence[Tensor], repeats: int = 1) -> Condition:
+        """Lays embedded prompts out for the denoiser."""
+        longest, width = self.policy.condition_shape
+        embedding_BLD = torch.zeros(len(embeddings), longest, width)
+        mask_BL = torch.zeros(len(embeddings), longest, dtype=torch.bool)
+        for row, embedding in enumerate(embeddings):
+            embedding_BLD[row, : len(embedding)] = embedding
+            mask_BL[row, : len(embedding)] = True
+        elements = self.policy.count_elements(embeddings)
+        return Condition(
+            embedding_BLD.to(self.device, self.dtype).repeat_interleave(repeats, 0),
+            mask_BL.to(self.device).repeat_interleave(repeats, 0),
+            None if elements is None else elements.to(self.device, self.dtype).repeat_interleave(repeats, 0),
+        )
+
+    def step(self, states: Tensor, columns: Sequence[int], condition: Condition) -> tuple[Tensor, Tensor]:
+        """Gives the Gaussian of the next states; sampling and scoring both go through here."""
+        wide = torch.promote_types(torch.float32, self.dtype)
+        scheduler = self.policy.scheduler
+        timesteps_M = scheduler.timesteps[torch.tensor(columns)].to(self.device)
+        output = self.policy.predict(self._denoiser, states.to(self.dtype), timesteps_M, condition)
+        if output.shape != states.shape:
+            raise ConfigError(
+                f"The denoiser gave {tuple(output.shape)} for states of shape {tuple(states.shape)}. It must give one "
+                "number for each of theirs; a learned variance is not supported."
+            )
+        stds_M = torch.tensor([self.policy.stds[column] for column in columns], dtype=torch.float64)
+        means = scheduler.mean(output.to(wide), columns, states.to(wide))
+        if not isinstance(means, Tensor) or means.shape != states.shape:
+            given = tuple(means.shape) if isinstance(means, Tensor) else f"a {type(means).__name__}"
+            raise ConfigError(
+                f"mean of {type(scheduler).__name__} gave {given} for states of shape {tuple(states.shape)}. It must "
+                "give the mean of each of their numbers."
+            )
+        return means, stds_M.to(wide).to(self.device)
+
+    def distribution(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        columns: Sequence[int] | None = None,
+        *,
+        packed: bool = False,
+    ) -> GaussianDistribution:
+        """Runs the denoiser once on the states before some steps of some rows."""
+        if packed or trajectory.starts is None:
+            raise ConfigError(
+                f"packed={packed}, and the trajectory has {'no' if trajectory.starts is None else ''} starts: a "
+                "denoiser scores chains of states, one by one. Leave packed out, and take rollouts of DenoisingEngine."
+            )
+        wanted = range(trajectory.actions.lengths[0]) if columns is None else columns
+        before, taken, condition = self.entries(trajectory, rows, wanted)
+        means, stds_M = self.step(before, list(wanted) * len(rows), condition)
+        return GaussianDistribution(
+            means=means,
+            stds_M=stds_M,
+            taken=taken.to(means.dtype),
+            lengths=(len(wanted),) * len(rows),
+            reduction=self.policy.reduce,
+            elements=condition.elements,
+        )
+
+    def entries(
+        self, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Condition]:
+        """Cuts some steps of some rows out of a store."""
+        embeddings = trajectory.conditions.rows()
+        condition = self.condition([embeddings[trajectory.condition_of_row[row]] for row in rows], len(columns))
+        before, taken = _states(trajectory, rows, columns, trajectory.actions.lengths[0])
+        return before.to(self.device), taken.to(self.device), condition
+
+    @contextmanager
+    def reference(self) -> Iterator[DiffusionAdapter]:
+        """Gives the reference: the frozen copy, else the policy with its PEFT adapter off."""
+        if self.reference_denoiser is not None:
+            copied = DiffusionAdapter(self.model)
+            copied._denoiser = self.reference_denoiser
+            yield copied
+            return
+        switched = next((part for part in (self.model, self.policy.denoiser) if isinstance(part, PeftModel)), None)
+        if switched is None:
+            raise ConfigError(
+                "The diffusion policy has neither a PEFT adapter nor a frozen copy, so there is no reference. Pass a "
+                "peft_config, or set beta=0."
+            )
+        with as_reference(switched):
+            yield self
+
+    def read_together(
+        self,
+        trajectory: Trajectory,  # noqa: ARG002
+        rows: Sequence[int],  # noqa: ARG002
+        forward: Callable[[], AbstractContextManager[object]],  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
+        """Does nothing: prompts have been embedded; see `ScoringAdapter.read_together`."""
+        return nullcontext()
+
+    def recompute(self, enabled: bool) -> AbstractContextManager[None]:
+        """Recomputes each block's activations in the backward pass of what is run inside, in any mode."""
+        return recomputed(blocks_of(self._denoiser)) if enabled else nullcontext()
+
+
+def policy_of(model: nn.Module) -> DiffusionPolicy:
+    """Finds the policy inside what a trainer holds."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(inner, DiffusionPolicy):
+        raise ConfigError(f"{type(inner).__name__} is no DiffusionPolicy. Wrap the denoiser in one.")
+    return inner
+
+
+def check_denoiser(adapter: DiffusionAdapter) -> None:
+    """Denoises states together and alone, which must come to the same: chains are cut into waves and micro-batches.
+
+    It also measures what a pair holds, so that nobody has to where memory may run out.
+    """
+    policy, device = adapter.policy, adapter.device
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), host_memory():
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn((3, *policy.sample_shape), generator=generator)
+        embedded = [torch.zeros(1, policy.condition_shape[1])] * len(states)
+    with torch.random.fork_rng(enabled=device.type == "cpu"), torch.no_grad():
+        together, _ = adapter.step(states.to(device), [0] * len(states), adapter.condition(embedded))
+        alone = [adapter.step(one[None].to(device), [0], adapter.condition(embedded[:1]))[0] for one in states]
+        apart = float((torch.cat(alone) - together).norm() / together.norm().clamp(min=torch.finfo().tiny))
+    narrow = autocast_bytes(device) or adapter.dtype.itemsize
+    if apart > (_APART if narrow >= 4 else _APART_NARROW):
+        raise ConfigError(
+            f"The denoiser gives states that it is shown together other answers than alone: {apart:.1e} of their norm. "
+            "It mixes the rows of a batch (batch norm), or draws random numbers in eval mode. Use layers that do not."
+        )
+    if any(weight.requires_grad for weight in adapter.model.parameters()):
+        torch.clear_autocast_cache()  # it keeps weights that were cast above, without a graph
+        with torch.random.fork_rng(enabled=device.type == "cpu"), torch.enable_grad():
+            means, _ = adapter.step(states[:1].to(device), [0], adapter.condition(embedded[:1]))
+        if not means.requires_grad:
+            raise ConfigError(
+                "The denoiser's answer carries no gradient, so that none of its weights could be trained. Remove "
+                "torch.no_grad, inference_mode or detach from its forward, or from the scheduler's mean."
+            )
+    _ = adapter.geometry
+
+
+def prepare_policy(
+    policy: nn.Module, *, peft_config: Any = None, device: torch.device | str, with_reference: bool
+) -> tuple[nn.Module, nn.Module | None]:
+    """Puts a policy where it is trained, with an adapter and a reference if wanted."""
+    inner = policy_of(policy)
+    adapted = isinstance(policy, PeftModel) or isinstance(inner.denoiser, PeftModel)
+    if peft_config is not None and adapted:
+        raise ConfigError("peft_config is given, but the policy has a PEFT adapter already. Leave one of the two out.")
+    model = (policy if peft_config is None else get_peft_model(policy, peft_config)).eval()
+    if any(tensor.device.type != torch.device(device).type for tensor in (*model.parameters(), *model.buffers())):
+        model = model.to(device)
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise ConfigError("The diffusion policy has no trainable weight. Unfreeze the denoiser or pass a peft_config.")
+    if not with_reference or adapted or peft_config is not None:
+        return model, None
+    return model, copy.deepcopy(inner.denoiser).requires_grad_(False).eval()
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, Real)) and type(value) is not bool and math.isfinite(value)
+
+
+def _as_shape(name: str, shape: Any, wanted: str, axes: int | None = None) -> tuple[int, ...]:
+    sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
+    right = sizes and all(_is_whole(size) and size > 0 for size in sizes) and len(sizes) == (axes or len(sizes))
+    if not right:
+        raise ConfigError(f"{name} is {shape!r}. Set it to {wanted}, whole numbers above 0.")
+    return tuple(int(size) for size in sizes)
+
+
+def _check_numbers(num_inference_steps: Any, guidance_scale: Any) -> None:
+    if not _is_whole(num_inference_steps) or num_inference_steps < 1:
+        raise ConfigError(f"num_inference_steps is {num_inference_steps!r}. Set it to a whole number above 0.")
+    if not _is_number(guidance_scale):
+        raise ConfigError(f"guidance_scale is {guidance_scale!r}. Set it to a finite number; 1 is for no guidance.")
+
+
+def _check_called(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name} is a {type(value).__name__}. Pass a function, or leave it out.")
+
+
+def _check_laid_out(scheduler: Any, steps: int) -> None:
+    """Refuses a scheduler whose tables are not those of that many steps."""
+    for name in ("timesteps", "stds"):
+        table = getattr(scheduler, name, None)
+        if not isinstance(table, Tensor) or table.shape != (steps,):
+            given = f"of shape {tuple(table.shape)}" if isinstance(table, Tensor) else f"a {type(table).__name__}"
+            raise ConfigError(
+                f"After set_timesteps({steps}), {name} of {type(scheduler).__name__} is {given}. It must be a tensor "
+                f"of shape ({steps},)."
+            )
+    if not bool(scheduler.stds.isfinite().all()) or bool((scheduler.stds < 0).any()):
+        raise ConfigError(
+            f"stds of {type(scheduler).__name__} are {scheduler.stds.tolist()!s:.200}. They must be finite and not "
+            "below 0."
+        )
+
+
+def _numbers(prompt: Any) -> Tensor:
+    """Gives a prompt that is an embedding already as a tensor."""
+    try:
+        return torch.as_tensor(prompt, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"Prompt {repr(prompt)[:80]} is no list of numbers, and the DiffusionPolicy has no embed. Pass embed=..., "
+            "which gives a prompt's embedding (L, D)."
+        ) from error
+
+
+def _answer(denoiser: nn.Module, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
+    output = denoiser(x, timesteps, condition)
+    if not isinstance(output, Tensor):
+        raise ConfigError(
+            f"The denoiser gave a {type(output).__name__}. Return the tensor of what it predicts, such as "
+            "output.sample or output[0]."
+        )
+    return output
+
+
+def _joined(first: Condition, second: Condition) -> Condition:
+    elements = None
+    if first.elements is not None and second.elements is not None:
+        elements = torch.cat([first.elements, second.elements])
+    return Condition(
+        torch.cat([first.embedding_MLD, second.embedding_MLD]), torch.cat([first.mask_ML, second.mask_ML]), elements
+    )
+
+
+def _states(trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int], steps: int) -> tuple[Tensor, Tensor]:
+    """Cuts out the states before and after some steps of some rows, (M, ...) each, where the store lies."""
+    flat, starts = trajectory.actions.flat, cast(Tensor, trajectory.starts)
+    after = torch.tensor([row * steps + column for row in rows for column in columns], device=flat.device)
+    before = flat.index_select(0, (after - 1).clamp(min=0))
+    first = [place * len(columns) + where for place in range(len(rows)) for where, at in enumerate(columns) if at == 0]
+    if first:
+        before[torch.tensor(first, device=flat.device)] = starts[torch.tensor(list(rows), device=starts.device)]
+    return before, flat.index_select(0, after)

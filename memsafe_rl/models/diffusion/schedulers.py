@@ -1,0 +1,450 @@
+"""Denoising steps as Gaussians: what a scheduler makes of a denoiser's output, with enough noise to learn from.
+
+Steps are numbered as they are taken: column 0 leads away from pure noise, column S - 1 to the sample.
+
+Axes: ``M`` entries, that is (row, column) pairs laid end to end, ``S`` denoising steps; ``...`` stands for the axes of
+a state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.errors import ConfigError
+
+BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
+PREDICTIONS = ("epsilon", "sample", "v_prediction")
+SPACINGS = ("leading", "trailing", "linspace")
+VARIANCES = ("fixed_small", "fixed_large")
+NOISE_SHAPES = ("rising", "constant")
+
+
+class DenoisingScheduler(Protocol):
+    """What the library asks of a scheduler; names are those of the diffusers library where it has them.
+
+    Attributes:
+        timesteps: (S,), what the denoiser is told at each step, in the order of the steps.
+        stds: (S,) float64 on the host, deviation of each step's noise; 0 for a step without.
+    """
+
+    timesteps: Tensor
+    stds: Tensor
+
+    def set_timesteps(self, num_inference_steps: int) -> None:
+        """Lays the steps of a chain out; called once, before anything else.
+
+        Args:
+            num_inference_steps: S.
+        """
+
+    def mean(self, model_output: Tensor, columns: Sequence[int], sample: Tensor) -> Tensor:
+        """Gives the mean of the next states.
+
+        Args:
+            model_output: (M, ...), at least float32, what the denoiser answered.
+            columns: the step of each of the M entries.
+            sample: (M, ...), of the same type, the states that the denoiser saw.
+
+        Returns:
+            (M, ...), with the graph of ``model_output``.
+        """
+
+
+class Step(NamedTuple):
+    """One step that is linear in state and output: ``x' ~ N(state · x + output · f(x), std^2)``.
+
+    Args:
+        state: factor of the state.
+        output: factor of the denoiser's output.
+        std: deviation of the noise; 0 for none.
+    """
+
+    state: float
+    output: float
+    std: float
+
+
+class LinearScheduler:
+    """A scheduler of linear steps; a kind of it says what the steps are."""
+
+    timesteps: Tensor
+    stds: Tensor
+    _steps: tuple[Step, ...] = ()
+
+    def set_timesteps(self, num_inference_steps: int) -> None:
+        """Lays the steps of a chain out."""
+        raise NotImplementedError
+
+    def mean(self, model_output: Tensor, columns: Sequence[int], sample: Tensor) -> Tensor:
+        """Gives the mean of the next states, ``a_s x + b_s f(x)``."""
+        shape = (-1, *(1,) * (sample.dim() - 1))
+        chosen = torch.tensor([self._steps[column][:2] for column in columns], dtype=torch.float64)
+        state_M, output_M = chosen.to(dtype=sample.dtype).to(sample.device).unbind(1)
+        return state_M.view(shape) * sample + output_M.view(shape) * model_output
+
+    def _lay_out(self, timesteps: Tensor, steps: Sequence[Step]) -> None:
+        self.timesteps, self._steps = timesteps, tuple(steps)
+        self.stds = torch.tensor([step.std for step in steps], dtype=torch.float64)
+
+
+class DDIMScheduler(LinearScheduler):
+    """Denoising diffusion implicit models with noise (Song et al. 2020, arXiv:2010.02502, eq. 12 and 16).
+
+    ``x' = sqrt(p) x_0 + sqrt(1 - p - s^2) e + s z`` with ``s = eta sqrt((1 - p) / (1 - a)) sqrt(1 - a / p)``; a and p
+    are the cumulative alphas of this timestep and the next, x_0 and e what the denoiser says of them.
+
+    Args:
+        num_train_timesteps: timesteps that the denoiser was trained with.
+        beta_start: the first beta.
+        beta_end: the last beta.
+        beta_schedule: "linear", "scaled_linear" (linear in the root) or "squaredcos_cap_v2" (the cosine schedule of
+            Nichol and Dhariwal 2021, arXiv:2102.09672, eq. 17), which takes no betas.
+        prediction_type: what the denoiser predicts: the noise ("epsilon"), x_0 ("sample") or "v_prediction".
+        timestep_spacing: "leading", "trailing" or "linspace": which timesteps a chain visits.
+        steps_offset: added to the timesteps of "leading".
+        eta: noise, above 0; at 1 the chain is DDPM's.
+
+    Raises:
+        ConfigError: a value is not one of those, or eta is not above 0.
+    """
+
+    def __init__(
+        self,
+        num_train_timesteps: int = 1000,
+        beta_start: float = 1e-4,
+        beta_end: float = 0.02,
+        beta_schedule: str = "linear",
+        prediction_type: str = "epsilon",
+        timestep_spacing: str = "leading",
+        steps_offset: int = 0,
+        eta: float = 1.0,
+    ) -> None:
+        _check("prediction_type", prediction_type, PREDICTIONS)
+        _check("timestep_spacing", timestep_spacing, SPACINGS)
+        check_eta(eta)
+        if not isinstance(steps_offset, int) or steps_offset < 0:
+            raise ConfigError(f"steps_offset is {steps_offset!r}. Set it to 0 or a whole number above.")
+        self.num_train_timesteps = num_train_timesteps
+        self.alphas_cumprod = cumulative_alphas(num_train_timesteps, beta_start, beta_end, beta_schedule)
+        self.prediction_type = prediction_type
+        self.timestep_spacing = timestep_spacing
+        self.steps_offset = steps_offset
+        self.eta = eta
+
+    def set_timesteps(self, num_inference_steps: int) -> None:
+        """Lays the steps of a chain out.
+
+        Args:
+            num_inference_steps: S.
+
+        Raises:
+            ConfigError: there are fewer timesteps than that.
+        """
+        if not 1 <= num_inference_steps <= self.num_train_timesteps:
+            raise ConfigError(
+                f"num_inference_steps is {num_inference_steps}, but the scheduler has {self.num_train_timesteps} "
+                f"timesteps. Set it to between 1 and {self.num_train_timesteps}."
+            )
+        visited = _visited(self.num_train_timesteps, num_inference_steps, self.timestep_spacing, self.steps_offset)
+        alphas = [float(self.alphas_cumprod[timestep]) for timestep in visited]
+        pairs = pairwise([*alphas, 1.0])
+        self._lay_out(torch.tensor(visited), [self._step(alpha, after) for alpha, after in pairs])
+
+    def _step(self, alpha: float, after: float) -> Step:
+        return diffusion_step(alpha, after, self.eta, self.prediction_type)
+
+
+class DDPMScheduler(DDIMScheduler):
+    """Denoising diffusion probabilistic models (Ho et al. 2020, arXiv:2006.11239, eq. 6 and 7), at any spacing.
+
+    Args:
+        num_train_timesteps: timesteps that the denoiser was trained with.
+        beta_start: the first beta.
+        beta_end: the last beta.
+        beta_schedule: as for `DDIMScheduler`.
+        prediction_type: as for `DDIMScheduler`.
+        timestep_spacing: as for `DDIMScheduler`.
+        steps_offset: as for `DDIMScheduler`.
+        variance_type: "fixed_small", the posterior's variance, or "fixed_large", beta.
+
+    Raises:
+        ConfigError: a value is not one of those.
+    """
+
+    def __init__(
+        self,
+        num_train_timesteps: int = 1000,
+        beta_start: float = 1e-4,
+        beta_end: float = 0.02,
+        beta_schedule: str = "linear",
+        prediction_type: str = "epsilon",
+        timestep_spacing: str = "leading",
+        steps_offset: int = 0,
+        variance_type: str = "fixed_small",
+    ) -> None:
+        super().__init__(
+            num_train_timesteps,
+            beta_start,
+            beta_end,
+            beta_schedule,
+            prediction_type,
+            timestep_spacing,
+            steps_offset,
+        )
+        _check("variance_type", variance_type, VARIANCES)
+        self.variance_type = variance_type
+
+    def _step(self, alpha: float, after: float) -> Step:
+        step = diffusion_step(alpha, after, 1.0, self.prediction_type)
+        large = self.variance_type == "fixed_large" and step.std > 0
+        return step._replace(std=math.sqrt(1 - alpha / after)) if large else step
+
+
+class FlowSDEScheduler(LinearScheduler):
+    """Rectified flow sampled as a stochastic differential equation (Liu et al. 2025, Flow-GRPO, arXiv:2505.05470).
+
+    With ``x_t = (1 - t) x_0 + t e`` and a denoiser that gives the velocity ``v = e - x_0``, a step from t to t - d is
+    ``x' = x - d [v + s^2 / (2 t) (x + (1 - t) v)] + s sqrt(d) z``: every s leaves the marginals those of the flow. The
+    last step, and those outside of ``noisy_steps``, have no noise: ``x' = x - d v``.
+
+    Args:
+        noise_level: a, above 0.
+        noise_shape: "rising" for ``s = a sqrt(t / (1 - t))`` (Flow-GRPO; at t = 1, where it is infinite, its value at
+            the second timestep), or "constant" for ``s = a`` (Xue et al. 2025, DanceGRPO, arXiv:2505.07818).
+        shift: bends the timesteps towards noise, ``t <- shift t / (1 + (shift - 1) t)`` (Esser et al. 2024,
+            arXiv:2403.03206, eq. 23); 1 leaves them even.
+        time_scale: the denoiser is told ``time_scale · t``.
+        noisy_steps: first step with noise and the step after the last one with noise, as MixGRPO's window
+            (arXiv:2507.21802); None for all but the last.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    def __init__(
+        self,
+        noise_level: float = 0.7,
+        noise_shape: str = "rising",
+        shift: float = 1.0,
+        time_scale: float = 1000.0,
+        noisy_steps: tuple[int, int] | None = None,
+    ) -> None:
+        _check("noise_shape", noise_shape, NOISE_SHAPES)
+        _check_positive("noise_level", noise_level)
+        if not _is_positive(shift):
+            raise ConfigError(f"shift is {shift!r}. Set it to a finite number above 0; 1 leaves timesteps even.")
+        self.noise_level = noise_level
+        self.noise_shape = noise_shape
+        self.shift = shift
+        self.time_scale = time_scale
+        self.noisy_steps = noisy_steps
+
+    def set_timesteps(self, num_inference_steps: int) -> None:
+        """Lays the steps of a chain out, from t = 1 to t = 0.
+
+        Args:
+            num_inference_steps: S.
+
+        Raises:
+            ConfigError: there are fewer than 2, so that none would have noise.
+        """
+        if num_inference_steps < 2:
+            raise ConfigError(
+                f"num_inference_steps is {num_inference_steps}; the last step of a flow has no noise. Set it to 2 or "
+                "more."
+            )
+        even = [1 - step / num_inference_steps for step in range(num_inference_steps + 1)]
+        times = [self.shift * time / (1 + (self.shift - 1) * time) for time in even]
+        told = torch.tensor(times[:-1], dtype=torch.float64) * self.time_scale
+        self._lay_out(told.float(), flow_steps(times, self._noise(times[1]), self.noisy_steps))
+
+    def _noise(self, second: float) -> Callable[[float], float]:
+        return flow_noise(self.noise_level, self.noise_shape, second)
+
+
+class DiffusersScheduler(LinearScheduler):
+    """A scheduler object of the diffusers library, whose tables are read and whose ``step`` is not called.
+
+    Those with ``alphas_cumprod`` become DDIM with noise, those with ``sigmas`` between 1 and 0 (flow matching) the SDE
+    of `FlowSDEScheduler`; the timesteps are those that the object itself lays out.
+
+    Args:
+        scheduler: the object, such as `DDIMScheduler` or `FlowMatchEulerDiscreteScheduler` of diffusers.
+        eta: noise of a diffusion, above 0.
+        noise_level: noise of a flow, above 0.
+        noise_shape: as for `FlowSDEScheduler`.
+
+    Raises:
+        ConfigError: it has no table that can be read, clips what the denoiser predicts, or learns its variance.
+    """
+
+    def __init__(self, scheduler: Any, eta: float = 1.0, noise_level: float = 0.7, noise_shape: str = "rising") -> None:
+        check_eta(eta)
+        _check_positive("noise_level", noise_level)
+        _check("noise_shape", noise_shape, NOISE_SHAPES)
+        self.scheduler = scheduler
+        self.eta, self.noise_level, self.noise_shape = eta, noise_level, noise_shape
+        config = scheduler.config
+        for name in ("clip_sample", "thresholding"):
+            if getattr(config, name, False):
+                raise ConfigError(
+                    f"{name} of {type(scheduler).__name__} is True, so that a step's mean is no linear function of "
+                    f"the prediction. Build it with {name}=False."
+                )
+        if str(getattr(config, "variance_type", None) or "fixed").startswith("learned"):
+            raise ConfigError(
+                f"variance_type of {type(scheduler).__name__} is {config.variance_type!r}; a policy's steps have the "
+                "scheduler's variance. Use 'fixed_small'."
+            )
+        if hasattr(scheduler, "alphas_cumprod"):
+            _check("prediction_type", config.prediction_type, PREDICTIONS)
+        elif not hasattr(scheduler, "sigmas"):
+            raise ConfigError(
+                f"{type(scheduler).__name__} has neither alphas_cumprod nor sigmas. Use a DDIM, DDPM or flow-matching "
+                "scheduler, or write a class with timesteps, stds, set_timesteps and mean."
+            )
+
+    def set_timesteps(self, num_inference_steps: int) -> None:
+        """Has the object lay the steps out, and reads them.
+
+        Args:
+            num_inference_steps: S.
+
+        Raises:
+            ConfigError: its sigmas do not lead from 1 to 0.
+        """
+        inner = self.scheduler
+        inner.set_timesteps(num_inference_steps)
+        timesteps = inner.timesteps.cpu()
+        if hasattr(inner, "alphas_cumprod"):
+            alphas = [float(alpha) for alpha in inner.alphas_cumprod.cpu().double()[timesteps.long()]]
+            final = float(getattr(inner, "final_alpha_cumprod", 1.0))
+            kind = inner.config.prediction_type
+            pairs = pairwise([*alphas, final])
+            self._lay_out(timesteps, [diffusion_step(alpha, after, self.eta, kind) for alpha, after in pairs])
+            return
+        times = [float(sigma) for sigma in inner.sigmas]
+        if not (0 < times[0] <= 1 and times[-1] == 0):
+            raise ConfigError(
+                f"sigmas of {type(inner).__name__} lead from {times[0]:.4g} to {times[-1]:.4g}; those of a rectified "
+                "flow lead from 1 to 0. Use a flow-matching scheduler."
+            )
+        self._lay_out(timesteps, flow_steps(times, flow_noise(self.noise_level, self.noise_shape, times[1]), None))
+
+
+def as_scheduler(scheduler: Any) -> DenoisingScheduler:
+    """Gives a scheduler that the library can use."""
+    readable = hasattr(scheduler, "set_timesteps") or hasattr(scheduler, "config")
+    if isinstance(scheduler, type) or not readable:
+        shown = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else repr(scheduler)[:80]
+        raise ConfigError(
+            f"scheduler is {shown}. Pass an object, such as DDIMScheduler(), or one of the diffusers library."
+        )
+    if hasattr(scheduler, "mean"):
+        return scheduler  # type: ignore[no-any-return]
+    if not hasattr(scheduler, "config"):
+        raise ConfigError(
+            f"{type(scheduler).__name__} has neither mean nor config. Write a class with timesteps, stds, "
+            "set_timesteps and mean."
+        )
+    return DiffusersScheduler(scheduler)
+
+
+def diffusion_step(alpha: float, after: float, eta: float, prediction_type: str) -> Step:
+    """Gives one step of DDIM as a linear function of state and prediction."""
+    kept, lost = math.sqrt(alpha), math.sqrt(1 - alpha)
+    # x_0 and the noise, each as factors of (state, prediction)
+    known = {
+        "epsilon": ((1 / kept, -lost / kept), (0.0, 1.0)) if kept else None,
+        "sample": ((0.0, 1.0), (1 / lost, -kept / lost)) if lost else None,
+        "v_prediction": ((kept, -lost), (lost, kept)),
+    }[prediction_type]
+    if known is None:
+        raise ConfigError(
+            f"The cumulative alpha of a timestep is {alpha}, where prediction_type {prediction_type!r} says nothing. "
+            "Use 'v_prediction', or another noise schedule."
+        )
+    clean, noise = known
+    variance = eta**2 * (1 - after) / (1 - alpha) * (1 - alpha / after) if after < 1 else 0.0
+    to_clean, to_noise = math.sqrt(after), math.sqrt(max(0.0, 1 - after - variance))
+    state, output = (to_clean * clean[part] + to_noise * noise[part] for part in range(2))
+    return Step(state, output, math.sqrt(variance))
+
+
+def flow_steps(times: Sequence[float], noise: Callable[[float], float], noisy: tuple[int, int] | None) -> list[Step]:
+    """Gives the steps of a rectified flow as linear functions of state and velocity."""
+    count = len(times) - 1
+    pair = (0, count - 1) if noisy is None else noisy
+    right = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(end, int) for end in pair)
+    if not right or not 0 <= pair[0] < pair[1] <= count - 1:
+        raise ConfigError(
+            f"noisy_steps is {pair}; of {count} steps the last has no noise. Set it to (first, end) with "
+            f"0 <= first < end <= {count - 1}."
+        )
+    first, end = pair
+    steps = []
+    for column, (time, after) in enumerate(pairwise(times)):
+        length = time - after
+        drift = noise(time) ** 2 / (2 * time) if first <= column < end else 0.0
+        std = noise(time) * math.sqrt(length) if first <= column < end else 0.0
+        steps.append(Step(1 - length * drift, -length * (1 + drift * (1 - time)), std))
+    return steps
+
+
+def flow_noise(level: float, shape: str, second: float) -> Callable[[float], float]:
+    """Gives the noise of a flow's SDE over time."""
+    if shape == "constant":
+        return lambda _: level
+    return lambda time: level * math.sqrt(time / (1 - (second if time == 1 else time)))
+
+
+def cumulative_alphas(count: int, beta_start: float, beta_end: float, beta_schedule: str) -> Tensor:
+    """Gives the products of alphas, ``prod_{u <= t} (1 - beta_u)``."""
+    _check("beta_schedule", beta_schedule, BETA_SCHEDULES)
+    if beta_schedule == "linear":
+        betas = torch.linspace(beta_start, beta_end, count, dtype=torch.float64)
+    elif beta_schedule == "scaled_linear":
+        betas = torch.linspace(beta_start**0.5, beta_end**0.5, count, dtype=torch.float64).square()
+    else:
+        bars = [math.cos((step / count + 0.008) / 1.008 * math.pi / 2) ** 2 for step in range(count + 1)]
+        betas = torch.tensor([min(1 - after / before, 0.999) for before, after in pairwise(bars)], dtype=torch.float64)
+    return (1 - betas).cumprod(0)
+
+
+def check_eta(eta: float) -> None:
+    """Refuses a chain without noise."""
+    _check_positive("eta", eta)
+
+
+def _visited(count: int, steps: int, spacing: str, offset: int) -> list[int]:
+    """Gives the timesteps of a chain, the noisiest first."""
+    if spacing == "leading":
+        chosen = [step * (count // steps) + offset for step in range(steps)]
+    elif spacing == "trailing":
+        chosen = [round(count - step * count / steps) - 1 for step in reversed(range(steps))]
+    else:
+        chosen = [round(step * (count - 1) / max(1, steps - 1)) for step in range(steps)]
+    return [min(timestep, count - 1) for timestep in reversed(chosen)]
+
+
+def _check(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}. Set it to one of {', '.join(allowed)}.")
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not _is_positive(value):
+        raise ConfigError(
+            f"{name} is {value!r}; a step without noise has no log-prob, so that nothing could be learnt. "
+            "Set it above 0, to a finite number."
+        )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf

@@ -1,0 +1,312 @@
+"""Critics of denoising chains: networks that map a state, its timestep and its condition to one number.
+
+A chain is a Markov decision process whose states are (x_t, t, condition) and whose actions are the next states (Ren et
+al. 2024, DPPO, arXiv:2409.00588). A critic of it is a network of its own beside the denoiser.
+
+Axes: ``B`` rows, ``M`` entries, that is (row, column) pairs laid end to end, ``D`` hidden width, ``L`` vectors of a
+condition; ``...`` stands for the axes of a state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memsafe_rl.accounting import charge, hold, host_memory, weights_of
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.blocks import recomputed
+from memsafe_rl.models.critic import Critic, ValueLayer
+from memsafe_rl.models.diffusion.pair_bytes import blocks_of, measured_pair
+from memsafe_rl.models.diffusion.policy import Condition, DiffusionAdapter
+from memsafe_rl.models.geometry import autocast_bytes, weight_bytes
+from memsafe_rl.types import Component, ModelGeometry, StateFeatures, Trajectory
+
+_WIDTH = 128
+"""Hidden width of the built-in critic."""
+_READ_WHOLE = 1024
+"""Elements up to which the built-in critic reads a state as it is; of larger ones, means and deviations."""
+_WAVES = 8
+"""Frequencies by which a timestep is told."""
+_APART = 1e-3
+"""How far values of states that are shown together and alone may lie apart, of their norm."""
+
+
+class StateEncoder(nn.Module):
+    """The built-in critic but for its last layer: a state, its timestep and its condition through a small network.
+
+    A state of at most 1,024 elements is read as it is; of a larger one, mean and deviation over all axes but the first,
+    taken over the elements that count. Of a condition it reads the mean of its vectors.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        condition_width: int,
+        largest_timestep: float,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        width: int = _WIDTH,
+    ) -> None:
+        super().__init__()
+        placed: dict[str, Any] = {"dtype": dtype, "device": device}
+        size = math.prod(shape)
+        self._pools = size > _READ_WHOLE
+        self._largest = largest_timestep
+        self.width = width
+        self.state = nn.Linear(2 * shape[0] if self._pools else size, width, **placed)
+        self.told = nn.Linear(2 * _WAVES + condition_width, width, **placed)
+        # One norm each: a state has hundreds of numbers, and would drown what is told.
+        self.state_norm, self.told_norm = nn.LayerNorm(width, **placed), nn.LayerNorm(width, **placed)
+        self.inner = nn.Linear(width, width, **placed)
+
+    def forward(self, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
+        """Gives hidden states (M, D) of states (M, ...), timesteps (M,) and their condition."""
+        state = _masked(x, condition.elements)
+        features = _pooled(state, condition.elements) if self._pools else state.flatten(1)
+        mask_ML1 = condition.mask_ML[..., None]
+        prompt = (condition.embedding_MLD * mask_ML1).sum(1) / mask_ML1.sum(1).clamp(min=1)
+        times = (timesteps.to(x.dtype) / self._largest)[:, None]
+        waves = times * math.pi * 2.0 ** torch.arange(_WAVES, device=x.device, dtype=x.dtype)
+        told = torch.cat([waves.sin(), waves.cos(), prompt], 1)
+        hidden = self.state_norm(self.state(features)) + self.told_norm(self.told(told))
+        mixed: Tensor = hidden + nn.functional.gelu(self.inner(hidden))
+        return mixed
+
+
+class _AsItIs(nn.Module):
+    """The head of a critic whose network gives values already."""
+
+    def forward(self, hidden_MD: Tensor) -> Tensor:
+        """Gives values (M,), in float32 at least, of (M, 1)."""
+        return hidden_MD[:, 0].to(torch.promote_types(hidden_MD.dtype, torch.float32))
+
+
+class StateNetwork:
+    """A critic's network behind the `ScoringAdapter` protocol: it scores states, and draws none."""
+
+    time_separable = True
+    packs_prompts = False
+
+    def __init__(self, adapter: DiffusionAdapter, model: nn.Module) -> None:
+        self.model = model
+        self._adapter = adapter
+        self._geometry: ModelGeometry | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network computes."""
+        return self._adapter.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the critic's weights, and of the states that it is given."""
+        return next(weight.dtype for weight in self.model.parameters() if weight.is_floating_point())
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """Sizes from which bytes are counted; what a pair holds is measured for the first who asks."""
+        if self._geometry is None:
+            own, width = (*self.model.parameters(), *self.model.buffers()), autocast_bytes(self.device)
+            unit, elements = measured_pair(self._one_pair, own, blocks_of(self.model), 0, width or self.dtype.itemsize)
+            policy = self._adapter.policy
+            unit = replace(unit, state=self.dtype.itemsize * math.prod(policy.sample_shape))
+            self._geometry = replace(
+                self._adapter.geometry,
+                layers=len(blocks_of(self.model)),
+                hidden_size=elements,
+                intermediate_size=elements,
+                parameter_bytes=weight_bytes(self.model),
+                trainable_bytes=sum(weight.nbytes for weight in self.model.parameters() if weight.requires_grad),
+                unit=unit,
+            )
+        return self._geometry
+
+    def _one_pair(self) -> Tensor:
+        policy = self._adapter.policy
+        condition = self._adapter.condition([torch.zeros(policy.condition_shape)])
+        return self.features(torch.zeros(1, *policy.sample_shape, device=self.device), [0], condition)
+
+    def features(self, states: Tensor, columns: Sequence[int], condition: Condition) -> Tensor:
+        """Runs the network on states."""
+        timesteps_M = self._adapter.policy.scheduler.timesteps[torch.tensor(columns)].to(self.device)
+        found: Any = self.model(states.to(self.dtype), timesteps_M, _as_type(condition, self.dtype))
+        if isinstance(found, Tensor) and isinstance(self.model, StateEncoder):
+            return found
+        if not isinstance(found, Tensor) or found.shape != states.shape[:1]:
+            given = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(
+                f"The critic gave {given} for {len(states)} states. It is called as the denoiser is, critic(x, t, "
+                "condition), and must give a tensor of shape (rows,): one value for each state."
+            )
+        if not found.is_floating_point():
+            raise ConfigError(
+                f"The critic gave values of type {found.dtype}, which carry no gradient it could learn by. Let its "
+                "forward give real numbers of a float type, without rounding or comparing them."
+            )
+        return found[:, None]
+
+    def distribution(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        columns: Sequence[int] | None = None,
+        *,
+        packed: bool = False,  # noqa: ARG002
+    ) -> StateFeatures:
+        """Runs the network once on the states before some steps of some rows."""
+        wanted = range(trajectory.actions.lengths[0]) if columns is None else columns
+        before, _, condition = self._adapter.entries(trajectory, rows, wanted)
+        return StateFeatures(self.features(before, list(wanted) * len(rows), condition), (len(wanted),) * len(rows))
+
+    def read_together(
+        self,
+        trajectory: Trajectory,  # noqa: ARG002
+        rows: Sequence[int],  # noqa: ARG002
+        forward: Callable[[], AbstractContextManager[object]],  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
+        """Does nothing: prompts have been embedded."""
+        return nullcontext()
+
+    def reference(self) -> AbstractContextManager[StateNetwork]:
+        """Gives the network itself: a critic has no reference."""
+        return nullcontext(self)
+
+    def recompute(self, enabled: bool) -> AbstractContextManager[None]:
+        """Recomputes each block's activations in the backward pass of what is run inside; see `ScoringAdapter`."""
+        return recomputed(blocks_of(self.model)) if enabled else nullcontext()
+
+
+class StateCritic(Critic):
+    """A network of its own that foresees, in every state of a denoising chain, what its sample will be paid."""
+
+    def __init__(self, adapter: DiffusionAdapter, network: nn.Module | None) -> None:
+        """Puts a critic beside a policy."""
+        policy = adapter.policy
+        with charge(Component.WEIGHTS):
+            if network is None:
+                wide = torch.promote_types(adapter.dtype, torch.float32)
+                timesteps = policy.scheduler.timesteps
+                largest = max(float(timesteps.abs().max()), torch.finfo(torch.float32).tiny)
+                shape, (_, width) = policy.sample_shape, policy.condition_shape
+                made = StateEncoder(shape, width, largest, wide, adapter.device)
+                trunk: nn.Module = made
+                head: nn.Module = ValueLayer(made.width, wide, adapter.device)
+            else:
+                _refuse_useless(network, adapter)
+                trunk, head = _placed(network, adapter.device), _AsItIs()
+        hold(Component.WEIGHTS, weights_of(trunk, head))
+        super().__init__(head)
+        self._network = StateNetwork(adapter, trunk.eval())
+        self._module = nn.ModuleDict({"trunk": trunk, "head": head})
+        self._judged = policy.trained_steps.learnable(policy.stds)
+
+    @property
+    def network(self) -> StateNetwork:
+        """The network, as the loops use it."""
+        return self._network
+
+    @property
+    def judged_columns(self) -> tuple[int, ...]:
+        """The steps that some rollout may learn from; the others are the environment's part of a chain."""
+        return self._judged
+
+    @property
+    def beside(self) -> nn.Module:
+        """The network and its head."""
+        return self._module
+
+    @property
+    def own_geometry(self) -> ModelGeometry:
+        """Sizes of the network."""
+        return self._network.geometry
+
+    def running(self) -> AbstractContextManager[StateNetwork]:
+        """Gives the critic's network."""
+        return nullcontext(self._network)
+
+    def _trunk_weights(self) -> Mapping[str, Tensor]:
+        return {name: weight for name, weight in self._network.model.named_parameters() if weight.requires_grad}
+
+
+def check_state_critic(network: StateNetwork) -> None:
+    """Values states together and alone, which must come to the same: chains are cut into rectangles."""
+    adapter, device = network._adapter, network.device
+    policy = adapter.policy
+    with torch.random.fork_rng(devices=[]), host_memory():
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn((3, *policy.sample_shape), generator=generator)
+        embedded = [torch.zeros(1, policy.condition_shape[1])] * len(states)
+    with torch.random.fork_rng(enabled=device.type == "cpu"), torch.no_grad():
+        together = network.features(states.to(device), [0] * len(states), adapter.condition(embedded))
+        alone = [network.features(one[None].to(device), [0], adapter.condition(embedded[:1])) for one in states]
+        apart = float((torch.cat(alone) - together).norm() / together.norm().clamp(min=torch.finfo().tiny))
+        values = together[:, 0].tolist()
+    if not isinstance(network.model, StateEncoder) and not all(map(math.isfinite, values)):
+        raise ConfigError(
+            f"The critic gives states of random noise the values {values}, and what is not finite would spoil the "
+            "policy's weights too. Look at how it divides, scales and begins its weights."
+        )
+    if apart > (_APART if (autocast_bytes(device) or network.dtype.itemsize) >= 4 else 50 * _APART):
+        raise ConfigError(
+            f"The critic gives states that it is shown together other values than alone: {apart:.1e} of their norm. It "
+            "mixes the rows of a batch (batch norm), or draws random numbers in eval mode. Use layers that do not."
+        )
+    torch.clear_autocast_cache()  # it keeps weights that were cast above, without a graph
+    with torch.random.fork_rng(enabled=device.type == "cpu"), torch.enable_grad():
+        if not network._one_pair().requires_grad:
+            raise ConfigError(
+                "The critic's values carry no gradient, so that it could not learn. Remove torch.no_grad or detach "
+                "from its forward."
+            )
+    _ = network.geometry
+
+
+def _refuse_useless(network: Any, adapter: DiffusionAdapter) -> None:
+    if not any(weight.requires_grad for weight in network.parameters()):
+        raise ConfigError(f"critic is a {type(network).__name__} without a trainable weight. Unfreeze it.")
+    if any(tensor.is_meta for tensor in (*network.parameters(), *network.buffers())):
+        raise ConfigError(
+            f"critic is a {type(network).__name__} on the meta device, without numbers. Make it on a real device, or "
+            "call to_empty and begin its weights."
+        )
+    if {id(weight) for weight in network.parameters()} & {id(weight) for weight in adapter.model.parameters()}:
+        raise ConfigError(
+            "critic shares weights with the model. Leave critic out for a small network of its own, or give a copy "
+            "(copy.deepcopy) of the layers that it should begin with."
+        )
+
+
+def _placed(network: nn.Module, device: torch.device) -> nn.Module:
+    away = any(tensor.device.type != device.type for tensor in (*network.parameters(), *network.buffers()))
+    return network.to(device) if away else network
+
+
+def _as_type(condition: Condition, dtype: torch.dtype) -> Condition:
+    elements = None if condition.elements is None else condition.elements.to(dtype)
+    return replace(condition, embedding_MLD=condition.embedding_MLD.to(dtype), elements=elements)
+
+
+def _masked(x: Tensor, elements: Tensor | None) -> Tensor:
+    """Puts 0 where an element does not count, whatever stands there."""
+    return x if elements is None else torch.where(elements != 0, x, 0)
+
+
+def _pooled(x: Tensor, elements: Tensor | None) -> Tensor:
+    """Gives mean and deviation over all axes but the first of a state, of the elements that count, (M, 2 C)."""
+    axes = tuple(range(2, x.dim()))
+    if elements is None:
+        count: Tensor | float = float(math.prod(x.shape[2:]))
+        counted = torch.ones((), dtype=x.dtype, device=x.device)
+    else:
+        counted = (elements != 0).to(x.dtype)
+        count = counted.expand_as(x).sum(axes).clamp(min=1)
+    mean_MC = x.sum(axes) / count
+    spread = (x - mean_MC.view(*mean_MC.shape, *(1,) * len(axes))) * counted
+    variance_MC = spread.square().sum(axes) / count
+    return torch.cat([mean_MC, (variance_MC + torch.finfo(torch.float16).tiny).sqrt()], 1)

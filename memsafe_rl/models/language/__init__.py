@@ -1,0 +1,1 @@
+"""Causal LMs and encoder-decoders of transformers."""

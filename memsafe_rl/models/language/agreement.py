@@ -1,0 +1,186 @@
+"""Whether an adapter's own ways through a network give the logits that the network gives by itself.
+
+Axes: ``M`` completion tokens laid end to end, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.language.base import LanguageAdapter, Route
+from memsafe_rl.models.language.heads import naive_logits
+from memsafe_rl.types import Ragged, TokenDistribution, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def checking(adapter: LanguageAdapter) -> Iterator[None]:
+    """Switches gradients off, and every module to eval mode until the end."""
+    modes = [(module, module.training) for module in adapter.model.modules()]
+    adapter.model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def settle_path(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
+    """Keeps the first scoring path that gives the logits wanted, and says so if it is not the leanest."""
+    first, reasons = adapter.path, []
+    for path in adapter.candidate_paths():
+        adapter.path = path
+        reason = _scoring_disagreement(adapter, trajectory, wanted_MV)
+        if reason is None:
+            break
+        reasons.append(f"{path.route.value}: {reason}")
+    if adapter.path != first:
+        logger.warning(
+            "%s computes its logits in a way of its own; log-probs go through %r (logit scale %g, soft-cap %s). %s",
+            type(adapter._lm).__name__,
+            adapter.path.route.value,
+            adapter.path.logit_map.scale,
+            adapter.path.logit_map.soft_cap,
+            "; ".join(dict.fromkeys(reasons)),
+        )
+
+
+def sampling_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
+    """Decodes stored rows; out-of-memory errors pass through."""
+    actions = list(trajectory.actions.rows())
+    firsts = torch.tensor([0, trajectory.actions.lengths[0]], device=wanted_MV.device)
+    try:
+        logits_PV, state = adapter.prefill(list(trajectory.conditions.rows()))
+        adapter.measure_cache(state)
+        got = [logits_PV, adapter.decode_step(state, torch.stack([row[0] for row in actions]))]
+        places = [firsts, firsts + 1]
+        if adapter.joins:
+            got.append(adapter.extend(state, [actions[0][1:4], actions[1][1:3]], chunk_tokens=4))
+            places.append(firsts + torch.tensor([4, 3], device=firsts.device))
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
+            raise
+        return f"{type(error).__name__}: {error}"
+    relative = relative_difference(torch.cat(got), wanted_MV[torch.cat(places)])
+    tolerance = max(1e-3, 2 * tolerance_of(adapter, wanted_MV.device))
+    return None if relative <= tolerance else f"they differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"
+
+
+def settle_generate(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor, reason: str) -> None:
+    """Leaves decoding to transformers' `generate`, with a cache or without, and says so."""
+    others = []
+    for cached in (True, False):
+        other = _generate_disagreement(adapter, trajectory, wanted_MV, cached)
+        if other is None:
+            break
+        others.append(other)
+    else:
+        raise ConfigError(
+            f"{type(adapter._lm).__name__} gives prompts that are decoded together other logits than alone: {reason}. "
+            f"transformers' own generate does not give those logits either: {others[0]} with a cache, {others[1]} "
+            "without one. Use a model that can be sampled token by token."
+        )
+    adapter.path = replace(adapter.path, decodes=False, caches=cached)
+    logger.warning(
+        "%s cannot be decoded by this library's engine (%s). Rollouts run transformers' generate%s, in waves of rows "
+        "of one length: the same draws, but slower, and with every prompt read once per completion.",
+        type(adapter._lm).__name__,
+        reason,
+        "" if cached else " without a cache",
+    )
+
+
+def difference(route: Callable[[], TokenDistribution], adapter: LanguageAdapter, wanted_MV: Tensor) -> str | None:
+    """Says how a route's logits differ from those wanted."""
+    try:
+        logits_MV = naive_logits(route())
+    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    if logits_MV.shape != wanted_MV.shape:
+        return f"logits of shape {tuple(logits_MV.shape)} instead of {tuple(wanted_MV.shape)}"
+    relative, tolerance = relative_difference(logits_MV, wanted_MV), tolerance_of(adapter, wanted_MV.device)
+    return (
+        None if relative <= tolerance else f"logits differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"
+    )
+
+
+def relative_difference(got: Tensor, wanted: Tensor) -> float:
+    """Gives the largest difference relative to the largest value wanted."""
+    got, wanted = got.double(), wanted.double()
+    return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
+
+
+def tolerance_of(adapter: LanguageAdapter, device: torch.device) -> float:
+    """Gives what two orders of the same sums may differ by, relative to the largest logit."""
+    if getattr(adapter._lm, "is_quantized", False):
+        return 5e-2
+    dtype = adapter._lm.get_input_embeddings().weight.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    if dtype is torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        return 1e-2
+    return {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2}.get(dtype, 5e-2)
+
+
+def probe_rows(adapter: LanguageAdapter, prompts: tuple[int, int] = (5, 2)) -> Trajectory:
+    """Makes two rows, of 7 and 4 tokens after their prompts, of ids spread over the vocabulary, on the host."""
+    vocabulary, read = adapter._lm.get_input_embeddings().weight.shape[0], sum(prompts)
+    ids = torch.tensor([(17 + 61 * place) % vocabulary for place in range(read + 11)])
+    actions = Ragged(ids[read:], (7, 4))
+    return Trajectory(
+        conditions=Ragged(ids[:read], prompts),
+        condition_of_row=(0, 1),
+        actions=actions,
+        loss_mask=Ragged(torch.ones(11), actions.lengths),
+        sampling_logprobs=None,
+        advantages=torch.zeros(2),
+        group_of_row=(0, 1),
+        finished=(True, True),
+    )
+
+
+def _scoring_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
+    """Says how an adapter's path fails, or None; out-of-memory errors pass through."""
+    if adapter.path.route is Route.WHOLE:
+        return None
+    return difference(lambda: adapter.distribution(trajectory, range(len(trajectory))), adapter, wanted_MV)
+
+
+def _generate_disagreement(
+    adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor, cached: bool
+) -> str | None:
+    """Leads `generate` along two stored rows, side by side, and says how its logits differ, or None."""
+    prompts, lengths = trajectory.condition_lengths(range(2)), trajectory.action_lengths(range(2))
+    ids_BL = trajectory.token_rows(range(2), adapter.pad_token_id, adapter.device)
+    read, got = min(prompts), []
+
+    def follow(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+        got.append(logits_BV.clone())
+        return ids_BL[:, read + len(got) - 1], torch.zeros(2, dtype=torch.bool)
+
+    steps = ids_BL.shape[1] - read
+    try:
+        adapter.decode_plainly(ids_BL[:, :read], follow, prompt_tokens=read, max_new_tokens=steps, cached=cached)
+    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
+            raise
+        return f"{type(error).__name__}: {error}"
+    if len(got) != steps:
+        return f"{len(got)} tokens instead of {steps}"
+    got_BNV = torch.stack(got, 1)
+    pieces = [
+        row_NV[prompt - read : prompt - read + length]
+        for row_NV, prompt, length in zip(got_BNV, prompts, lengths, strict=True)
+    ]
+    relative = relative_difference(torch.cat(pieces), wanted_MV)
+    tolerance = max(1e-3, 2 * tolerance_of(adapter, wanted_MV.device))
+    return None if relative <= tolerance else f"they differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"

@@ -1,0 +1,414 @@
+"""What causal LMs and encoder-decoders of transformers have in common behind the `ModelAdapter` protocol.
+
+Axes: ``B`` rows, ``N`` tokens read in one forward, ``M`` completion tokens laid end to end, ``D`` hidden width, ``V``
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Self, cast
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from memsafe_rl.accounting import claim
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.attention_implementations import attention_configs
+from memsafe_rl.models.blocks import find_blocks, recomputed
+from memsafe_rl.models.decoding.by_transformers import Choose
+from memsafe_rl.models.decoding.shared_prefix_attention import Reading
+from memsafe_rl.models.decoding.shared_prefix_cache import (
+    RowCache,
+    SharedPrefixCache,
+    SharedPrefixState,
+    SourceMarks,
+    resumed,
+)
+from memsafe_rl.models.geometry import autocast_bytes, read_geometry
+from memsafe_rl.models.language.heads import LogitMap, head_of, naive_logits
+from memsafe_rl.types import (
+    CACHE_SCALE_BYTES,
+    Component,
+    LinearHead,
+    LogitsHead,
+    ModelGeometry,
+    TokenDistribution,
+    Trajectory,
+)
+
+logger = logging.getLogger(__name__)
+
+REFERENCE_ADAPTER = "ref"
+"""Name of the PEFT adapter that holds the reference, where there is one."""
+
+
+class Route(Enum):
+    """How stored rows go through the network."""
+
+    LEAN = "trunk without a mask, then the head on completion tokens"
+    MASKED = "trunk with a padding mask, then the head on completion tokens"
+    WHOLE = "the whole model, row by row, with all its logits"
+
+
+@dataclass
+class ScoringPath:
+    """How an adapter scores; decided once, by the check at start.
+
+    Args:
+        route: how rows go through the network.
+        logit_map: what the model does to its head's output.
+        decodes: whether rows can be decoded together by this library; if not, transformers' `generate` decodes rows
+            of one length.
+        caches: whether `generate` may keep a cache.
+    """
+
+    route: Route
+    logit_map: LogitMap
+    decodes: bool = True
+    caches: bool = True
+
+
+class LanguageAdapter(ABC):
+    """A network of transformers that draws tokens one after another; its kind says how it reads them."""
+
+    time_separable = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lm: Any,
+        *,
+        pad_token_id: int,
+        path: ScoringPath,
+        joins: bool,
+        cross_layers: int = 0,
+        start_token_id: int | None = None,
+        reference_adapter: Self | None = None,
+    ) -> None:
+        """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off."""
+        self.model = model
+        self.pad_token_id = pad_token_id
+        self.path = path
+        self.joins = joins
+        self.packs_prompts = False
+        self.slot_bytes: int | None = None
+        self.in_8_bits = False
+        self._key_bytes: int | None = None
+        self.reference_adapter: Self | None = reference_adapter
+        self._lm = lm
+        self.start_token_id = start_token_id
+        self._cross_layers = cross_layers
+        self._attention_configs = attention_configs(lm)
+        self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
+        _switch_off_checkpointing(lm)
+        _keep_gradient_of_4bit_layers(lm)
+
+    @abstractmethod
+    def distribution(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        columns: Sequence[int] | None = None,
+        *,
+        packed: bool = False,
+    ) -> TokenDistribution:
+        """Runs the network over stored rows, up to its output head; see `ModelAdapter.distribution`."""
+
+    @abstractmethod
+    def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
+        """Reads prompts and fills a cache; see `ModelAdapter.prefill`."""
+
+    @abstractmethod
+    def stretch(self, state: DecodeState, tokens: int) -> bool:
+        """Widens a cache without reading; see `ModelAdapter.stretch`."""
+
+    @abstractmethod
+    def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
+        """Gives a model's own logits at completion tokens, row by row without padding."""
+
+    @abstractmethod
+    def decode_plainly(
+        self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool
+    ) -> None:
+        """Has transformers' `generate` decode rows of one length; see `memsafe_rl.models.decoding.by_transformers`."""
+
+    @abstractmethod
+    def candidate_paths(self) -> Iterator[ScoringPath]:
+        """Gives the ways of scoring that the model's structure allows, the leanest first and a sure one last."""
+
+    @abstractmethod
+    def measure_cache(self, state: DecodeState) -> None:
+        """Notes the bytes of a token in a cache that prompts have just been read into."""
+
+    @abstractmethod
+    def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
+        """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network takes its tokens."""
+        return cast(torch.device, self._lm.get_input_embeddings().weight.device)
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """Sizes from which bytes are counted; a reference copy's weights are part of ``parameter_bytes``.
+
+        Read once, for it walks every module: whoever adds or freezes weights later calls `reread`.
+        """
+        key = self.slot_bytes, autocast_bytes(self.device), self.joins, self.in_8_bits
+        if key not in self._geometries:
+            copies = () if self.reference_adapter is None else (self.reference_adapter.model,)
+            geometry = read_geometry(self._lm, copies=copies, slot_bytes=self.slot_bytes)
+            geometry = replace(geometry, shares_prompts=self.joins)
+            self._geometries[key] = self._rounded_cache(geometry) if self.in_8_bits else geometry
+        return self._geometries[key]
+
+    def reread(self) -> None:
+        """Forgets the sizes read so far, after weights were added or frozen."""
+        self._geometries.clear()
+
+    @torch.no_grad()
+    def select(self, state: DecodeState, rows: Sequence[int]) -> DecodeState:
+        """Keeps, drops, repeats or reorders rows of a cache."""
+        selected = cast(SharedPrefixState, state).select(rows)
+        selected.give_up_idle_prompts()
+        return selected
+
+    @torch.no_grad()
+    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
+        """Appends one token to every row of a cache, in place."""
+        grouped = cast(SharedPrefixState, state)
+        grouped.reserve(1)
+        hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(grouped))
+        grouped.lengths = [length + 1 for length in grouped.lengths]
+        return self._logits(hidden_B1D[:, -1])
+
+    @torch.no_grad()
+    def join(self, first: DecodeState, second: DecodeState) -> DecodeState:
+        """Puts the rows of one cache behind those of another; only where the adapter `joins`."""
+        return cast(SharedPrefixState, first).join(cast(SharedPrefixState, second))
+
+    @property
+    def can_cache_in_8_bits(self) -> bool:
+        """Whether this library keeps the caches itself; known after the check at start."""
+        return self.joins and self.path.decodes
+
+    def cache_in_8_bits(self, wanted: bool) -> None:
+        """Says how the caches to come are kept: in the network's own type, or rounded to 8 bits, which is lossy."""
+        if wanted and not self.can_cache_in_8_bits:
+            raise ConfigError(
+                f"cache_implementation='quantized', but {type(self._lm).__name__} is decoded with transformers' own "
+                "cache (the log says why), which is kept as it is. Leave cache_implementation out."
+            )
+        self.in_8_bits = wanted
+
+    def keep_whole(self, state: DecodeState, whole: bool) -> None:
+        """Says whether rows may still begin at the prompts of a cache, so that nothing of them may be given up."""
+        if isinstance(state, SharedPrefixState):
+            for block in state.blocks:
+                block.kept_whole = whole
+
+    def prompt_bytes(self, state: DecodeState) -> int:
+        """Counts the keys and values of prompts that are kept once for all their rows."""
+        return state.prompt_bytes() if isinstance(state, SharedPrefixState) else 0
+
+    @torch.no_grad()
+    def extend(self, state: DecodeState, tokens: Sequence[Tensor], chunk_tokens: int) -> Tensor:
+        """Appends tokens that were drawn before to the rows of a cache, in place; only where the adapter `joins`."""
+        rows = cast(SharedPrefixState, state)
+        step = max(1, chunk_tokens // rows.rows)
+        last: list[Tensor] = [torch.empty(0)] * rows.rows
+        for start in range(0, max(len(row) for row in tokens), step):
+            pieces = [row[start : start + step] for row in tokens]
+            counts = [len(piece) for piece in pieces]
+            rows.reserve(counts)
+            ids_BN = pad_sequence(pieces, True, self.pad_token_id).to(self.device)
+            hidden_BND = self._attend_grouped(ids_BN, self._reading(rows, counts))
+            rows.lengths = [length + count for length, count in zip(rows.lengths, counts, strict=True)]
+            last = [hidden_BND[row, count - 1] if count else last[row] for row, count in enumerate(counts)]
+        return self._logits(torch.stack(last))
+
+    @torch.no_grad()
+    def set_aside(
+        self, state: SharedPrefixState, leaving: Mapping[int, int], staying: Sequence[int]
+    ) -> tuple[SharedPrefixState, list[RowCache]]:
+        """Takes rows out of a cache, to wait; see `SharedPrefixState.set_aside`."""
+        rest, aside = state.set_aside(leaving, staying)
+        if staying:
+            rest.give_up_idle_prompts()
+        return rest, aside
+
+    @torch.no_grad()
+    def resume(
+        self, rows: Sequence[RowCache], kept: Sequence[int], tokens: Sequence[Tensor], chunk_tokens: int
+    ) -> tuple[Tensor, SharedPrefixState]:
+        """Puts rows that waited into a cache, and has each read on."""
+        state = resumed(rows, kept, [len(more) for more in tokens], self.geometry.windows, self.device)
+        return self.extend(state, tokens, chunk_tokens), state
+
+    def peft_adapters_on(self) -> tuple[str, ...]:
+        """Names the PEFT adapters that take part in a forward pass now."""
+        for module in self.model.modules():
+            if isinstance(module, BaseTunerLayer):
+                return () if module.disable_adapters else tuple(module.active_adapters)
+        return ()
+
+    def weights_mark(self) -> int:
+        """Gives a number that differs once a weight was written to, or replaced."""
+        weights = list(self.model.parameters())
+        versions = [-1 if weight.is_inference() else weight._version for weight in weights]
+        return hash((*versions, *(weight.untyped_storage()._cdata for weight in weights)))
+
+    @contextmanager
+    def reference(self) -> Iterator[ModelAdapter]:
+        """Gives the reference: the frozen copy, else the PEFT adapter named "ref", else the base with adapters off.
+
+        What PEFT changes on the way (active adapter, ``requires_grad``) is as before afterwards, after an error too.
+        """
+        if self.reference_adapter is not None:
+            yield self.reference_adapter
+            return
+        if not isinstance(self.model, PeftModel):
+            raise ConfigError(
+                f"{type(self.model).__name__} has neither a PEFT adapter nor a frozen copy, so there is no reference. "
+                "Pass reference_model, or set beta=0."
+            )
+        with as_reference(self.model):
+            yield self
+
+    def read_together(
+        self,
+        trajectory: Trajectory,  # noqa: ARG002
+        rows: Sequence[int],  # noqa: ARG002
+        forward: Callable[[], AbstractContextManager[object]],  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
+        """Does nothing where a prompt and its completion are one sequence; see `ScoringAdapter.read_together`."""
+        return nullcontext()
+
+    def recompute(self, enabled: bool) -> AbstractContextManager[None]:
+        """Recomputes each block's activations in the backward pass of what is run inside, in any mode."""
+        return recomputed(find_blocks(self._lm)) if enabled else nullcontext()
+
+    def _rounded_cache(self, geometry: ModelGeometry) -> ModelGeometry:
+        """Gives the sizes of a network whose cache is in 8 bits."""
+        heads_bytes = geometry.kv_heads * (geometry.head_dim + CACHE_SCALE_BYTES)
+        key_bytes = self._key_bytes or heads_bytes
+        source_bytes = None if geometry.source_bytes is None else 2 * key_bytes * self._cross_layers
+        return replace(geometry, key_bytes=key_bytes, source_bytes=source_bytes)
+
+    def _note_heads(self, keys: Sequence[Tensor]) -> None:
+        """Notes what the keys of a token take in 8 bits, in the widest layer."""
+        self._key_bytes = max(part.shape[1] * (part.shape[3] + CACHE_SCALE_BYTES) for part in keys)
+
+    def _head(self) -> LinearHead | LogitsHead:
+        bias_1V = getattr(self._lm, "final_logits_bias", None)
+        bias_V = None if bias_1V is None else bias_1V[0]
+        return head_of(self._lm.get_output_embeddings(), self.path.logit_map, bias_V)
+
+    def _reading(self, state: SharedPrefixState, counts: Sequence[int] | None = None) -> Reading:
+        sources = SourceMarks(self._cross_layers, self.device) if self._cross_layers else None
+        return Reading(state, SharedPrefixCache(reads_prompts=False, in_8_bits=self.in_8_bits), counts, sources=sources)
+
+    def _logits(self, hidden_BD: Tensor) -> Tensor:
+        """Gives logits (B, V) of hidden states, as scoring does."""
+        nothing_B = torch.empty(0, dtype=torch.int64)
+        logits_BV = naive_logits(TokenDistribution(hidden_BD, nothing_B, (), self._head()))
+        claim(Component.LOGITS, [logits_BV])
+        return logits_BV
+
+
+def language_model_of(model: nn.Module) -> Any:
+    """Gives the transformers model inside a model, LoRA layers in place."""
+    if isinstance(model, PeftModel):
+        for config in model.peft_config.values():
+            refuse_prompt_learning(config)
+        model = model.get_base_model()
+    return model
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Says whether an encoder reads the prompts, by a model's config."""
+    return bool(getattr(getattr(model, "config", model), "is_encoder_decoder", False))
+
+
+def refuse_prompt_learning(config: Any) -> None:
+    """Refuses PEFT methods that add tokens or gates to the sequence instead of layers to the network."""
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise ConfigError(
+            f"peft_config is {kind}, which learns a prompt; rows would no longer be prompt plus completion. "
+            "Use a method that adapts layers, such as LoraConfig."
+        )
+
+
+def refuse_trained_bias(configs: Any) -> None:
+    """Refuses, where a reference is wanted, PEFT adapters that train the base's own biases."""
+    for config in configs:
+        bias = getattr(config, "bias", "none")
+        if bias not in ("none", False):
+            raise ConfigError(
+                f"peft_config.bias is {bias!r}: the base's biases are trained, so switching the adapter off does not "
+                "give the reference. Set bias='none', or beta=0."
+            )
+
+
+@contextmanager
+def as_reference(model: Any) -> Iterator[None]:
+    """Makes a model under PEFT its own reference: by its adapter named "ref", else with adapters off.
+
+    What PEFT changes on the way (active adapter, ``requires_grad``) is as before afterwards, after an error too.
+    """
+    refuse_trained_bias(model.peft_config.values())
+    flags = [(weight, weight.requires_grad) for weight in model.parameters()]
+    try:
+        with _reference_weights(model):
+            yield
+    finally:
+        for weight, requires_grad in flags:
+            weight.requires_grad_(requires_grad)
+
+
+@contextmanager
+def _reference_weights(model: Any) -> Iterator[None]:
+    if REFERENCE_ADAPTER not in model.peft_config:
+        with model.disable_adapter():
+            yield
+        return
+    active = model.active_adapter
+    model.set_adapter(REFERENCE_ADAPTER)
+    try:
+        yield
+    finally:
+        model.set_adapter(active)
+
+
+def _switch_off_checkpointing(lm: nn.Module) -> None:
+    """Takes transformers' checkpointing back, so that blocks are not recomputed twice in train mode."""
+    switched = [module for module in lm.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in switched:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    if switched:
+        logger.info("The model's own gradient checkpointing is switched off; the plan decides what is recomputed.")
+
+
+def _keep_gradient_of_4bit_layers(lm: nn.Module) -> None:
+    """Stops bitsandbytes from packing 4-bit weights for inference on a CPU.
+
+    On a CPU with bf16 instructions, a 4-bit layer in eval mode packs its weight for good at the first input without
+    gradient, and from then on its output carries no graph: gradients of all adapters before it are silently lost.
+    """
+    for module in lm.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+                module.state_dict()  # writing the weight out unpacks it in place

@@ -1,0 +1,404 @@
+"""Any transformers causal LM, plain or under PEFT, as the loops use it.
+
+Axes: ``B`` rows, ``P`` prompts, ``L`` tokens of a padded row, ``M`` completion tokens laid end to end, ``D`` hidden
+width, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache
+
+from memsafe_rl.accounting import claim
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.models.adapter import DecodeState
+from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
+from memsafe_rl.models.decoding.cache import CausalDecodeState, growing_cache, is_trimmable, transit_cache
+from memsafe_rl.models.decoding.shared_prefix_attention import Reading, shared_prefix_attention
+from memsafe_rl.models.decoding.shared_prefix_cache import (
+    SharedPrefixCache,
+    SharedPrefixState,
+    block_of,
+    layer_windows,
+    longer_block,
+)
+from memsafe_rl.models.language.agreement import (
+    checking,
+    difference,
+    probe_rows,
+    sampling_disagreement,
+    settle_generate,
+    settle_path,
+)
+from memsafe_rl.models.language.base import (
+    LanguageAdapter,
+    Route,
+    ScoringPath,
+    is_encoder_decoder,
+    language_model_of,
+)
+from memsafe_rl.models.language.heads import given_logits, logit_maps
+from memsafe_rl.models.language.packed_attention import attending
+from memsafe_rl.models.language.packing import pack_rows
+from memsafe_rl.types import Component, Ragged, TokenDistribution, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class CausalLMAdapter(LanguageAdapter):
+    """A causal LM of transformers behind the `ModelAdapter` protocol."""
+
+    def __init__(self, model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> None:
+        """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off."""
+        lm = causal_lm_of(model)
+        path = ScoringPath(_first_route(lm), logit_maps(lm.config)[0])
+        copy = None if reference_model is None else CausalLMAdapter(reference_model, pad_token_id=pad_token_id)
+        super().__init__(
+            model,
+            lm,
+            pad_token_id=pad_token_id,
+            path=path,
+            joins=_can_share_prompts(lm, path.route),
+            reference_adapter=copy,
+        )
+        self._accepted = frozenset(inspect.signature(lm.forward).parameters)
+        _warn_of_rope_that_reads_lengths(lm.config)
+
+    def distribution(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        columns: Sequence[int] | None = None,
+        *,
+        packed: bool = False,
+    ) -> TokenDistribution:
+        """Runs the network over stored rows, up to its output head.
+
+        Rows are padded on the right, where no completion token can see the padding, or packed, without any padding
+        and with one copy of a prompt for all its completions. No tensor value is read.
+        """
+        if columns is not None:
+            raise ConfigError(f"columns={columns}: a causal LM scores whole rows; leave columns out.")
+        if packed and not self.packs_prompts:
+            raise ConfigError(
+                f"packed=True, but {type(self._lm).__name__} gives packed rows other log-probs, or check_head has not "
+                "been run. Leave packed out."
+            )
+        prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
+        for row, prompt in zip(rows, prompts, strict=True):
+            if prompt < 1:
+                raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the bos token.")
+        if packed:
+            return self._packed_distribution(trajectory, rows)
+        tokens_M = trajectory.actions.take(rows).flat.to(self.device)
+        if self.path.route is Route.WHOLE:
+            return TokenDistribution(self.row_logits(self._lm, trajectory, rows), tokens_M, lengths, given_logits)
+        ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
+        hidden_BLD = self._trunk(ids_BL, [prompt + length for prompt, length in zip(prompts, lengths, strict=True)])
+        places_M = _predicting_places(prompts, lengths, width=ids_BL.shape[1]).to(hidden_BLD.device)
+        return TokenDistribution(hidden_BLD.flatten(0, 1).index_select(0, places_M), tokens_M, lengths, self._head())
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
+        """Reads prompts and fills a cache."""
+        if not self.path.decodes:
+            raise AssertionError("rows of this network are decoded by memsafe_rl.rollout.native.by_transformers")
+        if not self.joins:
+            return self._prefill_padded_left(prompts)
+        chunk = max(int(prompt.shape[0]) for prompt in prompts)
+        if len(prompts) == 1 and chunk_tokens is not None:
+            chunk = min(chunk, chunk_tokens)
+        ids_PL = pad_sequence([prompt[:chunk] for prompt in prompts], True, self.pad_token_id)
+        lengths = [min(int(prompt.shape[0]), chunk) for prompt in prompts]
+        windows = self.geometry.windows
+        cache = SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits, lengths=lengths, windows=windows)
+        output = self._lm.base_model(input_ids=ids_PL.to(self.device), past_key_values=cache, use_cache=True)
+        last_PD = _last_hidden(output[0], lengths)
+        del output
+        state = SharedPrefixState(
+            windows=windows,
+            blocks=(block_of(cache.read, lengths, windows),) * len(prompts),
+            prompts=tuple(range(len(prompts))),
+            lengths=[0] * len(prompts),
+            device=self.device,
+        )
+        del cache
+        for start in range(chunk, max(int(prompt.shape[0]) for prompt in prompts), chunk):
+            last_PD = self._read_on(state, prompts[0][start : start + chunk])
+        return self._logits(last_PD), state
+
+    @torch.no_grad()
+    def select(self, state: DecodeState, rows: Sequence[int]) -> DecodeState:
+        """Keeps, drops, repeats or reorders rows of a cache."""
+        return state.select(rows) if isinstance(state, CausalDecodeState) else super().select(state, rows)
+
+    @torch.no_grad()
+    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
+        """Appends one token to every row of a cache, in place."""
+        if isinstance(state, CausalDecodeState):
+            return self._next_logits(state, tokens_B.to(self.device)[:, None])
+        return super().decode_step(state, tokens_B)
+
+    @torch.no_grad()
+    def stretch(self, state: DecodeState, tokens: int) -> bool:
+        """Widens a cache in place as if every row had drawn so many more tokens; to measure, not to decode."""
+        if isinstance(state, SharedPrefixState):
+            state.stretch(tokens)
+            return True
+        return cast(CausalDecodeState, state).stretch(tokens)
+
+    def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
+        """Gives a model's own logits at completion tokens, row by row without padding."""
+        prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
+        return _row_logits(model, trajectory.token_rows(rows, self.pad_token_id, self.device), prompts, lengths)
+
+    def decode_plainly(
+        self,
+        ids_BL: Tensor,
+        choose: Choose,
+        *,
+        prompt_tokens: int,  # noqa: ARG002
+        max_new_tokens: int,
+        cached: bool,
+    ) -> None:
+        """Has transformers' `generate` decode rows of one length."""
+        generate_plainly(self._lm, ids_BL, choose, max_new_tokens=max_new_tokens, cached=cached)
+
+    def candidate_paths(self) -> Iterator[ScoringPath]:
+        """Gives the ways of scoring that the model's structure allows, the leanest first and a sure one last."""
+        maps, first = logit_maps(self._lm.config), _first_route(self._lm)
+        routes = {Route.LEAN: (Route.LEAN, Route.MASKED), Route.MASKED: (Route.MASKED,), Route.WHOLE: ()}[first]
+        yield from (ScoringPath(route, logit_map) for route in routes for logit_map in maps)
+        yield ScoringPath(Route.WHOLE, maps[0])
+
+    def measure_cache(self, state: DecodeState) -> None:
+        """Notes the bytes of a token in the cache of all layers, unless a window may have hidden some."""
+        if isinstance(state, SharedPrefixState):
+            width = max(state.blocks[0].lengths)
+            self._note_heads(state.blocks[0].keys)
+        else:
+            width = cast(CausalDecodeState, state).width
+        if not any(window is not None and window <= width for window in self.geometry.windows):
+            self.slot_bytes = state.nbytes() // (state.rows * width)
+
+    def _trunk(self, ids_BL: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Gives hidden states (B, L, D) of rows padded on the right."""
+        trunk = self._lm.base_model
+        if self.path.route is Route.LEAN:
+            output = trunk(input_ids=ids_BL, past_key_values=transit_cache(), use_cache=False)
+        else:
+            ends_B1 = torch.tensor(lengths, device=ids_BL.device)[:, None]
+            mask_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device)[None] < ends_B1
+            output = trunk(input_ids=ids_BL, attention_mask=mask_BL.long(), use_cache=False)
+        return cast(Tensor, output[0])
+
+    def _prefill_padded_left(self, prompts: Sequence[Tensor]) -> tuple[Tensor, CausalDecodeState]:
+        """Reads prompts into transformers' own cache."""
+        width = max(int(prompt.shape[0]) for prompt in prompts)
+        pads = tuple(width - int(prompt.shape[0]) for prompt in prompts)
+        ids_PL = pad_sequence(list(prompts), True, self.pad_token_id, "left")
+        cache = growing_cache(self._lm.config)
+        pads_P = torch.tensor(pads, device=self.device)
+        state = CausalDecodeState(cache, pads_P, pads, width=0, trimmable=is_trimmable(cache))
+        return self._next_logits(state, ids_PL.to(self.device)), state
+
+    def _read_on(self, state: SharedPrefixState, ids_N: Tensor) -> Tensor:
+        """Reads the next tokens of a state's only prompt, and gives the last hidden state (1, D)."""
+        cache = SharedPrefixCache(
+            reads_prompts=True, in_8_bits=self.in_8_bits, lengths=[len(ids_N)], windows=state.windows
+        )
+        reading = Reading(state, cache, [len(ids_N)], keeps=False)
+        hidden_1ND = self._attend_grouped(ids_N.to(self.device)[None], reading)
+        state.replace_prompt(longer_block(state.blocks[0], cache.read, len(ids_N), state.windows))
+        return hidden_1ND[:, -1]
+
+    def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
+        """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
+        starts_B1 = torch.tensor(reading.state.positions, device=self.device)[:, None]
+        positions_BN = starts_B1 + torch.arange(ids_BN.shape[1], device=self.device)
+        with shared_prefix_attention(self._attention_configs, reading):
+            output = self._lm.base_model(
+                input_ids=ids_BN, position_ids=positions_BN, past_key_values=reading.cache, use_cache=True
+            )
+        return cast(Tensor, output[0])
+
+    def _packed_distribution(self, trajectory: Trajectory, rows: Sequence[int]) -> TokenDistribution:
+        """Runs the trunk over rows laid out behind one copy of each prompt."""
+        packed = pack_rows(trajectory, rows, self.geometry.windows, self.device)
+        tokens_M = trajectory.actions.take(rows).flat.to(self.device)
+        with attending(self._attention_configs, packed.layout):
+            output = self._lm.base_model(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
+        hidden_ND = output[0][0]
+        places_M = packed.places.to(hidden_ND.device)
+        lengths = trajectory.action_lengths(rows)
+        return TokenDistribution(hidden_ND.index_select(0, places_M), tokens_M, lengths, self._head())
+
+    def _next_logits(self, state: CausalDecodeState, ids_BL: Tensor) -> Tensor:
+        """Reads L more tokens of every row into the cache and gives logits after the last one."""
+        width = state.width + ids_BL.shape[1]
+        inputs: dict[str, Any] = {"input_ids": ids_BL, "past_key_values": state.cache, "use_cache": True}
+        if "logits_to_keep" in self._accepted:
+            inputs["logits_to_keep"] = 1
+        if state.padded:
+            slots_1L = torch.arange(width, device=ids_BL.device)[None]
+            inputs["attention_mask"] = (slots_1L >= state.pads_B[:, None]).long()
+            if "position_ids" in self._accepted:
+                inputs["position_ids"] = (slots_1L[:, state.width :] - state.pads_B[:, None]).clamp_min(0)
+        logits_BLV = self._lm(**inputs).logits
+        claim(Component.LOGITS, [logits_BLV])
+        if not state.trimmable:
+            claim(Component.KV_CACHE, state.tensors())  # states of recurrent layers, which no update marks
+        state.width = width
+        return cast(Tensor, logits_BLV[:, -1])
+
+
+def check_head(adapter: CausalLMAdapter) -> None:
+    """Compares an adapter's own paths with its model's logits, and takes a plain path where scoring differs.
+
+    Two short rows of unequal length go both ways. The first scoring path that agrees is kept: without a mask, with a
+    mask, each with every reading of the config's logit scale; else the whole model row by row. Anything but the first
+    is said in one warning. A frozen reference copy takes the same path. Where decoding differs (float64 excepted, where
+    transformers' own padding may fail), transformers' `generate` decodes instead, with a cache or without, which is
+    said likewise. The bytes of the cache go into the geometry.
+    """
+    with checking(adapter):
+        trajectory = probe_rows(adapter)
+        wanted_MV = adapter.row_logits(adapter.model, trajectory, range(2))
+        settle_path(adapter, trajectory, wanted_MV)
+        _check_sampling(adapter, trajectory, wanted_MV)
+        _settle_packing(adapter)
+    if adapter.reference_adapter is not None:
+        adapter.reference_adapter.path = adapter.path
+        adapter.reference_adapter.packs_prompts = adapter.packs_prompts
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """Gives the context of a forward pass; left after each, its weight cache never outlives one."""
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def causal_lm_of(model: nn.Module) -> Any:
+    """Gives the transformers causal LM inside a model, LoRA layers in place."""
+    lm = language_model_of(model)
+    if is_encoder_decoder(lm):
+        raise ConfigError(f"{type(lm).__name__} is an encoder-decoder; use Seq2SeqAdapter for it.")
+    return lm
+
+
+def _warn_of_rope_that_reads_lengths(config: Any) -> None:
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    for kind in sorted(kinds & {"dynamic", "longrope"}):
+        logger.warning(
+            "rope_type %r sets all rows' frequencies by the longest row of a batch: beyond the length the model was "
+            "first trained for, log-probs depend on which rows share a micro-batch. Keep rows below that length.",
+            kind,
+        )
+
+
+def _first_route(lm: Any) -> Route:
+    """The leanest route that a model's structure allows."""
+    if lm.base_model is lm or lm.get_output_embeddings() is None:
+        return Route.WHOLE
+    accepted = inspect.signature(lm.base_model.forward).parameters
+    plain = "past_key_values" in accepted and is_trimmable(DynamicCache(config=lm.config))
+    return Route.LEAN if plain else Route.MASKED
+
+
+def _settle_packing(adapter: CausalLMAdapter) -> None:
+    """Keeps the packed route if it gives the logits of rows alone, and says so if it does not."""
+    trajectory = _shared_probe(adapter)
+    wanted_MV = adapter.row_logits(adapter.model, trajectory, range(len(trajectory)))
+    reason = _packing_disagreement(adapter, trajectory, wanted_MV)
+    adapter.packs_prompts = reason is None
+    if reason is not None:
+        logger.info("%s learns from every row with its own copy of the prompt: %s.", type(adapter._lm).__name__, reason)
+
+
+def _packing_disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
+    """Says why rows cannot share a prompt, or None; out-of-memory errors pass through."""
+    if adapter.path.route is not Route.LEAN:
+        return f"{adapter.path.route.value} has no packed form"
+    if "position_ids" not in inspect.signature(adapter._lm.base_model.forward).parameters:
+        return "positions cannot be given"
+    try:
+        return difference(lambda: adapter._packed_distribution(trajectory, range(len(trajectory))), adapter, wanted_MV)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # how a kernel or a shape complains
+        return f"{type(error).__name__}: {error}"
+
+
+def _check_sampling(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
+    """Reads both prompts together and goes on; where shared prompts give other logits, each row gets its own."""
+    adapter.joins = adapter.joins and adapter.path.route is Route.LEAN
+    if adapter.joins:
+        reason = sampling_disagreement(adapter, trajectory, wanted_MV)
+        if reason is None:
+            return
+        adapter.joins = False
+        logger.warning(
+            "%s attends in a way of its own, so rollouts keep a prompt once per completion, in waves. %s",
+            type(adapter._lm).__name__,
+            reason,
+        )
+    reason = sampling_disagreement(adapter, trajectory, wanted_MV)
+    if reason is not None and wanted_MV.dtype is not torch.float64:
+        # In float64, transformers' eager attention makes NaN of padding, as its softmax is float32.
+        settle_generate(adapter, trajectory, wanted_MV, reason)
+
+
+def _can_share_prompts(lm: Any, route: Route) -> bool:
+    """Whether a model's structure allows a shared-prefix cache; the check at start tells whether it agrees."""
+    accepted = inspect.signature(lm.base_model.forward).parameters
+    return route is Route.LEAN and "position_ids" in accepted and layer_windows(lm.config) is not None
+
+
+def _shared_probe(adapter: CausalLMAdapter) -> Trajectory:
+    """Makes five rows of two prompts, those of a prompt apart from each other and unlike in length."""
+    vocabulary = adapter._lm.get_input_embeddings().weight.shape[0]
+    lengths = (4, 3, 7, 1, 5)
+    ids = torch.tensor([(31 + 59 * place) % vocabulary for place in range(9 + sum(lengths))])
+    actions = Ragged(ids[9:], lengths)
+    return Trajectory(
+        conditions=Ragged(ids[:9], (3, 6)),
+        condition_of_row=(0, 1, 0, 1, 0),
+        actions=actions,
+        loss_mask=Ragged(torch.ones(sum(lengths)), lengths),
+        sampling_logprobs=None,
+        advantages=torch.zeros(5),
+        group_of_row=(0, 1, 0, 1, 0),
+        finished=(True,) * 5,
+    )
+
+
+def _row_logits(model: Any, ids_BL: Tensor, prompts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Gives a model's own logits (M, V) at completion tokens; only one row's (L, V) exist beside them.
+
+    A row goes without its padding: under a window, padding may have nothing to attend to and become NaN.
+    """
+    pieces = []
+    for ids_L, prompt, length in zip(ids_BL, prompts, lengths, strict=True):
+        ids_1L = ids_L[None, : prompt + length]
+        logits_1LV = model(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L), use_cache=False).logits
+        claim(Component.LOGITS, [logits_1LV])
+        pieces.append(logits_1LV[0, prompt - 1 : prompt + length - 1])
+    return torch.cat(pieces)
+
+
+def _last_hidden(hidden_PLD: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Copies the hidden state (P, D) of each row's last token, so that the others can go."""
+    return torch.stack([hidden_PLD[row, length - 1] for row, length in enumerate(lengths)])
+
+
+def _predicting_places(prompts: Sequence[int], lengths: Sequence[int], *, width: int) -> Tensor:
+    """Indices (M,), into rows laid end to end, of the positions that predict completion tokens."""
+    starts = [row * width + prompt - 1 for row, prompt in enumerate(prompts)]
+    return torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])

@@ -1,0 +1,416 @@
+"""Any transformers encoder-decoder of text, plain or under PEFT, as the loops use it.
+
+The encoder reads a prompt once; its cross-attention keys and values are kept once for all completions of the prompt.
+A completion is what the decoder draws after its start token, which is no part of it.
+
+Axes: ``B`` rows, ``P`` prompts, ``L`` tokens of a padded prompt, ``N`` tokens the decoder reads, ``M`` completion
+tokens laid end to end, ``D`` hidden width, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import EncoderDecoderCache
+
+from memsafe_rl.accounting import claim
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.models.adapter import DecodeState
+from memsafe_rl.models.attention_implementations import attention_configs
+from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
+from memsafe_rl.models.decoding.shared_prefix_attention import Reading, shared_prefix_attention
+from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of, layer_windows
+from memsafe_rl.models.geometry import decoder_config
+from memsafe_rl.models.language.agreement import (
+    checking,
+    probe_rows,
+    sampling_disagreement,
+    settle_generate,
+    settle_path,
+)
+from memsafe_rl.models.language.base import (
+    LanguageAdapter,
+    Route,
+    ScoringPath,
+    is_encoder_decoder,
+    language_model_of,
+)
+from memsafe_rl.models.language.heads import given_logits, logit_maps
+from memsafe_rl.types import Component, TokenDistribution, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What an encoder made of some prompts of a store.
+
+    Args:
+        trajectory: the store.
+        prompts: indices of the prompts.
+        lengths: their tokens.
+        hidden_PLD: (P, L, D), padded on the right.
+        reader: the PEFT adapter that was active; None for none.
+    """
+
+    trajectory: Trajectory
+    prompts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    hidden_PLD: Tensor
+    reader: str | None
+
+
+class Seq2SeqAdapter(LanguageAdapter):
+    """An encoder-decoder of transformers behind the `ModelAdapter` protocol."""
+
+    start_token_id: int
+    takes_sources: bool
+    """Whether what a trajectory holds of its prompts came from this very encoder; whoever reads it there says so."""
+
+    def __init__(self, model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> None:
+        """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off."""
+        lm = seq2seq_of(model)
+        windows = layer_windows(decoder_config(lm))
+        if windows is None or lm.get_output_embeddings() is None:
+            raise ConfigError(
+                f"{type(lm).__name__} has no head for tokens, or layers that are no attention, so that it cannot draw "
+                "completions here. Use an encoder-decoder such as T5 or BART, in its ForConditionalGeneration form."
+            )
+        copy = None if reference_model is None else Seq2SeqAdapter(reference_model, pad_token_id=pad_token_id)
+        super().__init__(
+            model,
+            lm,
+            pad_token_id=pad_token_id,
+            path=ScoringPath(Route.MASKED, logit_maps(lm.config)[0]),
+            joins=True,
+            cross_layers=len(windows),
+            start_token_id=start_token_of(lm),
+            reference_adapter=copy,
+        )
+        self._attention_configs = attention_configs(lm.get_decoder())
+        self._windows = windows
+        self.takes_sources = False
+        self._read: _Read | None = None
+        self._takes_positions = "position_ids" in inspect.signature(lm.get_decoder().forward).parameters
+
+    def distribution(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        columns: Sequence[int] | None = None,
+        *,
+        packed: bool = False,
+    ) -> TokenDistribution:
+        """Runs the network over stored rows, up to its output head; the encoder reads each of their prompts once.
+
+        Prompts are padded on the right and masked; so are completions, where no token can see the padding.
+        """
+        if columns is not None or packed:
+            raise ConfigError(
+                f"columns={columns}, packed={packed}: an encoder-decoder scores whole rows, and reads a prompt once "
+                "for all of them as it is; leave both out."
+            )
+        lengths = trajectory.action_lengths(rows)
+        for row, prompt in zip(rows, trajectory.condition_lengths(rows), strict=True):
+            if prompt < 1:
+                raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the eos token.")
+        tokens_M = trajectory.actions.take(rows).flat.to(self.device)
+        if self.path.route is Route.WHOLE:
+            return TokenDistribution(self.row_logits(self._lm, trajectory, rows), tokens_M, lengths, given_logits)
+        hidden_BND = self._decoded(trajectory, rows)
+        width = hidden_BND.shape[1]
+        places = [
+            torch.arange(row * width, row * width + length, device=hidden_BND.device)
+            for row, length in enumerate(lengths)
+        ]
+        hidden_MD = hidden_BND.flatten(0, 1).index_select(0, torch.cat(places))
+        return TokenDistribution(hidden_MD, tokens_M, lengths, self._head())
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:  # noqa: ARG002
+        """Reads prompts, and the decoder's start token after each."""
+        if not self.path.decodes:
+            raise AssertionError("rows of this network are decoded by memsafe_rl.rollout.native.by_transformers")
+        lengths = [int(prompt.shape[0]) for prompt in prompts]
+        hidden_PLD, mask_PL = self._encoded(prompts)
+        own, cross = (SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits) for _ in range(2))
+        start_P1 = torch.full((len(prompts), 1), self.start_token_id, device=self.device)
+        last_P1D = self._lm.get_decoder()(
+            input_ids=start_P1,
+            encoder_hidden_states=hidden_PLD,
+            encoder_attention_mask=mask_PL,
+            past_key_values=EncoderDecoderCache(own, cross),
+            use_cache=True,
+        )[0]
+        if len(own.read) != len(self._windows) or len(cross.read) != len(self._windows):
+            raise NotImplementedError(f"{len(own.read)} and {len(cross.read)} layers of {len(self._windows)} keep keys")
+        block = block_of(own.read, [1] * len(prompts), self._windows)
+        block.source = block_of(cross.read, lengths, [None] * len(self._windows))
+        state = SharedPrefixState(
+            windows=self._windows,
+            blocks=(block,) * len(prompts),
+            prompts=tuple(range(len(prompts))),
+            lengths=[0] * len(prompts),
+            device=self.device,
+        )
+        return self._logits(last_P1D[:, -1]), state
+
+    @torch.no_grad()
+    def stretch(self, state: DecodeState, tokens: int) -> bool:
+        """Widens a cache in place as if every row had drawn so many more tokens; to measure, not to decode."""
+        cast(SharedPrefixState, state).stretch(tokens)
+        return True
+
+    def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
+        """Gives a model's own logits at completion tokens, row by row without padding."""
+        prompts, pieces = trajectory.conditions.rows(), []
+        for row, read in zip(rows, self._decoder_rows(trajectory, rows), strict=True):
+            ids_1L = prompts[trajectory.condition_of_row[row]].to(self.device)[None]
+            output = model(
+                input_ids=ids_1L,
+                attention_mask=torch.ones_like(ids_1L),
+                decoder_input_ids=read.to(self.device)[None],
+                use_cache=False,
+            )
+            claim(Component.LOGITS, [output.logits])
+            pieces.append(output.logits[0, : trajectory.actions.lengths[row]])
+        return torch.cat(pieces)
+
+    def decode_plainly(
+        self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool
+    ) -> None:
+        """Has transformers' `generate` decode rows of one length."""
+        prompts_BL, drawn_BN = ids_BL[:, :prompt_tokens], ids_BL[:, prompt_tokens:]
+        start_B1 = ids_BL.new_full((len(ids_BL), 1), self.start_token_id)
+        generate_plainly(
+            self._lm,
+            prompts_BL,
+            choose,
+            max_new_tokens=max_new_tokens,
+            cached=cached,
+            decoder_ids_BN=torch.cat([start_B1, drawn_BN], 1),
+        )
+
+    def candidate_paths(self) -> Iterator[ScoringPath]:
+        """Gives the ways of scoring: the stacks and then the head, or the whole model."""
+        maps = logit_maps(self._lm.config)
+        yield from (ScoringPath(Route.MASKED, logit_map) for logit_map in maps)
+        yield ScoringPath(Route.WHOLE, maps[0])
+
+    def measure_cache(self, state: DecodeState) -> None:
+        """Notes the bytes of a token in the decoder's layers; a prompt's token has as many in cross-attention."""
+        block = cast(SharedPrefixState, state).blocks[0]
+        own = sum(part.nbytes for part in (*block.keys, *block.values)) // len(block.lengths)
+        read = 0 if block.source is None else block.source.nbytes() // (state.rows * max(block.source.lengths))
+        self.slot_bytes = max(own, read)
+        self._note_heads(block.keys if block.source is None else [*block.keys, *block.source.keys])
+
+    @property
+    def reads_alike(self) -> bool:
+        """Whether the encoder is frozen and has no PEFT layers, so that policy and reference read a prompt alike."""
+        encoder = self._lm.get_encoder()
+        learns = any(weight.requires_grad for weight in encoder.parameters())
+        return not learns and not any(isinstance(module, BaseTunerLayer) for module in encoder.modules())
+
+    def take_sources(self) -> None:
+        """Reads prompts from trajectories from now on, where these hold what an encoder made of them."""
+        for adapter in (self, self.reference_adapter):
+            if adapter is not None:
+                adapter.takes_sources = True
+
+    @contextmanager
+    def read_together(
+        self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
+    ) -> Iterator[None]:
+        """Has the encoder read each prompt of some rows once; the decoder's gradients wait at what it gave."""
+        if self.path.route is Route.WHOLE:
+            yield
+            return
+        with forward():
+            read = self._read_prompts(trajectory, rows)
+        graph = read.hidden_PLD
+        self._read = replace(read, hidden_PLD=graph.detach().requires_grad_(graph.requires_grad))
+        try:
+            yield
+            reached = self._read.hidden_PLD.grad
+        finally:
+            self._read = None
+        if reached is not None:
+            torch.autograd.backward(graph, reached)
+
+    @torch.no_grad()
+    def read_sources(self, prompts: Sequence[Tensor]) -> list[Tensor]:
+        """Gives what the encoder makes of prompts, to be kept; only where it ``reads_alike`` in all of a rollout."""
+        hidden_PLD, _ = self._encoded(prompts)
+        return [hidden_PLD[place, : len(prompt)] for place, prompt in enumerate(prompts)]
+
+    @property
+    def _reader(self) -> str | None:
+        """The PEFT adapter that is active: a critic may be another one on the same base."""
+        return str(self.model.active_adapter) if isinstance(self.model, PeftModel) else None
+
+    def _encoded(self, prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Gives what the encoder makes of prompts (P, L, D), and their mask (P, L); None without padding."""
+        ids_PL = pad_sequence(list(prompts), True, self.pad_token_id).to(self.device)
+        mask_PL = self._mask([int(prompt.shape[0]) for prompt in prompts])
+        return self._lm.get_encoder()(input_ids=ids_PL, attention_mask=mask_PL)[0], mask_PL
+
+    def _mask(self, lengths: Sequence[int]) -> Tensor | None:
+        """Gives the mask (P, L) of padded prompts; None without padding."""
+        if min(lengths) == max(lengths):
+            return None
+        ends_P1 = torch.tensor(lengths, device=self.device)[:, None]
+        return (torch.arange(max(lengths), device=self.device) < ends_P1).long()
+
+    def _read_prompts(self, trajectory: Trajectory, rows: Sequence[int]) -> _Read:
+        """Has the encoder read the unique prompts of some rows, unless what it gave is in the store."""
+        unique = tuple(dict.fromkeys(trajectory.condition_of_row[row] for row in rows))
+        lengths = tuple(trajectory.conditions.lengths[prompt] for prompt in unique)
+        if trajectory.sources is not None and self.takes_sources:
+            hidden_PLD = trajectory.sources.pad(unique, 0, self.device)
+        else:
+            prompts = trajectory.conditions.rows()
+            hidden_PLD, _ = self._encoded([prompts[prompt] for prompt in unique])
+        return _Read(trajectory, unique, lengths, hidden_PLD, self._reader)
+
+    def _decoded(self, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
+        """Gives the decoder's hidden states (B, N, D) of stored rows, its start token's first."""
+        read = self._read
+        if read is None or read.trajectory is not trajectory or read.reader != self._reader:
+            read = self._read_prompts(trajectory, rows)
+        order = [read.prompts.index(trajectory.condition_of_row[row]) for row in rows]
+        lengths, hidden_BLD = [read.lengths[place] for place in order], read.hidden_PLD
+        if order != list(range(len(read.prompts))):
+            hidden_BLD = hidden_BLD[:, : max(lengths)].index_select(0, torch.tensor(order, device=hidden_BLD.device))
+        ids_BN = pad_sequence(self._decoder_rows(trajectory, rows), True, self.pad_token_id)
+        output = self._lm.get_decoder()(
+            input_ids=ids_BN.to(self.device),
+            encoder_hidden_states=hidden_BLD,
+            encoder_attention_mask=self._mask(lengths),
+            use_cache=False,
+        )
+        return cast(Tensor, output[0])
+
+    def _decoder_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[Tensor]:
+        """Gives what the decoder reads of each row: its start token, and all completion tokens but the last."""
+        actions = trajectory.actions.rows()
+        start_1 = actions[0].new_full((1,), self.start_token_id)
+        return [torch.cat([start_1, actions[row][:-1]]) for row in rows]
+
+    def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
+        """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
+        decoder, sources = self._lm.get_decoder(), cast(Any, reading.sources)
+        starts_B1 = torch.tensor(reading.state.positions, device=self.device)[:, None]
+        positions_BN = starts_B1 + torch.arange(ids_BN.shape[1], device=self.device)
+        cache = EncoderDecoderCache(reading.cache, sources)
+        cache.is_updated = dict.fromkeys(range(self._cross_layers), True)
+        nothing_B0D = torch.empty((ids_BN.shape[0], 0, self.geometry.hidden_size), device=self.device)
+        given: dict[str, Any] = {"position_ids": positions_BN} if self._takes_positions else {}
+        first, last = min(reading.state.positions), max(reading.state.positions) + ids_BN.shape[1]
+        with (
+            shared_prefix_attention(self._attention_configs, reading),
+            _own_positions(decoder, positions_BN, range(first, last)),
+        ):
+            output = decoder(
+                input_ids=ids_BN, encoder_hidden_states=nothing_B0D, past_key_values=cache, use_cache=True, **given
+            )
+        return cast(Tensor, output[0])
+
+
+def check_seq2seq(adapter: Seq2SeqAdapter) -> None:
+    """Compares an adapter's own paths with its model's logits, and takes a plain path where scoring differs.
+
+    Two short rows of unequal length go both ways. The first scoring path that agrees is kept: the stacks with each
+    reading of the config's logit scale, else the whole model row by row, which is said in one warning. A frozen
+    reference copy takes the same path. The bytes of the cache go into the geometry. Where decoding differs,
+    transformers' `generate` decodes instead, with a cache or without, which is said likewise.
+    """
+    with checking(adapter):
+        trajectory = probe_rows(adapter)
+        wanted_MV = adapter.row_logits(adapter.model, trajectory, range(len(trajectory)))
+        settle_path(adapter, trajectory, wanted_MV)
+        reason = sampling_disagreement(adapter, trajectory, wanted_MV)
+        if reason is not None:
+            adapter.joins = False
+            alike = probe_rows(adapter, (4, 4))
+            wanted_MV = adapter.row_logits(adapter.model, alike, range(len(alike)))
+            settle_generate(adapter, alike, wanted_MV, reason)
+    if adapter.reference_adapter is not None:
+        adapter.reference_adapter.path = adapter.path
+
+
+def seq2seq_of(model: nn.Module) -> Any:
+    """Gives the transformers encoder-decoder inside a model, LoRA layers in place."""
+    lm = language_model_of(model)
+    if not is_encoder_decoder(lm):
+        raise ConfigError(f"{type(lm).__name__} is no encoder-decoder; use CausalLMAdapter for it.")
+    return lm
+
+
+def start_token_of(lm: Any) -> int:
+    """Gives the token that the decoder reads before a completion."""
+    for name in ("decoder_start_token_id", "bos_token_id"):
+        for config in (lm.config, lm.generation_config):
+            start = getattr(config, name, None)
+            if start is not None:
+                return _checked_start(lm, name, start)
+    raise ConfigError(
+        f"{type(lm).__name__} names no decoder_start_token_id, so that nothing predicts a completion's first token. "
+        "Set model.config.decoder_start_token_id; for T5 it is the pad token."
+    )
+
+
+def _checked_start(lm: Any, name: str, start: Any) -> int:
+    known = int(lm.get_decoder().get_input_embeddings().weight.shape[0])
+    if isinstance(start, int) and not isinstance(start, bool) and 0 <= start < known:
+        return start
+    raise ConfigError(
+        f"{name} of {type(lm).__name__} is {start!r}, but its decoder knows the tokens 0 to {known - 1}, and reads one "
+        f"of them before a completion. Set model.config.{name}; for T5 it is the pad token, for BART the eos token."
+    )
+
+
+@contextmanager
+def _own_positions(decoder: Any, positions_BN: Tensor, span: range) -> Iterator[None]:
+    """Has a table of positions, learned or not, give each row those of its own tokens.
+
+    Such a decoder takes one position for all rows, from the length of its cache.
+    """
+    table = getattr(decoder, "embed_positions", None)
+    if table is None:
+        yield
+        return
+    earlier, forward = table.__dict__.get("forward"), table.forward
+
+    def own(first: Any = None, *_args: Any, **_kwargs: Any) -> Tensor:
+        rows_WD = _positions_in(table, forward, first, span, positions_BN.device)
+        return rows_WD.reshape(-1, rows_WD.shape[-1])[positions_BN - span.start]
+
+    table.forward = own
+    try:
+        yield
+    finally:
+        table.__dict__.pop("forward", None)
+        if earlier is not None:
+            table.__dict__["forward"] = earlier
+
+
+def _positions_in(table: Any, forward: Any, first: Any, span: range, device: torch.device) -> Tensor:
+    """Asks a table for a span of positions, in whichever form it takes them."""
+    if "position_ids" in inspect.signature(forward).parameters:
+        return cast(Tensor, forward(first, position_ids=torch.arange(span.start, span.stop, device=device)))
+    if isinstance(first, Tensor):  # tokens, of which only padding would have no position
+        first = first.new_full((1, len(span)), (table.padding_idx or 0) + 1)
+    else:
+        first = torch.Size((1, len(span)))
+    return cast(Tensor, forward(first, past_key_values_length=span.start))

@@ -1,0 +1,1 @@
+"""Everything that knows of several processes; with one process it is the identity."""

@@ -1,0 +1,190 @@
+"""The ranks of a replicated data-parallel run; with one rank everything here is the identity.
+
+A rank that fails never leaves the others waiting. Before any collective all ranks exchange a word: whether one of them
+has failed, and the sizes of what follows. A rank that cannot go on takes part in one last exchange, `Ranks.fail`; the
+others learn of it at their next collective, whichever that is, and end with its reason.
+
+So that no failure falls between an exchange and its collective, everything that can fail is done before or after:
+objects are turned into bytes, gradients are complete, Ctrl+C is held back, and the communication itself works in place,
+on the host except for the gradients.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, distributed, nn
+
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.memory.runtime.interrupts import uninterrupted
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+
+_REPLICATED = {
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+}
+_REASON_BYTES = 1000
+_POLL_SECONDS = 0.01
+_CUT_OFF = "An earlier collective of this rank did not complete, so the ranks are out of step. Start the run again."
+
+
+class Ranks:
+    """Splits work over ranks and brings results together; no collective happens anywhere else."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        if accelerator.distributed_type not in _REPLICATED:
+            raise ConfigError(
+                f"the launcher asks for {accelerator.distributed_type}; only one process or replicated data parallel "
+                "is supported. Launch with distributed_type NO, MULTI_GPU or MULTI_CPU."
+            )
+        self.world_size: int = accelerator.num_processes
+        self.rank: int = accelerator.process_index
+        self.is_main: bool = accelerator.is_main_process
+        self._ended: str | None = None
+        # Words and bytes go over the host whatever the device, so that they neither need nor disturb its memory.
+        self._hosts: Any = distributed.new_group(backend="gloo") if self.world_size > 1 else None
+        # Tensors over plain Python buffers: read and written without an allocation that could fail.
+        self._word = array("q", [0] * (1 + self.world_size))
+        self._word_tensor = torch.frombuffer(self._word, dtype=torch.int64)
+        self._reason = bytearray(_REASON_BYTES)
+        self._reason_tensor = torch.frombuffer(self._reason, dtype=torch.uint8)
+
+    def share(self, count: int) -> range:
+        """Gives this rank's contiguous block of `count` rows; blocks differ by at most one row."""
+        start = self.rank * count // self.world_size
+        return range(start, (self.rank + 1) * count // self.world_size)
+
+    def balance(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        """Gives this rank's rows of a step so that all ranks have about as many tokens."""
+        if self.world_size == 1:
+            return list(rows)
+        loads = [0] * self.world_size
+        owner: dict[int, int] = {}
+        for place in sorted(range(len(rows)), key=lambda place: -lengths[place]):
+            lightest = loads.index(min(loads))
+            loads[lightest] += lengths[place]
+            owner[place] = lightest
+        return [row for place, row in enumerate(rows) if owner[place] == self.rank]
+
+    def gather(self, items: list[Item]) -> list[Item]:
+        """Joins every rank's list, in rank order, on every rank."""
+        if self.world_size == 1:
+            return items
+        with host_memory():
+            own = _pickled(items)
+            with self._collective(len(own)) as sizes:
+                parts = [own if source == self.rank else bytearray(size) for source, size in enumerate(sizes)]
+                for source, part in enumerate(parts):
+                    distributed.broadcast(torch.frombuffer(part, dtype=torch.uint8), src=source, group=self._hosts)
+            found = [items if source == self.rank else pickle.loads(part) for source, part in enumerate(parts)]
+        return [item for part in found for item in part]
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Adds every parameter's gradient over ranks, in place."""
+        if self.world_size == 1:
+            return
+        gradients = [parameter.grad for parameter in parameters]
+        assert all(gradient is not None for gradient in gradients), "complete the gradients before they are summed"
+        with self._collective():
+            for gradient in gradients:
+                distributed.all_reduce(gradient)
+
+    def wait(self) -> None:
+        """Waits for all ranks; at once where the ranks have parted, so that what is left can still be saved."""
+        if self.world_size > 1 and self._ended is None:
+            with self._collective():
+                pass
+
+    def fail(self, reason: str) -> None:
+        """Tells the other ranks that this one has ended: each of them raises at its next collective.
+
+        Returns when all have heard it or are gone. Does nothing where they know already, where they cannot be reached
+        because a collective was cut off in the middle, or where there are none.
+        """
+        if self.world_size == 1 or self._ended is not None:
+            return
+        self._ended = f"This rank has ended already: {reason}"
+        self._reason[:] = reason.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
+        try:
+            self._exchange(has_failed=True)
+        except RuntimeError as error:
+            logger.warning("rank %d could not tell the other ranks why it ended: %s", self.rank, error)
+
+    @contextmanager
+    def _collective(self, size: int = 0) -> Iterator[tuple[int, ...]]:
+        """Exchanges the word, gives each rank's size, and runs the collective inside."""
+        if self._ended is not None:
+            raise MemsafeError(self._ended)
+        with uninterrupted():
+            self._ended = _CUT_OFF
+            try:
+                failed = self._exchange(size)
+                if failed is not None:
+                    self._ended = self._farewell_of(failed)
+                    raise MemsafeError(self._ended)
+                yield tuple(self._word[1:])
+            except RuntimeError as error:
+                raise MemsafeError(
+                    f"rank {self.rank} lost the others ({error}): a rank was killed, or took longer than the process "
+                    "group's timeout. See the other ranks' logs, and resume from the last checkpoint."
+                ) from error
+            self._ended = None
+
+    def _exchange(self, size: int = 0, *, has_failed: bool = False) -> int | None:
+        """One reduction of a few integers; where a rank has failed, its reason follows."""
+        self._word[:] = array("q", [0] * len(self._word))
+        self._word[0] = self.rank + 1 if has_failed else 0
+        self._word[1 + self.rank] = size
+        work = distributed.all_reduce(self._word_tensor, distributed.ReduceOp.MAX, group=self._hosts, async_op=True)
+        while has_failed and not work.is_completed():
+            time.sleep(_POLL_SECONDS)  # the others may be busy for long before they listen; Ctrl+C is heard meanwhile
+        work.wait()
+        failed = self._word[0] - 1
+        if failed < 0:
+            return None
+        distributed.broadcast(self._reason_tensor, src=failed, group=self._hosts)
+        return failed
+
+    def _farewell_of(self, rank: int) -> str:
+        reason = self._reason.rstrip(b"\0").decode(errors="replace").rstrip(" .:")
+        return (
+            f"Rank {rank} ended the run: {reason}. This rank stopped with it, after the last step that all ranks "
+            f"finished. See rank {rank}'s own error for the cause, and resume from the last checkpoint."
+        )
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a tensor as its own bytes; PyTorch's way writes all of the storage that a row of a batch is a view of."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) is not Tensor:
+            return NotImplemented
+        flat = thing.detach().cpu().reshape(-1).contiguous()
+        return _unpickled_tensor, (flat.view(torch.uint8).numpy().tobytes(), flat.dtype, tuple(thing.shape))
+
+
+def _pickled(thing: Any) -> bytearray:
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(thing)
+    return bytearray(stream.getbuffer())
+
+
+def _unpickled_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)

@@ -1,0 +1,1 @@
+"""Dry runs: the worst-case check, `verify`, and the memory forecast."""

@@ -1,0 +1,420 @@
+"""A trainer without weights, and its rehearsal: the longest rows of every phase, until plans are those of the run."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from memsafe_rl.accounting import charge, in_phase, listen, weights_of
+from memsafe_rl.errors import ConfigError, MemoryBudgetError
+from memsafe_rl.memory.budget import MemoryBudget
+from memsafe_rl.memory.simulated.device import SimulatedMemory, open_simulations
+from memsafe_rl.models.critic import CRITIC_ADAPTER
+from memsafe_rl.models.language.base import ScoringPath
+from memsafe_rl.models.language.causal_lm import autocast
+from memsafe_rl.models.language.factory import LanguageModelAdapter, adapter_for, check_adapter
+from memsafe_rl.models.loading import LoadedModel
+from memsafe_rl.preflight.fake.device import nothing_differs
+from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
+from memsafe_rl.preflight.outcome import MemoryForecast
+from memsafe_rl.preflight.search import Job
+from memsafe_rl.preflight.worst_case import (
+    Drawing,
+    Longest,
+    evaluates,
+    find_longest,
+    longest_evaluation,
+    longest_work,
+    plans_now,
+    try_longest,
+)
+from memsafe_rl.preflight.worst_rows import meets_gradients
+from memsafe_rl.rewards.scoring import reward_model_name
+from memsafe_rl.types import Component, Phase, UpdatePlan, UpdateWork
+
+_MOST_ROUNDS = 6
+"""Rounds after which plans are taken as they are, should corrections still change them; most runs need one or two."""
+_ANY_PROMPT = 512
+"""Tokens of the longest prompt where nobody says."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """How ranks share a run's state.
+
+    Args:
+        sharding: the way of dividing.
+        ranks: how many ranks there are.
+    """
+
+    sharding: Sharding
+    ranks: int
+
+    @property
+    def parts(self) -> dict[Component, int]:
+        """Ranks that share each component."""
+        return parts_of(self.sharding, self.ranks)
+
+    def gathering(self, trainer: Any) -> Gathering | None:
+        """Gives what lays down weights that are gathered for a while; None where they are whole on every rank."""
+        if Component.WEIGHTS not in self.parts:
+            return None
+        copies = [] if trainer._reference_model is None else [trainer._reference_model]
+        return Gathering([trainer.model, *copies], self.ranks, trainer.rewards.models)
+
+    def sentences(self) -> tuple[str, ...]:
+        """Says what is forecast, where it is one of several ranks."""
+        if self.ranks == 1:
+            return ()
+        one = f"this is what one of {self.ranks} ranks would hold"
+        if self.sharding is Sharding.NONE:
+            return (
+                f"{one}, each with whole weights; gradients are added up in place, and buffers of NCCL not counted",
+            )
+        own = "buckets of DeepSpeed (by default up to 500 million elements each)"
+        return (
+            f"{one} under {self.sharding.value}; this library's trainers do not run under it yet",
+            *(() if self.sharding is Sharding.FSDP else (f"{own} come on top",)),
+            *(("rollouts gather the whole weights, as TRL's do",) if Component.WEIGHTS in self.parts else ()),
+        )
+
+
+class Rehearsed:
+    """One trainer of fake weights, and what is known before it is built."""
+
+    def __init__(
+        self,
+        trainer_class: type[Any],
+        device: str,
+        settings: Any,
+        dataset: Any,
+        tokenizer: Any,
+        prompt_tokens: int | None,
+        policy: Any,
+        further: Callable[[], dict[str, Any]],
+        evaluation: Any = None,
+        reward_models: Callable[[], list[Any]] = list,
+        shared: Shared | None = None,
+    ) -> None:
+        if dataset is not None and tokenizer is None:
+            raise ConfigError("train_dataset is given without processing_class. Pass the tokenizer, or prompt_tokens.")
+        if prompt_tokens is not None and prompt_tokens < 1:
+            raise ConfigError(f"prompt_tokens is {prompt_tokens}; the longest prompt has at least 1 token.")
+        self._settings, self._dataset, self._tokenizer, self._policy = settings, dataset, tokenizer, policy
+        self._class, self._device, self._prompt_tokens = _faked(trainer_class), device, prompt_tokens
+        self._further, self._evaluation, self._reward_models = further, evaluation, reward_models
+        self.about_prompts = ""
+        self._assumes_evaluation = False
+        self._shared = shared or Shared(Sharding.NONE, 1)
+
+    def run(self, network: Any, memory: SimulatedMemory, device_bytes: int, *, copies: bool) -> MemoryForecast:
+        """Builds the trainer and tries its longest rows; where they do not fit, says why."""
+        checked = _check_shallow(network(shallow=True), self._settings, memory)
+        gc.collect()  # some networks hold themselves, and the shallow one would count beside the whole
+        with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
+            model, reference = network(), network(frozen=True) if copies else None
+        checked = checked._replace(extra_bytes=checked.extra_bytes + _narrow_bytes(model, self._settings))
+        return self.run_trainer(model, reference, checked, memory, device_bytes)
+
+    def run_trainer(
+        self, model: Any, reference: Any, checked: Checked | None, memory: SimulatedMemory, device_bytes: int
+    ) -> MemoryForecast:
+        """Builds the trainer of a network of fake weights, and tries its longest rows."""
+        budget = MemoryBudget.parse(self._settings.memory_budget)
+        self._settings.memory_budget = budget.resolve(total_bytes=device_bytes, free_bytes=device_bytes)
+        trainer = self._trainer(model, reference, checked)
+        tracker, refusal = trainer._tracker, None
+        longest = self._longest(trainer)
+        trainer.share(self._shared.parts)
+        gathering = self._shared.gathering(trainer)
+        if gathering is not None:
+            listen(gathering)  # until the fake device is left
+        try:
+            _rehearse(trainer, longest, memory, self._drawn_for_evaluation(trainer, longest))
+        except MemoryBudgetError as error:
+            refusal = str(error)
+        return MemoryForecast(
+            phases=_phases(memory, trainer.loaded, checked),
+            budget_bytes=tracker.budget_bytes,
+            device_bytes=device_bytes,
+            rollout_plan=tracker.rollout_plan,
+            update_plan=tracker.update_plan,
+            corrections=dict(tracker.state().corrections),
+            prompt_tokens=len(longest.prompt),
+            completion_tokens=longest.completion_tokens,
+            job=_job(trainer, longest, memory),
+            refusal=refusal,
+            ranks=self._settings.world_size,
+            sharding=self._shared.sharding.value,
+        )
+
+    def _trainer(self, model: Any, reference: Any, checked: Checked | None) -> Any:
+        dataset = self._dataset
+        if dataset is None:
+            dataset = Dataset.from_dict({"prompt": ["a"] * max(2, self._settings.prompts_per_rollout)})
+        with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
+            further, reward_models = self._further(), self._reward_models()
+        if evaluates(self._settings) and self._evaluation is None:
+            self._evaluation = Dataset.from_dict({"prompt": ["a"] * self._settings.rollout_rows})
+            self._assumes_evaluation = True
+        return self._class(
+            model,
+            reference,
+            checked,
+            self._device,
+            self._settings,
+            reward_models,
+            train_dataset=dataset,
+            eval_dataset=self._evaluation,
+            processing_class=None if checked is None else self._tokenizer or _stand_in_tokenizer(),
+            memory_policy=self._policy,
+            **further,
+        )
+
+    def _drawn_for_evaluation(self, trainer: Any, longest: Longest) -> Drawing | None:
+        """Gives what evaluations draw: of a dataset its own longest prompt, else that of the run."""
+        if not evaluates(self._settings):
+            return None
+        found = None
+        if not self._assumes_evaluation and self._prompt_tokens is None and self._dataset is not None:
+            found = longest_evaluation(trainer)
+        if found is None:
+            rows = self._settings.rollout_rows if self._assumes_evaluation else len(self._evaluation)
+            found = Drawing(longest, rows, self._settings.eval_generations, Phase.EVALUATE)
+        many = " or more" if self._assumes_evaluation else ""
+        self.about_prompts += f"; evaluations draw {found.group_size} completion(s) of {found.prompts}{many} prompts"
+        return found
+
+    def _longest(self, trainer: Any) -> Longest:
+        completion = self._settings.max_completion_length
+        if trainer.adapter.time_separable:
+            return Longest((0,), completion, "chains are alike")
+        if self._prompt_tokens is None and self._dataset is not None:
+            longest = find_longest(trainer)
+            self.about_prompts = f"the longest prompt has {len(longest.prompt)} tokens ({longest.source})"
+            return longest
+        tokens, source = self._prompt_tokens, "as given"
+        if tokens is None:
+            tokens, source = self._settings.max_prompt_length, "max_prompt_length"
+        if tokens is None:
+            room = trainer.adapter.geometry.room_for_prompt(completion)
+            tokens = _ANY_PROMPT if room is None else max(1, min(_ANY_PROMPT, room))
+            source = "assumed, for nothing says how long prompts are"
+        self.about_prompts = f"the longest prompt has {tokens} tokens ({source})"
+        return Longest((1,) * tokens, completion, source)
+
+
+class Checked(NamedTuple):
+    """What the check at start finds, as far as fake tensors tell: everything that runs agrees.
+
+    Args:
+        path: how rows are scored and decoded.
+        joins: whether prompts are kept once for their groups.
+        packs_prompts: whether completions can share one copy of their prompt.
+        extra_bytes: int, bytes that the check holds besides the weights; of a network that is checked in place of a
+            deeper one, narrow copies of the weights left out.
+    """
+
+    path: ScoringPath
+    joins: bool
+    packs_prompts: bool
+    extra_bytes: int
+
+
+def _check_shallow(model: Any, settings: Any, memory: SimulatedMemory) -> Checked:
+    """Checks a network with a block of each kind; a deeper one holds little more while it is checked."""
+    held = memory.live_bytes
+    adapter = adapter_for(model, pad_token_id=0)
+    with in_phase(Phase.ROLLOUT), nothing_differs(), autocast(adapter.device, settings.autocast_dtype):
+        check_adapter(adapter)
+    extra = sum(memory.phase_peaks()[Phase.ROLLOUT].values()) - held - _narrow_bytes(model, settings)
+    memory.forget_phases()
+    return Checked(adapter.path, adapter.joins, adapter.packs_prompts, extra)
+
+
+def _narrow_bytes(model: Any, settings: Any) -> int:
+    """Counts the narrow copies that autocast keeps of trained weights until a forward is over."""
+    dtype = settings.autocast_dtype
+    kept = [weight.numel() for weight in model.parameters() if weight.requires_grad and weight.dim() > 1]
+    return 0 if dtype is None else dtype.itemsize * sum(kept)
+
+
+def _phases(
+    memory: SimulatedMemory, loaded: Mapping[Component, int], checked: Checked | None
+) -> dict[Phase, dict[Component, int]]:
+    """Gives the peaks of phases, that of the load held against the moment of the check at start."""
+    found = memory.phase_peaks()
+    if checked is None:
+        return found
+    check = {**loaded, Component.OTHER: loaded[Component.OTHER] + checked.extra_bytes}
+    return {**found, Phase.LOAD: max(found[Phase.LOAD], check, key=lambda parts: sum(parts.values()))}
+
+
+def _loaded_before(model: Any, critic: Any) -> dict[Component, int]:
+    """Divides what is held when a network is checked; critics are made after it, though here they are there."""
+    (memory,) = open_simulations()[-1:]
+    held = memory.live_by_component()
+    within = [weight for name, weight in model.named_parameters() if f".{CRITIC_ADAPTER}." in name]
+    beside = list(weights_of(critic)) if isinstance(critic, nn.Module) else []
+    held[Component.WEIGHTS] -= sum(weight.nbytes for weight in (*within, *beside))
+    return held
+
+
+class _Faked:
+    """Makes a trainer one whose network has no weights, alone on its device, which tells nobody and rewards nothing."""
+
+    def __init__(
+        self,
+        model: Any,
+        reference: Any,
+        checked: Checked | None,
+        device: str,
+        settings: Any,
+        reward_models: list[Any],
+        **others: Any,
+    ) -> None:
+        self._reference, self._checked, self._stands_for, self._settings = reference, checked, device, settings
+        self._parts: Mapping[Component, int] = {}
+        self._critic = others.get("critic")
+        functions = _no_rewards(settings, [reward_model_name(one) for one in reward_models])
+        tokenizers = [*(None for _ in functions), *(_stand_in_tokenizer() for _ in reward_models)]
+        others["reward_processing_classes"] = tokenizers
+        super().__init__(model, [*functions, *reward_models], settings, **others)  # type: ignore[call-arg]
+
+    def share(self, parts: Mapping[Component, int]) -> None:
+        """Has estimates know what of a component is this rank's."""
+        self._parts = parts
+
+    def _work(self, *rows: Any) -> UpdateWork:
+        """Counts this rank's part of the gradients."""
+        work = cast(UpdateWork, super()._work(*rows))  # type: ignore[misc]
+        own = -(-work.geometry.trainable_bytes // self._parts.get(Component.GRADIENTS, 1))
+        return replace(work, geometry=replace(work.geometry, trainable_bytes=own))
+
+    def _optimizer_bytes(self) -> tuple[int, int]:
+        """Counts this rank's part of the optimizer's state."""
+        held, parked = super()._optimizer_bytes()  # type: ignore[misc]
+        parts = self._parts.get(Component.OPTIMIZER, 1)
+        return held // parts, parked // parts
+
+    def _make_accelerator(self) -> Accelerator:
+        alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "process_index": 0}
+        seen = {"is_main_process": True, "is_local_main_process": True, "device": torch.device("cpu")}
+        return cast(Accelerator, SimpleNamespace(**alone, **seen))
+
+    def _load_model(self, model: Any, *_: Any) -> LoadedModel:
+        return LoadedModel(model, self._reference, 0.0)
+
+    def _check(self, adapter: LanguageModelAdapter) -> None:
+        """Takes over what the check of a shallow network found, and sizes the cache."""
+        checked = self._checked
+        self.loaded = _loaded_before(adapter.model, self._critic)
+        if checked is None:
+            with nothing_differs():
+                super()._check(adapter)  # type: ignore[misc]
+            return
+        for other in (adapter, adapter.reference_adapter):
+            if other is not None:
+                other.path, other.joins, other.packs_prompts = checked.path, checked.joins, checked.packs_prompts
+        if checked.path.decodes:
+            with autocast(adapter.device, self._settings.autocast_dtype), torch.no_grad():
+                adapter.measure_cache(adapter.prefill([torch.ones(2, dtype=torch.int64)])[1])
+
+    def _kind_of_device(self) -> str:
+        return self._stands_for
+
+    def rehearse_on(self, work: UpdateWork) -> None:
+        """Says of what shape the optimizer step is whose first micro-batch stands for all."""
+        self._rehearsed = work
+
+    def _make_room(self, plan: UpdatePlan) -> None:
+        """Makes the gradients that earlier micro-batches would have left, where the plan has such."""
+        super()._make_room(plan)  # type: ignore[misc]
+        if meets_gradients(self._rehearsed, plan):
+            self._committed.complete_gradients()  # type: ignore[attr-defined]
+
+    def _own_callbacks(self, *_: Any) -> list[Any]:
+        return []
+
+
+def _faked(trainer_class: type[Any]) -> type[Any]:
+    """Gives a class of trainers like another, without weights."""
+    return type(trainer_class.__name__, (_Faked, trainer_class), {})
+
+
+def _rehearse(trainer: Any, longest: Longest, memory: SimulatedMemory, evaluation: Drawing | None = None) -> None:
+    """Tries the longest rows until the plans are those that a run would make of what it measures."""
+    tracker = trainer._tracker
+    tracker.enforce()
+    try:
+        trainer._make_optimizer(trainer._max_steps())
+        for _ in range(_MOST_ROUNDS):
+            memory.forget_phases({Phase.LOAD})
+            held = memory.live_bytes
+            trainer.rehearse_on(longest_work(trainer, longest))
+            try_longest(trainer, longest, micro_batches=1, evaluation=evaluation)
+            with tracker.phase(Phase.OPTIMIZER):
+                trainer._recovery.once(trainer._committed.commit)
+            planned = tracker.rollout_plan, tracker.update_plan
+            same = [_bare(plan) for plan in planned] == [_bare(plan) for plan in plans_now(trainer, longest)]
+            if same and memory.live_bytes == held:  # no optimizer has just made its state
+                return
+    finally:
+        tracker.release()
+
+
+def _job(trainer: Any, longest: Longest, memory: SimulatedMemory) -> Job:
+    """Sums up what decides the bytes of a trainer's run."""
+    args, optimizer_bytes = trainer.args, trainer._optimizer_bytes()[0]
+    return Job(
+        geometry=trainer.adapter.geometry,
+        prompts=-(-args.prompts_per_rollout // args.world_size),
+        group_size=args.num_generations,
+        prompt_tokens=len(longest.prompt),
+        completion_tokens=longest.completion_tokens,
+        step_share=args.step_rows / args.rollout_rows,
+        scored=args.has_reference,
+        packs_prompts=trainer.adapter.packs_prompts,
+        held_bytes=memory.live_bytes,
+        optimizer_bytes=optimizer_bytes,
+        gradients_aside=args.gradients_aside,
+    )
+
+
+def _bare(plan: Any) -> Any:
+    return replace(plan, predicted_bytes={})
+
+
+def _stand_in_tokenizer() -> PreTrainedTokenizerFast:
+    """Gives a tokenizer of three tokens, for a run whose prompts only have a length."""
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def _no_rewards(settings: Any, models: Sequence[str]) -> list[Any]:
+    """Gives reward functions that pay nothing, under the names that the settings call them by, models left out."""
+    wanted = {reward: None for objective in settings.objective_list for reward in objective.rewards}
+    return [_named(name) for name in wanted if name not in models] or ([] if models else [_no_reward])
+
+
+def _named(name: str) -> Any:
+    def pay_nothing(completions: list[Any], **_: Any) -> list[float]:
+        return _no_reward(completions)
+
+    pay_nothing.__name__ = name
+    return pay_nothing
+
+
+def _no_reward(completions: list[Any], **_: Any) -> list[float]:
+    return [0.0] * len(completions)

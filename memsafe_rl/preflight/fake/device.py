@@ -1,0 +1,181 @@
+"""A device on which operators give shapes and no numbers, and every storage counts as what it stands for."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memsafe_rl.accounting import among_ourselves, host_memory, only_bytes_matter
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.preflight.fake.memo import Memo
+
+CUDA_GRANULARITY_BYTES = 512
+"""Bytes of which PyTorch's CUDA allocator gives whole multiples."""
+
+
+_COMPOSED = ("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise")
+_DEVICE_OF = torch.ops.prim.device.default
+"""What a fake tensor's ``device`` asks, more often than all operators together."""
+_CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers whoever reads a number that nobody computed: nothing is broken, and everything is 1."""
+
+    def __init__(self, number: float = 1.0, *, composed: bool = False, memory: SimulatedMemory | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._number, self._composed, self._sole_holder = number, composed, _sole_holder()
+        self._memory, self._memo = memory, Memo()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nobody compiles fake tensors, and the guard against it costs as much as an operator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device
+        if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
+            return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
+        if func is torch.ops.aten.add.Tensor and _in_backward() and _holders(args[0]) == self._sole_holder:
+            # Autograd adds up what two users of a tensor give it, such as a tied embedding and its head, or a layer and
+            # its LoRA adapter. Of real tensors it does so in place; under a dispatch mode it does not, which would
+            # count a gradient once too often.
+            return torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default:
+            return _grouped_product(*args, **(kwargs or {}))
+        if self._composed and func.name() in _COMPOSED:
+            return func.redispatch(_CPU_KERNELS, *args, **(kwargs or {}))
+        if func is not torch.ops.aten._local_scalar_dense.default or not isinstance(args[0], FakeTensor):
+            return self._ask(func, args, kwargs or {})
+        dtype = args[0].dtype
+        if dtype == torch.bool:
+            return False
+        return self._number if dtype.is_floating_point else 1
+
+    def _ask(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs an operator, or has its result made and counted as when it ran before."""
+        if self._memory is None:
+            return func(*args, **kwargs)
+        key = self._memo.key(func, args, kwargs)
+        found = None if key is None else self._memo.answer(key, args)
+        if found is None:
+            result = func(*args, **kwargs)
+            if key is not None:
+                self._memo.remember(key, func, args, kwargs, result)
+            return result
+        made, is_new = found
+        self._memory.see(made, is_new=is_new)
+        return made
+
+
+def _grouped_product(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """Gives what experts make of the tokens sent to them, which PyTorch's own stand-in gives of bfloat16 only.
+
+    No number of tokens per expert is needed: rows are sorted by expert, and there are as many whoever gets them.
+    """
+    del bias  # refused by the operator itself
+    groups: tuple[int, ...] = ()
+    if left.dim() == right.dim():
+        groups = (left.shape[0] if offs is None else offs.shape[0],)
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype or left.dtype)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes how often the first operand of an addition is held."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.holders: list[tuple[int, int, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.add.Tensor and _in_backward():
+            self.holders.append(_holders(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _sole_holder() -> tuple[int, int, int]:
+    """How often a gradient is held, seen from a dispatch mode, that only autograd's buffer holds; versions differ."""
+    watch = _Watch()
+    with among_ourselves(), FakeTensorMode(), watch, torch.enable_grad():
+        twice_used = torch.zeros(2, requires_grad=True) * 1.0
+        (twice_used.exp() + twice_used.sin()).sum().backward()  # type: ignore[no-untyped-call]
+    return watch.holders[0]
+
+
+def _holders(tensor: Any) -> tuple[int, int, int]:
+    """How often a tensor, its storage and its Python object are held."""
+    if not isinstance(tensor, Tensor):
+        return 0, 0, 0
+    count: Any = getattr(tensor, "_use_count", None)  # not in every version of PyTorch
+    storage: Any = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return int(count()) if count is not None else 0, int(storage), sys.getrefcount(tensor)
+
+
+def _in_backward() -> bool:
+    return not torch.is_grad_enabled() and int(torch._C._current_graph_task_id()) >= 0
+
+
+def nothing_differs() -> AbstractContextManager[Any]:
+    """Has every difference that is read inside be 0."""
+    return _Answers(0.0)
+
+
+@contextmanager
+def fake_device(capacity_bytes: int | None = None, *, stands_for: str = "cpu") -> Iterator[SimulatedMemory]:
+    """Has all tensors made inside be fake ones on a simulated device.
+
+    They are CPU tensors to PyTorch, so that operators choose the CPU's kernels; temporaries inside these are taken from
+    a table (`memsafe_rl.memory.simulated.workspaces`).
+    """
+    told = logging.getLogger("torch._subclasses.fake_tensor")  # prints what it also raises
+    level = told.level
+    granularity_bytes = CUDA_GRANULARITY_BYTES if stands_for == "cuda" else 1
+    memory = SimulatedMemory(capacity_bytes, exact=False, granularity_bytes=granularity_bytes)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with among_ourselves(), only_bytes_matter(), fake, memory, _Answers(composed=stands_for != "cuda", memory=memory):
+        told.setLevel(logging.CRITICAL)
+        try:
+            yield memory
+        finally:
+            told.setLevel(level)
+
+
+@contextmanager
+def true_numbers() -> Iterator[None]:
+    """Has tensors made inside be real ones on the host, whose numbers matter, as those of a random order do."""
+    with host_memory(), unset_fake_temporarily():
+        yield
+
+
+def give_fake_weights(model: nn.Module) -> None:
+    """Replaces all parameters and buffers of a network on the meta device by fake ones on the CPU, ties kept."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # the old ones are kept, lest a new one takes over the id of one
+    for module in model.modules():
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for store in stores:
+            for name, tensor in store.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = (tensor, _fake_like(tensor))
+                    store[name] = made[id(tensor)][1]
+
+
+def _fake_like(tensor: Tensor) -> Tensor:
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake

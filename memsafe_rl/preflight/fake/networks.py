@@ -1,0 +1,164 @@
+"""Networks of fake weights: built from a config, with the adapters and the quantised base of a real one."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import suppress
+from typing import Any
+
+import torch
+from peft import PeftConfig, get_peft_model
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.critic import add_critic_adapter
+from memsafe_rl.models.language.base import is_encoder_decoder
+from memsafe_rl.preflight.fake.device import give_fake_weights, true_numbers
+
+_BLOCK = 64
+"""Weights that share a scale in bitsandbytes' 4-bit formats."""
+_DEPTHS = ("num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+"""What an encoder-decoder's config calls the blocks of its stacks."""
+_SCALES_BLOCK = 256
+"""Scales that share a scale of their own under double quantisation."""
+
+
+def fake_language_model(
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    peft_config: PeftConfig | None = None,
+    quantization_config: Any = None,
+    trust_remote_code: bool = False,
+    frozen: bool = False,
+    with_critic: bool = False,
+) -> Any:
+    """Builds a causal LM or an encoder-decoder of fake weights, to be called inside `fake_device`."""
+    if quantization_config is not None and not getattr(quantization_config, "load_in_4bit", False):
+        raise ConfigError("Only 4-bit bases (BitsAndBytesConfig(load_in_4bit=True)) can be forecast, or plain ones.")
+    kind = AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = _built(kind, config, "be trained as a language model", dtype, trust_remote_code)
+        layers = [] if quantization_config is None else _linear_layers(model)
+        if frozen or peft_config is not None:
+            model.requires_grad_(False)
+        if peft_config is not None:
+            with warnings.catch_warnings():  # PEFT asks transformers by an old name
+                warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+                model = get_peft_model(model, copy.deepcopy(peft_config))  # PEFT writes into it what it found
+                if with_critic:
+                    add_critic_adapter(model)
+        for layer in layers:
+            _quantise(layer, quantization_config)
+    give_fake_weights(model)
+    return model.eval()
+
+
+def fake_reward_model(
+    config: PretrainedConfig, *, name: str, dtype: torch.dtype, trust_remote_code: bool = False
+) -> Any:
+    """Builds a sequence classifier with one output, of fake weights, to be called inside `fake_device`."""
+    config = copy.deepcopy(config)
+    config.num_labels, config.name_or_path = 1, name
+    with torch.device("meta"):
+        model = _built(AutoModelForSequenceClassification, config, "score completions", dtype, trust_remote_code)
+        model.requires_grad_(False)
+    give_fake_weights(model)
+    return model.eval()
+
+
+def _built(kind: Any, config: PretrainedConfig, use: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """Builds a network of a kind; transformers' word for a type that has none is a page long."""
+    try:
+        return kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise ConfigError(
+            f"A network of the type {config.model_type!r} cannot {use}: {kind.__name__} knows none. Give another one."
+        ) from None
+
+
+def hollow_copy(model: nn.Module) -> Any:
+    """Copies any network with weights on the meta device in place of its own, to be called inside `fake_device`."""
+    tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    fakes: dict[int, Any] = {}
+    for key, tensor in tensors.items():
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        is_weight = isinstance(tensor, nn.Parameter)
+        fakes[key] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_weight else fake
+    with true_numbers():  # what is neither weight nor buffer, such as a schedule, stays real
+        return copy.deepcopy(model, fakes)
+
+
+def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
+    """Gives the config of the same network with two blocks, or one of each kind where blocks differ."""
+    shallow = copy.deepcopy(config)
+    if is_encoder_decoder(shallow):
+        for name in _DEPTHS:
+            if getattr(shallow, name, None) is not None:
+                setattr(shallow, name, 2)
+        return shallow
+    text = shallow.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None)
+    chosen = list(dict.fromkeys(kinds)) if kinds else []
+    chosen += chosen[-1:] if len(chosen) == 1 else []
+    text.num_hidden_layers = len(chosen) or 2
+    if chosen:
+        with suppress(AttributeError):  # where it follows from the number of blocks
+            text.layer_types = chosen
+    return shallow
+
+
+class _FourBitProduct(torch.autograd.Function):
+    """A product with weights that are unpacked for it, and again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, packed: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.given = shape, dtype, inputs.dtype
+        ctx.save_for_backward(packed)
+        weight = packed.new_empty(shape, dtype=dtype)
+        return (inputs.to(dtype) @ weight.t()).to(inputs.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (packed,) = ctx.saved_tensors
+        weight = packed.new_empty(ctx.shape, dtype=ctx.dtype)
+        return (grad.to(ctx.dtype) @ weight).to(ctx.given), None, None, None
+
+
+def _linear_layers(model: Any) -> list[nn.Linear]:
+    """Gives the layers that bitsandbytes would quantise: all linear ones but the output head."""
+    head = model.get_output_embeddings()
+    return [layer for layer in model.modules() if type(layer) is nn.Linear and layer is not head]
+
+
+def _quantise(layer: nn.Linear, settings: Any) -> None:
+    """Has a layer on the meta device hold what bitsandbytes holds of a 4-bit one, and unpack it where it is used."""
+    shape, elements = (layer.out_features, layer.in_features), layer.weight.numel()
+    compute_dtype, bias = settings.bnb_4bit_compute_dtype, layer.bias
+    layer.weight = nn.Parameter(torch.empty((elements + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
+    scales = -(-elements // _BLOCK)
+    layer.register_buffer("code", torch.empty(16))
+    if settings.bnb_4bit_use_double_quant:
+        layer.register_buffer("absmax", torch.empty(scales, dtype=torch.uint8))
+        layer.register_buffer("absmax_scales", torch.empty(-(-scales // _SCALES_BLOCK)))
+        layer.register_buffer("absmax_code", torch.empty(256))
+    else:
+        layer.register_buffer("absmax", torch.empty(scales))
+
+    def forward(inputs: Tensor) -> Tensor:
+        dtype = compute_dtype or inputs.dtype
+        product: Tensor = _FourBitProduct.apply(inputs, layer.weight, shape, dtype)  # type: ignore[no-untyped-call]
+        return product if bias is None else product + layer.bias.to(product.dtype)
+
+    layer.forward = forward  # type: ignore[method-assign, assignment]

@@ -1,0 +1,200 @@
+"""What one of several ranks would hold where weights, gradients and optimizer states are divided among them.
+
+The components that are divided count by one rank's part (`StorageLedger.divide`); what a rank gathers for a while is
+laid down beside them at the moments at which FSDP2 does so (torch 2.13, ``torch/distributed/fsdp/_fully_shard``), one
+unit per block and one for the rest, the root:
+
+- a forward keeps a block's whole weights until its end, and the buffer they were gathered into until the next one's, or
+  the end of the forward;
+- a backward keeps a block's whole weights and the buffer of the block before it, which is fetched ahead;
+- a block's whole gradients wait for its end, and the flat copy that is reduced for the next block's end;
+- the root's whole weights stay from the first forward to the end of the backward; then its whole gradients are reduced.
+
+ZeRO-3 is taken to gather alike. Rollouts hold the whole weights, as TRL's do (``ds3_gather_for_generation``,
+``summon_full_params``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memsafe_rl.accounting import charge
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.blocks import find_blocks
+from memsafe_rl.types import Component, Phase
+
+
+class Sharding(StrEnum):
+    """Ways of dividing a run's state among ranks, as accelerate's users call them."""
+
+    NONE = "none"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+    FSDP = "fsdp"
+
+
+_DIVIDED: Mapping[Sharding, tuple[Component, ...]] = {
+    Sharding.NONE: (),
+    Sharding.ZERO1: (Component.OPTIMIZER,),
+    Sharding.ZERO2: (Component.OPTIMIZER, Component.GRADIENTS),
+    Sharding.ZERO3: (Component.OPTIMIZER, Component.GRADIENTS, Component.WEIGHTS),
+    Sharding.FSDP: (Component.OPTIMIZER, Component.GRADIENTS, Component.WEIGHTS),
+}
+_GATHERED_WHOLE = (Phase.ROLLOUT, Phase.EVALUATE)
+_BY_BLOCKS = (Phase.SCORE, Phase.UPDATE)
+
+
+def parts_of(sharding: Sharding, ranks: int) -> dict[Component, int]:
+    """Gives the ranks that share each component."""
+    return dict.fromkeys(_DIVIDED[sharding], ranks) if ranks > 1 else {}
+
+
+def read_sharding(given: str, ranks: int) -> Sharding:
+    """Reads a way of dividing."""
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ConfigError(f"ranks is {ranks!r}; a run has at least 1 rank.")
+    if given not in list(Sharding):
+        raise ConfigError(f"sharding is {given!r}; write one of {', '.join(Sharding)}.")
+    if Sharding(given) is not Sharding.NONE and ranks == 1:
+        raise ConfigError(f"sharding is {given!r} with 1 rank, which has nobody to share with. Set ranks.")
+    return Sharding(given)
+
+
+class _Unit:
+    """Weights that are gathered together."""
+
+    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
+        own = list(weights)
+        self.bytes = sum(weight.nbytes for weight in own)
+        self.trained_bytes = sum(weight.nbytes for weight in own if weight.requires_grad)
+
+
+class Gathering:
+    """Lays down what a rank gathers; an `accounting.Listener`, for the phases, and hooks on the blocks."""
+
+    def __init__(self, networks: Sequence[nn.Module], ranks: int, judges: Sequence[nn.Module] = ()) -> None:
+        self._ranks = ranks
+        self._phases: list[Phase] = []
+        self._held: dict[str, Tensor] = {}
+        self._whole_bytes = _bytes_of(networks[0].parameters())
+        self._judge_bytes = sum(_bytes_of(judge.parameters()) for judge in judges)
+        self._roots = [self._divide(network) for network in networks]
+        embedding = getattr(networks[0], "get_input_embeddings", lambda: None)()
+        weight: Any = getattr(embedding, "weight", None)
+        head = getattr(networks[0], "get_output_embeddings", lambda: None)()
+        late = isinstance(weight, Tensor) and weight.requires_grad and getattr(head, "weight", None) is not weight
+        self._late_bytes = int(weight.nbytes) if late else 0  # of the root's gradients, those the backward ends with
+
+    def _divide(self, network: nn.Module) -> _Unit:
+        blocks = find_blocks(network)
+        units = [_Unit(block.parameters()) for block in blocks]
+        inside = {id(weight) for block in blocks for weight in block.parameters()}
+        for place, block in enumerate(blocks):
+            block.register_forward_pre_hook(self._begins(units, place))
+            block.register_forward_hook(self._ends(units, place))
+        return _Unit(weight for weight in network.parameters() if id(weight) not in inside)
+
+    # ------------------------------------------------------------------ phases
+
+    def enter_phase(self, phase: Phase) -> None:
+        """Gathers what a phase holds throughout."""
+        self._phases.append(phase)
+        if phase in _GATHERED_WHOLE:
+            self._hold("whole", self._whole_bytes + (self._judge_bytes if phase is Phase.EVALUATE else 0))
+        elif phase is Phase.REWARD:
+            self._hold("whole", self._judge_bytes)
+        elif phase in _BY_BLOCKS:
+            self._hold("root", max(root.bytes for root in self._roots))
+
+    def leave_phase(self) -> None:
+        """Drops everything gathered."""
+        self._phases.pop()
+        self._held.clear()
+
+    def mark_component(self, component: Component | None) -> Component | None:  # noqa: ARG002
+        """Hears nothing of components."""
+        return None
+
+    def mark_host(self, on_host: bool) -> bool:  # noqa: ARG002
+        """Hears nothing of the host."""
+        return False
+
+    def claim(self, component: Component, tensors: Iterable[Tensor]) -> None:
+        """Counts nothing."""
+
+    def hold(self, component: Component, tensors: Iterable[Tensor]) -> None:
+        """Counts nothing."""
+
+    def is_on_host(self, tensor: Tensor) -> bool:  # noqa: ARG002
+        """Knows no tensor."""
+        return False
+
+    # ------------------------------------------------------------------ blocks
+
+    def _begins(self, units: Sequence[_Unit], place: int) -> Any:
+        def gather(block: nn.Module, args: tuple[Any, ...]) -> None:
+            del block
+            if not self._by_blocks:
+                return
+            self._drop("gradients", "root's gradients", "ahead")
+            self._hold("buffer", units[place].bytes)
+            self._hold("block", units[place].bytes)
+            first = args[0] if args else None
+            if place == 0 and isinstance(first, Tensor) and first.requires_grad:
+                first.register_hook(lambda _: self._end_backward(units[0]))  # type: ignore[no-untyped-call]
+
+        return gather
+
+    def _ends(self, units: Sequence[_Unit], place: int) -> Any:
+        def drop(block: nn.Module, args: Any, output: Any) -> None:
+            del block, args
+            self._drop("block")
+            found = output[0] if isinstance(output, tuple) else output
+            if self._by_blocks and isinstance(found, Tensor) and found.requires_grad:
+                found.register_hook(lambda _: self._backward(units, place))  # type: ignore[no-untyped-call]
+
+        return drop
+
+    def _backward(self, units: Sequence[_Unit], place: int) -> None:
+        if place + 1 == len(units):
+            self._drop("buffer")
+            self._hold("root's gradients", self._rest(self._roots[0].trained_bytes - self._late_bytes))
+        unit = units[place]
+        self._hold("block", unit.bytes)
+        self._hold("ahead", units[place - 1].bytes if place else 0)
+        self._hold("gradients", self._rest(unit.trained_bytes) + unit.trained_bytes)
+
+    def _end_backward(self, first: _Unit) -> None:
+        root = self._roots[0]
+        self._drop("block", "ahead")
+        # The root's weights are gone when its gradients are copied to be reduced, and the part that stays is made.
+        reduced = 2 * root.trained_bytes + -(-root.trained_bytes // self._ranks)
+        self._hold("gradients", max(first.trained_bytes, reduced - root.bytes - root.trained_bytes))
+
+    @property
+    def _by_blocks(self) -> bool:
+        return bool(self._phases) and self._phases[-1] in _BY_BLOCKS
+
+    def _rest(self, size: int) -> int:
+        """Bytes of whole gradients beyond the part that counts as the rank's own."""
+        return size - -(-size // self._ranks)
+
+    def _hold(self, name: str, size: int) -> None:
+        self._drop(name)
+        if size:
+            with charge(Component.OTHER):
+                self._held[name] = torch.empty(size, dtype=torch.uint8)
+
+    def _drop(self, *names: str) -> None:
+        for name in names:
+            self._held.pop(name, None)
+
+
+def _bytes_of(weights: Iterable[nn.Parameter]) -> int:
+    return sum(weight.nbytes for weight in weights)

@@ -1,0 +1,111 @@
+"""What a forecast says: peaks by phase and component, the plans they belong to, and what was assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from memsafe_rl.preflight.search import Job
+from memsafe_rl.types import Component, Phase, RolloutPlan, UpdatePlan
+from memsafe_rl.units import format_bytes
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """The peaks of a run, before it starts.
+
+    Args:
+        phases: for every phase that was tried, bytes of every component at its peak.
+        budget_bytes: int, bytes that the run may hold.
+        device_bytes: int, bytes of the device.
+        rollout_plan: how rollouts are cut.
+        update_plan: how optimizer steps are cut.
+        corrections: per phase, forecast over estimated bytes above what was held before it, as a run would learn them.
+        prompt_tokens: longest prompt, in tokens.
+        completion_tokens: longest completion, in tokens.
+        job: the sizes of the run that decide what it holds.
+        assumptions: what was taken for granted, in plain sentences.
+        refusal: why the run cannot fit, in plain words; None where it fits.
+        seconds: time the forecast took.
+        ranks: ranks of the run, of which this is one.
+        sharding: what they share, see `memsafe_rl.preflight.fake.sharding.Sharding`.
+    """
+
+    phases: Mapping[Phase, Mapping[Component, int]]
+    budget_bytes: int
+    device_bytes: int
+    rollout_plan: RolloutPlan
+    update_plan: UpdatePlan
+    corrections: Mapping[str, float]
+    prompt_tokens: int
+    completion_tokens: int
+    job: Job
+    assumptions: tuple[str, ...] = ()
+    refusal: str | None = None
+    seconds: float = 0.0
+    ranks: int = 1
+    sharding: str = "none"
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run stays within its budget, which counts once it is loaded, and loads on its device."""
+        peaks = self.phase_bytes
+        load = peaks.pop(Phase.LOAD, 0)
+        within = max(peaks.values(), default=0) <= self.budget_bytes
+        return self.refusal is None and within and load <= self.device_bytes
+
+    @property
+    def phase_bytes(self) -> dict[Phase, int]:
+        """int, bytes: the peak of every phase."""
+        return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
+
+    @property
+    def peak_bytes(self) -> int:
+        """int, bytes: the highest peak of all phases."""
+        return max(self.phase_bytes.values(), default=0)
+
+    @property
+    def peak_phase(self) -> Phase:
+        """The phase that holds most."""
+        peaks = self.phase_bytes
+        return max(peaks, key=lambda phase: peaks[phase], default=Phase.LOAD)
+
+    def plain(self) -> dict[str, Any]:
+        """Gives the forecast in plain values, ready for JSON; the peak as ``predicted_peak_bytes``."""
+        return {
+            "predicted_peak_bytes": self.peak_bytes,
+            "peak_phase": self.peak_phase.value,
+            "fits": self.fits,
+            "refusal": self.refusal,
+            "budget_bytes": self.budget_bytes,
+            "device_bytes": self.device_bytes,
+            "phases": {phase.value: sum(parts.values()) for phase, parts in self.phases.items()},
+            "components": {
+                phase.value: {part.value: size for part, size in parts.items() if size}
+                for phase, parts in self.phases.items()
+            },
+            "rollout_plan": _plain_plan(self.rollout_plan),
+            "update_plan": _plain_plan(self.update_plan),
+            "corrections": dict(self.corrections),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "ranks": self.ranks,
+            "sharding": self.sharding,
+            "assumptions": list(self.assumptions),
+            "seconds": round(self.seconds, 2),
+        }
+
+    def sentence(self) -> str:
+        """Says in one sentence whether the run fits."""
+        if self.refusal is not None:
+            return f"does not fit into {format_bytes(self.budget_bytes)}: {self.refusal}"
+        verdict = "fits" if self.fits else "does not fit"
+        return (
+            f"{verdict}: a peak of {format_bytes(self.peak_bytes)} in {self.peak_phase.value}, of a budget of "
+            f"{format_bytes(self.budget_bytes)}"
+        )
+
+
+def _plain_plan(plan: RolloutPlan | UpdatePlan) -> dict[str, Any]:
+    return {**asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)}

@@ -1,0 +1,156 @@
+"""What else would fit: longest completions, largest groups, smallest cards, by the policy's own plans and estimates.
+
+Each answer asks the run's memory policy for the plans of another task, and reads the peaks that they are predicted to
+reach, corrected by what the forecast has learnt of the estimates. That costs milliseconds where a forecast costs
+seconds; the answers are estimates, which a forecast of the task found proves.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.budget import AUTO_SHARE
+from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.types import MemoryState, ModelGeometry, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+
+CARD_GIB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192)
+"""Memory of common cards, in GiB."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The sizes of a run that decide what it holds.
+
+    Args:
+        geometry: sizes of the network.
+        prompts: unique prompts of a rollout.
+        group_size: completions per prompt.
+        prompt_tokens: longest prompt, in tokens.
+        completion_tokens: longest completion, in tokens.
+        step_share: share of a rollout's rows that one optimizer step takes.
+        scored: whether a reference scores rollouts.
+        packs_prompts: whether completions can share one copy of their prompt.
+        held_bytes: int, bytes held before a rollout: weights and optimizer state.
+        optimizer_bytes: int, bytes of the optimizer state.
+        gradients_aside: whole gradients that wait for those of further objectives.
+    """
+
+    geometry: ModelGeometry
+    prompts: int
+    group_size: int
+    prompt_tokens: int
+    completion_tokens: int
+    step_share: float
+    scored: bool
+    packs_prompts: bool
+    held_bytes: int
+    optimizer_bytes: int
+    gradients_aside: int = 0
+
+    @property
+    def rollout(self) -> RolloutWork:
+        """The shape of a rollout, every row as long as it can become."""
+        return RolloutWork(
+            (self.prompt_tokens,) * self.prompts,
+            self.group_size,
+            self.completion_tokens,
+            self.geometry,
+            self.scored,
+        )
+
+    @property
+    def update(self) -> UpdateWork:
+        """The shape of an optimizer step, every row as long as it can become."""
+        whole = self.prompts * self.group_size
+        rows = max(1, round(whole * self.step_share))
+        # Of a rollout of several steps, rows are shuffled: each step's share few prompts.
+        spread = range(0, whole, max(1, whole // rows))[:rows]
+        shared = tuple(row // self.group_size for row in spread) if self.packs_prompts else ()
+        length = self.prompt_tokens + self.completion_tokens
+        actions = (self.completion_tokens,) * rows
+        return UpdateWork((length,) * rows, actions, self.geometry, shared, self.gradients_aside)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a policy would do with a job on a device.
+
+    Args:
+        peak_bytes: int, bytes that its plans are predicted to reach.
+        budget_bytes: int, bytes that may be held.
+    """
+
+    peak_bytes: int
+    budget_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plans stay within the budget."""
+        return self.peak_bytes <= self.budget_bytes
+
+
+@dataclass(frozen=True)
+class Scout:
+    """Asks a policy about jobs.
+
+    Args:
+        policy: makes the plans.
+        device: kind of device.
+        budget_bytes: int, bytes that may be held.
+        corrections: per phase, what forecasts or measurements say of the estimates.
+    """
+
+    policy: MemoryPolicy
+    device: str
+    budget_bytes: int
+    corrections: dict[str, float]
+
+    def outlook(self, job: Job) -> Outlook:
+        """Says what the policy would do."""
+        rollout, update = self._plans(job, self.budget_bytes)
+        predicted = [rollout.predicted_bytes.get(Phase.ROLLOUT), update.predicted_bytes.get(Phase.UPDATE)]
+        known = [size for size in predicted if size is not None]
+        if len(known) < len(predicted):
+            raise ConfigError(
+                f"{type(self.policy).__name__} predicts no bytes, so that nothing can be said of other tasks. Use "
+                "'adaptive' or 'ladder', or fill predicted_bytes (memsafe_rl.memory.planning.search.with_prediction)."
+            )
+        return Outlook(max(known), self.budget_bytes)
+
+    def on(self, budget_bytes: int) -> Scout:
+        """Gives a scout for another budget."""
+        return replace(self, budget_bytes=budget_bytes)
+
+    def longest_completion(self, job: Job) -> int:
+        """Finds the longest completion that fits."""
+        limit = job.geometry.max_positions or 2**20
+        most = max(1, limit - job.prompt_tokens if job.geometry.source_bytes is None else limit)
+        return self._largest(lambda tokens: replace(job, completion_tokens=tokens), most)
+
+    def largest_group(self, job: Job, most: int = 1024) -> int:
+        """Finds the largest group that fits, prompts staying as many."""
+        return self._largest(lambda size: replace(job, group_size=size), most)
+
+    def cards(self, job: Job, sizes_gib: Sequence[int] = CARD_GIB) -> dict[int, Outlook]:
+        """Asks about cards."""
+        return {size: self.on(int(AUTO_SHARE * size * 2**30)).outlook(job) for size in sizes_gib}
+
+    def _plans(self, job: Job, budget_bytes: int) -> tuple[RolloutPlan, UpdatePlan]:
+        memory = MemoryState(
+            device=self.device,
+            budget_bytes=budget_bytes,
+            live_bytes=job.held_bytes,
+            peak_bytes=job.held_bytes,
+            corrections=self.corrections,
+            optimizer_bytes=job.optimizer_bytes,
+        )
+        return self.policy.before_rollout(job.rollout, memory), self.policy.before_update(job.update, memory)
+
+    def _largest(self, task: Callable[[int], Job], most: int) -> int:
+        return bisect_right(range(1, most + 1), False, key=lambda size: not self.outlook(task(size)).fits)
+
+
+_PHASES = (Phase.ROLLOUT, Phase.UPDATE)

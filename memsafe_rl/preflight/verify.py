@@ -1,0 +1,551 @@
+"""Proof on the user's own model: one step under the plain plan, the chosen plan, and the chosen plan with failures.
+
+Nothing of it is left behind: no weight moves, no reward function is called, and the run that follows is bit for bit
+the run without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.data.prompts import Prompts
+from memsafe_rl.errors import MemoryBudgetError, MemsafeError
+from memsafe_rl.memory.planning.estimator import rollout_parts, update_parts
+from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.memory.planning.slices import measure_slices
+from memsafe_rl.memory.runtime.host_memory import to_host
+from memsafe_rl.memory.simulated.device import active_simulation
+from memsafe_rl.models.blocks import find_blocks
+from memsafe_rl.preflight.synthetic import lay_down
+from memsafe_rl.preflight.worst_case import rehearsal, untouched
+from memsafe_rl.rollout.scoring import row_lengths, update_work
+from memsafe_rl.training.gradient import StepTerms
+from memsafe_rl.training.loop import OnPolicyTrainer
+from memsafe_rl.training.samples import Rollout
+from memsafe_rl.types import (
+    Completion,
+    MemoryFailure,
+    MemoryState,
+    Phase,
+    RolloutPlan,
+    RolloutWork,
+    Trajectory,
+    UpdatePlan,
+    UpdateWork,
+)
+from memsafe_rl.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+Plan = TypeVar("Plan", RolloutPlan, UpdatePlan)
+
+TOLERANCES: dict[torch.dtype, float] = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1e-2,
+}
+"""Largest difference of two gradients, over their global norm, that the order of sums explains, by the coarsest type.
+
+In float32 splits moved the gradient of small networks by 1e-7 to 6e-7 and that of SmolLM2-135M by up to 1e-6, which
+itself lies 4e-6 from the gradient in float64. In bfloat16 they moved it by 2.9e-3 to 6.5e-3, and the distance is 1e-2;
+float16 has three more bits. A wrong denominator moves a gradient by a hundredth of its norm or more.
+"""
+_EIGHT_BIT_TOLERANCE = 5e-2
+"""For 8-bit bases, which pick their outlier columns per batch: a split was measured to move the gradient by 1e-2."""
+_NO_SUCH_BYTES = 2**60
+"""Bytes that no device has: an allocation of them is refused by the device's own allocator."""
+
+
+@dataclass(frozen=True)
+class PlanRun:
+    """The probe step under one plan.
+
+    Args:
+        name: "chosen", "plain", "halved" or "failures".
+        rollout_plan: how the rollout was cut in the end.
+        update_plan: how the update was cut in the end.
+        tokens: tokens sampled under the chosen plan, which the others are compared with.
+        tokens_equal: of these, how many this plan sampled too, each row up to its first difference.
+        rows_differing: rows with a difference.
+        rows_excused: of these, how many have a certified tie, so that either token was right.
+        gradient_difference: norm of the difference to the gradient of the plan compared with, over that one's norm;
+            None for the one that the others are compared with.
+        same_bits: whether the gradient is the chosen plan's, bit for bit.
+        micro_batches: of the last try.
+        failures: out-of-memory errors that were recovered from, injected ones included.
+        peak_bytes: int, most bytes held.
+        phase_peaks: int, bytes, by phase.
+        seconds: wall time.
+    """
+
+    name: str
+    rollout_plan: RolloutPlan
+    update_plan: UpdatePlan
+    tokens: int
+    tokens_equal: int
+    rows_differing: int
+    rows_excused: int
+    gradient_difference: float | None
+    same_bits: bool
+    micro_batches: int
+    failures: int
+    peak_bytes: int
+    phase_peaks: dict[str, int]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the proof found.
+
+    Args:
+        plain: the step under the plain plan, or under a halved one where the plain one does not fit.
+        chosen: the step under the memory policy's plan.
+        failing: the same with a failure in the rollout and one in the backward.
+        rows: completions sampled.
+        precision: the coarsest type in which the network computes.
+        tolerance: largest difference of gradients that passes.
+        judges_tokens: whether sampled tokens must be equal; False in half precision, where waves of other sizes may
+            draw others.
+        exact_bytes: whether peaks are the tensors' own bytes, not those of the whole process.
+        notes: what a reader must know of how it was done.
+    """
+
+    plain: PlanRun
+    chosen: PlanRun
+    failing: PlanRun
+    rows: int
+    precision: str
+    tolerance: float
+    judges_tokens: bool
+    exact_bytes: bool
+    notes: tuple[str, ...]
+
+    @property
+    def arms(self) -> tuple[PlanRun, PlanRun, PlanRun]:
+        """The three steps, in the order in which they are told."""
+        return self.plain, self.chosen, self.failing
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes by which the chosen plan's peak lies under the plain one's."""
+        return self.plain.peak_bytes - self.chosen.peak_bytes
+
+    @property
+    def difference(self) -> float:
+        """The largest difference of gradients; NaN where one is not finite."""
+        found = [arm.gradient_difference or 0.0 for arm in (self.chosen, self.failing)]
+        return math.nan if any(math.isnan(value) for value in found) else max(found)
+
+    @property
+    def tokens_agree(self) -> bool:
+        """Whether every row is equal or excused by a certified tie."""
+        return all(arm.rows_differing == arm.rows_excused for arm in self.arms)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the gradient is equal within the tolerance, and the tokens where they are judged."""
+        return self.difference <= self.tolerance and (self.tokens_agree or not self.judges_tokens)
+
+    def sentence(self) -> str:
+        """Says the verdict in one plain sentence, with the tolerance."""
+        other = f"the {self.plain.name} plan"
+        bound = f"tolerance {self.tolerance:g} in {self.precision}"
+        if math.isnan(self.difference):
+            return f"NOT PROVED: a gradient is infinite or not a number, so that nothing can be compared ({bound})."
+        if self.difference > self.tolerance:
+            worst = max((self.chosen, self.failing), key=lambda arm: arm.gradient_difference or 0.0)
+            when = " after failures" if worst is self.failing else ""
+            return (
+                f"NOT EQUAL: the chosen plan's gradient{when} differs from that of {other} by {self.difference:.1e} of "
+                f"its norm ({bound})."
+            )
+        if self.judges_tokens and not self.tokens_agree:
+            wrong = sum(arm.rows_differing - arm.rows_excused for arm in self.arms)
+            return (
+                f"NOT EQUAL: {wrong} of {self.rows} completions differ between plans without a certified tie, though "
+                f"the gradients agree ({bound})."
+            )
+        tokens = "the same tokens and " if self.tokens_agree else ""
+        return (
+            f"EQUAL: {other}, the chosen plan, and the chosen plan with failures give {tokens}the same gradient within "
+            f"{self.difference:.1e} of its norm ({bound})."
+        )
+
+
+def require_proof(trainer: OnPolicyTrainer) -> None:
+    """Verifies the plan of a run that is about to begin."""
+    found = verify_plan(trainer)
+    trainer._tracker.record(
+        "verify",
+        passed=found.passed,
+        compared_with=found.plain.name,
+        gradient_difference=found.difference,
+        tolerance=found.tolerance,
+        tokens=found.chosen.tokens,
+        tokens_equal=[arm.tokens_equal for arm in found.arms],
+        peak_bytes=[arm.peak_bytes for arm in found.arms],
+        seconds=sum(arm.seconds for arm in found.arms),
+    )
+    if not found.passed:
+        raise MemsafeError(
+            f"verify_plan: {found.sentence()} Run `memsafe-rl verify` for the whole comparison and report it, or set "
+            "verify_plan=False to train nevertheless."
+        )
+    # Said as a warning, which is what is shown by default: whoever asks for a proof wants its outcome.
+    logger.warning("verify_plan: %s", found.sentence())
+
+
+def verify_plan(trainer: OnPolicyTrainer) -> Verification:
+    """Runs one probe step under the chosen plan, under the plain plan, and under the chosen plan with two failures.
+
+    The probe samples completions for the first prompts of the dataset, as many as one optimizer step takes, scores
+    them where the run does, and takes the gradient of the run's own loss. Advantages are made up, all different and
+    none zero, so that every row counts; reward functions are not called. All three gradients are of the completions
+    that the chosen plan sampled. It costs three rollouts and gradients of one optimizer step, and a copy of the
+    gradient on the host.
+
+    The plain plan decodes all rows together and learns from them in one micro-batch, with all logits at once, nothing
+    recomputed and everything on the device. Where it does not fit, half of the chosen plan takes its place.
+    """
+    if trainer._committer is None:
+        trainer._make_optimizer(trainer._max_steps())
+    with untouched(trainer):
+        return _Proof(trainer).run()
+
+
+@dataclass(frozen=True)
+class _Pinned(MemoryPolicy):
+    """Fixed plans to begin with, and the user's policy after a failure; without one, nothing after a failure."""
+
+    rollout: RolloutPlan
+    update: UpdatePlan
+    then: MemoryPolicy | None
+
+    def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:  # noqa: ARG002
+        return self.rollout
+
+    def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:  # noqa: ARG002
+        return self.update
+
+    def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
+        return None if self.then is None else self.then.after_oom(plan, failure)
+
+
+class _Faults:
+    """Counts forward passes of a block in the middle of the network, and fails in chosen ones."""
+
+    def __init__(
+        self, block: nn.Module, device: torch.device, rollout_call: int | None = None, update_call: int | None = None
+    ) -> None:
+        self.calls = {Phase.ROLLOUT: 0, Phase.UPDATE: 0}
+        self._block, self._device = block, device
+        self._chosen = {Phase.ROLLOUT: rollout_call, Phase.UPDATE: update_call}
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Watches the passes of one phase."""
+
+        def before(*_: Any) -> None:
+            if phase is Phase.ROLLOUT and self._is_chosen(phase):
+                _run_out_of_memory(self._device)
+
+        def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            found = next((part for part in _tensors(output) if part.requires_grad), None)
+            if phase is Phase.UPDATE and found is not None and self._is_chosen(phase):
+                found.register_hook(lambda _gradient: _run_out_of_memory(self._device))  # type: ignore[no-untyped-call]
+
+        hooks = (self._block.register_forward_pre_hook(before), self._block.register_forward_hook(after))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _is_chosen(self, phase: Phase) -> bool:
+        self.calls[phase] += 1
+        return self.calls[phase] - 1 == self._chosen[phase]
+
+
+def _run_out_of_memory(device: torch.device) -> None:
+    """Fails as an allocation does: on a simulated device by asking its allocator for what it cannot give."""
+    if active_simulation() is not None:
+        torch.empty(_NO_SUCH_BYTES, dtype=torch.uint8, device=device)
+    raise torch.OutOfMemoryError(f"{device.type.upper()} out of memory. Injected to verify the plan.")
+
+
+def _tensors(output: Any) -> tuple[Tensor, ...]:
+    parts = output if isinstance(output, (tuple, list)) else (output,)
+    return tuple(part for part in parts if isinstance(part, Tensor))
+
+
+class _Proof:
+    """The proof on one trainer; keeps what the arms share."""
+
+    def __init__(self, trainer: OnPolicyTrainer) -> None:
+        self._trainer = trainer
+        config, maker = trainer.args, trainer._maker
+        rows = -(-config.step_rows // config.world_size)
+        count = -(-rows // config.num_generations)
+        self._prompts: Prompts = maker._read_prompts(trainer._source.take(0, count))
+        self._group = config.num_generations
+        self._rows = count * self._group
+        blocks = find_blocks(trainer.adapter.model)
+        self._block = blocks[len(blocks) // 2]
+        self._completions: list[Completion] | None = None
+        self._trajectory: Trajectory | None = None
+        self._terms: StepTerms | None = None
+        self._digest = ""
+        self._reference: list[Tensor] = []
+        self._compared = False
+        self._notes: list[str] = []
+
+    def run(self) -> Verification:
+        """Runs the arms: the chosen plan first, since what it sampled is what the others learn from."""
+        trainer, device = self._trainer, self._trainer.adapter.device
+        counting = _Faults(self._block, device)
+        chosen = self._arm("chosen", trainer.memory_policy, counting)
+        plain = self._plain_arm(chosen)
+        chosen = replace(chosen, gradient_difference=plain.gradient_difference)
+        plain = replace(plain, gradient_difference=None)
+        failing = self._failing_arm(chosen, counting)
+        self._describe()
+        tolerance, precision = _tolerance(trainer)
+        return Verification(
+            plain=plain,
+            chosen=chosen,
+            failing=failing,
+            rows=self._rows,
+            precision=precision,
+            tolerance=tolerance,
+            judges_tokens=precision in ("float32", "float64"),
+            exact_bytes=trainer._tracker.meter.is_exact,
+            notes=tuple(self._notes),
+        )
+
+    def _plain_arm(self, chosen: PlanRun) -> PlanRun:
+        """The step under the plain plan; under half of the chosen one where the plain plan does not fit."""
+        rollout, update = self._plain_plans()
+        lacking = self._lacking(rollout, update)
+        if lacking is None:
+            lacking, arm = self._attempt("plain", _Pinned(rollout, update, None))
+            if arm is not None:
+                return arm
+        self._notes.append(f"The plain plan does not fit: {lacking}. So the chosen plan is compared with half of it.")
+        rollout, update = self._halved_plans(chosen)
+        return self._arm("halved", _Pinned(rollout, update, self._trainer.memory_policy))
+
+    def _attempt(self, name: str, policy: MemoryPolicy) -> tuple[str, PlanRun | None]:
+        """Runs an arm that may not fit; its error is gone, with all that it held, when this returns."""
+        try:
+            return "", self._arm(name, policy)
+        except MemoryBudgetError as error:
+            asked = getattr(error.failure, "requested_bytes", None)
+            phase = getattr(error.failure, "phase", "it")
+            wanted = "an allocation" if asked is None else f"an allocation of {format_bytes(asked)}"
+            limit = format_bytes(self._trainer._tracker.limit_bytes)
+            return f"{wanted} was refused in phase {phase}, within {limit}", None
+
+    def _failing_arm(self, chosen: PlanRun, counted: _Faults) -> PlanRun:
+        """The chosen plan, with one failure half way through the rollout and one in the last micro-batch's backward."""
+        faults = _Faults(
+            self._block,
+            self._trainer.adapter.device,
+            rollout_call=counted.calls[Phase.ROLLOUT] // 2,
+            update_call=counted.calls[Phase.UPDATE] - 1,
+        )
+        arm = self._arm(
+            "failures", _Pinned(chosen.rollout_plan, chosen.update_plan, self._trainer.memory_policy), faults
+        )
+        if arm.failures < chosen.failures + 2:
+            self._notes.append(f"Only {arm.failures} of 2 failures took place.")
+        return arm
+
+    def _describe(self) -> None:
+        """Notes what differs from the run's own step."""
+        config = self._trainer.args
+        self._notes.append("Advantages are made up, none of them zero; reward functions were not called.")
+        if not config.disable_dropout:
+            self._notes.append("Dropout was off; in the run, a micro-batch of another size draws other masks.")
+        if self._trainer._maker._rollout_func is not None:
+            self._notes.append("The library's own engine sampled; in the run, rollout_func does.")
+
+    # One arm
+
+    def _arm(self, name: str, policy: MemoryPolicy, faults: _Faults | None = None) -> PlanRun:
+        """Runs the probe step under a policy, and compares it with the step before."""
+        self._trainer._recovery.repeat(self._trainer._committed.unpark)  # every arm begins alike
+        trial, started = rehearsal(self._trainer, policy), time.perf_counter()
+        watch: Callable[[Phase], Any] = nullcontext if faults is None else faults.during
+        with watch(Phase.ROLLOUT):
+            completions = self._sample(trial)
+        experience, rows = self._experience(trial, completions)
+        terms = self._terms = self._terms or trial._fix_terms(experience, rows)
+        trial._plan_update(experience.trajectory, rows)
+        with trial._tracker.phase(Phase.UPDATE), watch(Phase.UPDATE):
+            _, gradient = trial._gradient(experience, rows, terms)
+        seconds, tracker = time.perf_counter() - started, trial._tracker
+        difference, digest = self._compare()
+        self._digest = self._digest or digest
+        equal, differing, excused = self._equal_tokens(completions)
+        self._trainer._committed.drop_gradients()
+        return PlanRun(
+            name=name,
+            rollout_plan=tracker.rollout_plan,
+            update_plan=tracker.update_plan,
+            tokens=sum(len(completion.ids) for completion in self._completions or ()),
+            tokens_equal=equal,
+            rows_differing=differing,
+            rows_excused=excused,
+            gradient_difference=difference,
+            same_bits=digest == self._digest,
+            micro_batches=gradient.micro_batches,
+            failures=sum(event["event"] == "failure" for event in tracker.events),
+            peak_bytes=max(tracker.phase_peaks.values()),
+            phase_peaks={str(phase): peak for phase, peak in tracker.phase_peaks.items()},
+            seconds=seconds,
+        )
+
+    def _sample(self, trial: OnPolicyTrainer) -> list[Completion]:
+        """Samples the probe's completions with the random streams of the run's first rollout."""
+        maker = trial._maker
+        maker._plan(self._prompts)
+        work = maker._work(self._prompts, self._group)
+        with trial._tracker.phase(Phase.ROLLOUT):
+            return maker._generate(self._prompts, 0, self._group, work, 0, range(self._rows))
+
+    def _experience(self, trial: OnPolicyTrainer, completions: list[Completion]) -> tuple[Rollout, range]:
+        """Scores the completions of the first arm under this arm's plan."""
+        if self._completions is None:
+            self._completions = completions
+            with host_memory():
+                ids = [completion.ids for completion in completions]
+                objectives = len(trial.args.objective_list)
+                self._trajectory = lay_down(self._prompts.ids, ids, self._group, objectives)
+        if self._trajectory is None:
+            raise AssertionError("laid down with the completions")
+        rows = range(self._rows)
+        later = rows if trial.args.updates_per_epoch > 1 else ()
+        trajectory = trial._maker._score_everyone(self._trajectory, later, external=False)
+        if trial.credit is not None:
+            trajectory, _ = trial.credit.assign(trajectory, trajectory.advantages)
+        trajectory = trial._maker._score_later(trajectory, later, external=False)
+        return Rollout(trajectory, consumed=0, external=False), rows
+
+    def _compare(self) -> tuple[float | None, str]:
+        """Compares the gradient with the previous run's, parameter by parameter, and keeps it on the host."""
+        fingerprint, first = hashlib.blake2b(digest_size=16), not self._reference
+        distance = old_norm = new_norm = 0.0
+        with host_memory(), torch.no_grad():
+            for place, parameter in enumerate(self._trainer._committed.parameters):
+                if parameter.grad is None:
+                    raise AssertionError("the gradients are complete")
+                new = to_host(parameter.grad)
+                fingerprint.update(new.contiguous().flatten().view(torch.uint8).numpy().data)
+                if first:
+                    self._reference.append(new)
+                    continue
+                old, self._reference[place] = self._reference[place], new
+                distance += float((new.double() - old.double()).square().sum())
+                old_norm += float(old.double().square().sum())
+                new_norm += float(new.double().square().sum())
+        # The chosen plan's gradient comes first, the plain one's second, and the one with failures third.
+        norm, self._compared = (old_norm if self._compared else new_norm), not first
+        return (None if first else _ratio(distance, norm)), fingerprint.hexdigest()
+
+    def _equal_tokens(self, completions: Sequence[Completion]) -> tuple[int, int, int]:
+        """Counts tokens equal to the first arm's, rows that differ, and those among them with a certified tie."""
+        equal = differing = excused = 0
+        for mine, theirs in zip(completions, self._completions or (), strict=True):
+            common = _common_prefix(mine.ids.tolist(), theirs.ids.tolist())
+            equal += common
+            if common < max(len(mine.ids), len(theirs.ids)):
+                differing += 1
+                excused += bool(mine.ties or theirs.ties)
+        return equal, differing, excused
+
+    # Plans
+
+    def _plain_plans(self) -> tuple[RolloutPlan, UpdatePlan]:
+        rows, trajectory = self._rows, self._laid_down()
+        longest = max(row_lengths(trajectory, range(rows)))
+        every = rows * max(longest, max(len(ids) for ids in self._prompts.ids))
+        return (
+            RolloutPlan(rows_in_flight=rows, prefill_tokens=every, score_tokens=every, reward_rows=rows),
+            UpdatePlan(
+                micro_batch_tokens=every,
+                logprob_tile=len(trajectory.actions.flat),
+                trajectory_device="device",
+            ),
+        )
+
+    def _halved_plans(self, chosen: PlanRun) -> tuple[RolloutPlan, UpdatePlan]:
+        """Half the chosen plan; where a micro-batch is a single row already, half its tile of logits."""
+        trajectory, rollout, update = self._laid_down(), chosen.rollout_plan, chosen.update_plan
+        work = update_work(self._trainer.adapter, trajectory, range(self._rows), packable=update.pack_prompts)
+        largest = measure_slices(work, update.micro_batch_tokens, packed=update.pack_prompts).tokens
+        tokens = max(max(work.row_tokens), largest // 2)
+        tile = update.logprob_tile if chosen.micro_batches < self._rows else max(1, update.logprob_tile // 2)
+        rows = max(1, min(rollout.rows_in_flight, self._rows) // 2)
+        return (
+            replace(rollout, rows_in_flight=rows, score_tokens=max(1, rollout.score_tokens // 2), predicted_bytes={}),
+            replace(update, micro_batch_tokens=tokens, logprob_tile=tile, predicted_bytes={}),
+        )
+
+    def _lacking(self, rollout: RolloutPlan, update: UpdatePlan) -> str | None:
+        """Says why a plan must not even be tried: on a machine that kills rather than refuses, it must fit for sure."""
+        trainer = self._trainer
+        if trainer._tracker.meter.is_exact:
+            return None
+        trajectory = self._laid_down()
+        sampling = trainer._maker._work(self._prompts, self._group)
+        learning = trainer._work(trajectory, range(self._rows))
+        needed = max(sum(rollout_parts(sampling, rollout).values()), sum(update_parts(learning, update).values()))
+        room = trainer._tracker.budget_bytes - trainer._tracker.meter.live_bytes()
+        if needed <= room:
+            return None
+        return f"it would need about {format_bytes(needed)} of the {format_bytes(max(0, room))} that are left"
+
+    def _laid_down(self) -> Trajectory:
+        if self._trajectory is None:
+            raise AssertionError("the chosen plan runs first")
+        return self._trajectory
+
+
+def _tolerance(trainer: OnPolicyTrainer) -> tuple[float, str]:
+    """Gives the largest difference that passes, and the coarsest type in which the network computes."""
+    config = trainer.args
+    kinds = {parameter.dtype for parameter in trainer.model.parameters() if parameter.is_floating_point()}
+    kinds |= {torch.bfloat16} if config.bf16 else set()
+    kinds |= {torch.float16} if config.fp16 else set()
+    known = [kind for kind in TOLERANCES if kind in kinds]
+    coarsest = known[-1] if known else torch.float32
+    name = str(coarsest).removeprefix("torch.")
+    if getattr(trainer.model, "is_loaded_in_8bit", False):
+        return max(_EIGHT_BIT_TOLERANCE, TOLERANCES[coarsest]), f"8-bit weights and {name}"
+    return TOLERANCES[coarsest], name
+
+
+def _ratio(squared_distance: float, squared_norm: float) -> float:
+    """Gives the relative difference; infinite where the gradient it is relative to is zero and the other is not."""
+    if squared_norm == 0.0:
+        return 0.0 if squared_distance == 0.0 else math.inf
+    return math.sqrt(squared_distance / squared_norm)
+
+
+def _common_prefix(mine: Sequence[int], theirs: Sequence[int]) -> int:
+    """Counts equal tokens up to the first difference."""
+    pairs = zip(mine, theirs, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(mine), len(theirs)))

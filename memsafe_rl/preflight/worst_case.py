@@ -1,0 +1,602 @@
+"""Worst case first: one attempt at the longest lengths before the first step, so that a run that cannot fit says so.
+
+Also the rehearsal that it shares with `verify`: a trainer's own code, run without leaving a trace on the run.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from heapq import nlargest
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from torch import Tensor
+
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.data.prompts import Prompts
+from memsafe_rl.errors import DataError, MemoryBudgetError
+from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
+from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.language.base import LanguageAdapter
+from memsafe_rl.parallel.ranks import Ranks
+from memsafe_rl.preflight.synthetic import chains, embedded_prompts, lay_down
+from memsafe_rl.preflight.worst_rows import later_rows, tried_places, widest_slices, worst_step
+from memsafe_rl.rollout.native.admission import Candidate, admit
+from memsafe_rl.rollout.native.generation import eval_mode, generate
+from memsafe_rl.rollout.scoring import score_all, value_all
+from memsafe_rl.training.loop import OnPolicyTrainer
+from memsafe_rl.training.samples import Rollout
+from memsafe_rl.types import (
+    Phase,
+    Ragged,
+    RolloutPlan,
+    SamplingSettings,
+    SequenceKey,
+    Trajectory,
+    UpdatePlan,
+    UpdateWork,
+)
+from memsafe_rl.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZE_BATCH = 512
+_TOKENIZED = 8192
+"""Prompts that are tokenized in search of the longest one; of more, those with the most characters."""
+_STREAM_SAMPLE = 512
+"""Examples of a stream that are read in search of its longest prompt."""
+_PROBED_MICRO_BATCHES = 2
+"""From the second one on, the gradients of earlier ones are held too; later ones hold no more."""
+_LEARNT = ("failure", "retry", "fallback")
+"""Events of a rehearsal that are true of the run's memory too."""
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest row a run may meet.
+
+    Args:
+        prompt: token ids of the longest prompt.
+        completion_tokens: longest completion, in tokens.
+        source: how the prompt's length is known, for people.
+        longest_prompts: lengths of the longest prompts there are, the longest first, as many as a rollout
+            has; empty where only the longest one is known.
+    """
+
+    prompt: tuple[int, ...]
+    completion_tokens: int
+    source: str
+    longest_prompts: tuple[int, ...] = ()
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.prompt) + self.completion_tokens
+
+    def prompts(self, count: int) -> tuple[Tensor, ...]:
+        """Gives the longest prompts that a rollout can have."""
+        known = self.longest_prompts[:count]
+        guessed = (max(1, len(self.prompt) - place % 2) for place in range(count))
+        return tuple(self.ids(tokens) for tokens in (known if len(known) == count else guessed))
+
+    def ids(self, tokens: int) -> Tensor:
+        """Gives so many token ids: the prompt's, again and again."""
+        copies = -(-tokens // len(self.prompt))
+        return torch.tensor((self.prompt * copies)[:tokens], dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What a rollout or an evaluation draws at most.
+
+    Args:
+        longest: the longest row.
+        prompts: unique prompts.
+        group_size: completions per prompt.
+        phase: rollout or evaluate.
+    """
+
+    longest: Longest
+    prompts: int
+    group_size: int
+    phase: Phase
+
+
+def probe_worst_case(trainer: OnPolicyTrainer) -> dict[str, int]:
+    """Tries the longest prompt and completion once, as far as the peak of every phase; then all is as before.
+
+    The rollout is tried at its first moment (as many prompts as a wave reads) and at its last one (every row in
+    flight as long as it can become), without decoding up to it; likewise an evaluation, where the run has one; the
+    largest pass of every reward model, at as many tokens; a scoring pass where the run needs one; the update by two
+    micro-batches of the longest rows; the commit up to the point where weights would move. Reward functions are not
+    called; nor is the first step of an optimizer that makes its state then (those of bitsandbytes) tried.
+
+    Weights, optimizer, random generators, data position and plans are untouched if everything fits, and the run
+    learns bit for bit what it would have learnt. If a plan failed, its failure is remembered, so that the policy
+    plans leaner from the first step on.
+    """
+    while True:
+        longest = find_longest(trainer)
+        error = _try(trainer, longest)
+        if not isinstance(error, MemoryBudgetError):
+            return error
+        degradation = trainer._degradation_after(error)
+        if degradation is None:
+            raise error
+        trainer._concede(degradation)
+
+
+def _try(trainer: OnPolicyTrainer, longest: Longest) -> dict[str, int] | MemoryBudgetError:
+    """Probes once; gives the peaks, or the error with what was probed in it."""
+    trial, started = rehearsal(trainer, trainer.memory_policy), time.perf_counter()
+    error: MemoryBudgetError | None = None
+    try:
+        with untouched(trainer):
+            try_longest(trial, longest, evaluation=longest_evaluation(trainer))
+    except MemoryBudgetError as caught:
+        error = _told(caught, longest)
+    _learn(trainer, trial)
+    peaks = {str(phase): peak for phase, peak in trial._tracker.phase_peaks.items()}
+    if error is not None:
+        return error
+    rollout, update = trial._tracker.rollout_plan, trial._tracker.update_plan
+    trainer._tracker.record(
+        "probe",
+        prompt_tokens=len(longest.prompt),
+        completion_tokens=longest.completion_tokens,
+        source=longest.source,
+        rows_in_flight=rollout.rows_in_flight,
+        micro_batch_tokens=update.micro_batch_tokens,
+        peak_bytes=peaks,
+        seconds=time.perf_counter() - started,
+    )
+    # Said as a warning, which is what is shown by default: whoever asks for a probe wants its answer.
+    logger.warning("%s", _sentence(longest, peaks, trainer._tracker.budget_bytes))
+    return peaks
+
+
+def find_longest(trainer: OnPolicyTrainer, dataset: Any = None) -> Longest:
+    """Finds the longest row that a run may meet, by tokenizing the prompts of its dataset.
+
+    Of more than 8,192 prompts that the run takes, those with the most characters are tokenized. Of a stream,
+    `max_prompt_length` counts as the longest prompt; without one, the longest of the first 512 examples.
+    """
+    reader, dataset = trainer._maker._read_prompts, dataset or cast(Any, trainer).train_dataset
+    completion_tokens = trainer.args.max_completion_length
+    if isinstance(dataset, Dataset):
+        dataset, source = _longest_first(dataset)
+        starts = range(0, len(dataset), _TOKENIZE_BATCH)
+        batches: Iterable[Any] = (dataset[start : start + _TOKENIZE_BATCH]["prompt"] for start in starts)
+    else:
+        batches = [[example["prompt"] for example in trainer._source.take(0, _STREAM_SAMPLE)]]
+        source = f"the longest of the stream's first {_STREAM_SAMPLE}"
+    limit, truncated = reader.limit, trainer.args.overlong_prompts == "truncate"
+    rows = (
+        ids if limit is None else ids[-limit:]
+        for batch in batches
+        for ids in reader.ids(batch)
+        if truncated or limit is None or len(ids) <= limit
+    )
+    count = trainer.args.prompts_per_rollout
+    found = nlargest(count, islice(rows, _TOKENIZED) if isinstance(dataset, Dataset) else rows, key=len)
+    if not found:
+        raise DataError(
+            f"none of the prompts looked at has at most {limit} tokens, so that there is no worst case to try. Raise "
+            "max_prompt_length, set overlong_prompts='truncate', or set probe_worst_case=False."
+        )
+    known = tuple(map(len, found)) if isinstance(dataset, Dataset) else ()
+    longest = Longest(tuple(found[0]), completion_tokens, source, known)
+    given = trainer.args.max_prompt_length
+    if isinstance(dataset, Dataset) or given is None:
+        return longest
+    return Longest(tuple(longest.ids(given).tolist()), completion_tokens, "max_prompt_length")
+
+
+def longest_evaluation(trainer: OnPolicyTrainer) -> Drawing | None:
+    """Finds what the run's evaluations draw at most."""
+    config, given = trainer.args, trainer.eval_dataset
+    if given is None or not evaluates(config):
+        return None
+    sets = list(_sets_of(given))
+    if trainer.adapter.time_separable:
+        longest = Longest((0,), config.max_completion_length, "chains are alike")
+    else:
+        found = [find_longest(trainer, one) for one in sets if len(one)]
+        longest = max(found, key=lambda one: len(one.prompt))
+    return Drawing(longest, max(map(len, sets)), config.eval_generations, Phase.EVALUATE)
+
+
+def evaluates(config: Any) -> bool:
+    """Tells whether a run evaluates by itself."""
+    return config.eval_strategy != "no" or bool(config.eval_on_start)
+
+
+def _sets_of(given: Any) -> Iterator[Any]:
+    """Walks the evaluation sets of a run, which may stand in mappings."""
+    if not isinstance(given, Mapping):
+        yield given
+        return
+    for part in given.values():
+        yield from _sets_of(part)
+
+
+def _longest_first(dataset: Dataset) -> tuple[Dataset, str]:
+    """Sorts a dataset by characters where it has more rows than are tokenized, and says what is then looked at."""
+    if len(dataset) <= _TOKENIZED:
+        return dataset, "the longest of train_dataset"
+    sizes = [len(str(prompt)) for prompt in dataset["prompt"]]
+    order = sorted(range(len(sizes)), key=lambda row: -sizes[row])
+    return dataset.select(order), f"of the {_TOKENIZED:,} longest texts of train_dataset"
+
+
+def plans_now(trial: OnPolicyTrainer, longest: Longest) -> tuple[RolloutPlan, UpdatePlan]:
+    """Asks for the plans that the longest rows would get now; nothing adopts them."""
+    policy, state = trial.memory_policy, trial._tracker.state()
+    drawing = _rollout_of(trial, longest)
+    rollout = trial._maker._work(_prompts_of(trial, drawing), drawing.group_size)
+    update = longest_work(trial, longest)
+    return trial._maker.served(policy.before_rollout(rollout, state)), policy.before_update(update, state)
+
+
+def longest_work(trial: OnPolicyTrainer, longest: Longest) -> UpdateWork:
+    """Gives the shape of an optimizer step whose rows are the longest."""
+    trajectory = _longest_rows(trial, longest)
+    return trial._work(trajectory, worst_step(trial, trajectory))
+
+
+def try_longest(
+    trial: OnPolicyTrainer,
+    longest: Longest,
+    micro_batches: int = _PROBED_MICRO_BATCHES,
+    evaluation: Drawing | None = None,
+) -> None:
+    """Tries every phase in the order of a step, on the longest rows; no weight moves."""
+    drawing = _rollout_of(trial, longest)
+    if trial._maker._rollout_func is None:
+        trial._maker._plan(_prompts_of(trial, drawing))
+        _probe_drawing(trial, drawing)
+        if evaluation is not None:
+            _probe_drawing(trial, evaluation)
+    for judged in (drawing, evaluation):
+        if judged is not None:
+            _probe_rewards(trial, judged)
+    corrected = trial._maker.corrects_sampler
+    experience = Rollout(_longest_rows(trial, longest), consumed=0, external=corrected)
+    trajectory = experience.trajectory
+    rows = worst_step(trial, trajectory)
+    first_tile = trial._tracker.update_plan.logprob_tile
+    trial._plan_update(trajectory, rows)
+    plan = trial._tracker.update_plan
+    # Scoring takes the tile of the update before it: in the first rollout that of no plan, later the plan's.
+    _probe_scoring(trial, trajectory, rows, max(first_tile, plan.logprob_tile))
+    tried = [rows[place] for place in tried_places(trial._work(trajectory, rows), plan, micro_batches)]
+    terms = trial._fix_terms(experience, tried)
+    with trial._tracker.phase(Phase.UPDATE):
+        trial._gradient(experience, tried, terms)
+        trial._recovery.repeat(trial._committed.measure)
+    with trial._tracker.phase(Phase.OPTIMIZER):
+        trial._recovery.repeat(trial._committed.unpark)
+        trial._recovery.repeat(trial._committed.prepare_commit)
+
+
+def _probe_drawing(trial: OnPolicyTrainer, drawing: Drawing) -> None:
+    """Tries a wave of the longest prompts, at its first moment and at its last, under the rollout's plan."""
+    maker, group, longest = trial._maker, drawing.group_size, drawing.longest
+    prompts = _prompts_of(trial, drawing)
+    ids = prompts.ids
+    rows = [divmod(row, group) for row in range(_share(trial, len(ids) * group))]
+    if trial.adapter.time_separable:
+        with trial._tracker.phase(drawing.phase):
+            attempt = maker._attempt(maker._work(prompts, group))
+            maker._engine.generate(*_samples(ids, rows), maker._sampling, attempt)
+        return
+    attempt = maker._attempt(maker._work(prompts, group))
+    geometry, sampling = trial.adapter.geometry, maker._sampling
+    # An end that no row reaches, where a least length makes a copy of the logits to forbid it; else none at all.
+    delayed = bool(sampling.eos_token_ids) and max(sampling.min_new_tokens, sampling.min_length) > 0
+    ends = (geometry.vocab_size - 1,) if delayed else ()
+    least = min(2, sampling.max_new_tokens) if delayed else 0
+    two_tokens = replace(
+        sampling, max_step_tokens=2, eos_token_ids=ends, min_new_tokens=least, min_length=0, stops=None
+    )
+
+    def from_first_to_last(plan: RolloutPlan) -> None:
+        waiting = [Candidate(prompt, len(ids[prompt]), 0, sampling.max_new_tokens) for prompt, _ in rows]
+        first = rows[: _in_flight(trial.adapter, waiting, plan)]
+        context = longest.ids(longest.row_tokens - 2)
+        several = maker.plays_turns and longest.completion_tokens > 2
+        ending = _AtTheEnd(trial.adapter, longest, plan.prefill_tokens if several and plan.kept_kv_bytes else 0)
+        # The cache that transformers' generate keeps, where that decodes, is out of reach.
+        own_cache = not isinstance(trial.adapter, LanguageAdapter) or trial.adapter.path.decodes
+        tried = cast(ModelAdapter, ending) if own_cache else trial.adapter
+        generate(tried, *_samples(ids, first), two_tokens, under(plan))
+        if not ending.stretched and longest.completion_tokens > 2:  # a cache that only grows by reading
+            alike = [(0, sample) for sample in range(len(first))]
+            last_two = replace(two_tokens, max_new_tokens=2)
+            generate(trial.adapter, *_samples([context], alike), last_two, under(plan))
+        if several and own_cache and plan.kept_kv_bytes < maker._kept_most(maker._work(prompts, group)):
+            _read_again(trial.adapter, ids, first, longest, two_tokens, plan)
+
+    with trial._tracker.phase(drawing.phase):
+        attempt(from_first_to_last)
+
+
+def _probe_rewards(trial: OnPolicyTrainer, drawing: Drawing) -> None:
+    """Tries the largest pass of every reward model, for which a row has as many tokens as for the model itself."""
+    rewards, maker = trial._maker._rewards, trial._maker
+    if not rewards.models or trial.adapter.time_separable:
+        return
+    prompts = _prompts_of(trial, drawing)
+    rows = _share(trial, len(prompts.ids) * drawing.group_size)
+    attempt = maker._attempt_in(maker._work(prompts, drawing.group_size), nullcontext)
+    with trial._tracker.phase(Phase.REWARD if drawing.phase is Phase.ROLLOUT else drawing.phase):
+        rewards.rehearse(drawing.longest.row_tokens, rows, lambda unit: attempt(lambda plan: unit(plan.reward_rows)))
+
+
+def _in_flight(adapter: ModelAdapter, waiting: Sequence[Candidate], plan: RolloutPlan) -> int:
+    """Counts the sequences that are decoded together in the end: prompts are read a few at a time, and join."""
+    geometry, count = adapter.geometry, 0
+    while True:
+        read = {one.prompt: geometry.prompt_kv_bytes(one.prompt_tokens) for one in waiting[:count]}
+        more = admit(waiting[count:], plan, geometry, rows=count, prompt_bytes=sum(read.values()))
+        count += more
+        if not more or not adapter.joins:
+            return count
+
+
+def _rollout_of(trial: OnPolicyTrainer, longest: Longest) -> Drawing:
+    """Gives what a rollout draws."""
+    return Drawing(longest, trial.args.prompts_per_rollout, trial.args.num_generations, Phase.ROLLOUT)
+
+
+def _prompts_of(trial: OnPolicyTrainer, drawing: Drawing) -> Prompts:
+    """Gives the longest prompts there can be.
+
+    Of an evaluation no more than have a completion in flight at a time.
+    """
+    count, longest = drawing.prompts, drawing.longest
+    if drawing.phase is not Phase.ROLLOUT:
+        count = min(count, trial.args.world_size * max(trial._tracker.rollout_plan.rows_in_flight, 1))
+    if trial.adapter.time_separable:
+        return embedded_prompts(cast(Any, trial.adapter), count)
+    # Rows that are decoded in waves, each with its own prompt, are forecast as padded ones, whatever their lengths.
+    known = longest if trial.adapter.joins else replace(longest, longest_prompts=())
+    return Prompts((), (), known.prompts(count))
+
+
+def _read_again(
+    adapter: ModelAdapter,
+    ids: Sequence[Tensor],
+    rows: Sequence[tuple[int, int]],
+    longest: Longest,
+    settings: SamplingSettings,
+    plan: RolloutPlan,
+) -> None:
+    """Tries the moment at which the last contexts of a turn are read again, beside all others."""
+    context = longest.ids(longest.row_tokens - 2)
+    together = min(len(rows), max(1, plan.prefill_tokens // len(context)))
+    if adapter.joins and len(rows) > together:
+        others = _AtTheEnd(adapter, longest, plan.prefill_tokens, [context] * together)
+        generate(cast(ModelAdapter, others), *_samples(ids, rows[together:]), settings, under(plan))
+    else:
+        once = replace(settings, max_new_tokens=2)
+        keys = [[SequenceKey(0, 0, *row)] for row in rows]
+        generate(adapter, [context] * len(rows), keys, once, under(plan))
+
+
+class _AtTheEnd:
+    """An adapter as a rollout sees it whose first decoding step is its last: the cache is widened before it."""
+
+    def __init__(self, adapter: ModelAdapter, longest: Longest, reads: int = 0, anew: Sequence[Tensor] = ()) -> None:
+        self.stretched = False
+        self._adapter, self._longest, self._reads, self._anew = adapter, longest, reads, anew
+
+    def __getattr__(self, name: str) -> Any:
+        """Gives everything else as the adapter does."""
+        return getattr(self._adapter, name)
+
+    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
+        """Appends one token to every row of the widened cache."""
+        drawn, slots = self._longest.completion_tokens - 2, self._longest.row_tokens - 2
+        told = 0 if self._anew else min(self._reads // state.rows, slots // 2)
+        self.stretched = self._adapter.stretch(state, max(0, drawn - told - bool(self._reads)))
+        if self._reads and self.stretched and self._adapter.joins:
+            self._adapter.decode_step(state, tokens_B)  # makes room for all that the cache now stands for
+            if self._anew:
+                self._adapter.prefill(self._anew, self._reads)
+            elif told:
+                self._adapter.extend(state, [torch.zeros(told, dtype=torch.int64)] * state.rows, self._reads)
+        return self._adapter.decode_step(state, tokens_B)
+
+
+def _samples(
+    prompts: Sequence[Tensor], rows: Sequence[tuple[int, int]]
+) -> tuple[list[Tensor], list[list[SequenceKey]]]:
+    """Gives the prompts of (prompt, sample) pairs, and for each prompt the keys of its samples."""
+    wanted = list(dict.fromkeys(prompt for prompt, _ in rows))
+    keys = [[SequenceKey(0, 0, *row) for row in rows if row[0] == prompt] for prompt in wanted]
+    return [prompts[prompt] for prompt in wanted], keys
+
+
+def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory, rows: Sequence[int], tile: int) -> None:
+    """Scores the slices that may hold most, of every pass over the longest rows that precedes an update."""
+    credit, everyone, later = trial.credit, range(0, len(trajectory), trial.args.world_size), later_rows(trial)
+    judged = None if credit is None else credit.critic.judged_columns
+    pays_kl = credit is not None and credit.wants_logprobs
+    if trial.args.has_reference and not trial.adapter.time_separable:
+        with trial.adapter.reference() as reference:
+            _score(trial, reference, trajectory, [everyone], tile)
+    if trial._maker.corrects_sampler or pays_kl or (credit is not None and judged is None):
+        later.append(list(everyone))
+    if later:
+        columned = judged is not None
+        _score(trial, trial.adapter, trajectory, later, tile, with_kl=columned and pays_kl, columns=judged)
+    if trial.args.top_entropy_quantile < 1.0:
+        _score(trial, trial.adapter, trajectory, [rows], tile, with_entropy=True)
+    if credit is not None:
+        with trial._tracker.phase(Phase.SCORE), credit.critic.running() as network:
+            attempt = trial._maker.scoring(trajectory, everyone)
+            for part in widest_slices(trial, trajectory, [everyone], trial._tracker.rollout_plan.score_tokens):
+                value_all(network, trajectory, part, credit.critic.head, attempt=attempt, columns=judged)
+
+
+def _score(
+    trial: OnPolicyTrainer,
+    adapter: ModelAdapter,
+    trajectory: Trajectory,
+    sets: Sequence[Sequence[int]],
+    tile: int,
+    **wanted: Any,
+) -> None:
+    with trial._tracker.phase(Phase.SCORE):
+        for part in widest_slices(trial, trajectory, sets, trial._tracker.rollout_plan.score_tokens):
+            attempt = trial._maker.scoring(trajectory, part)
+            temperature = trial.args.temperature
+            score_all(adapter, trajectory, part, temperature=temperature, attempt=attempt, tile=tile, **wanted)
+
+
+def _longest_rows(trial: OnPolicyTrainer, longest: Longest) -> Trajectory:
+    """Lays down a whole rollout of the longest rows."""
+    config = trial.args
+    if trial.adapter.time_separable:
+        needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1
+        group, objectives = config.num_generations, len(config.objective_list)
+        laid = chains(cast(Any, trial.adapter), config.prompts_per_rollout, group, objectives, needs_old=needs_old)
+        numbers = laid.sampling_logprobs if trial.credit is not None else None
+        return replace(laid, values=numbers, returns=numbers, action_advantages=numbers)
+    prompts = longest.prompts(config.prompts_per_rollout)
+    completions = [longest.ids(longest.completion_tokens)] * config.rollout_rows
+    with host_memory():
+        trajectory = lay_down(prompts, completions, config.num_generations, len(config.objective_list))
+        unsure = Ragged(torch.full((len(trajectory.actions.flat),), -1.0), trajectory.actions.lengths)
+    corrected = trial._maker.corrects_sampler
+    needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1 or corrected
+    return replace(
+        trajectory,
+        old_logprobs=unsure if needs_old else None,
+        has_old=(needs_old,) * len(trajectory),
+        ref_logprobs=unsure if config.has_reference else None,
+        importance_weights=unsure if corrected else None,
+        values=unsure if trial.credit is not None else None,
+        returns=unsure if trial.credit is not None else None,
+        action_advantages=unsure if trial.credit is not None else None,
+        sources=_sources(trial, trajectory) if trial._maker.keeps_sources else None,
+    )
+
+
+def _sources(trial: OnPolicyTrainer, trajectory: Trajectory) -> Ragged:
+    """Makes room for what a frozen encoder would make of the prompts."""
+    dtype = trial.args.autocast_dtype or next(trial.adapter.model.parameters()).dtype
+    with host_memory():
+        return Ragged(
+            torch.zeros(len(trajectory.conditions.flat), trial.adapter.geometry.hidden_size, dtype=dtype),
+            trajectory.conditions.lengths,
+        )
+
+
+def _share(trial: OnPolicyTrainer, rows: int) -> int:
+    """The most rows of a rollout or a step that one rank has."""
+    return -(-rows // trial.args.world_size)
+
+
+def _told(error: MemoryBudgetError, longest: Longest) -> MemoryBudgetError:
+    """Says in front of an error what was probed."""
+    return MemoryBudgetError(
+        f"The worst case does not fit: a prompt of {len(longest.prompt)} tokens ({longest.source}) with a completion "
+        f"of {longest.completion_tokens} tokens (max_completion_length), tried before the first step. {error}",
+        failure=error.failure,
+        held_bytes=error.held_bytes,
+    )
+
+
+def _sentence(longest: Longest, peaks: Mapping[str, int], budget_bytes: int) -> str:
+    told = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in peaks.items())
+    peak = max(peaks.values())
+    verdict = "fits" if peak <= budget_bytes else "runs, but holds more than the budget"
+    return (
+        f"the worst case {verdict}: prompt {len(longest.prompt)} ({longest.source}) + completion "
+        f"{longest.completion_tokens} tokens, peak {format_bytes(peak)} of a budget of {format_bytes(budget_bytes)} "
+        f"({told})"
+    )
+
+
+def _learn(trainer: OnPolicyTrainer, trial: OnPolicyTrainer) -> None:
+    """Takes over what a rehearsal learnt of the memory, if a plan failed in it; nothing otherwise.
+
+    Without a failure the plans stay those of a run without a probe, down to the corrections they are made from.
+    """
+    learnt = [event for event in trial._tracker.events if event["event"] in _LEARNT]
+    if learnt:
+        trainer._tracker.load_state_dict(trial._tracker.state_dict())
+    for event in learnt:
+        trainer._tracker.record(**{**event, "during": "probe"})
+
+
+# ------------------------------------------------------------------ rehearsals
+
+
+def rehearsal(trainer: OnPolicyTrainer, policy: MemoryPolicy) -> OnPolicyTrainer:
+    """Gives a trainer like this one whose steps leave this one's plans, events, metrics and ranks alone.
+
+    It shares model, optimizer and device, runs alone whatever the ranks, updates without dropout, and tells nobody.
+    """
+    trial = copy.copy(trainer)
+    tracker = _forked(trainer._tracker)
+    tracker.step = trainer.state.global_step
+    recovery = copy.copy(trainer._recovery)
+    recovery.tracker, recovery._policy = tracker, policy
+    maker = copy.copy(trainer._maker)
+    maker._tracker, maker._recovery, maker._policy, maker._owner = tracker, recovery, policy, trial
+    trial._tracker, trial._recovery, trial._maker, trial.memory_policy = tracker, recovery, maker, policy
+    trial._ranks = maker._ranks = _alone()
+    trial._callbacks = copy.copy(trainer._callbacks)
+    trial._callbacks.callbacks = []
+    trial.args = copy.copy(trainer.args)
+    trial.args.disable_dropout = True
+    return trial
+
+
+def _forked(tracker: MemoryTracker) -> MemoryTracker:
+    """Gives a tracker of the same device that knows the same past, and goes on by itself."""
+    fork = copy.copy(tracker)
+    fork.events, fork.phase_peaks, fork.phase_seconds = [], {}, {}
+    fork._plans, fork._planned_at, fork._corrections = (
+        dict(fork._plans),
+        dict(fork._planned_at),
+        dict(fork._corrections),
+    )
+    return fork
+
+
+def _alone() -> Ranks:
+    """Ranks of one, whatever the launcher says: a rehearsal must not wait for others."""
+    alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "process_index": 0, "is_main_process": True}
+    return Ranks(cast(Accelerator, SimpleNamespace(**alone)))
+
+
+@contextmanager
+def untouched(trainer: OnPolicyTrainer) -> Iterator[None]:
+    """Puts everything that a rehearsal without a commit may move back as it was: gradients, modes, random state."""
+    repeat = trainer._recovery.repeat
+    state = repeat(capture_random_state)
+    with eval_mode(trainer.model):
+        try:
+            yield
+        finally:
+            trainer._committed.drop_gradients()
+            repeat(trainer._committed.unpark)
+            set_random_state(state)
+            trainer._tracker.meter.reset_peak()

@@ -1,1 +1,0 @@
-"""The engines that can stand behind `memsafe_rl.rollout.engine.RolloutEngine`; optional libraries load when used."""

@@ -1,1 +1,0 @@
-"""Episodes of several turns: agents, tools, environments and simulated users, advanced together."""

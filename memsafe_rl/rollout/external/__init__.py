@@ -1,0 +1,1 @@
+"""What engines of other libraries have in common, and transformers' continuous batching."""

@@ -1,0 +1,255 @@
+"""transformers' continuous batching as the rollout engine: the trained weights themselves, a paged cache per rollout.
+
+It decodes in a thread of its own that catches its errors and hands out failed requests. Here a failure becomes an error
+again: an out-of-memory one for the recovery loop, any other a `MemsafeError`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from memsafe_rl.errors import MemsafeError
+from memsafe_rl.memory.runtime.failures import is_out_of_memory
+from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
+from memsafe_rl.memory.runtime.recovery import Attempt
+from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.models.language.causal_lm import causal_lm_of
+from memsafe_rl.rollout.engine import Progress
+from memsafe_rl.rollout.external.kv_pool import pool_for
+from memsafe_rl.rollout.external.request import EngineRequest, request_of
+from memsafe_rl.rollout.external.sampling_support import check_options, is_filtered, refuse_settings
+from memsafe_rl.rollout.external.seeds import seed_of
+from memsafe_rl.rollout.native.generation import eval_mode
+from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
+
+HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", "top_p", "top_k"})
+"""Sampling settings that continuous batching has; it drops the processors of others without a word."""
+
+_PAGE_TOKENS = 32
+_SPARE_BLOCKS = 2
+"""Blocks that the cache allocates for padding."""
+_BATCH_TOKENS = 1024
+"""Tokens read in one forward at most: its attention masks have this many rows, each as wide as the cache."""
+_WAIT_SECONDS = 1.0
+_LOG = "ContinuousBatchingLogger"
+
+
+class ContinuousEngine:
+    """Draws completions with continuous batching; between two calls it holds nothing.
+
+    Its random numbers follow from the first key and from how requests fall into batches, so that a run repeats on the
+    same machine under the same plans; a sequence is no function of its own key, as it is in the library's engine. A
+    failed attempt is therefore drawn again as a whole: keeping what had ended would favour short completions.
+    """
+
+    name = "continuous"
+    is_external = True
+    cache_dtype: str | None = None
+
+    def __init__(self, adapter: ModelAdapter, options: Mapping[str, Any], *, room: Callable[[], int]) -> None:
+        check_options(options)
+        self._adapter = adapter
+        self._options = {"page_size": _PAGE_TOKENS, **options}
+        self._room = room
+
+    def check(self, settings: SamplingSettings) -> None:
+        """Refuses sampling settings that continuous batching would drop."""
+        refuse_settings(self.name, settings, HONOURED)
+
+    def synchronise(self, version: int) -> None:
+        """Does nothing: the weights are the trained ones."""
+
+    def release(self) -> None:
+        """Does nothing: every call gives its bytes back."""
+
+    def close(self) -> None:
+        """Does nothing: every call ends its thread."""
+
+    def generate(
+        self,
+        prompts: Sequence[Tensor],
+        keys: Sequence[Sequence[SequenceKey]],
+        settings: SamplingSettings,
+        attempt: Attempt[RolloutPlan],
+        progress: Progress | None = None,
+    ) -> list[Completion]:
+        """Draws one completion for every key."""
+        asked = request_of(prompts, keys, settings, self._adapter.geometry)
+        if not asked.rows:
+            return []
+        prompt, sample = asked.rows[0]
+        seed = seed_of(keys[prompt][sample]) % 2**31
+
+        def draw(plan: RolloutPlan) -> list[Completion]:
+            return self._draw(asked, seed, settings, plan, progress)
+
+        return attempt(draw)
+
+    def _draw(
+        self, asked: EngineRequest, seed: int, settings: SamplingSettings, plan: RolloutPlan, progress: Progress | None
+    ) -> list[Completion]:
+        model, random = causal_lm_of(self._adapter.model), capture_random_state()
+        generation, batching = _generation(settings), self._batching(asked, seed, plan)
+        ids = [asked.ids[prompt] for prompt, _ in asked.rows]
+        try:
+            with torch.no_grad(), eval_mode(self._adapter.model), _plain_attention(model), _quiet():
+                outputs = _run(model, ids, generation, batching, progress)
+        finally:
+            set_random_state(random)  # it seeds the generator of the whole process
+        if isinstance(outputs, _Failed):
+            # a fresh error, whose traceback holds nothing of what failed
+            kind = torch.OutOfMemoryError if outputs.out_of_memory else MemsafeError
+            raise kind(f"transformers' continuous batching failed: {outputs.message}")
+        return [_completion(output, settings) for output in outputs]
+
+    def _batching(self, asked: EngineRequest, seed: int, plan: RolloutPlan) -> Any:
+        """Sizes the cache by the plan, and by what the run may still hold."""
+        weights = next(self._adapter.model.parameters())
+        rows, room = min(len(asked.rows), max(1, plan.rows_in_flight)), self._room()
+        pool = pool_for(
+            self._adapter.geometry,
+            element_bytes=weights.element_size(),
+            block_tokens=int(self._options["page_size"]),
+            spare=_SPARE_BLOCKS,
+            row_tokens=asked.row_tokens,
+            rows=rows,
+            kv_bytes=max(0, room if plan.kv_bytes is None else min(room, plan.kv_bytes)),
+        )
+        return ContinuousBatchingConfig(
+            num_blocks=pool.blocks - pool.spare,
+            max_batch_tokens=max(rows, min(plan.prefill_tokens, _BATCH_TOKENS)),
+            max_requests_per_batch=rows,
+            # the sizes above are the limit; this share is only compared with them
+            max_memory_percent=1.0,
+            return_logprobs=True,
+            seed=seed,
+            **self._options,
+        )
+
+
+def _generation(settings: SamplingSettings) -> Any:
+    sampled = settings.temperature > 0
+    drawn = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
+    return GenerationConfig(
+        do_sample=sampled,
+        max_new_tokens=settings.max_new_tokens,
+        eos_token_id=list(settings.eos_token_ids) or -1,
+        pad_token_id=0,  # named only so that none is looked for; nothing is padded
+        **(drawn if sampled else {}),
+    )
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """What is kept of a failure: words, nothing that could hold a tensor."""
+
+    message: str
+    out_of_memory: bool
+
+
+def _run(
+    model: Any, ids: Sequence[list[int]], generation: Any, batching: Any, progress: Progress | None
+) -> list[Any] | _Failed:
+    """Runs one manager from its first request to the end of its thread."""
+    manager: Any = None
+    finished = False
+    try:
+        manager = model.init_continuous_batching(
+            generation_config=generation, continuous_batching_config=batching, workload_hints=None
+        )
+        manager.warmup()
+        manager.start()
+        names = manager.add_requests(inputs=list(ids), max_new_tokens=generation.max_new_tokens)
+        ended = _collect(manager, len(ids), progress)
+        finished = all(name in ended and ended[name].error is None for name in names)
+        if finished:
+            return [ended[name] for name in names]
+        told = next((output.error for output in ended.values() if output.error is not None), "its thread ended early")
+    except Exception as error:
+        return _failed(error, str(error))
+    finally:
+        if manager is not None:
+            _stop(manager, hard=not finished)
+    return _failed(manager.background_thread_status.fatal_error, told)
+
+
+def _collect(manager: Any, total: int, progress: Progress | None) -> dict[str, Any]:
+    """Waits for every request to end, or for the first to fail."""
+    ended: dict[str, Any] = {}
+    while len(ended) < total:
+        output = manager.get_result(timeout=_WAIT_SECONDS)
+        if output is None and not manager.is_running():
+            break
+        if output is None or not output.is_finished():
+            continue
+        ended[output.request_id] = output
+        if output.error is not None:
+            break
+        if progress is not None:
+            progress(len(ended), total)
+    return ended
+
+
+def _stop(manager: Any, *, hard: bool) -> None:
+    """Ends the manager's thread and frees its cache."""
+    manager.stop(block=True, hard_stop=hard)
+    manager.batch_processor = None
+    manager.destroy()
+
+
+def _failed(error: BaseException | None, told: str) -> _Failed:
+    """Reads a failure, and lets go of the frames that it holds."""
+    out_of_memory = isinstance(error, MemoryError) or is_out_of_memory(error or RuntimeError(told))
+    link = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return _Failed(told, out_of_memory)
+
+
+def _completion(output: Any, settings: SamplingSettings) -> Completion:
+    ids = torch.tensor(output.generated_tokens, dtype=torch.int64)
+    logprobs = torch.tensor(output.logprobs, dtype=torch.float32)
+    if len(ids) != len(logprobs) or not bool(torch.isfinite(logprobs).all()):
+        raise MemsafeError(
+            "transformers' continuous batching gave a token no finite log-prob. Leave "
+            "use_transformers_continuous_batching out to decode with the library's own engine."
+        )
+    return Completion(
+        ids=ids,
+        logprobs=logprobs,
+        model_logprobs=torch.full_like(logprobs, math.nan) if is_filtered(settings) else logprobs,
+        finished=int(ids[-1]) in settings.eos_token_ids,
+    )
+
+
+@contextmanager
+def _plain_attention(model: Any) -> Iterator[None]:
+    """Puts back the attention that continuous batching may have put another in place of."""
+    before = model.config._attn_implementation
+    try:
+        yield
+    finally:
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps continuous batching from logging failures, which are raised here."""
+    log = logging.getLogger(_LOG)
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,63 @@
+"""What an engine of another library can do with the sampling settings; what it cannot is refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from transformers import ContinuousBatchingConfig
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.types import SamplingSettings
+
+FILTERS = frozenset({"top_p", "top_k", "min_p", "repetition_penalty"})
+"""Settings after which the distribution drawn from is no longer the model's."""
+
+
+def refuse_missing_vllm() -> None:
+    """Refuses to go on where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "use_vllm is True, but the package vllm is not installed. Install it with `pip install vllm`, or, for a "
+            "trial on a CPU, let `python -m benchmarks.vllm_engine` make an environment; or leave use_vllm out."
+        )
+
+
+_SIZES = frozenset({"num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_memory_percent"})
+_FIXED = frozenset({"return_logprobs", "seed", "per_request_processors", "drop_unsupported_processors"})
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """Refuses arguments of transformers' `ContinuousBatchingConfig` that follow from the run or do not exist."""
+    known = {field.name for field in fields(ContinuousBatchingConfig)}
+    for name, value in given.items():
+        if name in _SIZES:
+            raise ConfigError(
+                f"transformers_continuous_batching_config has {name}={value!r}, but sizes follow the memory plan. "
+                "Leave it out and set memory_budget, or return a RolloutPlan of your own."
+            )
+        if name in _FIXED or name not in known:
+            raise ConfigError(
+                f"transformers_continuous_batching_config has {name}={value!r}, which "
+                f"{'follows from the run' if name in _FIXED else 'this transformers does not have'}. Leave it out."
+            )
+
+
+def refuse_settings(engine: str, settings: SamplingSettings, honoured: Collection[str]) -> None:
+    """Refuses settings that differ from their defaults and that an engine would drop."""
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if field.name not in honoured and value != default:
+            raise ConfigError(
+                f"{field.name} is {value!r}, which the rollout engine {engine!r} cannot honour. Leave it out, or leave "
+                "the choice of the engine out: the library's own has every sampling setting."
+            )
+
+
+def is_filtered(settings: SamplingSettings) -> bool:
+    """Tells whether tokens are drawn from another distribution than the model's at the run's temperature."""
+    plain = SamplingSettings(settings.max_new_tokens, settings.eos_token_ids)
+    return any(getattr(settings, name) != getattr(plain, name) for name in FILTERS)

@@ -1,0 +1,1 @@
+"""Episodes of several turns: agents, tools, environments and simulated users."""

@@ -1,0 +1,272 @@
+"""Conversations as token ids: what follows a turn is added to the ids that the model drew, which stay as they are."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.rollout.multi_turn.protocol import Action, Message, ToolCall
+
+_MARK = "\u241fturn\u241f"
+"""Stands for what a turn said while its surroundings are rendered; nobody writes this."""
+_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+"""How Qwen, SmolLM3 and Hermes write a call: JSON with "name" and "arguments"."""
+
+_DEEPEST_TURN = 64
+"""Lists and objects inside each other in a turn, 4 of them around a call's arguments: copying and rendering recurse."""
+
+Conversation = str | Sequence[Message]
+"""A prompt, plain or conversational."""
+
+
+class TurnFormat(Protocol):
+    """Between messages and token ids."""
+
+    def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Gives the ids of a whole conversation, up to where the next turn begins.
+
+        Args:
+            messages: the conversation.
+            schemas: tools that the model may call.
+
+        Returns:
+            Token ids.
+        """
+
+    def following(
+        self, turn: Message, last_id: int, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
+    ) -> list[int] | None:
+        """Gives the ids that stand between a turn that the model drew and its next one.
+
+        Args:
+            turn: the turn as a message.
+            last_id: its last token.
+            messages: what was said after it.
+            schemas: tools that the model may call.
+
+        Returns:
+            Token ids; None where the conversation is rendered otherwise once these messages follow.
+        """
+
+    def read(self, context: Sequence[int], ids: Sequence[int], schemas: Sequence[Mapping[str, Any]]) -> Action:
+        """Reads a turn that the model drew.
+
+        Args:
+            context: ids before it.
+            ids: its ids.
+            schemas: tools that the model may call.
+
+        Returns:
+            What it said and which tools it calls.
+        """
+
+
+class UnrenderableError(DataError):
+    """A chat template refuses messages."""
+
+
+class PlainText:
+    """Conversations that are one running text; there are no roles and no tools."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Gives the ids of a whole text; see `TurnFormat.first`."""
+        if schemas:
+            raise ConfigError("Tools need conversational prompts, but a prompt is plain text. Pass lists of messages.")
+        return list(self._tokenizer(text="".join(message["content"] for message in messages))["input_ids"])
+
+    def following(
+        self,
+        turn: Message,  # noqa: ARG002
+        last_id: int,  # noqa: ARG002
+        messages: Sequence[Message],
+        schemas: Sequence[Mapping[str, Any]],  # noqa: ARG002
+    ) -> list[int]:
+        """Gives the ids of a text that follows; see `TurnFormat.following`."""
+        text = "".join(message["content"] for message in messages)
+        return list(self._tokenizer(text=text, add_special_tokens=False)["input_ids"])
+
+    def read(
+        self,
+        context: Sequence[int],  # noqa: ARG002
+        ids: Sequence[int],
+        schemas: Sequence[Mapping[str, Any]],  # noqa: ARG002
+    ) -> Action:
+        """Reads a turn; see `TurnFormat.read`."""
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return Action(text, message={"role": "assistant", "content": text})
+
+
+class Chat:
+    """Conversations in a tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise DataError(
+                "the prompts are conversations but the tokenizer has no chat template. Set "
+                "processing_class.chat_template, or pass prompts as plain text."
+            )
+        self._tokenizer = tokenizer
+        self._kwargs = dict(template_kwargs or {})
+        self._closing: str | None = None
+
+    def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Gives the ids of a whole conversation; see `TurnFormat.first`."""
+        rendered = self._rendered(messages, schemas, add_generation_prompt=True, return_dict=True)
+        ids = list(rendered["input_ids"])
+        if not ids:
+            raise DataError(
+                f"the chat template renders nothing for messages of the roles {_roles(messages)}. Set "
+                "processing_class.chat_template to one that writes them out."
+            )
+        return ids
+
+    def following(
+        self, turn: Message, last_id: int, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
+    ) -> list[int] | None:
+        """Gives the ids between two turns; see `TurnFormat.following`.
+
+        They are found in how a stand-in for the turn is rendered, with and without what follows: if the one is the
+        beginning of the other, the rest is what follows any turn. A template that refuses the stand-in may still take
+        the conversation itself.
+        """
+        asked = {"role": "user", "content": "?"}
+        stand_in = {"role": "assistant", "content": _MARK, **_calls_only(turn)}
+        try:
+            before = self._text([asked, stand_in], schemas)
+            after = self._text([asked, stand_in, *messages], schemas, goes_on=True)
+        except UnrenderableError:
+            return None
+        if not after.startswith(before) or _MARK not in before:
+            return None
+        closing = self._turn_end(asked, before)
+        end = self._tokenizer.decode([last_id])
+        text = closing.removeprefix(end) + after[len(before) :]
+        return list(self._tokenizer(text=text, add_special_tokens=False)["input_ids"])
+
+    def _turn_end(self, asked: Message, rendered: str) -> str:
+        """What the template writes behind a turn, with its own end-of-turn token."""
+        if self._closing is None:
+            alone = self._text([asked, {"role": "assistant", "content": _MARK}], ())
+            self._closing = alone[alone.rindex(_MARK) + len(_MARK) :]
+        return self._closing if rendered.endswith(self._closing) else ""
+
+    def read(self, context: Sequence[int], ids: Sequence[int], schemas: Sequence[Mapping[str, Any]]) -> Action:
+        """Reads a turn; see `TurnFormat.read`."""
+        if not schemas:
+            text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+            return Action(text, message={"role": "assistant", "content": text})
+        try:
+            if getattr(self._tokenizer, "response_template", None) is not None:
+                message = self._tokenizer.parse_response(list(ids), prefix=list(context), tools=list(schemas))
+            else:
+                message = _read_calls(self._tokenizer.decode(list(ids), skip_special_tokens=False), self._ends())
+            return _action(message)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+            return Action(text, message={"role": "assistant", "content": text}, malformed=True)
+
+    def _ends(self) -> list[str]:
+        return [token for token in self._tokenizer.all_special_tokens if "tool_call" not in token]
+
+    def _text(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], *, goes_on: bool = False) -> str:
+        return str(self._rendered(messages, schemas, add_generation_prompt=goes_on, tokenize=False))
+
+    def _rendered(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], **how: Any) -> Any:
+        own = copy.deepcopy(list(messages))
+        try:
+            return self._tokenizer.apply_chat_template(own, tools=list(schemas) or None, **how, **self._kwargs)
+        except (TemplateError, TypeError) as error:
+            raise UnrenderableError(
+                f"the chat template cannot render messages of the roles {_roles(messages)}: {error} Set "
+                "processing_class.chat_template to one that can, or have prompts, environments and users give messages "
+                "whose roles and contents it takes."
+            ) from error
+
+
+def encodable(value: Any) -> Any:
+    """Replaces what is no text in strings: halves of surrogate pairs, which JSON can spell and tokenizers refuse."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="replace").decode()
+    if isinstance(value, Mapping):
+        return {encodable(name): encodable(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encodable(one) for one in value]
+    return value
+
+
+def check_tools(chat: Chat, schemas: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses a chat template that does not tell the model of its tools, or does not show it their results."""
+    name = str(schemas[0].get("function", schemas[0]).get("name"))
+    asked: Message = {"role": "user", "content": "?"}
+    call = {"type": "function", "function": {"name": name, "arguments": {}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    told = chat._text([asked], schemas)
+    shown = chat._text([asked, turn, {"role": "tool", "name": name, "content": _MARK}], schemas)
+    for what, missing in (("the tools", name not in told), ("the results of tools", _MARK not in shown)):
+        if missing:
+            raise ConfigError(
+                f"The chat template leaves out {what}, so the model could not use {name!r}. Set "
+                "processing_class.chat_template to one that renders `tools` and messages of the role 'tool'."
+            )
+
+
+def _calls_only(turn: Message) -> Message:
+    return {"tool_calls": turn["tool_calls"]} if turn.get("tool_calls") else {}
+
+
+def _read_calls(text: str, ends: Sequence[str]) -> Message:
+    """Reads JSON calls between tags; raises ValueError where they cannot be read."""
+    for end in ends:
+        text = text.replace(end, "")
+    calls = [json.loads(found) for found in _TOOL_CALL.findall(text)]
+    rest = _TOOL_CALL.sub("", text).strip()
+    if "<tool_call>" in rest:
+        raise ValueError("a call is not closed")
+    message: Message = {"role": "assistant", "content": rest}
+    if calls:
+        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return message
+
+
+def _action(message: Any) -> Action:
+    """Turns a parsed message into an action; raises ValueError where a call has no name or no arguments."""
+    if not isinstance(message, Mapping):
+        raise ValueError("no message")
+    _check_depth(message)
+    message = encodable(message)
+    calls, written = [], []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        name, arguments = function["name"], function.get("arguments", {})
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            raise ValueError("a call has no name, or no arguments by name")
+        calls.append(ToolCall(name, copy.deepcopy(dict(arguments))))
+        written.append({**call, "function": {**function, "arguments": arguments}})
+    text = str(message.get("content") or "")
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    own = {"tool_calls": written} if written else {}
+    return Action(text, tuple(calls), {"role": "assistant", **kept, **own, "content": text})
+
+
+def _check_depth(message: Any) -> None:
+    """Raises ValueError where lists and objects lie deeper inside each other than a turn needs."""
+    level = [message]
+    for _ in range(_DEEPEST_TURN):
+        inner = [one.values() if isinstance(one, Mapping) else one for one in level]
+        level = [one for values in inner for one in values if isinstance(one, (Mapping, list, tuple))]
+        if not level:
+            return
+    raise ValueError(f"a turn is deeper than {_DEEPEST_TURN} lists and objects")
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    return ", ".join(str(message.get("role")) for message in messages) or "(none)"

@@ -1,0 +1,267 @@
+"""One episode as it grows: what was said, the ids that the model read and drew, and why it ended."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, User
+from memsafe_rl.types import Completion, SequenceKey
+
+_TURN_MULTIPLIER = 0x9E3779B97F4A7C15
+"""2**64 divided by the golden ratio (Knuth, TAOCP 3, 6.4): spreads small numbers over 64 bits."""
+
+
+class Ending(StrEnum):
+    """Why an episode is over."""
+
+    DONE = "done"
+    """The environment, the agent or the user ended it."""
+    TOOL_CALLS = "max_tool_calling_iterations"
+    """The agent called tools once more than it may."""
+    TURN = "turn cut"
+    """A turn reached its longest length, or the episode's."""
+    TURNS = "max_episode_turns"
+    """The agent has had all its turns."""
+    CONTEXT = "no room"
+    """What was observed left no room for another turn."""
+    USER = "user"
+    """The user gave no answer, or its context is full."""
+
+
+_BY_ITSELF = (Ending.DONE, Ending.TOOL_CALLS)
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """How long an episode may become; each limit holds for every episode alone, whatever the others do.
+
+    Args:
+        completion_tokens: tokens behind the first prompt, the agent's and all others together.
+        turn_tokens: tokens of one turn of the agent; None for as many as are left.
+        turns: turns of the agent; None for no limit.
+        tool_rounds: turns of the agent whose tool calls are answered; None for no limit.
+        context_tokens: tokens that the network can read; None for no limit.
+
+    Raises:
+        ConfigError: a limit lies below 1, or below 0 for ``tool_rounds``.
+    """
+
+    completion_tokens: int
+    turn_tokens: int | None = None
+    turns: int | None = None
+    tool_rounds: int | None = None
+    context_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("max_completion_length", self.completion_tokens, 1),
+            ("max_turn_length", self.turn_tokens, 1),
+            ("max_episode_turns", self.turns, 1),
+            ("max_tool_calling_iterations", self.tool_rounds, 0),
+        ):
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}. Set it to at least {least}, or to None where it has no limit.")
+
+    def room(self, first_tokens: int, context_tokens: int) -> int:
+        """Counts the tokens that the next turn may have."""
+        limits = [self.completion_tokens, first_tokens + self.completion_tokens - context_tokens]
+        if self.turn_tokens is not None:
+            limits.append(self.turn_tokens)
+        if self.context_tokens is not None:
+            limits.append(self.context_tokens - context_tokens)
+        return min(limits)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Turns whose prompts extend each other, as one sequence.
+
+    Args:
+        condition: (length,) int64, the prompt of the first of them.
+        completion: everything behind it, as one; log-probs are 0 where ``mask`` is.
+        mask: (T,) uint8, 1 where the agent drew the token.
+        turns: how many turns it holds.
+    """
+
+    condition: Tensor
+    completion: Completion
+    mask: Tensor
+    turns: int
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A whole episode, on the host.
+
+    Args:
+        key: its name.
+        example: the task.
+        prompt: messages that the agent saw before its first turn.
+        messages: what was said from then on.
+        segments: what the agent learns from: one sequence where each prompt extended the last.
+        ending: why it is over.
+        turns: turns of the agent.
+        tool_calls: calls of the agent that were carried out.
+        tool_failures: of them, those that failed.
+        malformed: turns whose tool calls could not be read.
+        environment: as it is after the end.
+    """
+
+    key: SequenceKey
+    example: Mapping[str, Any]
+    prompt: tuple[Message, ...]
+    messages: tuple[Message, ...]
+    segments: tuple[Segment, ...]
+    ending: Ending
+    turns: int
+    tool_calls: int
+    tool_failures: int
+    malformed: int
+    environment: Environment
+
+    @property
+    def finished(self) -> bool:
+        """Whether it ended by itself, rather than for want of turns, tokens or an answer."""
+        return self.ending in _BY_ITSELF
+
+
+def turn_key(key: SequenceKey, turn: int, *, user: bool = False) -> SequenceKey:
+    """Names the random stream of one turn; the agent's first is the episode's own."""
+    place = 2 * turn + user
+    return key._replace(seed=(key.seed ^ (place * _TURN_MULTIPLIER)) % 2**64)
+
+
+@dataclass
+class _Growing:
+    """A segment that may still grow.
+
+    Args:
+        condition: ids of its first prompt.
+        ids: ids behind it, as far as the agent drew them last.
+        mask: 1 where the agent drew.
+        logprobs: nats, one an id.
+        model_logprobs: likewise, of the model's own distribution.
+    """
+
+    condition: list[int]
+    ids: array[int] = field(default_factory=lambda: array("q"))
+    mask: bytearray = field(default_factory=bytearray)
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    model_logprobs: array[float] = field(default_factory=lambda: array("f"))
+    ties: int = 0
+    turns: int = 0
+
+    def begins(self, context: Sequence[int]) -> bool:
+        """Whether a context begins with all its tokens."""
+        known = len(self.condition) + len(self.ids)
+        if len(context) < known:
+            return False
+        first = len(self.condition)
+        return list(context[:first]) == self.condition and list(context[first:known]) == self.ids.tolist()
+
+    def add(self, context: Sequence[int], completion: Completion) -> None:
+        """Adds what a context holds beyond it, and a turn."""
+        told = context[len(self.condition) + len(self.ids) :]
+        self.ids.extend(told)
+        self.mask.extend(bytes(len(told)))
+        self.logprobs.extend([0.0] * len(told))
+        self.model_logprobs.extend([0.0] * len(told))
+        self.ids.extend(completion.ids.tolist())
+        self.mask.extend(b"\x01" * len(completion.ids))
+        self.logprobs.extend(completion.logprobs.tolist())
+        self.model_logprobs.extend(completion.model_logprobs.tolist())
+        self.ties += completion.ties
+        self.turns += 1
+
+    def segment(self, finished: bool) -> Segment:
+        """Gives it as it is, whole."""
+        logprobs = torch.tensor(self.logprobs, dtype=torch.float32)
+        own = torch.tensor(self.model_logprobs, dtype=torch.float32)
+        completion = Completion(torch.tensor(self.ids, dtype=torch.int64), logprobs, own, finished, self.ties)
+        mask = torch.tensor(list(self.mask), dtype=torch.uint8)
+        return Segment(torch.tensor(self.condition, dtype=torch.int64), completion, mask, self.turns)
+
+
+@dataclass
+class LiveEpisode:
+    """An episode under way; all of it lies on the host.
+
+    Args:
+        key: its name.
+        example: the task.
+        environment: what it is played in.
+        messages: the conversation as the agent sees it.
+        context: ids of the agent's next prompt, or of its last while others have their turn.
+        drawn: ids of its last turn.
+        opening: messages of them before the agent's first turn.
+    """
+
+    key: SequenceKey
+    example: Mapping[str, Any]
+    environment: Environment
+    messages: list[Message] = field(default_factory=list)
+    context: list[int] = field(default_factory=list)
+    drawn: list[int] = field(default_factory=list)
+    opening: int = 0
+    first_tokens: int = 0
+    user: User | None = None
+    instructions: str = ""
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+    action: Action | None = None
+    users_turn: bool = False
+    ending: Ending | None = None
+    turns: int = 0
+    user_turns: int = 0
+    tool_rounds: int = 0
+    tool_calls: int = 0
+    tool_failures: int = 0
+    malformed: int = 0
+    grown: list[_Growing] = field(default_factory=list)
+
+    def take(self, completion: Completion) -> None:
+        """Notes a turn that the agent drew behind the present context."""
+        if not self.grown or not self.grown[-1].begins(self.context):
+            self.grown.append(_Growing(list(self.context)))
+        self.grown[-1].add(self.context, completion)
+        self.drawn = completion.ids.tolist()
+        self.turns += 1
+
+    def whole(self) -> Episode:
+        """Gives the episode when it is over."""
+        if self.ending is None:
+            raise AssertionError("an episode is whole when it has ended")
+        finished = self.ending in _BY_ITSELF
+        with host_memory():
+            segments = tuple(part.segment(finished) for part in self.grown) or (_nothing(self.context),)
+        return Episode(
+            key=self.key,
+            example=self.example,
+            prompt=tuple(self.messages[: self.opening]),
+            messages=tuple(self.messages[self.opening :]),
+            segments=segments,
+            ending=self.ending,
+            turns=self.turns,
+            tool_calls=self.tool_calls,
+            tool_failures=self.tool_failures,
+            malformed=self.malformed,
+            environment=self.environment,
+        )
+
+
+def _nothing(context: Sequence[int]) -> Segment:
+    """Stands for an episode in which the agent had no turn: one token that counts for nothing.
+
+    Of the context it keeps one token, for the whole may be longer than any network that scores it can read.
+    """
+    ids, zero = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+    condition = torch.tensor(list(context[:1]) or [0], dtype=torch.int64)
+    return Segment(condition, Completion(ids, zero, zero, finished=False), torch.zeros(1, dtype=torch.uint8), 0)

@@ -1,0 +1,381 @@
+"""Plays episodes together, half-turn by half-turn: all agents draw in one call, then environments move, then users.
+
+Agents go on until every live episode waits for its user or is over; only then do users speak. So roles switch once for
+a round of all episodes, and nothing of one episode depends on the others: its draws are named by its own key, its
+limits are its own, and the calls of users and environments come in the order of the episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.rollout.multi_turn.calls import Call, Caller
+from memsafe_rl.rollout.multi_turn.chat import Chat, PlainText, TurnFormat, encodable
+from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, LiveEpisode, turn_key
+from memsafe_rl.rollout.multi_turn.protocol import Environment, Message, Observation, Step
+from memsafe_rl.rollout.multi_turn.tools import tool_schemas
+from memsafe_rl.rollout.multi_turn.users import NO_ANSWER, CallableUser, ModelUser, as_seen_by_user
+from memsafe_rl.types import Completion, SequenceKey
+
+AgentDraw = Callable[[list[Tensor], list[list[SequenceKey]], list[int]], list[Completion]]
+"""Takes prompts, for each its keys, and for each the longest completion; draws one completion a key, in their order."""
+
+UserDraw = Callable[[ModelUser, list[Tensor], list[list[SequenceKey]], list[int]], list[Completion]]
+"""The same in a user's role."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """An episode to be played.
+
+    Args:
+        key: names it, and its random streams.
+        example: the task: a row of the dataset.
+        prompt: the row's prompt, plain or conversational; None where the environment gives it.
+        environment: an instance of its own.
+    """
+
+    key: SequenceKey
+    example: Mapping[str, Any]
+    prompt: Any
+    environment: Environment
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """What episodes are played with.
+
+    Args:
+        tokenizer: of the agent.
+        limits: of every episode.
+        agent: draws the agents' turns.
+        user: draws the turns of users that are models; None where there are none.
+        caller: calls environments and other users.
+        template_kwargs: extra arguments of the chat template.
+        user_context: longest prompt and answer of a user that is a model, in tokens; None for no limit.
+    """
+
+    tokenizer: Any
+    limits: EpisodeLimits
+    agent: AgentDraw
+    user: UserDraw | None
+    caller: Caller
+    template_kwargs: Mapping[str, Any] | None = None
+    user_context: int | None = None
+
+
+def play(beginnings: Sequence[Beginning], table: EpisodeSettings) -> list[Episode]:
+    """Plays episodes from their beginnings to their ends."""
+    match = begin(beginnings, table)
+    while match.goes_on:
+        match.agents_speak()
+        match.users_speak()
+    return match.episodes()
+
+
+def begin(beginnings: Sequence[Beginning], table: EpisodeSettings) -> EpisodeBatch:
+    """Resets environments and reads what agents see first; nothing is drawn."""
+    if len({id(one.environment) for one in beginnings}) < len(beginnings):
+        raise ConfigError("Two episodes share an environment. Have environment_factory make a new one at every call.")
+    chat = any(not isinstance(one.prompt, str) for one in beginnings)
+    dialect = Chat(table.tokenizer, table.template_kwargs) if chat else PlainText(table.tokenizer)
+    match = EpisodeBatch([LiveEpisode(one.key, one.example, one.environment) for one in beginnings], table, dialect)
+    match.reset([one.prompt for one in beginnings])
+    return match
+
+
+class EpisodeBatch:
+    """Episodes under way."""
+
+    def __init__(self, live: list[LiveEpisode], table: EpisodeSettings, dialect: TurnFormat) -> None:
+        self._all = live
+        self._table = table
+        self._dialect = dialect
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether any episode is not over."""
+        return any(one.ending is None for one in self._all)
+
+    @property
+    def contexts(self) -> list[list[int]]:
+        """The ids that each agent reads next."""
+        return [one.context for one in self._all]
+
+    @property
+    def keys(self) -> list[SequenceKey]:
+        """The names of the episodes."""
+        return [one.key for one in self._all]
+
+    @property
+    def live_keys(self) -> list[SequenceKey]:
+        """The names of those that are not over."""
+        return [one.key for one in self._all if one.ending is None]
+
+    @property
+    def user_roles(self) -> list[str]:
+        """The roles of users that are models, one for each episode that has one."""
+        return [one.user.role for one in self._all if isinstance(one.user, ModelUser)]
+
+    def episodes(self) -> list[Episode]:
+        """Gives the episodes when all are over, and tells their environments."""
+        episodes = [one.whole() for one in self._all]
+        for one in self._all:
+            one.environment.ended(list(one.messages))
+        return episodes
+
+    def reset(self, prompts: Sequence[Any]) -> None:
+        """Resets every environment once."""
+        calls = [Call(_bound(one.environment.reset, one.example), one.environment.blocking) for one in self._all]
+        for one, prompt, seen in zip(self._all, prompts, self._table.caller(calls), strict=True):
+            one.user = one.environment.user
+            one.schemas = tool_schemas(one.environment.tools)
+            one.messages = opened(prompt, seen)
+            if one.user is not None and not isinstance(self._dialect, Chat):
+                raise ConfigError("A user needs conversational prompts, but a prompt is plain text. Pass messages.")
+            if isinstance(one.user, ModelUser):
+                one.instructions = one.user.instructions(one.example)
+            if not one.messages and one.user is None:
+                raise DataError(
+                    f"{one.environment.name} has no prompt: the dataset has none, `reset` gave none, and there is no "
+                    "user to begin. Return an observation from `reset`, or add a column 'prompt'."
+                )
+            one.users_turn = one.user is not None and (not one.messages or one.messages[-1]["role"] != "user")
+            if not one.users_turn:
+                self._open(one)
+
+    def _open(self, one: LiveEpisode) -> None:
+        """Reads an agent's first prompt."""
+        one.context = self._dialect.first(one.messages, one.schemas)
+        one.opening, one.first_tokens = len(one.messages), len(one.context)
+        if self._room(one) < 1:
+            one.ending = Ending.CONTEXT
+
+    def _room(self, one: LiveEpisode) -> int:
+        return self._table.limits.room(one.first_tokens, len(one.context))
+
+    # ------------------------------------------------------------------ agents and environments
+
+    def agents_speak(self) -> None:
+        """Has agents and environments take turns until every live episode waits for its user or is over."""
+        while speaking := [one for one in self._all if one.ending is None and not one.users_turn]:
+            self._draw_turns(speaking)
+            self._move([one for one in speaking if one.ending is None and not one.users_turn])
+
+    def _draw_turns(self, speaking: Sequence[LiveEpisode]) -> None:
+        """Draws one turn of every agent in one call; equal prompts of a group are read once."""
+        limits = [self._room(one) for one in speaking]
+        asked = _grouped([one.context for one in speaking], limits)
+        keys = [turn_key(one.key, one.turns) for one in speaking]
+        drawn = _drawn(self._table.agent, asked, keys)
+        for one, completion in zip(speaking, drawn, strict=True):
+            one.take(completion)
+            one.action = action = self._dialect.read(one.context, completion.ids.tolist(), one.schemas)
+            one.messages.append(action.message)
+            one.malformed += action.malformed
+            one.ending = self._ending_of_turn(one, completion)
+            one.users_turn = one.ending is None and one.user is not None and not action.calls
+
+    def _ending_of_turn(self, one: LiveEpisode, completion: Completion) -> Ending | None:
+        rounds = self._table.limits.tool_rounds
+        if not completion.finished:
+            return Ending.TURN
+        if one.action is not None and one.action.calls and rounds is not None and one.tool_rounds >= rounds:
+            return Ending.TOOL_CALLS
+        return None
+
+    def _spent(self, one: LiveEpisode) -> bool:
+        return self._table.limits.turns is not None and one.turns >= self._table.limits.turns
+
+    def _move(self, moved: Sequence[LiveEpisode]) -> None:
+        """Carries every action out, once."""
+        calls = [Call(_bound(one.environment.step, one.action), one.environment.blocking) for one in moved]
+        for one, step in zip(moved, self._table.caller(calls), strict=True):
+            if not isinstance(step, Step):
+                raise DataError(
+                    f"{one.environment.name}.step returned {step!r:.100} ({type(step).__name__}). Return a Step."
+                )
+            self._observe(one, step)
+
+    def _observe(self, one: LiveEpisode, step: Step) -> None:
+        calls = 0 if one.action is None else len(one.action.calls)
+        one.tool_calls += calls
+        one.tool_rounds += bool(calls)
+        one.tool_failures += step.failures
+        seen = observed(step.observation)
+        if step.done:
+            one.messages += seen
+            one.ending = Ending.DONE
+        elif self._spent(one):
+            one.messages += seen
+            one.ending = Ending.TURNS
+        elif not seen:
+            raise DataError(
+                f"{one.environment.name}.step gave no observation although the episode is not done. Return a Step with "
+                "an observation, or with done=True."
+            )
+        else:
+            self._go_on(one, seen)
+
+    def _go_on(self, one: LiveEpisode, seen: Sequence[Message]) -> None:
+        """Puts what was seen behind what was drawn; where that leaves no room, the episode ends before it."""
+        told = self._dialect.following(one.messages[-1], one.drawn[-1], seen, one.schemas)
+        kept = one.context, len(one.messages)
+        one.messages += seen
+        if told is None:
+            one.context = self._dialect.first(one.messages, one.schemas)
+        else:
+            one.context = [*one.context, *one.drawn, *told]
+        if self._room(one) < 1:
+            one.context, one.ending = kept[0], Ending.CONTEXT
+            del one.messages[kept[1] :]
+
+    # ------------------------------------------------------------------ users
+
+    def users_speak(self) -> None:
+        """Has every user answer whose agent waits for it."""
+        waiting = [one for one in self._all if one.ending is None and one.users_turn]
+        for one in [one for one in waiting if one.turns and self._spent(one)]:
+            one.ending = Ending.TURNS
+        waiting = [one for one in waiting if one.ending is None]
+        answers = self._called([one for one in waiting if isinstance(one.user, CallableUser)])
+        answers |= self._drawn_by_models([one for one in waiting if isinstance(one.user, ModelUser)])
+        for one in waiting:
+            if id(one) not in answers:
+                raise ConfigError(
+                    f"{one.environment.name}.user is {one.user!r:.100}. Use a CallableUser or a ModelUser."
+                )
+            self._hear(one, answers[id(one)])
+
+    def _called(self, asking: Sequence[LiveEpisode]) -> dict[int, Any]:
+        calls = []
+        for one in asking:
+            if not isinstance(one.user, CallableUser):
+                raise AssertionError("only these are called")
+            calls.append(Call(_bound(one.user.answer, as_seen_by_user(one.messages)), one.user.blocking))
+        return {id(one): answer for one, answer in zip(asking, self._table.caller(calls), strict=True)}
+
+    def _drawn_by_models(self, asking: Sequence[LiveEpisode]) -> dict[int, Any]:
+        """Draws the answers of users that are models, those of one role and one manner in one call."""
+        kinds: dict[ModelUser, list[LiveEpisode]] = {}
+        for one in asking:
+            if isinstance(one.user, ModelUser):
+                kinds.setdefault(one.user.manner(), []).append(one)
+        answers: dict[int, Any] = {}
+        for user, group in kinds.items():
+            answers |= self._drawn_by_one(user, group)
+        return answers
+
+    def _drawn_by_one(self, user: ModelUser, asking: Sequence[LiveEpisode]) -> dict[int, Any]:
+        if self._table.user is None:
+            raise ConfigError(f"The user is a model in the role {user.role!r}, but nothing draws for users here.")
+        contexts = [self._seen_by(one) for one in asking]
+        most = self._table.user_context
+        rooms = [user.max_tokens if most is None else min(user.max_tokens, most - len(ids)) for ids in contexts]
+        able = [place for place, room in enumerate(rooms) if room > 0]
+        asked = _grouped([contexts[place] for place in able], [rooms[place] for place in able])
+        keys = [turn_key(asking[place].key, asking[place].user_turns, user=True) for place in able]
+        draw = self._table.user
+        drawn = _drawn(lambda *work: draw(user, *work), asked, keys) if able else []
+        answers: dict[int, Any] = {id(one): NO_ANSWER for one in asking}
+        for place, completion in zip(able, drawn, strict=True):
+            text = self._table.tokenizer.decode(completion.ids.tolist(), skip_special_tokens=True)
+            answers[id(asking[place])] = text.strip()
+        return answers
+
+    def _seen_by(self, one: LiveEpisode) -> list[int]:
+        system: Message = {"role": "system", "content": encodable(one.instructions)}
+        return self._dialect.first([system, *as_seen_by_user(one.messages)], ())
+
+    def _hear(self, one: LiveEpisode, answer: Any) -> None:
+        one.user_turns += 1
+        one.users_turn = False
+        if answer is NO_ANSWER:
+            one.ending = Ending.USER
+            return
+        if answer is not None and not isinstance(answer, str):
+            raise DataError(f"A user answered {answer!r:.100} ({type(answer).__name__}). Give a text, or None to end.")
+        said: list[Message] = [] if answer is None else [{"role": "user", "content": encodable(answer)}]
+        over = answer is None or any(stop in answer for stop in getattr(one.user, "stops", ()))
+        if over:
+            one.messages += said
+            one.ending = Ending.DONE
+        elif one.turns:
+            self._go_on(one, said)
+        else:
+            one.messages += said
+            self._open(one)
+
+
+def opened(prompt: Any, seen: Observation) -> list[Message]:
+    """Puts the first observation behind a prompt, as TRL does: a text behind its last message's own."""
+    messages: list[Message] = (
+        [{"role": "user", "content": encodable(prompt)}] if isinstance(prompt, str) else _copied(prompt)
+    )
+    seen = encodable(seen) if isinstance(seen, str) else seen
+    if isinstance(seen, str) and messages and messages[-1]["role"] == "user":
+        content = messages[-1]["content"]
+        part = [{"type": "text", "text": seen}] if isinstance(content, list) else seen
+        return [*messages[:-1], {**messages[-1], "content": content + part}]
+    return [*messages, *observed(seen)]
+
+
+def observed(seen: Observation) -> list[Message]:
+    """Turns an observation into messages."""
+    if seen is None:
+        return []
+    if isinstance(seen, str):
+        return [{"role": "user", "content": encodable(seen)}]
+    if not isinstance(seen, Sequence) or not all(
+        isinstance(message, Mapping) and "role" in message for message in seen
+    ):
+        raise DataError(f"An environment observed {seen!r:.100}. Give a text, or messages with 'role' and 'content'.")
+    return _copied(seen)
+
+
+def _copied(messages: Any) -> list[Message]:
+    return [encodable(message) for message in messages or ()]
+
+
+def _bound(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    return lambda: function(*arguments)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Different prompts, and which of them each row follows.
+
+    Args:
+        prompts: (length,) int64 each, on the host.
+        rows: for each prompt, the rows that follow it.
+        limits: for each prompt, its longest completion.
+    """
+
+    prompts: list[Tensor]
+    rows: list[list[int]]
+    limits: list[int]
+
+
+def _grouped(contexts: Sequence[Sequence[int]], limits: Sequence[int]) -> _Asked:
+    """Puts rows of equal prompts and equal limits together, in the order in which prompts first appear."""
+    places: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for row, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
+        places.setdefault((limit, tuple(context)), []).append(row)
+    with host_memory():
+        prompts = [torch.tensor(ids, dtype=torch.int64) for _, ids in places]
+    return _Asked(prompts, list(places.values()), [limit for limit, _ in places])
+
+
+def _drawn(draw: AgentDraw, asked: _Asked, keys: Sequence[SequenceKey]) -> list[Completion]:
+    """Draws one completion a row, in the order of the rows."""
+    drawn = draw(asked.prompts, [[keys[row] for row in rows] for rows in asked.rows], asked.limits)
+    order = [row for rows in asked.rows for row in rows]
+    found = dict(zip(order, drawn, strict=True))
+    return [found[row] for row in range(len(keys))]

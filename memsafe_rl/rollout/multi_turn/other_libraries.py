@@ -1,0 +1,235 @@
+"""Environments of other libraries, by their shape alone: gymnasium, and tau2-bench in half-duplex."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, Observation, Step, Tool
+from memsafe_rl.rollout.multi_turn.users import STOPS, CallableUser
+
+
+class GymLike(Protocol):
+    """An environment of gymnasium's shape."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begins an episode; gives an observation and more."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Gives observation, reward, whether it is over, whether it was cut, and more."""
+
+
+def said(action: Action) -> str:
+    """Takes what the agent said as the action."""
+    return action.text.strip()
+
+
+class GymEnvironment(Environment):
+    """Plays an environment of gymnasium's shape: the agent's text is the action, the sum of rewards the reward.
+
+    Args:
+        env: the environment.
+        read: turns an action into what `env.step` takes; may raise ValueError, which the agent is told.
+        show: turns an observation into a text.
+        seed_column: column of the dataset whose number seeds `env.reset`; None for none.
+        blocking: whether it is called in a thread.
+    """
+
+    def __init__(
+        self,
+        env: GymLike,
+        read: Callable[[Action], Any] = said,
+        show: Callable[[Any], str] = str,
+        *,
+        seed_column: str | None = "seed",
+        blocking: bool = True,
+    ) -> None:
+        self._env = env
+        self._read = read
+        self._show = show
+        self._seed_column = seed_column
+        self._total = 0.0
+        self.blocking = blocking
+
+    @property
+    def name(self) -> str:
+        """Names the column of its rewards: the environment's class."""
+        return type(self._env).__name__
+
+    def reset(self, example: Mapping[str, Any]) -> Observation:
+        """Begins an episode.
+
+        Args:
+            example: the task; its whole is passed as `options`.
+
+        Returns:
+            The first observation as text.
+        """
+        self._total = 0.0
+        seed = None if self._seed_column is None else example.get(self._seed_column)
+        seen, _ = self._env.reset(seed=seed, options=dict(example))
+        return self._show(seen)
+
+    def step(self, action: Action) -> Step:
+        """Carries an action out.
+
+        Args:
+            action: the agent's.
+
+        Returns:
+            The observation; what cannot be read as an action moves nothing.
+        """
+        try:
+            chosen = self._read(action)
+        except ValueError as error:
+            return Step(str(error))
+        seen, reward, terminated, truncated, _ = self._env.step(chosen)
+        self._total += float(reward)
+        return Step(self._show(seen), done=bool(terminated or truncated))
+
+    def reward(self) -> float:
+        """Gives the sum of the rewards since `reset`.
+
+        Returns:
+            The reward.
+        """
+        return self._total
+
+
+class DuplexDomain(Protocol):
+    """The environment of a tau2-shaped domain."""
+
+    def get_policy(self) -> str:
+        """Gives what the agent must keep to."""
+
+    def get_tools(self) -> Sequence[Any]:
+        """Gives the tools; each is a function, or has `openai_schema`."""
+
+    def get_response(self, message: Any) -> Any:
+        """Carries a tool call out; gives a message with `content` and maybe `error`."""
+
+
+class DuplexUser(Protocol):
+    """The user simulator of a tau2-shaped domain."""
+
+    def get_init_state(self, message_history: list[Any] | None = None) -> Any:
+        """Gives the state of a new conversation."""
+
+    def generate_next_message(self, message: Any, state: Any) -> tuple[Any, Any]:
+        """Answers the agent's message; gives the user's message and the next state."""
+
+
+@dataclass(frozen=True)
+class DuplexMessage:
+    """What is handed to a tau2-shaped user or environment.
+
+    Args:
+        role: "assistant" or "user".
+        content: what was said.
+        id: of a tool call.
+        name: of the tool.
+        arguments: of the call.
+        requestor: who calls.
+    """
+
+    role: str = "assistant"
+    content: str | None = None
+    id: str = ""
+    name: str = ""
+    arguments: Mapping[str, Any] | None = None
+    requestor: str = "assistant"
+
+
+class HalfDuplex(Environment):
+    """Plays a domain of tau2-bench's shape: greeting, then user and agent in turn, the agent's tool calls in between.
+
+    The user simulator sees neither tool calls nor their results. One episode needs one domain and one user: `make`
+    gives them anew at every reset.
+
+    Args:
+        make: takes the task; gives the domain's environment and its user.
+        judge: takes the task, the domain and the conversation; gives the reward.
+        greeting: what the agent says first, by itself; none of its tokens is learnt from.
+        stops: strings in the user's words that end the conversation.
+        blocking: whether domain and user block, as calls of remote models do.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Mapping[str, Any]], tuple[DuplexDomain, DuplexUser]],
+        judge: Callable[[Mapping[str, Any], DuplexDomain, list[Message]], float],
+        *,
+        greeting: str = "Hi! How can I help you today?",
+        stops: Sequence[str] = STOPS,
+        blocking: bool = True,
+    ) -> None:
+        self._make = make
+        self._judge = judge
+        self._greeting = greeting
+        self._stops = stops
+        self._calls = 0
+        self.blocking = blocking
+
+    def reset(self, example: Mapping[str, Any]) -> Observation:
+        """Makes domain and user of a task.
+
+        Args:
+            example: the task.
+
+        Returns:
+            The domain's policy and the greeting.
+        """
+        self._example = example
+        self._domain, self._simulator = self._make(example)
+        self._state = self._simulator.get_init_state()
+        self._calls = 0
+        self.tools = [_schema_of(tool) for tool in self._domain.get_tools()]
+        self.user = CallableUser(self._answer, stops=self._stops, blocking=self.blocking)
+        greeting = {"role": "assistant", "content": self._greeting}
+        return [{"role": "system", "content": self._domain.get_policy()}, greeting]
+
+    def step(self, action: Action) -> Step:
+        """Carries tool calls out in their order.
+
+        Args:
+            action: the agent's.
+
+        Returns:
+            One message a call.
+        """
+        results: list[Message] = []
+        failures = 0
+        for call in action.calls:
+            self._calls += 1
+            asked = DuplexMessage(id=f"call_{self._calls}", name=call.name, arguments=call.arguments)
+            answer = self._domain.get_response(asked)
+            failures += bool(getattr(answer, "error", False))
+            results.append({"role": "tool", "name": call.name, "content": str(answer.content)})
+        return Step(results, failures=failures)
+
+    def ended(self, messages: list[Message]) -> None:
+        """Keeps the conversation for the judge.
+
+        Args:
+            messages: the whole conversation.
+        """
+        self._conversation = messages
+
+    def reward(self) -> float:
+        """Judges the conversation.
+
+        Returns:
+            What the judge gives.
+        """
+        return self._judge(self._example, self._domain, self._conversation)
+
+    def _answer(self, messages: list[Message]) -> str:
+        heard = DuplexMessage(content=messages[-1]["content"])
+        answer, self._state = self._simulator.generate_next_message(heard, self._state)
+        return str(answer.content)
+
+
+def _schema_of(tool: Any) -> Tool | Mapping[str, Any]:
+    schema: Mapping[str, Any] | None = getattr(tool, "openai_schema", None)
+    return tool if schema is None else schema

@@ -1,0 +1,147 @@
+"""What an environment and a user are to the episodes that are played with them."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from memsafe_rl.errors import DataError
+
+Message = dict[str, Any]
+"""A chat message: "role", "content", and what chat templates know besides."""
+
+Observation = str | Sequence[Mapping[str, Any]] | None
+"""What is seen: a text, chat messages, or nothing."""
+
+Tool = Callable[..., Any]
+"""A typed function with a Google docstring, sync or async, which the model may call."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model has written.
+
+    Args:
+        name: of the tool.
+        arguments: by name.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the agent has done in one turn.
+
+    Args:
+        text: what it said, without its tool calls.
+        calls: the tools it calls, in order.
+        message: the turn as a chat message.
+        malformed: whether it wrote something that looks like a tool call and cannot be read as one.
+    """
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    message: Message = field(default_factory=dict)
+    malformed: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an action leads to.
+
+    Args:
+        observation: what the agent sees next; a text is a message of the role "user".
+        done: whether the episode is over.
+        failures: tool calls that failed.
+
+    Raises:
+        DataError: failures are no number of calls, or done is a text, which would always be true.
+    """
+
+    observation: Observation = None
+    done: bool = False
+    failures: int = 0
+
+    def __post_init__(self) -> None:
+        done: object = self.done
+        if isinstance(done, str):
+            raise DataError(f"a Step has done={done!r:.100}, a text. Give True or False.")
+        try:
+            operator.index(self.failures)
+        except TypeError as error:
+            raise DataError(
+                f"a Step has failures={self.failures!r:.100}. Give the number of tool calls that failed."
+            ) from error
+
+
+class User:
+    """The other side of a conversation; see `memsafe_rl.rollout.multi_turn.users` for the kinds there are."""
+
+    stops: Sequence[str] = ()
+    """Strings that end the episode where the user says one."""
+
+
+class Environment(ABC):
+    """One episode at a time: begun by `reset`, moved on by `step`, judged by `reward`.
+
+    Each of the three may be a coroutine function. An instance is used again, reset, in later rollouts.
+
+    Attributes:
+        blocking: whether the three block, as those of simulators and remote services do: they are called in a thread,
+            those of all episodes at the same time.
+        user: who answers when the agent calls no tool; None where `step` answers itself. Read after `reset`.
+        tools: what the model is told it may call: functions, or JSON schemas.
+    """
+
+    blocking: bool = False
+    user: User | None = None
+    tools: Sequence[Tool | Mapping[str, Any]] = ()
+
+    @abstractmethod
+    def reset(self, example: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
+        """Begins an episode.
+
+        Args:
+            example: the dataset's row.
+
+        Returns:
+            What the agent sees besides the row's prompt: a text goes behind the prompt's last message, messages follow
+            it.
+        """
+
+    @abstractmethod
+    def step(self, action: Action) -> Step | Awaitable[Step]:
+        """Carries an action out, once.
+
+        Args:
+            action: the agent's. Where there is a user, only actions with tool calls come here.
+
+        Returns:
+            What follows.
+        """
+
+    def ended(self, messages: list[Message]) -> None:
+        """Hears of the end of an episode, once, before `reward`.
+
+        Args:
+            messages: the whole conversation as the agent has seen it, its own words and tool calls with it.
+        """
+        del messages
+
+    def reward(self) -> float | Awaitable[float | None] | None:
+        """Judges the episode, once, after its end.
+
+        Returns:
+            The reward; None for none.
+        """
+        return None
+
+    @property
+    def name(self) -> str:
+        """Names the column of its rewards."""
+        return type(self).__name__

@@ -1,0 +1,160 @@
+"""One set of weights, many roles: who speaks is a matter of which adapter is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+
+from memsafe_rl.accounting import weights_of
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.models.language.base import refuse_trained_bias
+
+AGENT, BASE, REFERENCE = "agent", "base", "reference"
+"""The roles that every hub has: the trained model, the same with its adapters off, and what the KL refers to."""
+
+
+@dataclass(frozen=True)
+class ModelKey:
+    """What makes two models the same weights.
+
+    Args:
+        name: of the model, or its path.
+        dtype: of its weights.
+        quantization: its method, such as "bitsandbytes/4bit"; None for none.
+        device: where it lies.
+    """
+
+    name: str
+    dtype: str
+    quantization: str | None
+    device: str
+
+
+def key_of(model: nn.Module) -> ModelKey:
+    """Reads a model's key."""
+    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    config = getattr(inner, "config", None)
+    method = getattr(getattr(config, "quantization_config", None), "quant_method", None)
+    bits = "4bit" if getattr(inner, "is_loaded_in_4bit", False) else "8bit"
+    first = next(inner.parameters())
+    return ModelKey(
+        name=getattr(config, "_name_or_path", "") or f"{type(inner).__name__} at {id(inner):#x}",
+        dtype=str(first.dtype).removeprefix("torch."),
+        quantization=None if method is None else f"{getattr(method, 'value', method)}/{bits}",
+        device=str(first.device),
+    )
+
+
+class ModelRoles:
+    """Serves every role of a run from as few weights as there are different models.
+
+    The state of PEFT adapters is global: one role acts at a time, and no cache is read under another than its own.
+    """
+
+    def __init__(self, agent: ModelAdapter) -> None:
+        self._agent = agent
+        self._models: dict[ModelKey, ModelAdapter] = {key_of(agent.model): agent}
+        self._roles: dict[str, tuple[ModelAdapter, str | None]] = {}
+        self._acting: str | None = None
+        self.switches = 0
+
+    def register(
+        self, role: str, key: ModelKey, load: Callable[[], ModelAdapter], *, peft_adapter: str | None = None
+    ) -> ModelAdapter:
+        """Gives a role to a model, which is loaded only if the hub has no such weights yet."""
+        if role in self.roles:
+            raise ConfigError(f"The role {role!r} is taken. Register it under another name; there are {self.roles}.")
+        if key not in self._models:
+            self._models[key] = load()
+        self._roles[role] = (self._models[key], peft_adapter)
+        return self._models[key]
+
+    @property
+    def roles(self) -> list[str]:
+        """Every role that can act."""
+        adapters = list(getattr(self._agent.model, "peft_config", {}))
+        return [AGENT, BASE, REFERENCE, *adapters, *self._roles]
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The different models, the trained one first."""
+        return [adapter.model for adapter in self._models.values()]
+
+    def weight_bytes(self) -> int:
+        """Counts the bytes of all weights, each storage once."""
+        stores = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights_of(*self.models)}
+        return sum(stores.values())
+
+    @contextmanager
+    def acting(self, role: str) -> Iterator[ModelAdapter]:
+        """Has a role act; everything is as before afterwards, after an error too."""
+        if self._acting is not None:
+            raise ConfigError(f"The role {role!r} cannot act while {self._acting!r} does. Leave that one first.")
+        self._acting = role
+        try:
+            if role == AGENT:
+                yield self._agent
+            elif role == REFERENCE:
+                with self._agent.reference() as reference:
+                    yield reference
+            else:
+                adapter, peft_adapter = self._found(role)
+                with peft_adapter_on(adapter.model, peft_adapter):
+                    self.switches += 1
+                    yield adapter
+        finally:
+            self._acting = None
+
+    def check(self, role: str) -> None:
+        """Refuses a role that cannot act."""
+        with self.acting(role):
+            pass
+
+    def _found(self, role: str) -> tuple[ModelAdapter, str | None]:
+        if role in self._roles:
+            return self._roles[role]
+        model = self._agent.model
+        if role == BASE:
+            if not isinstance(model, PeftModel):
+                raise ConfigError(
+                    f"The role 'base' is the model with its adapters off, but {type(model).__name__} has none: all its "
+                    "weights are trained. Pass a peft_config, or use the role 'agent' (the user then learns too)."
+                )
+            return self._agent, None
+        if role in getattr(model, "peft_config", {}):
+            return self._agent, role
+        raise ConfigError(f"There is no role {role!r}. Use one of {', '.join(self.roles)}, or register it first.")
+
+
+@contextmanager
+def peft_adapter_on(model: nn.Module, name: str | None) -> Iterator[None]:
+    """Switches a PEFT adapter on, or all off; active adapter and ``requires_grad`` are as before afterwards."""
+    if not isinstance(model, PeftModel):
+        if name is not None:
+            raise ConfigError(f"{type(model).__name__} has no PEFT adapter {name!r}. Leave peft_adapter out.")
+        yield
+        return
+    refuse_trained_bias(model.peft_config.values())
+    if name is not None and name not in model.peft_config:
+        raise ConfigError(f"There is no PEFT adapter {name!r}. Use one of {', '.join(model.peft_config)}.")
+    flags = [(weight, weight.requires_grad) for weight in model.parameters()]
+    active = model.active_adapter
+    try:
+        if name is None:
+            with model.disable_adapter():
+                yield
+        else:
+            model.set_adapter(name)
+            try:
+                yield
+            finally:
+                model.set_adapter(active)
+    finally:
+        for weight, requires_grad in flags:
+            weight.requires_grad_(requires_grad)

@@ -1,0 +1,212 @@
+"""Tools in TRL's form: typed functions that the model calls, and environments whose public methods are tools."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.runtime.failures import is_out_of_memory
+from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, Observation, Step, Tool, ToolCall, User
+
+_OWN = ("reset", "get_reward")
+"""Methods of an environment in TRL's form that the trainer calls, not the model."""
+
+
+def tool_schemas(tools: Sequence[Tool | Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Describes tools as chat templates want them."""
+    return [_named(tool) if isinstance(tool, Mapping) else _schema(tool) for tool in listed_tools(tools)]
+
+
+def listed_tools(tools: Any) -> list[Any]:
+    """Gives tools as a list."""
+    if tools is None:
+        return []
+    if callable(tools):
+        return [tools]
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
+        raise ConfigError(f"tools is {tools!r:.100} ({type(tools).__name__}). Give a list of functions.")
+    return list(tools)
+
+
+def _named(schema: Mapping[str, Any]) -> dict[str, Any]:
+    function = schema.get("function", schema)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConfigError(
+            f"The tool {dict(schema)!r:.100} is no JSON schema of a function: it has no name. Give "
+            '{"type": "function", "function": {"name": ..., "parameters": ...}}, or a typed function.'
+        )
+    return dict(schema)
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    name = getattr(tool, "__name__", repr(tool))
+    try:
+        return dict(get_json_schema(tool))
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"The tool {name!r} cannot be described to the model: {error} Give every argument a type hint and a line "
+            "in the docstring's Args."
+        ) from error
+
+
+def methods_of(instance: Any) -> list[Tool]:
+    """Gives the tools of an environment in TRL's form."""
+    members = inspect.getmembers(type(instance), predicate=inspect.isfunction)
+    return [getattr(instance, name) for name, _ in members if name not in _OWN and not name.startswith("_")]
+
+
+class ToolEnvironment(Environment):
+    """Calls the tools that the agent names; where it names none, the user answers, or the episode ends.
+
+    Derive from it for tools with a state, a task or a reward of their own. What a tool raises becomes its result,
+    ``{"error": ...}``, as does a tool that there is not.
+
+    Args:
+        tools: functions.
+        user: who answers when no tool is called; None to end there.
+
+    Raises:
+        ConfigError: two tools have one name, or one is no function.
+    """
+
+    def __init__(self, tools: Sequence[Tool] = (), user: User | None = None) -> None:
+        self.tools = listed_tools(tools)
+        self.user = user
+        self._functions: dict[str, Tool] = {}
+        for tool in self.tools:
+            if not callable(tool):
+                raise ConfigError(
+                    f"The tool {tool!r:.100} ({type(tool).__name__}) cannot be called. Give a typed function; schemas "
+                    "alone belong to an Environment whose `step` carries the calls out."
+                )
+            name = getattr(tool, "__name__", type(tool).__name__)
+            if name in self._functions:
+                raise ConfigError(f"Two tools are called {name!r}. Rename one: the model calls tools by their names.")
+            self._functions[name] = tool
+
+    def reset(self, example: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
+        """Begins an episode.
+
+        Args:
+            example: the task.
+
+        Returns:
+            Nothing besides the row's prompt.
+        """
+        del example
+        return None
+
+    def step(self, action: Action) -> Step | Awaitable[Step]:
+        """Calls the tools of an action in their order.
+
+        Args:
+            action: what the agent did.
+
+        Returns:
+            One message a call; a coroutine if a tool is async.
+        """
+        if not action.calls:
+            return Step(done=True)
+        results = [self._call(call) for call in action.calls]
+        if any(inspect.isawaitable(result) for result in results):
+            return self._awaited(action.calls, results)
+        return _told(action.calls, results)
+
+    def _call(self, call: ToolCall) -> Any:
+        function = self._functions.get(call.name)
+        if function is None:
+            return _Failed(f"Unknown tool {call.name!r}; there are {', '.join(sorted(self._functions))}.")
+        try:
+            return function(**call.arguments)
+        except Exception as error:
+            return _failed(error)
+
+    async def _awaited(self, calls: Sequence[ToolCall], results: Sequence[Any]) -> Step:
+        known = []
+        for result in results:
+            try:
+                known.append(await result if inspect.isawaitable(result) else result)
+            except Exception as error:
+                known.append(_failed(error))
+        return _told(calls, known)
+
+
+class MethodEnvironment(ToolEnvironment):
+    """An environment in TRL's form: `reset(**columns)`, maybe `get_reward()`, and methods that are tools."""
+
+    def __init__(self, instance: Any, tools: Sequence[Tool] = ()) -> None:
+        if isinstance(instance, type):
+            raise ConfigError(
+                f"environment_factory gave the class {instance.__name__}. Have it give an instance, or pass the class "
+                "itself as environment_factory."
+            )
+        if not callable(getattr(instance, "reset", None)):
+            raise ConfigError(
+                f"environment_factory gave a {type(instance).__name__}, which has no method `reset`. Define "
+                "`reset(**columns)`, or derive it from memsafe_rl.Environment."
+            )
+        super().__init__([*listed_tools(tools), *methods_of(instance)])
+        self.instance = instance
+        self.blocking = bool(getattr(instance, "blocking", False))
+
+    @property
+    def name(self) -> str:
+        """Names the column of its rewards: the class of the instance."""
+        return type(self.instance).__name__
+
+    def reset(self, example: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
+        """Begins an episode."""
+        seen: Observation | Awaitable[Observation] = self.instance.reset(**example)
+        return seen
+
+    def reward(self) -> float | Awaitable[float | None] | None:
+        """Gives what the instance's `get_reward` does."""
+        judge: Callable[[], Any] | None = getattr(self.instance, "get_reward", None)
+        return None if judge is None else judge()
+
+
+class _Failed(dict[str, str]):
+    """The result of a call that failed."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(error=reason)
+
+
+def _failed(error: Exception) -> _Failed:
+    """Turns what a tool raised into its result; memory that ran out is no answer."""
+    if is_out_of_memory(error):
+        raise error
+    try:
+        return _Failed(str(error))
+    except Exception:
+        return _Failed(type(error).__name__)
+
+
+def _told(calls: Sequence[ToolCall], results: Sequence[Any]) -> Step:
+    shown = [_shown(result) for result in results]
+    messages: list[Message] = [
+        {"role": "tool", "name": call.name, "content": str(result) if isinstance(result, _Failed) else result}
+        for call, result in zip(calls, shown, strict=True)
+    ]
+    return Step(messages, failures=sum(isinstance(result, _Failed) for result in shown))
+
+
+def _shown(result: Any) -> Any:
+    """A result as the content of a message; one that cannot be shown as text is a failure."""
+    if isinstance(result, _Failed) or _is_content(result):
+        return result
+    try:
+        return str(result)
+    except Exception as error:
+        return _failed(error)
+
+
+def _is_content(result: Any) -> bool:
+    """Whether a result is the parts of a message already."""
+    return isinstance(result, list) and bool(result) and all(isinstance(one, dict) and "type" in one for one in result)

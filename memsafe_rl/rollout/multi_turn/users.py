@@ -1,0 +1,169 @@
+"""The user's side: a model, a script, or a service far away."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memsafe_rl.errors import ConfigError, DataError, MemsafeError
+from memsafe_rl.rewards.calls import TimeoutPolicy
+from memsafe_rl.rollout.multi_turn.protocol import Message, User
+
+logger = logging.getLogger(__name__)
+
+Reply = Callable[[list[Message]], str | Awaitable[str | None] | None]
+"""Takes the conversation as the user sees it (what the agent said has the role "user", what the user said
+"assistant"); gives what the user says next, None to end the episode."""
+
+STOPS = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
+"""What a simulated user says to end the conversation, as in tau2-bench."""
+
+
+_ENDLESS = TimeoutPolicy()
+
+
+class UserTimeoutError(MemsafeError, TimeoutError):
+    """A user took longer to answer than it may."""
+
+
+@dataclass(frozen=True)
+class CallableUser(User):
+    """A user whose words a function gives.
+
+    Args:
+        reply: the function, sync or async.
+        stops: strings that end the episode.
+        blocking: whether the function blocks, as a request does: it is called in a thread then, those of all episodes
+            at the same time.
+        patience: how long an async function is waited for; one that took longer every time ends the episode as
+            truncated where `gives_none`, else the run.
+
+    Raises:
+        ConfigError: one of these cannot be used.
+    """
+
+    reply: Reply
+    stops: Sequence[str] = STOPS
+    blocking: bool = False
+    patience: TimeoutPolicy = _ENDLESS
+
+    def __post_init__(self) -> None:
+        if not callable(self.reply):
+            raise ConfigError(f"CallableUser has reply={self.reply!r:.100}. Give a function of the conversation.")
+        if not isinstance(self.patience, TimeoutPolicy):
+            raise ConfigError(
+                f"CallableUser has patience={self.patience!r:.100} ({type(self.patience).__name__}). Give "
+                "TimeoutPolicy(timeout_seconds=...)."
+            )
+        object.__setattr__(self, "stops", _checked_stops(self.stops))
+
+    def answer(self, messages: list[Message]) -> Any:
+        """Calls the function.
+
+        Args:
+            messages: the conversation as the user sees it.
+
+        Returns:
+            The user's words, None, or a coroutine of them.
+        """
+        output = self.reply(messages)
+        return self._awaited(output, messages) if inspect.isawaitable(output) else output
+
+    async def _awaited(self, first: Awaitable[Any], messages: list[Message]) -> Any:
+        output: Any = first
+        for left in reversed(range(self.patience.retries + 1)):
+            try:
+                async with asyncio.timeout(self.patience.timeout_seconds) as timer:
+                    return await output
+            except TimeoutError:
+                if not timer.expired():
+                    raise
+            logger.warning("A user did not answer within %g seconds.", self.patience.timeout_seconds)
+            output = self.reply(messages) if left else None
+        if self.patience.gives_none:
+            return NO_ANSWER
+        raise UserTimeoutError(
+            f"A user did not answer within {self.patience.timeout_seconds:g} seconds, asked "
+            f"{self.patience.retries + 1} time(s). Raise the timeout or the retries of its TimeoutPolicy, or set "
+            "gives_none to end such episodes."
+        )
+
+
+NO_ANSWER = object()
+"""What a user gives that took too long."""
+
+
+@dataclass(frozen=True)
+class ModelUser(User):
+    """A user whose words a model draws: the base model, with the trained adapter off, or another role of the hub.
+
+    Args:
+        system: what the user is told, or a function of the task.
+        role: "base", the name of a PEFT adapter, or a role registered with the run's `ModelRoles`.
+        max_tokens: longest answer, in tokens.
+        stops: strings that end the episode.
+        temperature: of its draws; None for the run's.
+
+    Raises:
+        ConfigError: one of these cannot be used.
+    """
+
+    system: str | Callable[[Mapping[str, Any]], str]
+    role: str = "base"
+    max_tokens: int = 128
+    stops: Sequence[str] = STOPS
+    temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.system, str) and not callable(self.system):
+            raise ConfigError(f"ModelUser has system={self.system!r:.100}. Give a text, or a function of the task.")
+        if not isinstance(self.role, str):
+            raise ConfigError(f"ModelUser has role={self.role!r:.100}. Give the name of a role, such as 'base'.")
+        if not isinstance(self.max_tokens, int) or isinstance(self.max_tokens, bool) or self.max_tokens < 1:
+            raise ConfigError(f"ModelUser has max_tokens={self.max_tokens!r:.100}. Give a whole number of at least 1.")
+        object.__setattr__(self, "stops", _checked_stops(self.stops))
+
+    def instructions(self, example: Mapping[str, Any]) -> str:
+        """Gives what the user is told in an episode.
+
+        Args:
+            example: the task.
+
+        Returns:
+            A system message.
+
+        Raises:
+            DataError: the function gave no text.
+        """
+        told = self.system if isinstance(self.system, str) else self.system(example)
+        if not isinstance(told, str):
+            raise DataError(f"ModelUser's system gave {told!r:.100} ({type(told).__name__}). Have it give a text.")
+        return told
+
+    def manner(self) -> ModelUser:
+        """Gives what users must have in common to draw in one call.
+
+        Returns:
+            This user without its instructions; users whose ones are equal draw together.
+        """
+        return replace(self, system="", stops=())
+
+
+def _checked_stops(stops: Any) -> tuple[str, ...]:
+    """A text alone is one stop; an empty one would end every episode."""
+    listed = (stops,) if isinstance(stops, str) else stops
+    kept = tuple(listed) if isinstance(listed, Iterable) else (None,)
+    if not all(isinstance(stop, str) and stop for stop in kept):
+        raise ConfigError(f"A user has stops={stops!r:.100}. Give a list of texts that are not empty.")
+    return kept
+
+
+def as_seen_by_user(messages: Sequence[Message]) -> list[Message]:
+    """Turns a conversation round: the user sees its own words as the assistant's, and nothing of tools."""
+    flipped = {"user": "assistant", "assistant": "user"}
+    said = (message for message in messages if message["role"] in flipped and message.get("content"))
+    return [{"role": flipped[message["role"]], "content": message["content"]} for message in said]

@@ -1,0 +1,1 @@
+"""The native engine: a running batch under a bounded key/value cache."""

@@ -1,0 +1,193 @@
+"""Caches of rows that wait for their next turn: the one place where keys and values outlive a call that draws.
+
+A row is found again by its place in the rollout, and is read on from the last token that its new context has in common
+with what was kept. Rows belong to the network and the adapters under which they were read, and to the weights as they
+were: under any others they are not there. What is kept never passes the bytes that a plan allows, and whoever runs out
+of memory gives all of it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache, SharedPrefixState
+from memsafe_rl.models.language.base import LanguageAdapter
+from memsafe_rl.types import SequenceKey
+
+_WORTH = 2
+"""A row is read on only if at most this many times the tokens in common were kept: the others would hold bytes."""
+
+RowName = tuple[int, int, int]
+"""Rollout, prompt and sample of an episode: what its turns have in common."""
+
+
+def name_of(key: SequenceKey) -> RowName:
+    """Names the episode that a turn belongs to."""
+    return key.rollout, key.prompt, key.sample
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A row that waits.
+
+    Args:
+        ids: (tokens,) int64 on the host, whose keys and values it has.
+        cache: the keys and values.
+    """
+
+    ids: Tensor
+    cache: RowCache
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Who can read a row on.
+
+    Args:
+        adapter: the network.
+        adapters: names of its PEFT adapters that are on.
+    """
+
+    adapter: LanguageAdapter
+    adapters: tuple[str, ...]
+
+
+class KeptCaches:
+    """Rows of all roles that wait; empty between rollouts."""
+
+    def __init__(self, live: Callable[[], Container[RowName]] | None = None) -> None:
+        self._live = live
+        self._rows: dict[_Reader, dict[RowName, _Waiting]] = {}
+        self._weights: dict[_Reader, int] = {}
+
+    def clear(self) -> None:
+        """Gives up everything."""
+        for rows in self._rows.values():
+            rows.clear()
+
+    def of(self, adapter: ModelAdapter) -> KeptRows | None:
+        """Gives the rows that a network can read on as it is now; those of episodes that are over are given up."""
+        if not isinstance(adapter, LanguageAdapter) or not adapter.joins or not adapter.path.decodes:
+            return None
+        reader, weights = _Reader(adapter, adapter.peft_adapters_on()), adapter.weights_mark()
+        if self._weights.get(reader) != weights:
+            self._rows.setdefault(reader, {}).clear()
+        self._weights[reader] = weights
+        self._give_up_ended()
+        return KeptRows(self, adapter, self._rows.setdefault(reader, {}))
+
+    def nbytes(self, in_flight: Sequence[PromptBlock] = ()) -> int:
+        """Counts the keys and values of rows that wait."""
+        counted = {id(block) for block in in_flight}
+        blocks = {id(row.cache.block): row.cache.block for row in self._all() if id(row.cache.block) not in counted}
+        return sum(row.cache.nbytes() for row in self._all()) + sum(block.nbytes() for block in blocks.values())
+
+    def shrink(self, most_bytes: int, in_flight: Sequence[PromptBlock]) -> None:
+        """Gives rows up until the others hold no more than so many bytes: of episodes that are over, then the longest.
+
+        The longest, for so the fewest are read anew; what is kept of the others is used at their next turn. Giving up
+        the oldest would give up all in turn, since turns go round.
+        """
+        if self.nbytes(in_flight) > max(0, most_bytes):
+            self._give_up_ended()
+        while self.nbytes(in_flight) > max(0, most_bytes):
+            found = [(rows, name) for rows in self._rows.values() for name in rows]
+            if not found:
+                return
+            rows, name = max(found, key=lambda one: one[0][one[1]].cache.tokens)
+            del rows[name]
+
+    def _give_up_ended(self) -> None:
+        if self._live is None:
+            return
+        live = self._live()
+        for rows in self._rows.values():
+            for name in [name for name in rows if name not in live]:
+                del rows[name]
+
+    def _all(self) -> Iterator[_Waiting]:
+        for rows in self._rows.values():
+            yield from rows.values()
+
+
+class KeptRows:
+    """Rows of one role."""
+
+    def __init__(self, everything: KeptCaches, adapter: LanguageAdapter, rows: dict[RowName, _Waiting]) -> None:
+        self.everything = everything
+        self._adapter = adapter
+        self._rows = rows
+
+    def common(self, name: RowName, ids: Tensor) -> int:
+        """Counts the tokens of a context that need not be read; a row that is of no use is given up."""
+        row = self._rows.get(name)
+        if row is None:
+            return 0
+        shorter = min(len(row.ids), len(ids) - 1)
+        with host_memory():
+            differing = (row.ids[:shorter] != ids[:shorter]).nonzero()
+            shared = int(differing[0]) if len(differing) else shorter
+        windows = self._adapter.geometry.windows
+        if shared * _WORTH < len(row.ids) or shared < 1 or not row.cache.goes_back_to(shared, windows):
+            del self._rows[name]
+            return 0
+        return shared
+
+    def block_of(self, name: RowName) -> PromptBlock:
+        """Gives the block that holds a row's prompt."""
+        return self._rows[name].cache.block
+
+    def base_of(self, name: RowName) -> int:
+        """Counts the tokens of a row that lie in its prompt's block."""
+        return self._rows[name].cache.base
+
+    def place_of(self, name: RowName) -> tuple[int, int]:
+        """Says where a row's prompt lies, so that rows of a block can stand side by side."""
+        cache = self._rows[name].cache
+        return id(cache.block), cache.prompt
+
+    def drop(self, name: RowName) -> None:
+        """Gives a row up."""
+        del self._rows[name]
+
+    def take(self, names: Sequence[RowName]) -> list[RowCache]:
+        """Takes rows out."""
+        return [self._rows.pop(name).cache for name in names]
+
+    def resume(
+        self, rows: Sequence[RowCache], kept: Sequence[int], tokens: Sequence[Tensor], chunk_tokens: int
+    ) -> tuple[Tensor, DecodeState]:
+        """Has rows read on."""
+        return self._adapter.resume(rows, kept, tokens, chunk_tokens)
+
+    def set_aside(
+        self, state: DecodeState, leaving: Sequence[tuple[int, RowName, Tensor]], staying: Sequence[int]
+    ) -> DecodeState:
+        """Takes rows that have ended out of a state, and keeps them if they can be read on."""
+        if not isinstance(state, SharedPrefixState):
+            raise AssertionError("only caches of this library's own are kept")
+        positions, windows = state.positions, self._adapter.geometry.windows
+        wanted: dict[int, int] = {}
+        for row, _, ids in leaving:
+            tokens = min(positions[row], len(ids))
+            moved_on = any(window is not None and positions[row] >= window for window in windows)
+            if tokens == positions[row] or not moved_on:
+                wanted[row] = tokens - state.bases[row]
+        rest, caches = self._adapter.set_aside(state, wanted, staying)
+        told = {row: (name, ids) for row, name, ids in leaving}
+        for row, cache in zip(wanted, caches, strict=True):
+            name, ids = told[row]
+            self._rows[name] = _Waiting(ids[: cache.tokens], cache)
+        return rest
+
+
+def blocks_of(state: DecodeState | None) -> list[PromptBlock]:
+    """Gives the prompts that the rows of a state follow."""
+    if not isinstance(state, SharedPrefixState):
+        return []
+    return list({id(block): block for block in state.blocks}.values())

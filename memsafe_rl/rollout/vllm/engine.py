@@ -1,0 +1,366 @@
+"""vLLM as the rollout engine, in the training process, with a copy of the weights that follows the trained ones."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.errors import ConfigError, DataError, MemsafeError
+from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
+from memsafe_rl.memory.runtime.recovery import Attempt
+from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.models.language.causal_lm import causal_lm_of
+from memsafe_rl.rollout.engine import Progress
+from memsafe_rl.rollout.external.kv_pool import Pool, pool_for
+from memsafe_rl.rollout.external.request import Row, request_of
+from memsafe_rl.rollout.external.sampling_support import (
+    FILTERS,
+    is_filtered,
+    refuse_missing_vllm,
+    refuse_settings,
+)
+from memsafe_rl.rollout.external.seeds import seed_of
+from memsafe_rl.rollout.native.generation import eval_mode
+from memsafe_rl.rollout.vllm.hosting import (
+    Hosted,
+    build,
+    failures_named,
+    hand_over,
+    shut_down,
+)
+from memsafe_rl.rollout.vllm.weights import named_weights, refuse_unmergeable
+from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
+
+logger = logging.getLogger(__name__)
+
+HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", *FILTERS})
+"""Sampling settings that vLLM has with the same meaning."""
+
+_BLOCK_TOKENS = {"cpu": 32}
+"""Tokens of a block of the pool, by kind of device; 16 elsewhere, as in vLLM."""
+_SPARE_BLOCKS = 1
+"""Blocks that vLLM never gives to a sequence."""
+_TOLERANCE = {"float32": 1e-3}
+"""Nats by which log-probs may differ from the model's own; coarser types: 0.3."""
+_CHECKED_TOKENS = 8
+_GROWTH = 2
+"""How many times its size a rollout may ask for before a larger engine is worth the seconds it takes to build."""
+
+
+@dataclass(frozen=True)
+class VLLMSettings:
+    """What is fixed for a whole run.
+
+    Args:
+        dtype: type of the engine's weights, such as "bfloat16".
+        memory_share: share of the device that its weights and its pool may fill.
+        sleeps: whether it gives its bytes back between two rollouts.
+        max_model_length: longest sequence, in tokens; None for what the network and the pool hold.
+    """
+
+    dtype: str
+    memory_share: float = 0.3
+    sleeps: bool = False
+    max_model_length: int | None = None
+
+
+class VLLMEngine:
+    """Draws completions with vLLM; the engine is built at the first rollout, whose plan says how large its pool is.
+
+    A sequence's seed follows from its key, so that a run repeats and a repeated attempt draws the same.
+    """
+
+    name = "vllm"
+    is_external = True
+    cache_dtype: str | None = None
+
+    def __init__(
+        self, adapter: ModelAdapter, settings: VLLMSettings, *, total_bytes: int, room: Callable[[], int]
+    ) -> None:
+        refuse_missing_vllm()
+        refuse_unmergeable(adapter.model)
+        if settings.sleeps and adapter.device.type != "cuda":
+            raise ConfigError(
+                f"vllm_enable_sleep_mode is True, but vLLM cannot sleep on a device of type {adapter.device.type!r}. "
+                "Set vllm_enable_sleep_mode=False."
+            )
+        self._adapter = adapter
+        self._settings = settings
+        self._total_bytes = total_bytes
+        self._room = room
+        self._engine: Any = None
+        self._hosted: Hosted | None = None
+        self._asked_bytes = 0
+        self._version: int | None = None
+        self._asleep = False
+        self._unchecked = False
+
+    def check(self, settings: SamplingSettings) -> None:
+        """Refuses sampling settings that vLLM does not have."""
+        refuse_settings(self.name, settings, HONOURED)
+
+    def synchronise(self, version: int) -> None:
+        """Hands the weights over if they have moved; a later `generate` does it where nothing is built or awake."""
+        if version == self._version:
+            return
+        self._version = None
+        if self._engine is not None and not self._asleep:
+            try:
+                self._push()
+            except BaseException:
+                self._end()  # with some weights new and some old; a later rollout builds it anew
+                raise
+        self._version = version
+
+    def generate(
+        self,
+        prompts: Sequence[Tensor],
+        keys: Sequence[Sequence[SequenceKey]],
+        settings: SamplingSettings,
+        attempt: Attempt[RolloutPlan],
+        progress: Progress | None = None,
+    ) -> list[Completion]:
+        """Draws one completion for every key.
+
+        A failure ends the engine; the next attempt builds it again, under the plan then in force.
+        """
+        asked = request_of(prompts, keys, settings, self._adapter.geometry)
+        if not asked.rows:
+            return []
+
+        def draw(plan: RolloutPlan) -> dict[Row, Completion]:
+            random = capture_random_state()  # which vLLM draws from, though every sequence has its own seed
+            try:
+                with failures_named("failed while it drew completions"):
+                    self._prepare(plan, asked.row_tokens, len(asked.rows))
+                    self._check_weights(asked.ids[asked.rows[0][0]])
+                    return _Run(self._engine, asked.ids, keys, settings, plan, progress).completions()
+            except BaseException:
+                self._end()
+                raise
+            finally:
+                set_random_state(random)
+
+        ended = attempt(draw)
+        return [ended[row] for row in asked.rows]
+
+    def release(self) -> None:
+        """Puts vLLM to sleep where the run asks for it: weights and pool leave the device; otherwise they stay."""
+        if self._settings.sleeps and self._engine is not None and not self._asleep:
+            with failures_named("could not be put to sleep"):
+                self._engine.sleep(level=2)
+            self._asleep = True
+
+    def close(self) -> None:
+        """Ends vLLM; a later `generate` would build it anew, with the weights of that moment."""
+        self._end()
+        self._version = None
+
+    # ------------------------------------------------------------------ the engine
+
+    def _prepare(self, plan: RolloutPlan, row_tokens: int, rows: int) -> None:
+        """Sees that an engine of the right size is there, awake, with the weights of the last `synchronise`."""
+        if self._settings.max_model_length is not None and row_tokens > self._settings.max_model_length:
+            raise DataError(
+                f"The longest prompt needs {row_tokens} tokens with its completion, but vllm_max_model_length is "
+                f"{self._settings.max_model_length}. Raise it, or leave it out."
+            )
+        rows = min(rows, max(1, plan.rows_in_flight))
+        if self._hosted is not None and not self._serves(self._hosted, plan, row_tokens, rows):
+            self._end()
+        if self._engine is None:
+            self._start(plan, row_tokens, rows)
+        elif self._asleep:
+            self._engine.wake_up(tags=["weights"])
+            self._push()
+            self._engine.wake_up(tags=["kv_cache"])
+            self._asleep = False
+
+    def _serves(self, hosted: Hosted, plan: RolloutPlan, row_tokens: int, rows: int) -> bool:
+        """Tells whether the engine that is there is within the plan, and not far smaller than the work asks for."""
+        wanted = self._pool(row_tokens, rows, plan)
+        too_large = plan.kv_bytes is not None and hosted.pool.bytes > max(plan.kv_bytes, wanted.bytes)
+        return row_tokens <= hosted.max_model_len and not too_large and wanted.bytes <= _GROWTH * self._asked_bytes
+
+    def _start(self, plan: RolloutPlan, row_tokens: int, rows: int) -> None:
+        pool = self._pool(row_tokens, rows, plan, bounded=True)
+        limits = (self._settings.max_model_length, self._adapter.geometry.max_positions, pool.tokens)
+        hosted = Hosted(
+            pool=pool,
+            max_model_len=min(limit for limit in limits if limit is not None),
+            rows=rows,
+            batch_tokens=max(plan.prefill_tokens, rows),
+            dtype=self._settings.dtype,
+            memory_share=self._settings.memory_share,
+            sleeps=self._settings.sleeps,
+        )
+        self._engine = build(causal_lm_of(self._adapter.model), hosted, self._adapter.device)
+        self._hosted, self._asleep = hosted, False
+        self._asked_bytes = self._pool(row_tokens, rows, plan).bytes
+        logger.info("vLLM is up: %d rows, %d tokens of cache in %d bytes", rows, pool.tokens, pool.bytes)
+        self._push()
+
+    def _push(self) -> None:
+        hand_over(self._engine, named_weights(self._adapter.model), self._adapter.device)
+        self._unchecked = True
+
+    def _pool(self, row_tokens: int, rows: int, plan: RolloutPlan, *, bounded: bool = False) -> Pool:
+        """Sizes the pool by the plan; ``bounded``: by what the run may still hold as well."""
+        limits = [plan.kv_bytes, *self._bounds()] if bounded else [plan.kv_bytes]
+        known = [limit for limit in limits if limit is not None]
+        return pool_for(
+            self._adapter.geometry,
+            element_bytes=getattr(torch, self._settings.dtype).itemsize,
+            block_tokens=_BLOCK_TOKENS.get(self._adapter.device.type, 16),
+            spare=_SPARE_BLOCKS,
+            row_tokens=row_tokens,
+            rows=rows,
+            kv_bytes=max(0, min(known)) if known else None,
+        )
+
+    def _bounds(self) -> tuple[int, int]:
+        """Bytes that share and budget leave for the pool once the copy of the weights is there."""
+        copied = sum(weight.numel() for _, weight in self._adapter.model.named_parameters())
+        copied *= getattr(torch, self._settings.dtype).itemsize
+        share = int(self._settings.memory_share * self._total_bytes)
+        return share - copied, self._room() - copied
+
+    def _end(self) -> None:
+        """Ends the engine, whatever state it is in."""
+        engine, self._engine, self._hosted, self._asleep = self._engine, None, None, False
+        if engine is None:
+            return
+        try:
+            shut_down(engine)
+        except Exception as error:
+            logger.warning("vLLM did not end cleanly: %s", error)
+
+    # ------------------------------------------------------------------ the check
+
+    def _check_weights(self, prompt: Sequence[int]) -> None:
+        """Compares the first token's log-probs with the model's own, once after every hand-over."""
+        if not self._unchecked:
+            return
+        from vllm import SamplingParams
+
+        start = list(prompt[: _CHECKED_TOKENS * 2])
+        params = SamplingParams(temperature=1.0, max_tokens=1, logprobs=_CHECKED_TOKENS, seed=0, detokenize=False)
+        self._engine.add_request("check", {"prompt_token_ids": start}, params)
+        outputs = [output for _ in iter(self._engine.has_unfinished_requests, False) for output in self._engine.step()]
+        given = outputs[-1].outputs[0].logprobs[0]
+        with torch.no_grad(), eval_mode(self._adapter.model):
+            model = causal_lm_of(self._adapter.model)
+            ids = torch.tensor([start], device=self._adapter.device)
+            own_V = model(input_ids=ids, use_cache=False).logits[0, -1].float().log_softmax(-1)
+        gap = max(abs(entry.logprob - float(own_V[token])) for token, entry in given.items())
+        if not gap <= _TOLERANCE.get(self._settings.dtype, 0.3):
+            raise MemsafeError(
+                f"vLLM's log-probs lie {gap:.3g} nats from the model's after its weights were handed over: it does not "
+                f"compute what {type(model).__name__} does. Leave use_vllm out to decode with the library's own engine."
+            )
+        self._unchecked = False
+
+
+class _Run:
+    """One rollout on an engine: requests enter as rows become free, the first of each prompt ahead of its group."""
+
+    def __init__(
+        self,
+        engine: Any,
+        ids: Sequence[list[int]],
+        keys: Sequence[Sequence[SequenceKey]],
+        settings: SamplingSettings,
+        plan: RolloutPlan,
+        progress: Progress | None,
+    ) -> None:
+        self._engine, self._ids, self._keys, self._settings = engine, ids, keys, settings
+        self._rows, self._progress = max(1, plan.rows_in_flight), progress
+        longest_first = sorted(range(len(ids)), key=lambda prompt: -len(ids[prompt]))
+        self._waiting: list[Row] = [(prompt, sample) for prompt in longest_first for sample in range(len(keys[prompt]))]
+        self._running: dict[str, Row] = {}
+        self._read: set[int] = set()
+        self._ended: dict[Row, Completion] = {}
+
+    def completions(self) -> dict[Row, Completion]:
+        """Steps until every sequence has ended."""
+        total = len(self._waiting)
+        patience = self._patience()
+        while self._waiting or self._running:
+            if patience == 0:
+                raise MemsafeError(
+                    f"vLLM goes on without ending any of {len(self._running)} sequences. Leave use_vllm out to decode "
+                    "with the library's own engine."
+                )
+            patience -= 1
+            self._admit()
+            finished = [output for output in self._engine.step() if output.finished]
+            # a group's prompt is in the prefix cache from now on
+            self._read.update(prompt for prompt, _ in self._running.values())
+            for output in finished:
+                self._ended[self._running.pop(output.request_id)] = self._completion(output.outputs[0])
+            if finished:
+                patience = self._patience()
+                if self._progress is not None:
+                    self._progress(len(self._ended), total)
+        return self._ended
+
+    def _patience(self) -> int:
+        """Steps within which a sequence must end, however often others push it aside and it is read again."""
+        longest = max(map(len, self._ids)) + self._settings.max_new_tokens
+        return 1000 + 4 * longest * self._rows
+
+    def _admit(self) -> None:
+        reading = {prompt for prompt, _ in self._running.values()} - self._read
+        for row in list(self._waiting):
+            if len(self._running) >= self._rows:
+                return
+            prompt, sample = row
+            if prompt in reading:
+                continue
+            if prompt not in self._read:
+                reading.add(prompt)
+            name = f"{prompt}-{sample}"
+            params = _sampling(self._settings, self._keys[prompt][sample])
+            self._engine.add_request(name, {"prompt_token_ids": self._ids[prompt]}, params)
+            self._running[name] = row
+            self._waiting.remove(row)
+
+    def _completion(self, output: Any) -> Completion:
+        tokens = list(output.token_ids)
+        logprobs = torch.tensor([entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)])
+        if not bool(torch.isfinite(logprobs).all()):
+            raise MemsafeError("vLLM gave a token no finite log-prob. Leave use_vllm out to decode with our engine.")
+        filtered = is_filtered(self._settings)
+        return Completion(
+            ids=torch.tensor(tokens, dtype=torch.int64),
+            logprobs=logprobs,
+            model_logprobs=torch.full_like(logprobs, math.nan) if filtered else logprobs,
+            finished=output.finish_reason == "stop",
+        )
+
+
+def _sampling(settings: SamplingSettings, key: SequenceKey) -> Any:
+    """Writes the settings as vLLM's; eos ids as stop tokens, so that none but the run's own end a sequence."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p or 0.0,
+        repetition_penalty=settings.repetition_penalty,
+        max_tokens=settings.max_new_tokens,
+        stop_token_ids=list(settings.eos_token_ids),
+        ignore_eos=True,
+        seed=seed_of(key),
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

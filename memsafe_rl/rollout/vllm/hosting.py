@@ -1,0 +1,187 @@
+"""Runs vLLM inside the training process: builds it, hands weights over, and leaves the process as it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.memory.runtime.failures import is_out_of_memory
+from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
+from memsafe_rl.rollout.external.kv_pool import Pool
+
+PACKAGE = "vllm"
+
+_OURS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+"""In this process, so that weights pass by reference and no process can be left behind; and quiet."""
+_UNSET = ("VLLM_CPU_KVCACHE_SPACE",)
+"""Variables that would overrule the plan."""
+_TOO_SMALL = re.compile(
+    r"No available memory for the cache blocks|less than (?:desired|requested)[^\n]*memory"
+    r"|(?:larger|more) than the available KV cache memory|KV cache is needed"
+)
+"""How vLLM says that its pool does not fit."""
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """What a vLLM engine is built with.
+
+    Args:
+        pool: its key/value pool.
+        max_model_len: longest sequence, in tokens.
+        rows: sequences that it decodes together.
+        batch_tokens: tokens that it reads in one forward.
+        dtype: type of its weights and of its cache, such as "float32".
+        memory_share: share of the device that vLLM may believe its own.
+        sleeps: whether its bytes can be taken away and given back.
+    """
+
+    pool: Pool
+    max_model_len: int
+    rows: int
+    batch_tokens: int
+    dtype: str
+    memory_share: float
+    sleeps: bool
+
+
+def build(model: Any, hosted: Hosted, device: torch.device) -> Any:
+    """Builds vLLM's engine for a network, with weights that mean nothing yet."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise ConfigError(
+            "use_vllm is True in a process that a launcher has joined to others; vLLM would take over its process "
+            "group. Start the run without torchrun or accelerate launch, or leave use_vllm out."
+        )
+    with contained(), tempfile.TemporaryDirectory() as folder, failures_named("could not be started"):
+        from vllm import EngineArgs, LLMEngine
+
+        _describe(model).save_pretrained(folder)
+        return LLMEngine.from_engine_args(EngineArgs(model=folder, **_arguments(hosted, device)))
+
+
+def _describe(model: Any) -> Any:
+    """Gives the config by which vLLM finds its own form of the network."""
+    config = copy.deepcopy(model.config)
+    config.architectures = config.architectures or [type(model).__name__]
+    return config
+
+
+def _arguments(hosted: Hosted, device: torch.device) -> dict[str, Any]:
+    on_cpu = {"enforce_eager": True, "block_size": hosted.pool.block_tokens} if device.type == "cpu" else {}
+    return {
+        "runner": "generate",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": hosted.dtype,
+        "kv_cache_memory_bytes": hosted.pool.bytes,
+        "gpu_memory_utilization": hosted.memory_share,
+        "max_model_len": hosted.max_model_len,
+        "max_num_seqs": hosted.rows,
+        "max_num_batched_tokens": hosted.batch_tokens,
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": hosted.sleeps,
+        # of the distribution drawn from, as the correction of importance needs them
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "seed": 0,
+        **on_cpu,
+    }
+
+
+def hand_over(engine: Any, weights: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
+    """Puts weights in the place of those that vLLM has, and forgets the prompts it read with those."""
+    with quiet(), failures_named("did not take the model's weights"):
+        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        if device.type == "cpu":
+            engine.apply_model(_repack)
+        engine.reset_prefix_cache()
+
+
+def _repack(model: nn.Module) -> None:
+    """Packs weights for the kernels of vLLM's CPU build where reloading does not: tied output heads, and experts.
+
+    Runs where vLLM's own model is.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if type(module).__name__ == "ParallelLMHead" and method is not None:
+            method.process_weights_after_loading(module)
+        experts: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if experts is not None:
+            experts.process_weights_after_loading(module)
+
+
+def shut_down(engine: Any) -> None:
+    """Ends an engine and gives back what it holds."""
+    with contained():
+        engine.engine_core.shutdown()
+        end_renderer = getattr(getattr(engine, "renderer", None), "shutdown", None)
+        if end_renderer is not None:
+            end_renderer()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Undoes what vLLM does to a process that it takes for its own: variables, threads, seeds, log, collection."""
+    variables, set_threads, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
+    random, default = capture_random_state(), torch.get_default_dtype()
+    os.environ.update(_OURS)
+    for name in _UNSET:
+        os.environ.pop(name, None)
+    try:
+        with quiet():
+            yield
+    finally:
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
+        torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads:
+            set_threads(threads)
+        torch.set_default_dtype(default)
+        set_random_state(random)
+        gc.unfreeze()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps vLLM from warning of what is meant here: no tokenizer, weights that are tied, thread counts."""
+    log = logging.getLogger(PACKAGE)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
+def failures_named(what: str) -> Iterator[None]:
+    """Turns vLLM's errors into ours, and a pool that does not fit into a failed allocation."""
+    try:
+        yield
+    except MemsafeError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        if _TOO_SMALL.search(str(error)):
+            raise torch.OutOfMemoryError(f"vLLM {what}: {error}") from None
+        raise MemsafeError(
+            f"vLLM {what}: {type(error).__name__}: {error}. Leave use_vllm out to decode with the library's own engine."
+        ) from error

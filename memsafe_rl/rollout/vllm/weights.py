@@ -1,0 +1,96 @@
+"""The trained weights as another engine wants them: under the names of a checkpoint, adapters merged in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from memsafe_rl.errors import ConfigError
+
+
+def refuse_unmergeable(model: nn.Module) -> None:
+    """Refuses a model whose weights another engine could not be given one by one."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"The weight {name} is stored as {parameter.dtype}; another engine would need a full copy of it beside "
+                "the quantised one. Leave use_vllm out: the library's own engine decodes with quantised weights."
+            )
+    base = _base(model)
+    head = base.get_output_embeddings()
+    tied = getattr(base.config, "tie_word_embeddings", False)
+    for name, module in base.named_modules():
+        known = isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper))
+        if hasattr(module, "parameter_name") or (isinstance(module, AuxiliaryTrainingWrapper) and not known):
+            raise ConfigError(
+                f"The adapter's {type(module).__name__} at {name} cannot be merged by itself. Name modules, not "
+                "parameters or tokens, in peft_config, or leave use_vllm out."
+            )
+        if known and tied and module in (head, base.get_input_embeddings()):
+            raise ConfigError(
+                f"The adapter changes {name}, which the model ties to its other embedding; an engine has one weight "
+                "for both. Leave that module out of peft_config, or leave use_vllm out."
+            )
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Gives every weight once, as the model computes with it now.
+
+    An adapter is merged one layer at a time, into a copy; the base weights are never written.
+    """
+    yield from _walk(_base(model), "", set())
+
+
+def _base(model: nn.Module) -> Any:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _walk(module: nn.Module, prefix: str, seen: set[nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(module, BaseTunerLayer):
+        yield from _merged(module, prefix)
+        return
+    if isinstance(module, ModulesToSaveWrapper):
+        off = module.disable_adapters or not module.active_adapters
+        active = module.original_module if off else module.modules_to_save[module.active_adapters[0]]
+        yield from _walk(cast(nn.Module, active), prefix, seen)
+        return
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter not in seen:  # tied weights come once, under the first of their names
+            seen.add(parameter)
+            yield prefix + name, parameter.detach()
+    for name, child in module.named_children():
+        yield from _walk(child, f"{prefix}{name}.", seen)
+
+
+def _merged(layer: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Gives the weights of a layer with its active adapters merged in."""
+    base = layer.get_base_layer()
+    with _scratch(base), torch.no_grad():
+        before = list(layer.merged_adapters)
+        if not layer.disable_adapters:
+            layer.merge()
+        merged = [(name, parameter.data) for name, parameter in base.named_parameters()]
+        del layer.merged_adapters[len(before) :]
+        getattr(layer, "_caches", {}).clear()  # what DoRA keeps for taking the merge back
+    for name, tensor in merged:
+        yield prefix + name, tensor
+
+
+@contextmanager
+def _scratch(layer: nn.Module) -> Iterator[None]:
+    """Lets a layer's weights be written for a while: into copies, which are left behind."""
+    own = [(parameter, parameter.data) for parameter in layer.parameters()]
+    try:
+        for parameter, data in own:
+            parameter.data = data.clone()
+        yield
+    finally:
+        for parameter, data in own:
+            parameter.data = data

@@ -1,0 +1,275 @@
+"""Checks everything a user passes to a trainer before any weight is loaded, and turns it into the trainer's parts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.config.objectives import check_reward_names
+from memsafe_rl.config.refusals import unknown
+from memsafe_rl.data.external_rollout import RolloutFunction
+from memsafe_rl.data.prompts import (
+    IndexedPrompts,
+    PromptReader,
+    PromptSource,
+    PromptTokenizer,
+    StreamedPrompts,
+    check_dataset,
+    usable_prompts,
+)
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, LadderPolicy, MemoryPolicy
+from memsafe_rl.memory.planning.presets import PRESETS, preset
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.models.language.seq2seq import Seq2SeqAdapter
+from memsafe_rl.models.loading import ModelFacts, read_config
+from memsafe_rl.rewards.base import RewardRunner
+from memsafe_rl.rollout.engine import RolloutEngine
+from memsafe_rl.rollout.external.continuous_batching import ContinuousEngine
+from memsafe_rl.rollout.native.engine import NativeEngine
+from memsafe_rl.rollout.vllm.engine import VLLMEngine, VLLMSettings
+from memsafe_rl.types import UpdatePlan
+
+logger = logging.getLogger(__name__)
+
+
+def own_config(args: Any, model: Any, trainer: Any) -> TrainerConfig:
+    """Gives a valid configuration of this library's."""
+    wanted: type[TrainerConfig] = trainer.config_class
+    name = trainer.__name__
+    if args is None:
+        return wanted(output_dir=f"{_name_of(model)}-{name.removesuffix('Trainer')}")
+    if not isinstance(args, wanted):
+        raise ConfigError(
+            f"args is a {type(args).__module__}.{type(args).__name__}. Use the {wanted.__name__} of memsafe_rl: "
+            f"`from memsafe_rl import {wanted.__name__}, {name}`."
+        )
+    args.validate()
+    return args
+
+
+def model_facts(config: TrainerConfig, model: Any) -> ModelFacts:
+    """Reads what must be known of a model before it is loaded, and refuses what cannot be trained."""
+    facts = read_config(model, trust_remote_code=config.trust_remote_code, model_init_kwargs=config.model_init_kwargs)
+    if facts.router_aux_loss_coef and config.router_aux_loss_coef is None:
+        raise ConfigError(
+            f"the model declares router_aux_loss_coef={facts.router_aux_loss_coef}, a balance loss that cannot be "
+            "split over micro-batches. Set router_aux_loss_coef=0.0 to train without it."
+        )
+    prompt_room(config, facts, "model")
+    return facts
+
+
+def prompt_room(config: TrainerConfig, facts: ModelFacts, whose: str) -> tuple[int | None, str]:
+    """Gives the longest prompt that leaves room for a completion in a network's context."""
+    room, length = facts.room_for_prompt(config.max_completion_length), config.max_completion_length
+    if room is not None and room <= 0:
+        raise ConfigError(
+            f"max_completion_length is {length} but the {whose}'s context is {facts.max_positions} tokens. "
+            f"Lower max_completion_length below {facts.max_positions}, or give a {whose} with a longer context."
+        )
+    beside = "" if room == facts.max_positions else f" beside max_completion_length {length}"
+    return room, f"which is what the {whose}'s context of {facts.max_positions} tokens leaves{beside}"
+
+
+def prompt_reader(config: TrainerConfig, tokenizer: Any, facts: ModelFacts) -> PromptTokenizer:
+    """Makes what turns prompts into ids, with the longest prompt that leaves room for a completion."""
+    reader = PromptTokenizer(
+        tokenizer,
+        template_kwargs=config.chat_template_kwargs,
+        limit=config.max_prompt_length,
+        truncate=config.overlong_prompts == "truncate",
+        vocab_size=facts.vocab_size,
+        why_limited="which is max_prompt_length",
+    )
+    reader.bound(*prompt_room(config, facts, "model"))
+    return reader
+
+
+def text_dataset(config: TrainerConfig, dataset: Any, name: str) -> Dataset | IterableDataset:
+    """Checks a dataset's form, and drops every column but the prompt if `remove_unused_columns` asks for it."""
+    if dataset is None:
+        raise DataError(f"{name} is None. Pass a datasets.Dataset with a 'prompt' column.")
+    checked = check_dataset(dataset, name)
+    names = checked.column_names
+    drops = config.remove_unused_columns and (names is None or "prompt" in names)
+    return checked.select_columns(["prompt"]) if drops else checked
+
+
+def training_prompts(config: TrainerConfig, dataset: Dataset | IterableDataset, reader: PromptReader) -> PromptSource:
+    """Checks the prompts of the training set and makes them readable by position."""
+    if isinstance(dataset, IterableDataset):
+        if config.max_steps <= 0:
+            raise ConfigError("max_steps is -1 but train_dataset is a stream of unknown length. Set max_steps.")
+        return StreamedPrompts(dataset.shuffle(seed=config.seed) if config.shuffle_dataset else dataset)
+    keep = usable_prompts(dataset, reader, overlong=config.overlong_prompts)
+    if len(keep) < len(dataset):
+        logger.warning("%d prompt(s) over %s tokens are left out", len(dataset) - len(keep), reader.limit)
+    return IndexedPrompts(
+        dataset,
+        batch=config.prompts_per_rollout,
+        seed=config.order_seed,
+        shuffle=config.shuffle_dataset,
+        keep=keep,
+    )
+
+
+def evaluation_prompts(config: TrainerConfig, dataset: Any, reader: PromptReader, rewards: RewardRunner) -> Any:
+    """Checks every evaluation set, and leaves out what is filtered."""
+    if config.eval_pass_reward not in (None, *rewards.names):
+        raise ConfigError(
+            f"eval_pass_reward is {config.eval_pass_reward!r}, and there is no such reward function. Use one of "
+            f"{', '.join(rewards.names)}, or None for the weighted sum of all."
+        )
+    if dataset is None:
+        if config.eval_strategy != "no" or config.load_best_model_at_end:
+            raise ConfigError(
+                f"eval_strategy is {config.eval_strategy.value!r} and load_best_model_at_end is "  # type: ignore[attr-defined]
+                f"{config.load_best_model_at_end}, but there is no eval_dataset. Pass one, or set eval_strategy='no'."
+            )
+        return None
+    if isinstance(dataset, Mapping):
+        missing = [name for name, part in dataset.items() if part is None]
+        if missing or not dataset:
+            raise DataError(
+                f"eval_dataset is a dict {f'whose {missing[0]!r} is None' if missing else 'of nothing'}. Give every "
+                "name a dataset, or leave eval_dataset out."
+            )
+        return {name: evaluation_prompts(config, part, reader, rewards) for name, part in dataset.items()}
+    dataset = text_dataset(config, dataset, "eval_dataset")
+    if isinstance(dataset, IterableDataset):
+        raise DataError("eval_dataset is a stream. Pass a Dataset, such as Dataset.from_list(list(stream)).")
+    overlong = config.overlong_prompts
+    keep = usable_prompts(dataset, reader, overlong=overlong, name="eval_dataset")
+    rewards.check_columns(dataset.column_names)
+    return dataset.select(keep)
+
+
+def check_together(
+    config: TrainerConfig,
+    dataset: Any,
+    rewards: RewardRunner,
+    rollout_func: RolloutFunction | None,
+    stage: object = None,
+) -> None:
+    """Refuses what is right alone and wrong together."""
+    if rollout_func is not None and not callable(rollout_func):
+        raise ConfigError(
+            f"rollout_func is {rollout_func!r:.100} ({type(rollout_func).__name__}). Give a function "
+            "(prompts, trainer) -> {'prompt_ids', 'completion_ids', 'logprobs'}."
+        )
+    if rollout_func is not None and stage is not None:
+        raise ConfigError(
+            "A rollout_func draws the completions itself. Leave tools and environment_factory out, or rollout_func."
+        )
+    if rollout_func is None and isinstance(dataset, Dataset):
+        rewards.check_columns(dataset.column_names)
+    check_reward_names(config.objective_list, rewards.names)
+    if config.caches_in_8_bits and rollout_func is not None:
+        raise ConfigError(
+            "cache_implementation='quantized' with a rollout_func, which draws the completions itself and keeps its "
+            "own cache. Leave one of the two out."
+        )
+    mode = config.vllm_importance_sampling_mode
+    foreign = config.use_vllm or config.use_transformers_continuous_batching
+    if foreign and rollout_func is not None:
+        raise ConfigError("A rollout_func draws the completions itself. Leave use_vllm and continuous batching out.")
+    partly = config.partial_rollout_tokens is not None
+    if partly:
+        _check_partial(config, alone=not foreign and rollout_func is None)
+    foreign = foreign or config.caches_in_8_bits
+    corrected = (foreign or partly or rollout_func is not None) and config.vllm_importance_sampling_correction
+    if config.loss_settings().loss_type == "vespo" and corrected and mode.startswith("sequence"):
+        raise ConfigError(
+            f"vllm_importance_sampling_mode is {mode!r} with loss_type 'vespo' and another sampler. Set it to "
+            "'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False."
+        )
+
+
+def _check_partial(config: TrainerConfig, *, alone: bool) -> None:
+    told = f"partial_rollout_tokens is {config.partial_rollout_tokens}, but "
+    if not alone:
+        raise ConfigError(f"{told}only this library's own engine goes on with completions. Leave one out.")
+    if config.dynamic_sampling:
+        raise ConfigError(
+            f"{told}with dynamic_sampling a rollout is replaced by its rewards, which unfinished groups do not have. "
+            "Set one of the two only."
+        )
+    if not config.vllm_importance_sampling_correction:
+        raise ConfigError(
+            f"{told}vllm_importance_sampling_correction is False, and completions that older weights have begun need "
+            "it. Set it to True."
+        )
+    logger.warning(
+        "%scompletions longer than that go on in the next rollout: the order of the data follows their lengths, and "
+        "those that older weights have begun are corrected by importance weights.",
+        told.removesuffix("but "),
+    )
+
+
+def chosen_policy(given: MemoryPolicy | str | None, config: TrainerConfig) -> MemoryPolicy:
+    """Gives the memory policy of a run."""
+    if isinstance(given, MemoryPolicy):
+        return given
+    if isinstance(given, type):
+        raise ConfigError(f"memory_policy is the class {given.__name__}. Pass an instance: {given.__name__}().")
+    checkpointing, place = config.gradient_checkpointing, config.trajectory_device or UpdatePlan.trajectory_device
+    if given in (None, "adaptive"):
+        return AdaptivePolicy(checkpointing=checkpointing, trajectory_device=place)
+    if given == "ladder":
+        return LadderPolicy(update=UpdatePlan(checkpointing=bool(checkpointing), trajectory_device=place))
+    if given not in PRESETS:
+        raise unknown(str(given), ("adaptive", "ladder", *PRESETS), "memory_policy")
+    for hint in ("gradient_checkpointing", "trajectory_device"):
+        if getattr(config, hint) is not None:
+            raise ConfigError(
+                f"{hint} is {getattr(config, hint)!r} with memory_policy {given!r}, which decides it. Leave one of the "
+                "two out, or set memory_policy to 'adaptive' or 'ladder'."
+            )
+    return preset(str(given))
+
+
+def rollout_engine(config: TrainerConfig, adapter: ModelAdapter, tracker: MemoryTracker) -> RolloutEngine:
+    """Gives the engine that draws completions."""
+    if isinstance(adapter, Seq2SeqAdapter):
+        for name in ("use_vllm", "use_transformers_continuous_batching"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"{name} is True, but {type(adapter.model).__name__} is an encoder-decoder, "
+                    "which only this library's own engine samples. Leave it out."
+                )
+
+    def room() -> int:
+        return tracker.budget_bytes - tracker.meter.live_bytes()
+
+    if config.use_vllm:
+        settings = VLLMSettings(
+            dtype=_forward_dtype(config, adapter),
+            memory_share=config.vllm_gpu_memory_utilization,
+            sleeps=config.vllm_enable_sleep_mode,
+            max_model_length=config.vllm_max_model_length,
+        )
+        return VLLMEngine(adapter, settings, total_bytes=tracker.meter.total_bytes(), room=room)
+    if config.use_transformers_continuous_batching:
+        return ContinuousEngine(adapter, config.transformers_continuous_batching_config or {}, room=room)
+    engine = NativeEngine(adapter)
+    if config.caches_in_8_bits:
+        engine.round_cache()
+    return engine
+
+
+def _forward_dtype(config: TrainerConfig, adapter: ModelAdapter) -> str:
+    """Names the type in which forward passes compute."""
+    if config.bf16 or config.fp16:
+        return "bfloat16" if config.bf16 else "float16"
+    return str(next(adapter.model.parameters()).dtype).removeprefix("torch.")
+
+
+def _name_of(model: Any) -> str:
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or "model"
+    return str(name).rstrip("/").split("/")[-1]

@@ -1,0 +1,272 @@
+"""Alarms: rules that a healthy run keeps, and a watch that says it in plain words, once, when one is broken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from statistics import median
+from typing import Any, NamedTuple
+
+from memsafe_rl.config.alarm_rules import AlarmRules
+
+STEPS_TO_END = 5
+"""Steps in a row in which a rule must hold before its episode is over, so that what flickers is one episode."""
+
+WINDOW_STEPS = 20
+"""Steps that the present speed is compared with, and over which work done again is counted."""
+
+RECENT_STEPS = 3
+"""Steps whose median is the present speed: one slow step is no fall."""
+
+_LEAST_KNOWN_STEPS = 5
+_LEAST_SECONDS_LOST = 1.0
+"""Seconds a step below which a fall costs too little to tell apart from the noise of a machine."""
+
+_REWARD_SECONDS = ("time/reward/", "_seconds")
+
+
+class _Reading(NamedTuple):
+    """What a step says about a rule.
+
+    Args:
+        broken: whether the rule is broken.
+        value: what was measured.
+        limit: what the rule allows.
+        sentence: what was found and what to do.
+        details: more for the event.
+    """
+
+    broken: bool
+    value: float
+    limit: Any
+    sentence: str
+    details: Mapping[str, Any] = {}
+
+
+class AlarmWatch:
+    """Gives one event for each episode of a broken rule, which is over once the rule has held for `STEPS_TO_END` steps.
+
+    Steps that say nothing of a rule, such as a second pass over a rollout of truncation, leave its episode as it is.
+    """
+
+    def __init__(self, rules: AlarmRules, bands: Mapping[str, tuple[float, float]] | None = None) -> None:
+        self._rules = rules
+        self._bands = dict(bands or {}) if rules.objective_kl else {}
+        self._held_for: dict[str, int] = {}  # of each open episode: readings in a row that held
+        self._seconds: list[dict[str, float]] = []  # of the last steps that began a rollout, by phase
+        self._were_in_band: set[str] = set()  # of the run's KL ("") and of objectives'
+
+    def observe(
+        self, step: int, metrics: Mapping[str, float], events: Sequence[Mapping[str, Any]] = ()
+    ) -> list[dict[str, Any]]:
+        """Holds a step against the rules."""
+        return self._events(step, self._readings(step, metrics, events))
+
+    def observe_weights(self, step: int, share: float, rate: float) -> list[dict[str, Any]]:
+        """Holds against the rules what a step has moved."""
+        limit = self._rules.lost_updates
+        return [] if limit is None else self._events(step, [("lost_updates", _lost_updates(share, rate, limit))])
+
+    def _events(self, step: int, readings: Iterable[tuple[str, _Reading]]) -> list[dict[str, Any]]:
+        return [
+            {
+                "event": "alarm",
+                "kind": episode.partition("/")[0],
+                "step": step,
+                "value": reading.value,
+                "limit": reading.limit,
+                **reading.details,
+                "sentence": reading.sentence,
+            }
+            for episode, reading in readings
+            if self._begins(episode, reading.broken)
+        ]
+
+    def _begins(self, kind: str, broken: bool) -> bool:
+        """Tells whether an episode begins, and ends one that has held long enough."""
+        begins = broken and kind not in self._held_for
+        if broken:
+            self._held_for[kind] = 0
+        elif kind in self._held_for:
+            self._held_for[kind] += 1
+            if self._held_for[kind] == STEPS_TO_END:
+                del self._held_for[kind]
+        return begins
+
+    def _readings(
+        self, step: int, metrics: Mapping[str, float], events: Sequence[Mapping[str, Any]]
+    ) -> Iterator[tuple[str, _Reading]]:
+        """Gives what the step says about each rule that is on, under the name of its episode."""
+        rules = self._rules
+        share, equal = _number(metrics, "completions/clipped_ratio"), _number(metrics, "frac_reward_zero_std")
+        judges, kl = _judges(metrics), _number(metrics, "kl")
+        if rules.truncation is not None and share is not None:
+            yield "truncation", _truncation(share, rules.truncation)
+        if rules.judge_seconds is not None and judges:
+            yield "judge_seconds", _slow_judge(judges, rules.judge_seconds)
+        if rules.equal_rewards is not None and equal is not None:
+            yield "equal_rewards", _equal_rewards(equal, rules.equal_rewards, _number(metrics, "reward"))
+        if rules.kl is not None and kl is not None:
+            yield "kl", self._kl("", kl, rules.kl)
+        for objective, band in self._bands.items():
+            own = _number(metrics, f"objectives/{objective}/kl")
+            if own is not None:
+                yield f"objective_kl/{objective}", self._kl(objective, own, band)
+        if rules.throughput_drop is not None and share is not None:  # a step that began a rollout
+            self._seconds = [*self._seconds, _phase_seconds(metrics)][-WINDOW_STEPS - RECENT_STEPS :]
+            reading = _throughput(self._seconds, rules.throughput_drop)
+            if reading is not None:
+                yield "throughput_drop", reading
+        if rules.retries is not None:
+            yield "retries", _retries(_failures_since(step - WINDOW_STEPS, events), rules.retries)
+
+    def _kl(self, objective: str, value: float, band: tuple[float, float]) -> _Reading:
+        """Reads a KL; a run begins at its reference, so that too little counts only once there has been enough."""
+        if value >= band[0]:
+            self._were_in_band.add(objective)
+        return _kl(value, band, objective, was_in_band=objective in self._were_in_band)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives, in plain values, open episodes and what the present is compared with."""
+        return {
+            "held_for": dict(self._held_for),
+            "seconds": [dict(seconds) for seconds in self._seconds],
+            "were_in_band": sorted(self._were_in_band),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` gave; the rules may be others by now."""
+        self._held_for = dict(state["held_for"])
+        self._seconds = [dict(seconds) for seconds in state["seconds"]]
+        self._were_in_band = set(state.get("were_in_band", [""] if state.get("kl_was_in_band") else []))
+
+
+def _truncation(share: float, limit: float) -> _Reading:
+    sentence = (
+        f"{share:.1%} of the rollout's completions were cut off at max_completion_length (alarm from {limit:.1%}), and "
+        "are judged by an answer that they could not finish; raise max_completion_length, or set "
+        "mask_truncated_completions=True so that they do not teach."
+    )
+    return _Reading(share >= limit, share, limit, sentence)
+
+
+def _slow_judge(judges: Mapping[str, float], limit: float) -> _Reading:
+    name = max(judges, key=lambda judge: judges[judge])
+    seconds = judges[name]
+    sentence = (
+        f"The reward function {name} took {seconds:.1f} s for a rollout (alarm from {limit:g} s), and training waits "
+        "for it; write it as an async function whose requests run side by side, have it read fewer or shorter "
+        "completions, or bound it by reward_timeout_seconds."
+    )
+    return _Reading(seconds >= limit, seconds, limit, sentence, {"reward": name})
+
+
+def _equal_rewards(share: float, limit: float, mean: float | None) -> _Reading:
+    known = "" if mean is None else f", the mean reward being {mean:.3g}"
+    sentence = (
+        f"In {share:.1%} of the groups all rewards are equal (alarm from {limit:.1%}){known}: such groups teach "
+        "nothing; choose prompts that are neither always solved nor never, grade the reward more finely, raise "
+        "num_generations or temperature, or set dynamic_sampling=True."
+    )
+    return _Reading(share >= limit, share, limit, sentence)
+
+
+def _lost_updates(share: float, rate: float, limit: float) -> _Reading:
+    sentence = (
+        f"{share:.1%} of the trained bfloat16 weights that have a gradient were not moved by the step (alarm from "
+        f"{limit:.1%}, a small sample): at a learning rate of {rate:.3g} their updates are smaller than the rounding "
+        "of bfloat16, so that nothing of them is left, however many steps follow. Keep trained weights in float32, "
+        "with bf16=True for the forward passes (model_init_kwargs={'dtype': 'float32'}, or model.float() where a model "
+        "is passed), or train an adapter (peft_config)."
+    )
+    return _Reading(share >= limit, share, limit, sentence)
+
+
+def _kl(value: float, band: tuple[float, float], objective: str, *, was_in_band: bool) -> _Reading:
+    low, high = band
+    of, beta = (f" on the rows of objective {objective!r}", "its beta") if objective else ("", "beta")
+    if value > high:
+        where, what, remedy = "above", "drifts away from", f"raise {beta} or lower learning_rate"
+    else:
+        where, what, remedy = "below", "hardly leaves", f"lower {beta} or raise learning_rate"
+    sentence = (
+        f"The KL to the reference{of} is {value:.3g} nats per token, {where} its band of {low:g} to {high:g}: the "
+        f"model {what} the reference; {remedy}."
+    )
+    details = {"objective": objective} if objective else {}
+    return _Reading(value > high or (value < low and was_in_band), value, list(band), sentence, details)
+
+
+def _throughput(steps: Sequence[Mapping[str, float]], limit: float) -> _Reading | None:
+    """Compares the last steps that began a rollout with those before; None while too few are known."""
+    before, recent = steps[:-RECENT_STEPS], steps[-RECENT_STEPS:]
+    if len(before) < _LEAST_KNOWN_STEPS:
+        return None
+    usual, now = _medians(before), _medians(recent)
+    drop = 1 - usual["step"] / now["step"] if now["step"] > 0 else 0.0
+    slowest = max(_REMEDIES, key=lambda phase: now.get(phase, 0.0) - usual.get(phase, 0.0))
+    grown = f"from {usual.get(slowest, 0.0):.1f} to {now.get(slowest, 0.0):.1f} s"
+    sentence = (
+        f"A step with its rollout takes {now['step']:.1f} s where it took {usual['step']:.1f} s: throughput fell by "
+        f"{drop:.1%} (alarm from {limit:.1%}), mostly in the {slowest} phase ({grown}); {_REMEDIES[slowest]}."
+    )
+    broken = drop >= limit and now["step"] - usual["step"] >= _LEAST_SECONDS_LOST
+    return _Reading(broken, drop, limit, sentence)
+
+
+_LEANER_PLANS = "see in memory.jsonl whether failures made the plans leaner, and else who else uses the machine"
+_REMEDIES = {
+    "rollout": (
+        "see whether completions/mean_length has risen, and lower max_completion_length if it should not have; else "
+        "see who else uses the machine"
+    ),
+    "reward": "see in time/reward/* which reward function has become slow, and bound it by reward_timeout_seconds",
+    "score": _LEANER_PLANS,
+    "update": _LEANER_PLANS,
+    "optimizer": _LEANER_PLANS,
+}
+"""What to do about a phase that has become slow; what is not here does not count as a step's time."""
+
+
+def _retries(failures: int, limit: int) -> _Reading:
+    times = "once" if failures == 1 else f"{failures} times"
+    sentence = (
+        f"Memory ran out {times} in the last {WINDOW_STEPS} steps (alarm from {limit}), and work was done again: no "
+        "result is changed, but time is lost; see with `memsafe-rl monitor` who else uses the device, or lower "
+        "memory_budget so that smaller plans are made."
+    )
+    return _Reading(failures >= limit, failures, limit, sentence)
+
+
+def _failures_since(first_step: int, events: Sequence[Mapping[str, Any]]) -> int:
+    """Counts failed allocations from the end of the events back to a step."""
+    recent = takewhile(lambda event: event["step"] >= first_step, reversed(events))
+    return sum(event["event"] == "failure" for event in recent)
+
+
+def _number(metrics: Mapping[str, float], name: str) -> float | None:
+    value = metrics.get(name)
+    return None if value is None or math.isnan(value) else value
+
+
+def _judges(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Gives the seconds of each reward function."""
+    before, after = _REWARD_SECONDS
+    return {
+        name.removeprefix(before).removesuffix(after): seconds
+        for name, seconds in metrics.items()
+        if name.startswith(before) and name.endswith(after)
+    }
+
+
+def _phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Gives the seconds of a step, and of its phases."""
+    known = {phase: _number(metrics, f"time/{phase}_seconds") for phase in _REMEDIES}
+    step = _number(metrics, "step_time")
+    return {phase: seconds for phase, seconds in ({"step": step} | known).items() if seconds is not None}
+
+
+def _medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {"step": 0.0} | {name: median(step.get(name, 0.0) for step in steps) for name in names}

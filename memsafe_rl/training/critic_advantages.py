@@ -1,0 +1,185 @@
+"""What PPO knows beyond GRPO: a critic, and how rewards of rows become advantages of single actions.
+
+Axes: ``B`` rows, ``T`` actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, replace
+
+import torch
+from torch import Tensor, nn
+
+from memsafe_rl.accounting import claim
+from memsafe_rl.config.ppo import PPOConfig
+from memsafe_rl.errors import MemsafeError
+from memsafe_rl.models.critic import Critic
+from memsafe_rl.ops.gae import (
+    adaptive_kl_coef,
+    explained_variance,
+    generalized_advantages,
+    kl_estimates,
+    token_rewards,
+    whiten,
+)
+from memsafe_rl.training.gradient import ValueTerms
+from memsafe_rl.types import Component, LossSettings, Ragged, Trajectory, UnitBytes, UpdateWork
+
+ROLLOUT_KL = "objective/kl"
+"""Name of the metric that holds a rollout's KL to the reference, nats a row."""
+
+
+class CriticAdvantages:
+    """Judges actions by a critic."""
+
+    def __init__(self, config: PPOConfig, critic: Critic) -> None:
+        self.critic = critic
+        self._config = config
+        self.kl_scale = 1.0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether every action's log-prob, or KL in closed form, is needed before advantages are."""
+        if self.has_closed_kl:
+            return self._config.kl_coef != 0 or self._config.kl_target is not None
+        return self.critic.shares_forward or self._config.has_reference
+
+    @property
+    def has_closed_kl(self) -> bool:
+        """Whether the KL to the reference is known in closed form, so that none is estimated from log-probs."""
+        return self.critic.judged_columns is not None
+
+    def trained(self, model: nn.Module) -> nn.Module:
+        """Joins a model and what is trained beside it, for an optimizer."""
+        return nn.ModuleDict({"model": model, "critic": self.critic.beside})
+
+    def planned(self, work: UpdateWork) -> UpdateWork:
+        """Adds what is trained beside the model to a step's shape: its gradients, and what its pairs hold."""
+        trainable_bytes = work.geometry.trainable_bytes + self.critic.beside_bytes
+        unit, own = work.geometry.unit, self.critic.own_geometry
+        if unit is not None and own is not None and own.unit is not None:  # its pass comes after the model's
+            unit = UnitBytes(*map(max, astuple(unit), astuple(own.unit)))
+        return replace(work, geometry=replace(work.geometry, trainable_bytes=trainable_bytes, unit=unit))
+
+    def value_terms(self) -> ValueTerms:
+        """Gives the critic's part of an optimizer step's loss."""
+        return ValueTerms(self.critic, self._config.vf_coef, self._config.vf_clip)
+
+    def steered(self, settings: LossSettings) -> LossSettings:
+        """Gives the policy's loss with the coefficient of its KL as it is steered now."""
+        return replace(settings, beta=settings.beta * self.kl_scale)
+
+    def assign(self, trajectory: Trajectory, rewards_B: Tensor) -> tuple[Trajectory, dict[str, float]]:
+        """Gives every action of a rollout its advantage and return; whitening is over all rows of all ranks."""
+        config, rows = self._config, range(len(trajectory))
+        if trajectory.values is None:
+            raise AssertionError("values come before advantages")
+        mask_BT, values_BT = trajectory.loss_mask.pad(rows, 0).bool(), trajectory.values.pad(rows, 0)
+        judged_BT = self._judged(mask_BT)
+        _refuse_broken(values_BT, judged_BT)
+        kl_BT = self._kl(trajectory)
+        scores_B = self._scores(trajectory, rewards_B.to(values_BT.dtype))
+        rewards_BT = token_rewards(scores_B, judged_BT, kl_BT=kl_BT, kl_coef=config.kl_coef * self.kl_scale)
+        costs_B = scores_B - rewards_BT.sum(1)
+        if config.whiten_rewards:
+            rewards_BT = whiten(rewards_BT, judged_BT, shift_mean=False)
+        found = generalized_advantages(
+            rewards_BT, values_BT, judged_BT, gamma=config.gamma, gae_lambda=config.gae_lambda
+        )
+        advantages_BT = found.advantages_BT.masked_fill(~mask_BT, 0.0)
+        if config.whiten_advantages:
+            advantages_BT = whiten(advantages_BT, mask_BT)
+        metrics = _metrics(values_BT, found.returns_BT, judged_BT)
+        if kl_BT is not None:
+            counted_B = judged_BT.any(1)
+            kl_B = (kl_BT * judged_BT).sum(1)
+            metrics |= {
+                ROLLOUT_KL: float(kl_B[counted_B].mean()),
+                "objective/non_score_reward": -float(costs_B[counted_B].mean()),
+                **({} if config.beta else {"kl": float(kl_B.sum()) / max(1, int(judged_BT.sum()))}),
+                "kl_coef": (config.kl_coef or config.beta) * self.kl_scale,
+            }
+        lengths = trajectory.actions.lengths
+        judged = replace(
+            trajectory,
+            advantages=_row_means(advantages_BT, mask_BT),
+            action_advantages=_unpadded(advantages_BT, lengths),
+            returns=_unpadded(found.returns_BT, lengths),
+        )
+        claim(Component.TRAJECTORY, judged.tensors())
+        return judged, metrics
+
+    def leave_rollout(self, metrics: Mapping[str, float]) -> None:
+        """Steers the coefficients of the KL by the rollout that was learnt from."""
+        config = self._config
+        if config.kl_target is not None and ROLLOUT_KL in metrics:
+            self.kl_scale = adaptive_kl_coef(
+                self.kl_scale,
+                metrics[ROLLOUT_KL],
+                target=config.kl_target,
+                rows=config.rollout_rows,
+                horizon=config.kl_horizon,
+            )
+
+    def _judged(self, mask_BT: Tensor) -> Tensor:
+        """Marks the actions through which advantages are added up: those that count.
+
+        Of a chain, all those of which a rollout learns from some: a step's advantage must not depend on which others
+        were drawn with it.
+        """
+        columns = self.critic.judged_columns
+        if columns is None:
+            return mask_BT
+        judged_T = torch.zeros(mask_BT.shape[1], dtype=torch.bool)
+        judged_T[list(columns)] = True
+        return mask_BT.any(1, keepdim=True) & judged_T
+
+    def _scores(self, trajectory: Trajectory, rewards_B: Tensor) -> Tensor:
+        scores_B = rewards_B.nan_to_num(nan=0.0)
+        if self._config.missing_eos_penalty is None:
+            return scores_B
+        unfinished_B = torch.tensor([not finished for finished in trajectory.finished], dtype=scores_B.dtype)
+        return scores_B - self._config.missing_eos_penalty * unfinished_B
+
+    def _kl(self, trajectory: Trajectory) -> Tensor | None:
+        """Gives each action's KL to the reference, (B, T), estimated where it is not known; None without one."""
+        if trajectory.kl is not None:
+            return trajectory.kl.pad(range(len(trajectory)), 0)
+        if trajectory.ref_logprobs is None:
+            return None
+        if trajectory.old_logprobs is None:
+            raise AssertionError("log-probs come before advantages where there is a reference")
+        rows = range(len(trajectory))
+        logprobs_BT, reference_BT = trajectory.old_logprobs.pad(rows, 0), trajectory.ref_logprobs.pad(rows, 0)
+        return kl_estimates(logprobs_BT, reference_BT, self._config.kl_estimator)
+
+
+def _refuse_broken(values_BT: Tensor, judged_BT: Tensor) -> None:
+    broken = (judged_BT & ~values_BT.isfinite()).nonzero().tolist()
+    if broken:
+        row, column = broken[0]
+        raise MemsafeError(
+            f"The critic's value of row {row}, action {column} is {float(values_BT[row, column])} ({len(broken)} of "
+            f"{int(judged_BT.sum())} are not finite); no weight has moved. The critic has probably diverged: lower "
+            "the learning rate or vf_coef, or resume from an earlier checkpoint; look at what it divides by, and if it "
+            "runs in float16, use bfloat16 or float32."
+        )
+
+
+def _metrics(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:
+    counted = max(1, int(mask_BT.sum()))
+    return {
+        "returns/mean": float(returns_BT.sum()) / counted,
+        "values/mean": float(values_BT.masked_fill(~mask_BT, 0.0).sum()) / counted,
+        "explained_variance": float(explained_variance(values_BT, returns_BT, mask_BT)),
+    }
+
+
+def _row_means(advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Averages over counted actions, (B,) float32; for the log, where a row has one advantage."""
+    return (advantages_BT.sum(1) / mask_BT.sum(1).clamp(min=1)).float()
+
+
+def _unpadded(values_BT: Tensor, lengths: tuple[int, ...]) -> Ragged:
+    return Ragged.from_rows([values_T[:length] for values_T, length in zip(values_BT, lengths, strict=True)])

@@ -1,0 +1,452 @@
+"""The gradient of one optimizer step, cut into micro-batches whose shares add up exactly.
+
+Axes: ``B`` rows, ``T`` completion tokens or denoising steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.accounting import host_memory, is_on_host, worth_running
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.planning.slices import cut_columns, cut_groups, packed_tokens, telling
+from memsafe_rl.memory.runtime.host_memory import offloaded, to_device, to_host
+from memsafe_rl.memory.runtime.recovery import Attempt
+from memsafe_rl.models.adapter import ScoringAdapter
+from memsafe_rl.models.critic import Critic
+from memsafe_rl.ops.gae import value_loss
+from memsafe_rl.ops.losses import entropy_threshold, high_entropy_mask, policy_loss
+from memsafe_rl.parallel.ranks import Ranks
+from memsafe_rl.rollout.scoring import score_all, score_rows, update_work, value_rows
+from memsafe_rl.types import (
+    Denominators,
+    LossInputs,
+    LossResult,
+    LossSettings,
+    Ragged,
+    RolloutPlan,
+    TokenScores,
+    Trajectory,
+    UpdatePlan,
+)
+
+
+@dataclass(frozen=True)
+class ValueTerms:
+    """What an optimizer step has fixed of the critic's loss.
+
+    Args:
+        critic: what is trained.
+        coef: coefficient of its loss.
+        clip: most a value moves away from the rollout's before the loss holds it; None for no bound.
+    """
+
+    critic: Critic
+    coef: float
+    clip: float | None
+
+
+@dataclass(frozen=True)
+class StepTerms:
+    """What an optimizer step has fixed before its first backward.
+
+    Args:
+        settings: the loss.
+        denominators: counts over the whole step and all ranks.
+        temperature: divides the logits.
+        with_entropy: whether entropies are wanted, for the bonus, the token mask or the log.
+        entropy_coef: coefficient of the entropy bonus.
+        entropy_masks: 1 where an action is among the most uncertain of the step, per row; None when all count.
+        sampler_is_external: whether another sampler drew the completions, so that its log-probs differ from the old.
+        values: the critic's loss; None without a critic.
+        objectives: of each of several objectives, over its own rows; empty where there is but one.
+    """
+
+    settings: LossSettings
+    denominators: Denominators
+    temperature: float
+    with_entropy: bool
+    entropy_coef: float = 0.0
+    entropy_masks: Mapping[int, Tensor] | None = None
+    sampler_is_external: bool = False
+    values: ValueTerms | None = None
+    objectives: tuple[StepTerms, ...] = ()
+
+
+@dataclass
+class StepGradient:
+    """What accumulating a step's gradient leaves besides the gradient itself.
+
+    Args:
+        loss: detached scalar.
+        sums: scalars added over micro-batches.
+        lows: scalars minimised over micro-batches.
+        highs: scalars maximised over micro-batches.
+        run_tokens: scalar, counted actions of the rows that were run.
+        logprobs: nats, of each row that was run, on the device.
+        micro_batches: how many were run.
+        tokens: tokens run, padding included.
+        objectives: of each of several objectives; empty where there is but one.
+        merge: what is known of the objectives' gradients and of how they were merged, by metric.
+    """
+
+    loss: Tensor
+    run_tokens: Tensor
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    lows: dict[str, Tensor] = field(default_factory=dict)
+    highs: dict[str, Tensor] = field(default_factory=dict)
+    logprobs: dict[int, Tensor] = field(default_factory=dict)
+    micro_batches: int = 0
+    tokens: int = 0
+    objectives: tuple[StepGradient, ...] = ()
+    merge: dict[str, float] = field(default_factory=dict)
+
+
+def accumulate_gradient(
+    adapter: ScoringAdapter,
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    plan: UpdatePlan,
+    terms: StepTerms,
+    *,
+    autocast: Callable[[], AbstractContextManager[object]],
+    scale: Callable[[Tensor], Tensor],
+) -> StepGradient:
+    """Adds the gradient of some rows of a step to the parameters' `.grad`; how they are cut leaves it unchanged."""
+    if adapter.time_separable:
+        return _accumulate_columns(adapter, trajectory, rows, plan, terms, autocast=autocast, scale=scale)
+    work = update_work(adapter, trajectory, rows, packable=plan.pack_prompts and not adapter.model.training)
+    zero = torch.zeros((), device=adapter.device)
+    step = StepGradient(loss=zero, run_tokens=zero)
+    for group in cut_groups(work, plan.micro_batch_tokens, packed=plan.pack_prompts):
+        together = [rows[place] for places in group for place in places]
+        with adapter.read_together(trajectory, together, partial(_forward, adapter, plan, autocast)):
+            # Without an encoder, whose gradient waits at what it gave, a rehearsal chooses rows before it comes here.
+            for places in worth_running(group, partial(telling, work)) if work.sources else group:
+                micro, packed = [rows[place] for place in places], bool(work.prompts)
+                _learn_from(step, adapter, trajectory, micro, plan, terms, packed, autocast=autocast, scale=scale)
+                padded = len(micro) * max(work.row_tokens[place] for place in places)
+                step.tokens += packed_tokens(work, places) if packed else padded
+    return step
+
+
+@contextmanager
+def _forward(
+    adapter: ScoringAdapter, plan: UpdatePlan, autocast: Callable[[], AbstractContextManager[object]]
+) -> Iterator[None]:
+    """The contexts of a forward pass; its backward runs outside."""
+    with autocast(), kept_activations(adapter, plan):
+        yield
+
+
+def _learn_from(
+    step: StepGradient,
+    adapter: ScoringAdapter,
+    trajectory: Trajectory,
+    micro: Sequence[int],
+    plan: UpdatePlan,
+    terms: StepTerms,
+    packed: bool,
+    *,
+    autocast: Callable[[], AbstractContextManager[object]],
+    scale: Callable[[Tensor], Tensor],
+) -> None:
+    """Adds the gradient of one micro-batch, and what is measured of it; a function, so that its tensors end with it."""
+    critic = None if terms.values is None else terms.values.critic
+    with _forward(adapter, plan, autocast):
+        scores = score_rows(
+            adapter,
+            trajectory,
+            micro,
+            temperature=terms.temperature,
+            tile=plan.logprob_tile,
+            with_entropy=terms.with_entropy,
+            packed=packed,
+            value_head=critic.head if critic is not None and critic.shares_forward else None,
+        )
+    inputs = loss_inputs(trajectory, micro, terms, scores)
+    result = policy_loss(inputs, terms.settings, terms.denominators)
+    if scores.values_BT is not None:
+        result = _both(result, value_share(trajectory, micro, terms, scores.values_BT))
+    torch.autograd.backward(scale(result.loss))
+    _add(step, result, inputs.mask_BT.sum())
+    for place, row in enumerate(micro):
+        step.logprobs[row] = scores.logprobs_BT[place, : trajectory.actions.lengths[row]].detach()
+    if critic is not None and not critic.shares_forward:
+        del scores, inputs, result  # the critic's forward needs their room
+        _add(step, _critic_gradient(critic, trajectory, micro, plan, terms, autocast=autocast, scale=scale))
+    step.micro_batches += 1
+
+
+def check_separable(settings: LossSettings) -> None:
+    """Refuses losses that need all columns of a row at once, which are run one by one where a network allows it."""
+    wrong = {
+        "importance_sampling_level": settings.importance_sampling_level == "sequence",
+        "loss_type": settings.loss_type == "vespo",
+        "off_policy_mask_threshold": settings.off_policy_mask_threshold is not None,
+    }
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        raise ConfigError(
+            f"{name} is {getattr(settings, name)!r}, which weighs or masks whole rows, but the steps of a denoising "
+            "chain are learnt from one by one. Set importance_sampling_level='token', off_policy_mask_threshold=None "
+            "and a loss_type other than 'vespo'."
+        )
+
+
+def _accumulate_columns(
+    adapter: ScoringAdapter,
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    plan: UpdatePlan,
+    terms: StepTerms,
+    *,
+    autocast: Callable[[], AbstractContextManager[object]],
+    scale: Callable[[Tensor], Tensor],
+) -> StepGradient:
+    """Goes over rows × columns, forward and backward of a rectangle at a time, so that bytes do not grow with columns.
+
+    What is measured of a row is measured at the end, on all its columns, on the host: its numbers grow with them.
+    """
+    check_separable(terms.settings)
+    with host_memory():
+        step = StepGradient(loss=torch.zeros(()), run_tokens=torch.zeros(()))
+    if not rows:
+        return step
+    found: dict[str, Tensor] = {}
+    shape = len(rows), max(trajectory.action_lengths(rows))
+    for places, columns in worth_running(cut_columns(len(rows), trajectory.counted_columns, plan.micro_batch_tokens)):
+        micro = [rows[place] for place in places]
+        scores = _policy_gradient(adapter, trajectory, micro, columns, plan, terms, autocast=autocast, scale=scale)
+        _collect(found, scores, places, columns, shape)
+        del scores  # the critic's forward needs their room
+        if terms.values is not None:
+            critic = terms.values.critic
+            _add(
+                step, _critic_gradient(critic, trajectory, micro, plan, terms, columns, autocast=autocast, scale=scale)
+            )
+        step.micro_batches += 1
+        step.tokens += len(places) * len(columns)
+    with torch.no_grad(), host_memory():
+        whole = loss_inputs(trajectory, rows, terms, TokenScores(**found))
+        _add(step, policy_loss(whole, terms.settings, terms.denominators), whole.mask_BT.sum())
+    for place, row in enumerate(rows):
+        step.logprobs[row] = found["logprobs_BT"][place, : trajectory.actions.lengths[row]]
+    return step
+
+
+def _policy_gradient(
+    adapter: ScoringAdapter,
+    trajectory: Trajectory,
+    micro: Sequence[int],
+    columns: Sequence[int],
+    plan: UpdatePlan,
+    terms: StepTerms,
+    *,
+    autocast: Callable[[], AbstractContextManager[object]],
+    scale: Callable[[Tensor], Tensor],
+) -> TokenScores:
+    """Adds the gradient of the policy's loss over a rectangle, and gives its scores, detached."""
+    with _forward(adapter, plan, autocast):
+        scores = score_rows(
+            adapter,
+            trajectory,
+            micro,
+            columns,
+            temperature=terms.temperature,
+            tile=plan.logprob_tile,
+            with_entropy=terms.with_entropy,
+            with_kl=terms.settings.beta != 0.0,
+        )
+    inputs = loss_inputs(trajectory, micro, terms, scores, columns)
+    torch.autograd.backward(scale(policy_loss(inputs, terms.settings, terms.denominators).loss))
+    parts = {entry.name: getattr(scores, entry.name) for entry in fields(scores)}
+    return replace(scores, **{name: part.detach() for name, part in parts.items() if part is not None})
+
+
+def _collect(
+    found: dict[str, Tensor],
+    scores: TokenScores,
+    places: Sequence[int],
+    columns: Sequence[int],
+    shape: tuple[int, int],
+) -> None:
+    """Writes what was found of a rectangle where it belongs among all rows and columns, on the host."""
+    for entry in fields(scores):
+        values_BT = getattr(scores, entry.name)
+        if values_BT is not None:
+            with host_memory():
+                if entry.name not in found:
+                    found[entry.name] = torch.zeros(shape, dtype=values_BT.dtype)
+                where = torch.tensor(places)[:, None], torch.tensor(columns)
+                found[entry.name][where] = to_host(values_BT)
+
+
+def loss_inputs(
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    terms: StepTerms,
+    scores: TokenScores,
+    columns: Sequence[int] | None = None,
+) -> LossInputs:
+    """Cuts everything the loss needs for some rows, or some columns of them, out of the store."""
+    device, dtype = scores.logprobs_BT.device, scores.logprobs_BT.dtype
+
+    def cut(store: Ragged | None) -> Tensor | None:
+        return None if store is None else cut_out(store, rows, columns, device).to(dtype)
+
+    by_action = cut(trajectory.action_advantages)
+    by_row = trajectory.advantages[list(rows)].to(device=device, dtype=dtype)
+    has_old = trajectory.has_old and all(trajectory.has_old[row] for row in rows)
+    entropy_mask = None
+    if terms.entropy_masks is not None:
+        kept = Ragged.from_rows([terms.entropy_masks[row] for row in rows])
+        entropy_mask = cut_out(kept, range(len(rows)), columns, device).to(dtype)
+    counted_B = None
+    if columns is not None:
+        counted_B = torch.tensor([trajectory.counted_actions[row] for row in rows], dtype=dtype, device=device)
+    return LossInputs(
+        logprobs_BT=scores.logprobs_BT,
+        advantages_B=by_row if by_action is None else by_action,
+        mask_BT=cut_out(trajectory.loss_mask, rows, columns, device).to(dtype),
+        old_logprobs_BT=cut(trajectory.old_logprobs) if has_old else None,
+        ref_logprobs_BT=cut(trajectory.ref_logprobs),
+        sampling_logprobs_BT=cut(trajectory.sampling_logprobs) if terms.sampler_is_external else None,
+        importance_weights_BT=cut(trajectory.importance_weights),
+        entropies_BT=scores.entropies_BT,
+        entropy_mask_BT=entropy_mask,
+        entropy_coef=terms.entropy_coef,
+        kl_BT=scores.kl_BT,
+        row_counts_B=counted_B,
+    )
+
+
+def cut_out(store: Ragged, rows: Sequence[int], columns: Sequence[int] | None, device: torch.device) -> Tensor:
+    """Cuts some columns of some rows out of a store; only these move, so that a long row costs no more."""
+    if columns is None:
+        return store.pad(rows, 0, device)
+    views = store.rows()
+    with host_memory() if is_on_host(store.flat) else nullcontext():
+        chosen = torch.tensor(columns, device=store.flat.device)
+        cut_BT = torch.stack([views[row][chosen] for row in rows])
+    return to_device(cut_BT, device)
+
+
+def value_share(
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    terms: StepTerms,
+    values_BT: Tensor,
+    columns: Sequence[int] | None = None,
+) -> LossResult:
+    """Gives a micro-batch's share of the critic's loss, times its coefficient."""
+    if terms.values is None or trajectory.values is None or trajectory.returns is None:
+        raise AssertionError("a critic learns from a rollout that it has judged")
+    old_BT, returns_BT, mask_BT = (
+        cut_out(store, rows, columns, values_BT.device).to(values_BT.dtype)
+        for store in (trajectory.values, trajectory.returns, trajectory.loss_mask)
+    )
+    share = value_loss(values_BT, old_BT, returns_BT, mask_BT, clip=terms.values.clip, tokens=terms.denominators.tokens)
+    sums = {"value_loss": share.loss.detach(), "value_clip": share.clipped}
+    return LossResult(terms.values.coef * share.loss, sums, {}, {})
+
+
+def _critic_gradient(
+    critic: Critic,
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    plan: UpdatePlan,
+    terms: StepTerms,
+    columns: Sequence[int] | None = None,
+    *,
+    autocast: Callable[[], AbstractContextManager[object]],
+    scale: Callable[[Tensor], Tensor],
+) -> LossResult:
+    """Adds the gradient of a critic that runs by itself, over the same rows, or some columns of them."""
+    with critic.running() as network:
+        packed = plan.pack_prompts and network.packs_prompts and not network.model.training
+        with _forward(network, plan, autocast):
+            values_BT = value_rows(network, trajectory, rows, critic.head, columns, packed=packed)
+        share = value_share(trajectory, rows, terms, values_BT, columns)
+        torch.autograd.backward(scale(share.loss))
+    return share
+
+
+def _both(result: LossResult, share: LossResult) -> LossResult:
+    return replace(result, loss=result.loss + share.loss, sums={**result.sums, **share.sums})
+
+
+@contextmanager
+def kept_activations(adapter: ScoringAdapter, plan: UpdatePlan) -> Iterator[None]:
+    """Has a forward keep, recompute or offload its activations as the plan says; its backward may run outside."""
+    with ExitStack() as stack:
+        if plan.offload_activations:
+            stack.enter_context(offloaded(adapter.model.parameters()))
+        stack.enter_context(adapter.recompute(plan.checkpointing))
+        yield
+
+
+def contributes(trajectory: Trajectory, row: int, *, every_row: bool) -> bool:
+    """Says whether a row can move a weight.
+
+    A row without counted actions never can. One whose advantage is zero cannot either, unless the loss has a term
+    without the advantage in it (KL, entropy bonus).
+    """
+    return trajectory.counted_actions[row] > 0 and (every_row or trajectory.has_advantage[row])
+
+
+def entropy_masks(
+    adapter: ScoringAdapter,
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    *,
+    top_quantile: float,
+    temperature: float,
+    tile: int,
+    attempt: Attempt[RolloutPlan],
+    repeat: Callable[[Callable[[], dict[int, Tensor]]], dict[int, Tensor]],
+    ranks: Ranks,
+) -> dict[int, Tensor]:
+    """Finds the most uncertain actions of a whole step before it is cut (Wang et al. 2025, arXiv 2506.01939)."""
+    mine = ranks.balance(rows, trajectory.action_lengths(rows))
+    scored = score_all(
+        adapter, trajectory, mine, temperature=temperature, attempt=attempt, tile=tile, with_entropy=True
+    )
+    found = [(row, scores.entropies) for row, scores in zip(mine, scored, strict=True)]
+    entropies = {row: values for row, values in ranks.gather(found) if values is not None}
+
+    def masks() -> dict[int, Tensor]:
+        counted = [mask.cpu() for mask in trajectory.loss_mask.rows()]
+        flat = torch.cat([entropies[row] for row in rows])
+        threshold = entropy_threshold(flat, torch.cat([counted[row] for row in rows]), top_quantile)
+        return {row: high_entropy_mask(entropies[row], counted[row], threshold) for row in rows}
+
+    return repeat(masks)
+
+
+def joined(parts: Sequence[StepGradient], weights: Sequence[float], merge: dict[str, float]) -> StepGradient:
+    """Adds up what the gradients of several objectives have left."""
+    zero = torch.zeros_like(parts[0].run_tokens)
+    step = StepGradient(loss=zero, run_tokens=zero, objectives=tuple(parts), merge=merge)
+    for part, weight in zip(parts, weights, strict=True):
+        _add(step, LossResult(weight * part.loss, part.sums, part.lows, part.highs), part.run_tokens)
+        step.logprobs |= part.logprobs
+        step.micro_batches += part.micro_batches
+        step.tokens += part.tokens
+    return step
+
+
+def _add(step: StepGradient, result: LossResult, tokens: Tensor | None = None) -> None:
+    step.loss = step.loss + result.loss.detach()
+    step.run_tokens = step.run_tokens if tokens is None else step.run_tokens + tokens
+    for name, value in result.sums.items():
+        step.sums[name] = step.sums[name] + value if name in step.sums else value
+    for name, value in result.lows.items():
+        step.lows[name] = torch.minimum(step.lows[name], value) if name in step.lows else value
+    for name, value in result.highs.items():
+        step.highs[name] = torch.maximum(step.highs[name], value) if name in step.highs else value

@@ -1,0 +1,380 @@
+"""The optimizer, its schedule and the one moment at which weights move."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, get_scheduler
+
+from memsafe_rl.accounting import charge
+from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.training.optim.offload import OptimizerOffload
+from memsafe_rl.training.optim.snapshot import Snapshot
+from memsafe_rl.training.optim.state_init import make_missing_state, ready_scalars, steps_without_allocating
+from memsafe_rl.types import Component
+
+logger = logging.getLogger(__name__)
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Lists the parameters that receive gradients, in the model's order."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def given_optimizers(given: Any) -> tuple[torch.optim.Optimizer | None, Any]:
+    """Reads a trainer's argument `optimizers`."""
+    if given is None:
+        return None, None
+    remedy = "Pass (optimizer, schedule), with None for what the configuration names."
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ConfigError(f"optimizers is {type(given).__name__} {given!r:.100}, and no pair. {remedy}")
+    for value, needed in zip(given, ("param_groups", "get_last_lr"), strict=True):
+        if value is not None and (isinstance(value, type) or not hasattr(value, needed)):
+            raise ConfigError(f"optimizers has {value!r:.100}, which has no {needed}. {remedy}")
+    return given[0], given[1]
+
+
+def check_holds(optimizer: torch.optim.Optimizer, networks: Mapping[str, nn.Module]) -> None:
+    """Refuses an optimizer that holds no trained weight of a network, and says it where some are left out."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, network in networks.items():
+        trained = trained_parameters(network)
+        left_out = [parameter for parameter in trained if id(parameter) not in held]
+        if trained and len(left_out) == len(trained):
+            raise ConfigError(
+                f"optimizers holds a {type(optimizer).__name__} with none of the {len(trained)} trained tensors of the "
+                f"{name}, which would learn nothing. Make it of trainer.{_WHERE[name]}.parameters() (add_param_group "
+                "before train), or leave it out and name one by optim."
+            )
+        if left_out:
+            logger.warning(
+                "%d of %d trained tensors of the %s are in none of the optimizer's groups, and stay as they are.",
+                len(left_out),
+                len(trained),
+                name,
+            )
+
+
+_WHERE = {"model": "model", "critic": "critic.beside"}
+
+
+def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
+    """Makes the optimizer that `optim` names, with weight decay on everything but biases and norms."""
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for name, p in trained if name in decayed], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
+    ]
+    optimizer_class, arguments = Trainer.get_optimizer_cls_and_kwargs(config, model)
+    if optimizer_class is torch.optim.SGD and all(_has_fused_sgd(parameter) for _, parameter in trained):
+        arguments = {**arguments, "fused": True}  # the only form whose step allocates nothing
+    optimizer: torch.optim.Optimizer = optimizer_class([group for group in groups if group["params"]], **arguments)
+    return optimizer
+
+
+def _has_fused_sgd(parameter: nn.Parameter) -> bool:
+    """Whether there is a fused SGD that can be trusted: on a CPU, PyTorch's goes wrong in half precision."""
+    if parameter.device.type == "cpu":
+        return parameter.dtype in (torch.float32, torch.float64)
+    return parameter.device.type in ("cuda", "mps", "xpu") and parameter.is_floating_point()
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, config: Any, max_steps: int) -> Any:
+    """Makes the learning-rate schedule that `lr_scheduler_type` names."""
+    return get_scheduler(
+        config.lr_scheduler_type,
+        optimizer=optimizer,
+        num_warmup_steps=config.get_warmup_steps(max_steps),
+        num_training_steps=max_steps,
+        scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs or {}),
+    )
+
+
+class Committer:
+    """Moves everything that a committed step moves: weights, optimizer state, schedule and loss scale.
+
+    A step is committed in three calls, each of which may run out of memory and be called again: `measure`, then
+    `prepare_commit`, then `commit`, between two tries of which `roll_back` is called. PyTorch's fused optimizers step
+    without allocating anything once `make_state` was called, so for them nothing can break off; before every other
+    optimizer's step, weights and state are copied to the host, because a step that broke off half way and is simply
+    called again would move some weights twice.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        *,
+        max_grad_norm: float,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._parameters = trained_parameters(model)
+        self._max_grad_norm = max_grad_norm
+        self._unscaled = 0
+        self._clipped = 0
+        self._measured: _Measured | None = None
+        self._snapshot: Snapshot | None = None
+        self._moving = False
+        self._parking = OptimizerOffload(optimizer)
+        if self.scaler is not None:
+            _refuse_half_weights(model)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that are trained."""
+        return self._parameters
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before their backward; 1 without a scaler."""
+        return 1.0 if self.scaler is None else float(self.scaler.state_dict()["scale"])
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Scales a loss for fp16; the loss itself otherwise."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def make_state(self) -> None:
+        """Makes a fused optimizer's state before its first step; moves nothing, and may be repeated.
+
+        Other optimizers make theirs in their first step, as ever.
+        """
+        with charge(Component.OPTIMIZER):
+            make_missing_state(self.optimizer, self._parameters)
+
+    def park(self) -> None:
+        """Moves the optimizer's state to host memory; may be repeated."""
+        self._parking.park()
+
+    def unpark(self) -> None:
+        """Moves the optimizer's state back to where it was; may be repeated."""
+        self._parking.unpark()
+
+    def drop_gradients(self) -> None:
+        """Frees every gradient, and forgets what was measured of them; undoes a commit that broke off, if it can."""
+        if self._moving and self._snapshot is not None:
+            self.roll_back()
+        grouped = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        for parameter in (*self._parameters, *grouped):
+            parameter.grad = None
+        self._unscaled = self._clipped = 0
+        self._measured = self._snapshot = None
+        self._moving = False
+
+    def complete_gradients(self) -> None:
+        """Gives a zero gradient to every parameter that no row reached; may be repeated.
+
+        The optimizer's momentum and weight decay then act on it as they would had the row of zero advantage been run.
+        """
+        with charge(Component.GRADIENTS):
+            missing = [parameter for parameter in self._parameters if parameter.grad is None]
+            for parameter, zeros in zip(missing, [torch.zeros_like(parameter) for parameter in missing], strict=True):
+                parameter.grad = zeros
+
+    def measure(self) -> Tensor:
+        """Unscales the gradients in place, and measures their global norm and the factor that clips them.
+
+        May be repeated after a failure: no gradient is unscaled twice.
+        """
+        self.complete_gradients()
+        scale = self._unscale()
+        gradients = self._gradients
+        norm = torch.nn.utils.get_total_norm(gradients)
+        self._measured = _Measured(
+            clip_factors=_clip_factors(gradients, norm, self._max_grad_norm),
+            one=torch.ones(()),
+            scale=scale,
+            overflowed=bool(scale) and _overflowed(gradients, norm),
+        )
+        return norm
+
+    def prepare_commit(self) -> None:
+        """Copies to the host what the step may move, unless the step allocates nothing; may be repeated.
+
+        Brings parked state back first.
+        """
+        self.unpark()
+        if not self._checked().overflowed and not steps_without_allocating(self.optimizer, self._parameters):
+            self._snapshot = Snapshot(self.optimizer, self.scheduler, self._parameters, clipped=self._clipped)
+
+    def commit(self) -> None:
+        """Clips by the factor measured, moves weights, rate and loss scale, and frees the gradients.
+
+        After an fp16 overflow only the loss scale moves. After a failure, call `roll_back` before the next try.
+        """
+        measured = self._checked()
+        if not measured.overflowed:
+            self._clip(measured.clip_factors)
+            self._moving = True
+            with ready_scalars(self._parameters, measured.one):
+                self.optimizer.step()
+            self.scheduler.step()
+        if self.scaler is not None:
+            self.scaler.load_state_dict(next_scale(measured.scale, overflowed=measured.overflowed))
+        self._moving = False
+        self.drop_gradients()
+
+    def roll_back(self) -> None:
+        """Puts everything back as it was before a `commit` that failed, bit for bit, so that it can be called again.
+
+        Allocates nothing on the device. Gradients that were clipped already stay clipped, and are not clipped again.
+        """
+        if not self._moving:
+            return
+        if self._snapshot is None:
+            raise MemsafeError(
+                f"A step of {type(self.optimizer).__name__} broke off after weights began to move, and no copy was "
+                "taken before it, so the step is half applied. Resume from the last checkpoint with "
+                "train(resume_from_checkpoint=True)."
+            )
+        self._snapshot.restore()
+        self._clipped = self._snapshot.clipped if self._snapshot.holds_gradients else self._clipped
+        self._moving = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives the state of optimizer, schedule and scale."""
+        state = {"optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict()}
+        return state if self.scaler is None else {**state, "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave; the state before goes first, to make room. May be repeated."""
+        self._parking.forget()
+        self.optimizer.state.clear()
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except ValueError as error:
+            raise ConfigError(
+                f"the checkpoint holds the state of another optimizer than this {type(self.optimizer).__name__} "
+                f"({error}). Resume with the model and the optimizer it was written with."
+            ) from error
+        self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler is not None and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+
+    def go_on_at(self, schedule: Mapping[str, Any]) -> None:
+        """Goes on where another optimizer's schedule stood."""
+        self.scheduler.load_state_dict(dict(schedule))
+        for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    @property
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+    def _checked(self) -> _Measured:
+        if self._measured is None:
+            raise AssertionError("the gradients have not been measured")
+        return self._measured
+
+    def _unscale(self) -> dict[str, Any]:
+        """Divides each gradient by the loss scale once, and gives the scale's state; nothing without a scale.
+
+        One multiplication either fails before it writes or is done, so a count says where a later call goes on.
+        """
+        if self.scaler is None:
+            return {}
+        scale: dict[str, Any] = self.scaler.state_dict()
+        for gradient in self._gradients[self._unscaled :]:
+            gradient.mul_(1.0 / scale["scale"])
+            self._unscaled += 1
+        return scale
+
+    def _clip(self, factors: Mapping[tuple[torch.device, torch.dtype], Tensor]) -> None:
+        """Multiplies each gradient by its factor once."""
+        if not factors:
+            return
+        for gradient in self._gradients[self._clipped :]:
+            gradient.mul_(factors[gradient.device, gradient.dtype])
+            self._clipped += 1
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What is known of the gradients when the commit begins.
+
+    Args:
+        clip_factors: scalar by device and dtype; empty for no clipping.
+        one: scalar float32 on the CPU, 1.
+        scale: state of the loss scaler, on the host; empty without one.
+        overflowed: whether an fp16 gradient is infinite or NaN.
+    """
+
+    clip_factors: Mapping[tuple[torch.device, torch.dtype], Tensor]
+    one: Tensor
+    scale: Mapping[str, Any]
+    overflowed: bool
+
+
+def next_scale(state: Mapping[str, Any], *, overflowed: bool) -> dict[str, Any]:
+    """Moves the state of a `GradScaler` as its `update` does, on the host (Micikevicius et al. 2018, section 3.2).
+
+    An overflow multiplies the scale by the backoff factor; after `growth_interval` steps without one it is multiplied
+    by the growth factor, unless that is no finite float32.
+    """
+    scale, grown = state["scale"], state["scale"] * state["growth_factor"]
+    if overflowed:
+        return {**state, "scale": scale * state["backoff_factor"], "_growth_tracker": 0}
+    steps = state["_growth_tracker"] + 1
+    if steps != state["growth_interval"]:
+        return {**state, "_growth_tracker": steps}
+    finite = grown <= torch.finfo(torch.float32).max
+    return {**state, "scale": grown if finite else scale, "_growth_tracker": 0}
+
+
+class ReferenceMix:
+    """Moves a reference towards a model, once (Gorbatovski et al. 2024, TR-DPO, eq. 4).
+
+    Every parameter of the reference becomes ``alpha * model + (1 - alpha) * reference``.
+    """
+
+    def __init__(self, reference: nn.Module, model: nn.Module, alpha: float) -> None:
+        self._waiting = deque(zip(reference.parameters(), model.parameters(), strict=True))
+        self._alpha = alpha
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Mixes the parameters that are not mixed yet; after a failure, call it again."""
+        while self._waiting:
+            old, new = self._waiting[0]
+            old.lerp_(new.to(old.dtype), self._alpha)
+            self._waiting.popleft()
+
+
+def _refuse_half_weights(model: nn.Module) -> None:
+    half = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.dtype == torch.float16]
+    if half:
+        raise ConfigError(
+            f"fp16 trains with a loss scale, which needs fp32 weights, but {len(half)} trained weights are float16, "
+            f"such as {half[0]!r}. Load the model with dtype='float32', or set fp16=False and bf16=True."
+        )
+
+
+def _clip_factors(
+    gradients: Sequence[Tensor], norm: Tensor, max_norm: float
+) -> dict[tuple[torch.device, torch.dtype], Tensor]:
+    """Gives min(1, max_norm / norm) by device and dtype of the gradients, as PyTorch's clipping has it."""
+    if max_norm <= 0:
+        return {}
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
+    return {(device, dtype): factor.to(device, dtype) for device, dtype in kinds}
+
+
+def _overflowed(gradients: Sequence[Tensor], norm: Tensor) -> bool:
+    """Whether any gradient is infinite or NaN; a norm may be infinite without, when only its square overflowed."""
+    return not bool(norm.isfinite()) and not bool(torch.nn.utils.get_total_norm(gradients, float("inf")).isfinite())

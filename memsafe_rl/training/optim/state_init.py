@@ -1,0 +1,138 @@
+"""Optimizers whose step allocates nothing once their state is there, and that state, made before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+Group = Mapping[str, Any]
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def make_missing_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Makes the state that the first step of a fused optimizer would make, and moves nothing.
+
+    Training goes on bit for bit as with state made by the first step. The state appears all at once, so a call that ran
+    out of memory leaves nothing and may be repeated. An optimizer whose state this library does not know is left alone.
+    """
+    trained = {id(parameter) for parameter in parameters}
+    made: list[tuple[nn.Parameter, dict[str, Tensor]]] = []
+    for group, parameter in _grouped(optimizer):
+        # With dampening, the first step of SGD weighs the gradient unlike all later ones: no buffer equals that.
+        if id(parameter) in trained and _is_fused(group) and not group.get("dampening"):
+            missing = _missing(optimizer, group, parameter)
+            if missing:
+                made.append((parameter, {name: make() for name, make in missing.items()}))
+    for parameter, entries in made:
+        optimizer.state[parameter].update(entries)
+
+
+def steps_without_allocating(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether the next step allocates nothing on the device, so that no lack of memory can break it off.
+
+    True for PyTorch's own Adam, AdamW, SGD and Adagrad with `fused=True` whose state is there; measured with
+    `CountingAllocator`. Tensor-valued rates and the user's hooks may allocate, and so may every other optimizer.
+    """
+    if type(optimizer) not in _MISSING or any(getattr(optimizer, name, None) for name in _HOOKS):
+        return False
+    if not all(_is_fused(group) and not _has_tensors(group) for group in optimizer.param_groups):
+        return False
+    trained = {id(parameter) for parameter in parameters}
+    return not any(
+        id(parameter) in trained and _missing(optimizer, group, parameter) for group, parameter in _grouped(optimizer)
+    )
+
+
+def ready_scalars(parameters: Iterable[nn.Parameter], one: Tensor) -> AbstractContextManager[object]:
+    """Lets fused optimizers count their steps without allocating.
+
+    On a CPU every Python number that meets a tensor becomes a tensor first. On other devices it is an argument of the
+    kernel, and nothing need change.
+    """
+    return ReadyScalars(one) if any(parameter.device.type == "cpu" for parameter in parameters) else nullcontext()
+
+
+class ReadyScalars(TorchFunctionMode):
+    """Adds a ready tensor where optimizers count their steps on the CPU."""
+
+    def __init__(self, one: Tensor) -> None:
+        super().__init__()
+        self._one = one
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Adds the ready 1 in place of the number 1."""
+        if function is torch._foreach_add_ and not kwargs and len(args) == 2 and type(args[1]) is int and args[1] == 1:
+            steps = args[0]
+            if all(step.is_cpu and step.dtype == self._one.dtype for step in steps):
+                return function(steps, [self._one] * len(steps))
+        return function(*args, **(kwargs or {}))
+
+
+def _grouped(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Group, nn.Parameter]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield group, parameter
+
+
+def _is_fused(group: Group) -> bool:
+    return bool(group.get("fused")) and not group.get("differentiable")
+
+
+def _has_tensors(group: Group) -> bool:
+    """Whether a setting is a tensor, which a step may have to move to another device."""
+    settings = [value for name, value in group.items() if name != "params"]
+    return any(isinstance(part, Tensor) for value in settings for part in _parts(value))
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _missing(
+    optimizer: torch.optim.Optimizer, group: Group, parameter: nn.Parameter
+) -> dict[str, Callable[[], Tensor]]:
+    """Makers of the entries of a parameter's state that are not there yet; none for an unknown optimizer."""
+    layout = _MISSING.get(type(optimizer))
+    return {} if layout is None else layout(group, optimizer.state.get(parameter, {}), parameter)
+
+
+def _missing_adam(group: Group, state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Callable[[], Tensor]]:
+    if state:
+        return {}
+    names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+    step = {"step": lambda: torch.zeros((), dtype=torch.float32, device=parameter.device)}
+    return step | {name: lambda: _zeros(parameter) for name in names}
+
+
+def _missing_sgd(group: Group, state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Callable[[], Tensor]]:
+    if group["momentum"] == 0 or state.get("momentum_buffer") is not None:
+        return {}
+    return {"momentum_buffer": lambda: _zeros(parameter)}
+
+
+def _missing_adagrad(
+    group: Group, state: Mapping[str, Any], parameter: nn.Parameter
+) -> dict[str, Callable[[], Tensor]]:
+    del group, state, parameter
+    return {}  # its constructor makes it
+
+
+def _zeros(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+_MISSING: dict[type[torch.optim.Optimizer], Callable[..., dict[str, Callable[[], Tensor]]]] = {
+    torch.optim.Adam: _missing_adam,
+    torch.optim.AdamW: _missing_adam,
+    torch.optim.SGD: _missing_sgd,
+    torch.optim.Adagrad: _missing_adagrad,
+}
+"""What each optimizer with an allocation-free step keeps for a parameter; exact classes, since a child may differ."""

@@ -1,0 +1,257 @@
+"""What a rollout consists of before it is learnt from: samples, their rewards, and the store they are laid down in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.accounting import charge, claim, host_memory
+from memsafe_rl.data.external_rollout import Piece
+from memsafe_rl.data.partial_rollouts import Gathered, OpenGroup
+from memsafe_rl.data.prompts import Prompts
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.runtime.host_memory import to_device, to_host
+from memsafe_rl.rewards.base import PendingScores
+from memsafe_rl.training.objectives import objective_advantages
+from memsafe_rl.types import AdvantageResult, Completion, Component, Phase, Ragged, Trajectory
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Prompts and their completions, group by group, over all ranks.
+
+    Args:
+        prompts: P prompts.
+        group_size: completions per prompt.
+        conditions: the prompt ids that each completion follows; the tokenizer's, or those a `rollout_func` gave.
+        completions: P × group_size of them, prompt by prompt.
+        masks: per completion, 1 where the model itself chose the token; None when it chose all.
+        texts: what the reward functions see of each completion.
+        rewards_BF: (B, F) float32, NaN where a function gave None; (0, 0) until the rewards are known.
+        extras: per completion, what the reward functions logged through `log_extra`; () until the rewards are known.
+        external: whether another sampler than the trained model drew them.
+        stale: per completion, whether older weights drew some of it; () where none is.
+        pieces: per completion, the sequences that it is learnt from; () where each is one.
+        facts: what is logged of how they were drawn.
+    """
+
+    prompts: Prompts
+    group_size: int
+    conditions: tuple[Tensor, ...]
+    completions: tuple[Completion, ...]
+    masks: tuple[Tensor, ...] | None
+    texts: tuple[Any, ...]
+    rewards_BF: Tensor
+    extras: tuple[dict[str, Any], ...]
+    external: bool = False
+    stale: tuple[bool, ...] = ()
+    pieces: tuple[tuple[Piece, ...], ...] = ()
+    facts: Mapping[str, float] = field(default_factory=dict)
+
+    def groups(self, indices: Sequence[int]) -> Samples:
+        """Gives some groups only."""
+        rows = [group * self.group_size + sample for group in indices for sample in range(self.group_size)]
+        prompts = Prompts(*(tuple(values[i] for i in indices) for values in vars(self.prompts).values()))
+        masks = None if self.masks is None else tuple(self.masks[row] for row in rows)
+        return replace(
+            self,
+            prompts=prompts,
+            conditions=tuple(self.conditions[row] for row in rows),
+            completions=tuple(self.completions[row] for row in rows),
+            masks=masks,
+            texts=tuple(self.texts[row] for row in rows),
+            rewards_BF=self.rewards_BF[rows],
+            extras=tuple(self.extras[row] for row in rows),
+            pieces=tuple(self.pieces[row] for row in rows) if self.pieces else (),
+        )
+
+    def joined(self, other: Samples) -> Samples:
+        """Appends other groups."""
+        pairs = zip(vars(self.prompts).values(), vars(other.prompts).values(), strict=True)
+        both = None if self.masks is None or other.masks is None else self.masks + other.masks
+        return replace(
+            self,
+            prompts=Prompts(*(mine + theirs for mine, theirs in pairs)),
+            conditions=self.conditions + other.conditions,
+            completions=self.completions + other.completions,
+            masks=both,
+            texts=self.texts + other.texts,
+            rewards_BF=torch.cat([self.rewards_BF, other.rewards_BF]),
+            extras=self.extras + other.extras,
+            pieces=self.pieces + other.pieces,
+        )
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Rewards of one rank's rows, to be waited for.
+
+    Args:
+        pending: the reward functions' calls.
+        rows: completions of this rank.
+        phase: to which the wait belongs.
+    """
+
+    pending: PendingScores
+    rows: int
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A rollout, rewarded and ready to learn from.
+
+    Args:
+        trajectory: the store.
+        consumed: prompts taken from the source.
+        external: whether another sampler than the trained model drew the completions.
+        metrics: what is logged of it.
+        table: one row a completion, for people.
+        waiting: groups that are gone on with in the next rollout.
+    """
+
+    trajectory: Trajectory
+    consumed: int
+    external: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+    table: tuple[dict[str, Any], ...] = ()
+    waiting: tuple[OpenGroup, ...] = ()
+
+    def to(self, place: str, device: torch.device) -> Rollout:
+        """Moves the trajectory to where a plan wants it."""
+        move = to_host if place == "host" else partial(to_device, device=device)
+        with charge(Component.TRAJECTORY):
+            return replace(self, trajectory=self.trajectory.moved(move))
+
+
+def build_trajectory(samples: Samples, *, masks_truncated: bool, needs_whole: bool) -> Trajectory:
+    """Lays samples down as a trajectory, without what rewards say of them."""
+    pieces, sample_of_row = _learnt(samples)
+    masks = []
+    for piece in pieces:
+        cut = masks_truncated and not piece.completion.finished
+        masks.append(torch.zeros_like(piece.mask) if cut else piece.mask)
+    unique: dict[Any, Tensor] = {}
+    for piece in pieces:
+        unique.setdefault(_identity(piece.condition), piece.condition)
+    places = {identity: place for place, identity in enumerate(unique)}
+    starts = [piece.completion.start for piece in pieces if piece.completion.start is not None]
+    split = len(pieces) > len(samples.completions)
+    if split and needs_whole:
+        raise ConfigError(
+            "An episode became several sequences, for the chat template changes what was said before once more is "
+            "said, and a critic judges the actions of one sequence. Set processing_class.chat_template to one that "
+            "keeps what was said, or use GRPO."
+        )
+    return Trajectory(
+        conditions=Ragged.from_rows(list(unique.values())),
+        condition_of_row=tuple(places[_identity(piece.condition)] for piece in pieces),
+        actions=Ragged.from_rows([piece.completion.ids for piece in pieces]),
+        loss_mask=Ragged.from_rows(masks),
+        sampling_logprobs=Ragged.from_rows([piece.completion.logprobs for piece in pieces]),
+        advantages=torch.zeros(len(pieces)),
+        group_of_row=tuple(sample // samples.group_size for sample in sample_of_row),
+        finished=tuple(piece.completion.finished for piece in pieces),
+        has_old=(False,) * len(pieces),
+        starts=torch.stack(starts) if starts else None,
+        sample_of_row=sample_of_row if split else (),
+    )
+
+
+def judged(trajectory: Trajectory, advantages: AdvantageResult) -> Trajectory:
+    """Adds what rewards say; a row that no function scored counts for nothing and gets an empty mask."""
+    advantages_B, unscored = advantages.advantages_B, advantages.unscored_B.tolist()
+    with host_memory(), charge(Component.TRAJECTORY):
+        objectives = objective_advantages(advantages)
+    if trajectory.sample_of_row:  # the sequences of one sample share its advantages
+        sample_of_row = list(trajectory.sample_of_row)
+        advantages_B, unscored = advantages_B[sample_of_row], [unscored[sample] for sample in sample_of_row]
+        objectives = None if objectives is None else objectives[sample_of_row]
+    claim(Component.TRAJECTORY, [advantages_B])
+    trajectory = replace(trajectory, advantages=advantages_B, objective_advantages=objectives)
+    if not any(unscored):
+        return trajectory
+    with host_memory(), charge(Component.TRAJECTORY):
+        loss_mask = Ragged(trajectory.loss_mask.flat.clone(), trajectory.loss_mask.lengths)
+    for row, mask in enumerate(loss_mask.rows()):
+        if unscored[row]:
+            mask.zero_()
+    groups = tuple(-1 if unscored[row] else group for row, group in enumerate(trajectory.group_of_row))
+    return replace(trajectory, loss_mask=loss_mask, group_of_row=groups)
+
+
+def rollout_metrics(samples: Samples, advantages: AdvantageResult, names: Sequence[str]) -> dict[str, float]:
+    """Computes TRL's rollout metrics, plus certified ties."""
+    lengths = torch.tensor(
+        [
+            len(completion.ids) if samples.masks is None else int(samples.masks[row].sum())
+            for row, completion in enumerate(samples.completions)
+        ],
+        dtype=torch.float32,
+    )
+    finished = torch.tensor([completion.finished for completion in samples.completions])
+    ended = lengths[finished] if finished.any() else torch.zeros(1)
+    prompt_tokens = sum(len(ids) for ids in samples.conditions)
+    metrics = {
+        "step_tokens": prompt_tokens + lengths.sum().item(),
+        "completions/clipped_ratio": 1.0 - finished.float().mean().item(),
+        "sampling/tied_fraction": sum(c.ties for c in samples.completions) / max(1.0, lengths.sum().item()),
+    }
+    for name, values in (("", lengths), ("_terminated", ended)):
+        metrics[f"completions/mean{name}_length"] = values.mean().item()
+        metrics[f"completions/min{name}_length"] = values.min().item()
+        metrics[f"completions/max{name}_length"] = values.max().item()
+    for column, name in enumerate(names):
+        values = samples.rewards_BF[:, column]
+        metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean_std(values)
+    metrics["reward"], metrics["reward_std"] = _mean_std(advantages.rewards_B)
+    metrics |= samples.facts
+    flat = torch.isclose(advantages.std_B, torch.zeros_like(advantages.std_B))
+    metrics["frac_reward_zero_std"] = flat.float().mean().item()
+    return metrics
+
+
+def partial_metrics(gathered: Gathered, samples: Samples) -> dict[str, float]:
+    """Says what a partial rollout left undone and what it took over."""
+    return {
+        "partial/rounds": float(gathered.rounds),
+        "partial/fresh_prompts": float(gathered.consumed),
+        "partial/waiting_groups": float(len(gathered.waiting)),
+        "partial/stale_fraction": sum(samples.stale) / len(samples.stale),
+    }
+
+
+def joined_pairs(mine: tuple[Samples, Samples], more: tuple[Samples, Samples]) -> tuple[Samples, Samples]:
+    """Joins two pairs of samples, first with first and second with second."""
+    return mine[0].joined(more[0]), mine[1].joined(more[1])
+
+
+def _learnt(samples: Samples) -> tuple[list[Piece], tuple[int, ...]]:
+    """Lists the sequences that samples are learnt from, and which sample each is a part of."""
+    if samples.pieces:
+        pairs = [(piece, sample) for sample, pieces in enumerate(samples.pieces) for piece in pieces]
+        return [piece for piece, _ in pairs], tuple(sample for _, sample in pairs)
+    masks = samples.masks or [_all_counted(one) if one.mask is None else one.mask for one in samples.completions]
+    whole = zip(samples.conditions, samples.completions, masks, strict=True)
+    return [Piece(*parts) for parts in whole], tuple(range(len(samples.completions)))
+
+
+def _all_counted(completion: Completion) -> Tensor:
+    return torch.ones(len(completion.ids), dtype=torch.uint8)
+
+
+def _identity(ids: Tensor) -> tuple[Any, ...]:
+    """Gives what is equal where prompts are."""
+    return tuple(ids.shape), ids.cpu().numpy().tobytes()
+
+
+def _mean_std(values: Tensor) -> tuple[float, float]:
+    known = values[~torch.isnan(values)]
+    if known.numel() == 0:
+        return float("nan"), float("nan")
+    return known.mean().item(), known.std().item() if known.numel() > 1 else 0.0
