@@ -19,13 +19,13 @@ if TYPE_CHECKING:
         DiffusersScheduler,
         FlowSDEScheduler,
     )
+    from memsafe_rl.preflight.forecast import forecast_memory
     from memsafe_rl.rewards.calls import Patience, TimeoutPolicy
     from memsafe_rl.rollout.denoising import draw_samples
     from memsafe_rl.rollout.multi_turn.other_libraries import GymEnvironment, HalfDuplex
     from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Step, ToolCall
     from memsafe_rl.rollout.multi_turn.tools import ToolEnvironment
     from memsafe_rl.rollout.multi_turn.users import CallableUser, ModelUser
-    from memsafe_rl.trainers.forecast_memory import forecast_memory
     from memsafe_rl.trainers.grpo import GRPOTrainer
     from memsafe_rl.trainers.ppo import PPOTrainer
     from memsafe_rl.types import RolloutPlan, UpdatePlan
@@ -68,7 +68,7 @@ _HOMES = {
     "ToolEnvironment": "memsafe_rl.rollout.multi_turn.tools",
     "UpdatePlan": "memsafe_rl.types",
     "draw_samples": "memsafe_rl.rollout.denoising",
-    "forecast_memory": "memsafe_rl.trainers.forecast_memory",
+    "forecast_memory": "memsafe_rl.preflight.forecast",
 }
 
 __all__ = [

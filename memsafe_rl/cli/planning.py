@@ -22,10 +22,10 @@ from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.headroom import headroom_of
 from memsafe_rl.models.loading import load_tokenizer
+from memsafe_rl.preflight.forecast import forecast_memory
 from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.preflight.search import Job, Scout
-from memsafe_rl.trainers.forecast_memory import forecast_memory
-from memsafe_rl.trainers.inputs import chosen_policy
+from memsafe_rl.training.build.inputs import chosen_policy
 from memsafe_rl.types import Component, Phase, UpdatePlan
 from memsafe_rl.units import format_bytes, parse_bytes
 

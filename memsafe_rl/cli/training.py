@@ -30,9 +30,9 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.rewards import REWARD_FACTORIES, REWARD_FUNCTIONS, resolve_reward
 from memsafe_rl.trainers.grpo import GRPOTrainer
-from memsafe_rl.trainers.inputs import chosen_policy
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer
+from memsafe_rl.training.build.inputs import chosen_policy
 from memsafe_rl.units import parse_bytes
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}

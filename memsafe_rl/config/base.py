@@ -126,10 +126,19 @@ class TrainerConfig(TrainerFields, ABC):
     """
 
     algorithm: ClassVar[str]
+    _assumed_world_size: int | None = None
 
     def __post_init__(self) -> None:
         self._filled: dict[str, Any] = {}
         self.validate()
+
+    def assume_world_size(self, ranks: int) -> None:
+        """Takes so many ranks for granted, whatever the launcher says; a forecast stands for one of them."""
+        self._assumed_world_size = ranks
+
+    def was_left_open(self, name: str) -> bool:
+        """Tells whether a setting was filled in rather than given."""
+        return name in self._filled
 
     def __copy__(self) -> Self:
         """Gives the same settings, which remember by themselves what was filled in: setting one makes it given."""
@@ -614,6 +623,10 @@ class TrainerConfig(TrainerFields, ABC):
     @property
     def world_size(self) -> int:
         """Ranks of the run."""
+        return self._assumed_world_size or self._launched_world_size
+
+    @property
+    def _launched_world_size(self) -> int:
         return torch.distributed.get_world_size() if _ranks_met() else _launched("WORLD_SIZE", 1)
 
     @property

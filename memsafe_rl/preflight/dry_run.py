@@ -1,30 +1,31 @@
-"""A trainer without weights, and its rehearsal: the longest rows of every phase, until plans are those of the run."""
+"""A setup on fake weights, and its dry run: the longest rows of every phase, until plans are those of the run."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from memsafe_rl.accounting import charge, in_phase, listen, weights_of
+from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.budget import MemoryBudget
+from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.simulated.device import SimulatedMemory, open_simulations
 from memsafe_rl.models.critic import CRITIC_ADAPTER
 from memsafe_rl.models.language.base import ScoringPath
 from memsafe_rl.models.language.causal_lm import autocast
-from memsafe_rl.models.language.factory import LanguageModelAdapter, adapter_for, check_adapter
+from memsafe_rl.models.language.factory import adapter_for, check_adapter
 from memsafe_rl.models.loading import LoadedModel
+from memsafe_rl.parallel.one_process import OneProcess
 from memsafe_rl.preflight.fake.device import nothing_differs
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
 from memsafe_rl.preflight.outcome import MemoryForecast
@@ -41,6 +42,12 @@ from memsafe_rl.preflight.worst_case import (
 )
 from memsafe_rl.preflight.worst_rows import meets_gradients
 from memsafe_rl.rewards.scoring import reward_model_name
+from memsafe_rl.training.build.factory import Inputs, Machine, Request, build_setup, machine_for, read_inputs
+from memsafe_rl.training.build.factory import check_adapter as check_by_factory
+from memsafe_rl.training.build.protocol import ModelFactory
+from memsafe_rl.training.learner import Learner, make_committer
+from memsafe_rl.training.optim.optimizer import Committer
+from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Component, Phase, UpdatePlan, UpdateWork
 
 _MOST_ROUNDS = 6
@@ -50,7 +57,7 @@ _ANY_PROMPT = 512
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedState:
     """How ranks share a run's state.
 
     Args:
@@ -66,12 +73,12 @@ class Shared:
         """Ranks that share each component."""
         return parts_of(self.sharding, self.ranks)
 
-    def gathering(self, trainer: Any) -> Gathering | None:
+    def gathering(self, setup: TrainingSetup) -> Gathering | None:
         """Gives what lays down weights that are gathered for a while; None where they are whole on every rank."""
         if Component.WEIGHTS not in self.parts:
             return None
-        copies = [] if trainer._reference_model is None else [trainer._reference_model]
-        return Gathering([trainer.model, *copies], self.ranks, trainer.rewards.models)
+        copies = [] if setup.reference_model is None else [setup.reference_model]
+        return Gathering([setup.model, *copies], self.ranks, setup.rewards.models)
 
     def sentences(self) -> tuple[str, ...]:
         """Says what is forecast, where it is one of several ranks."""
@@ -90,125 +97,138 @@ class Shared:
         )
 
 
-class Rehearsed:
-    """One trainer of fake weights, and what is known before it is built."""
+class DryRun:
+    """A run on fake weights, and what is known of it before its setup is built."""
 
     def __init__(
         self,
-        trainer_class: type[Any],
+        config: TrainerConfig,
         device: str,
-        settings: Any,
-        dataset: Any,
-        tokenizer: Any,
-        prompt_tokens: int | None,
-        policy: Any,
-        further: Callable[[], dict[str, Any]],
+        *,
+        dataset: Any = None,
+        tokenizer: Any = None,
+        prompt_tokens: int | None = None,
+        policy: Any = None,
+        critic: Callable[[], Any] = lambda: None,
         evaluation: Any = None,
         reward_models: Callable[[], list[Any]] = list,
-        shared: Shared | None = None,
+        shared: SharedState,
     ) -> None:
         if dataset is not None and tokenizer is None:
             raise ConfigError("train_dataset is given without processing_class. Pass the tokenizer, or prompt_tokens.")
         if prompt_tokens is not None and prompt_tokens < 1:
             raise ConfigError(f"prompt_tokens is {prompt_tokens}; the longest prompt has at least 1 token.")
-        self._settings, self._dataset, self._tokenizer, self._policy = settings, dataset, tokenizer, policy
-        self._class, self._device, self._prompt_tokens = _faked(trainer_class), device, prompt_tokens
-        self._further, self._evaluation, self._reward_models = further, evaluation, reward_models
-        self.about_prompts = ""
+        self._config, self._device, self._shared = config, device, shared
+        self._dataset, self._tokenizer, self._prompt_tokens = dataset, tokenizer, prompt_tokens
+        self._policy, self._make_critic = policy, critic
+        self._evaluation, self._make_reward_models = evaluation, reward_models
         self._assumes_evaluation = False
-        self._shared = shared or Shared(Sharding.NONE, 1)
+        self._loaded: Mapping[Component, int] = {}
+        self.about_prompts = ""
 
     def run(self, network: Any, memory: SimulatedMemory, device_bytes: int, *, copies: bool) -> MemoryForecast:
-        """Builds the trainer and tries its longest rows; where they do not fit, says why."""
-        checked = _check_shallow(network(shallow=True), self._settings, memory)
+        """Builds a setup of a named network and tries its longest rows; where they do not fit, says why."""
+        checked = _check_shallow(network(shallow=True), self._config, memory)
         gc.collect()  # some networks hold themselves, and the shallow one would count beside the whole
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, reference = network(), network(frozen=True) if copies else None
-        checked = checked._replace(extra_bytes=checked.extra_bytes + _narrow_bytes(model, self._settings))
-        return self.run_trainer(model, reference, checked, memory, device_bytes)
+        checked = checked._replace(extra_bytes=checked.extra_bytes + _narrow_bytes(model, self._config))
+        return self.run_model(model, reference, checked, memory, device_bytes)
 
-    def run_trainer(
+    def run_model(
         self, model: Any, reference: Any, checked: Checked | None, memory: SimulatedMemory, device_bytes: int
     ) -> MemoryForecast:
-        """Builds the trainer of a network of fake weights, and tries its longest rows."""
-        budget = MemoryBudget.parse(self._settings.memory_budget)
-        self._settings.memory_budget = budget.resolve(total_bytes=device_bytes, free_bytes=device_bytes)
-        trainer = self._trainer(model, reference, checked)
-        tracker, refusal = trainer._tracker, None
-        longest = self._longest(trainer)
-        trainer.share(self._shared.parts)
-        gathering = self._shared.gathering(trainer)
+        """Builds a setup of a network with fake weights, and tries its longest rows."""
+        budget = MemoryBudget.parse(self._config.memory_budget)
+        self._config.memory_budget = budget.resolve(total_bytes=device_bytes, free_bytes=device_bytes)
+        self._config.validate()
+        setup, refusal = self._build(model, reference, checked), None
+        longest = self._longest(setup)
+        gathering = self._shared.gathering(setup)
         if gathering is not None:
             listen(gathering)  # until the fake device is left
         try:
-            _rehearse(trainer, longest, memory, self._drawn_for_evaluation(trainer, longest))
+            _try_until_settled(setup, longest, memory, self._drawn_for_evaluation(setup, longest))
         except MemoryBudgetError as error:
             refusal = str(error)
         return MemoryForecast(
-            phases=_phases(memory, trainer.loaded, checked),
-            budget_bytes=tracker.budget_bytes,
+            phases=_phases(memory, self._loaded, checked),
+            budget_bytes=setup.memory.budget_bytes,
             device_bytes=device_bytes,
-            rollout_plan=tracker.rollout_plan,
-            update_plan=tracker.update_plan,
-            corrections=dict(tracker.state().corrections),
+            rollout_plan=setup.memory.rollout_plan,
+            update_plan=setup.memory.update_plan,
+            corrections=dict(setup.memory.state().corrections),
             prompt_tokens=len(longest.prompt),
             completion_tokens=longest.completion_tokens,
-            job=_job(trainer, longest, memory),
+            job=_job(setup, longest, memory),
             refusal=refusal,
-            ranks=self._settings.world_size,
+            ranks=self._config.world_size,
             sharding=self._shared.sharding.value,
         )
 
-    def _trainer(self, model: Any, reference: Any, checked: Checked | None) -> Any:
-        dataset = self._dataset
+    def _build(self, model: Any, reference: Any, checked: Checked | None) -> TrainingSetup:
+        """Builds the run's own setup, alone on its device, which informs nobody and rewards nothing."""
+        config, dataset = self._config, self._dataset
         if dataset is None:
-            dataset = Dataset.from_dict({"prompt": ["a"] * max(2, self._settings.prompts_per_rollout)})
+            dataset = Dataset.from_dict({"prompt": ["a"] * max(2, config.prompts_per_rollout)})
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
-            further, reward_models = self._further(), self._reward_models()
-        if evaluates(self._settings) and self._evaluation is None:
-            self._evaluation = Dataset.from_dict({"prompt": ["a"] * self._settings.rollout_rows})
+            critic, reward_models = self._make_critic(), self._make_reward_models()
+        if evaluates(config) and self._evaluation is None:
+            self._evaluation = Dataset.from_dict({"prompt": ["a"] * config.rollout_rows})
             self._assumes_evaluation = True
-        return self._class(
+        functions = _no_rewards(config, [reward_model_name(one) for one in reward_models])
+        request = Request(
             model,
-            reference,
-            checked,
-            self._device,
-            self._settings,
-            reward_models,
+            [*functions, *reward_models],
             train_dataset=dataset,
             eval_dataset=self._evaluation,
             processing_class=None if checked is None else self._tokenizer or _stand_in_tokenizer(),
+            reward_processing_classes=[*(None for _ in functions), *(_stand_in_tokenizer() for _ in reward_models)],
             memory_policy=self._policy,
-            **further,
+            critic=critic,
         )
+        inputs = read_inputs(config, request)
+        parts = self._shared.parts
+        machine = machine_for(inputs, torch.device("cpu"), OneProcess(parts), kind=self._device)
+        machine.holdings.optimizer_parts = parts.get(Component.OPTIMIZER, 1)
 
-    def _drawn_for_evaluation(self, trainer: Any, longest: Longest) -> Drawing | None:
+        def load(inputs: Inputs, machine: Machine) -> LoadedModel:  # noqa: ARG001
+            return LoadedModel(model, reference, 0.0)
+
+        def check(config: TrainerConfig, models: ModelFactory, adapter: Any) -> None:
+            self._loaded = _loaded_before(adapter.model, critic)
+            _take_over(checked, config, models, adapter)
+
+        return build_setup(inputs, machine, load=load, check=check)
+
+    def _drawn_for_evaluation(self, setup: TrainingSetup, longest: Longest) -> Drawing | None:
         """Gives what evaluations draw: of a dataset its own longest prompt, else that of the run."""
-        if not evaluates(self._settings):
+        config = self._config
+        if not evaluates(config):
             return None
         found = None
         if not self._assumes_evaluation and self._prompt_tokens is None and self._dataset is not None:
-            found = longest_evaluation(trainer)
+            found = longest_evaluation(setup, self._evaluation)
         if found is None:
-            rows = self._settings.rollout_rows if self._assumes_evaluation else len(self._evaluation)
-            found = Drawing(longest, rows, self._settings.eval_generations, Phase.EVALUATE)
+            rows = config.rollout_rows if self._assumes_evaluation else len(self._evaluation)
+            found = Drawing(longest, rows, config.eval_generations, Phase.EVALUATE)
         many = " or more" if self._assumes_evaluation else ""
         self.about_prompts += f"; evaluations draw {found.group_size} completion(s) of {found.prompts}{many} prompts"
         return found
 
-    def _longest(self, trainer: Any) -> Longest:
-        completion = self._settings.max_completion_length
-        if trainer.adapter.time_separable:
+    def _longest(self, setup: TrainingSetup) -> Longest:
+        completion = self._config.max_completion_length
+        if setup.adapter.time_separable:
             return Longest((0,), completion, "chains are alike")
         if self._prompt_tokens is None and self._dataset is not None:
-            longest = find_longest(trainer)
+            longest = find_longest(setup)
             self.about_prompts = f"the longest prompt has {len(longest.prompt)} tokens ({longest.source})"
             return longest
         tokens, source = self._prompt_tokens, "as given"
         if tokens is None:
-            tokens, source = self._settings.max_prompt_length, "max_prompt_length"
+            tokens, source = self._config.max_prompt_length, "max_prompt_length"
         if tokens is None:
-            room = trainer.adapter.geometry.room_for_prompt(completion)
+            room = setup.adapter.geometry.room_for_prompt(completion)
             tokens = _ANY_PROMPT if room is None else max(1, min(_ANY_PROMPT, room))
             source = "assumed, for nothing says how long prompts are"
         self.about_prompts = f"the longest prompt has {tokens} tokens ({source})"
@@ -271,124 +291,67 @@ def _loaded_before(model: Any, critic: Any) -> dict[Component, int]:
     return held
 
 
-class _Faked:
-    """Makes a trainer one whose network has no weights, alone on its device, which tells nobody and rewards nothing."""
-
-    def __init__(
-        self,
-        model: Any,
-        reference: Any,
-        checked: Checked | None,
-        device: str,
-        settings: Any,
-        reward_models: list[Any],
-        **others: Any,
-    ) -> None:
-        self._reference, self._checked, self._stands_for, self._settings = reference, checked, device, settings
-        self._parts: Mapping[Component, int] = {}
-        self._critic = others.get("critic")
-        functions = _no_rewards(settings, [reward_model_name(one) for one in reward_models])
-        tokenizers = [*(None for _ in functions), *(_stand_in_tokenizer() for _ in reward_models)]
-        others["reward_processing_classes"] = tokenizers
-        super().__init__(model, [*functions, *reward_models], settings, **others)  # type: ignore[call-arg]
-
-    def share(self, parts: Mapping[Component, int]) -> None:
-        """Has estimates know what of a component is this rank's."""
-        self._parts = parts
-
-    def _work(self, *rows: Any) -> UpdateWork:
-        """Counts this rank's part of the gradients."""
-        work = cast(UpdateWork, super()._work(*rows))  # type: ignore[misc]
-        own = -(-work.geometry.trainable_bytes // self._parts.get(Component.GRADIENTS, 1))
-        return replace(work, geometry=replace(work.geometry, trainable_bytes=own))
-
-    def _optimizer_bytes(self) -> tuple[int, int]:
-        """Counts this rank's part of the optimizer's state."""
-        held, parked = super()._optimizer_bytes()  # type: ignore[misc]
-        parts = self._parts.get(Component.OPTIMIZER, 1)
-        return held // parts, parked // parts
-
-    def _make_accelerator(self) -> Accelerator:
-        alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "process_index": 0}
-        seen = {"is_main_process": True, "is_local_main_process": True, "device": torch.device("cpu")}
-        return cast(Accelerator, SimpleNamespace(**alone, **seen))
-
-    def _load_model(self, model: Any, *_: Any) -> LoadedModel:
-        return LoadedModel(model, self._reference, 0.0)
-
-    def _check(self, adapter: LanguageModelAdapter) -> None:
-        """Takes over what the check of a shallow network found, and sizes the cache."""
-        checked = self._checked
-        self.loaded = _loaded_before(adapter.model, self._critic)
-        if checked is None:
-            with nothing_differs():
-                super()._check(adapter)  # type: ignore[misc]
-            return
-        for other in (adapter, adapter.reference_adapter):
-            if other is not None:
-                other.path, other.joins, other.packs_prompts = checked.path, checked.joins, checked.packs_prompts
-        if checked.path.decodes:
-            with autocast(adapter.device, self._settings.autocast_dtype), torch.no_grad():
-                adapter.measure_cache(adapter.prefill([torch.ones(2, dtype=torch.int64)])[1])
-
-    def _kind_of_device(self) -> str:
-        return self._stands_for
-
-    def rehearse_on(self, work: UpdateWork) -> None:
-        """Says of what shape the optimizer step is whose first micro-batch stands for all."""
-        self._rehearsed = work
-
-    def _make_room(self, plan: UpdatePlan) -> None:
-        """Makes the gradients that earlier micro-batches would have left, where the plan has such."""
-        super()._make_room(plan)  # type: ignore[misc]
-        if meets_gradients(self._rehearsed, plan):
-            self._committed.complete_gradients()  # type: ignore[attr-defined]
-
-    def _own_callbacks(self, *_: Any) -> list[Any]:
-        return []
+def _take_over(checked: Checked | None, config: TrainerConfig, models: ModelFactory, adapter: Any) -> None:
+    """Takes over what the check of a shallow network found, and sizes the cache."""
+    if checked is None:
+        with nothing_differs():
+            check_by_factory(config, models, adapter)
+        return
+    for other in (adapter, adapter.reference_adapter):
+        if other is not None:
+            other.path, other.joins, other.packs_prompts = checked.path, checked.joins, checked.packs_prompts
+    if checked.path.decodes:
+        with autocast(adapter.device, config.autocast_dtype), torch.no_grad():
+            adapter.measure_cache(adapter.prefill([torch.ones(2, dtype=torch.int64)])[1])
 
 
-def _faked(trainer_class: type[Any]) -> type[Any]:
-    """Gives a class of trainers like another, without weights."""
-    return type(trainer_class.__name__, (_Faked, trainer_class), {})
+def _meet_gradients(work: UpdateWork, committer: Committer, plan: UpdatePlan) -> None:
+    """Makes the gradients that earlier micro-batches would have left, where the plan has such."""
+    if meets_gradients(work, plan):
+        committer.complete_gradients()
 
 
-def _rehearse(trainer: Any, longest: Longest, memory: SimulatedMemory, evaluation: Drawing | None = None) -> None:
+def _try_until_settled(
+    setup: TrainingSetup, longest: Longest, memory: SimulatedMemory, evaluation: Drawing | None = None
+) -> None:
     """Tries the longest rows until the plans are those that a run would make of what it measures."""
-    tracker = trainer._tracker
+    tracker = setup.memory
     tracker.enforce()
     try:
-        trainer._make_optimizer(trainer._max_steps())
+        committer = make_committer(setup, (None, None), setup.planned_steps)
+        setup = replace(setup, committer=committer)
+        Learner(setup).make_state()
         for _ in range(_MOST_ROUNDS):
             memory.forget_phases({Phase.LOAD})
             held = memory.live_bytes
-            trainer.rehearse_on(longest_work(trainer, longest))
-            try_longest(trainer, longest, micro_batches=1, evaluation=evaluation)
+            work = longest_work(setup, longest)
+            trial = replace(setup, make_room=partial(_meet_gradients, work, committer))
+            try_longest(trial, longest, micro_batches=1, evaluation=evaluation)
             with tracker.phase(Phase.OPTIMIZER):
-                trainer._recovery.once(trainer._committed.commit)
+                setup.recovery.once(Stage.COMMIT, committer.commit)
             planned = tracker.rollout_plan, tracker.update_plan
-            same = [_bare(plan) for plan in planned] == [_bare(plan) for plan in plans_now(trainer, longest)]
+            same = [_bare(plan) for plan in planned] == [_bare(plan) for plan in plans_now(setup, longest)]
             if same and memory.live_bytes == held:  # no optimizer has just made its state
                 return
     finally:
         tracker.release()
 
 
-def _job(trainer: Any, longest: Longest, memory: SimulatedMemory) -> Job:
-    """Sums up what decides the bytes of a trainer's run."""
-    args, optimizer_bytes = trainer.args, trainer._optimizer_bytes()[0]
+def _job(setup: TrainingSetup, longest: Longest, memory: SimulatedMemory) -> Job:
+    """Sums up what decides the bytes of a run."""
+    config, optimizer_bytes = setup.config, setup.holdings.optimizer_bytes()[0]
     return Job(
-        geometry=trainer.adapter.geometry,
-        prompts=-(-args.prompts_per_rollout // args.world_size),
-        group_size=args.num_generations,
+        geometry=setup.adapter.geometry,
+        prompts=-(-config.prompts_per_rollout // config.world_size),
+        group_size=config.num_generations,
         prompt_tokens=len(longest.prompt),
         completion_tokens=longest.completion_tokens,
-        step_share=args.step_rows / args.rollout_rows,
-        scored=args.has_reference,
-        packs_prompts=trainer.adapter.packs_prompts,
+        step_share=config.step_rows / config.rollout_rows,
+        scored=config.has_reference,
+        packs_prompts=setup.adapter.packs_prompts,
         held_bytes=memory.live_bytes,
         optimizer_bytes=optimizer_bytes,
-        gradients_aside=args.gradients_aside,
+        gradients_aside=config.gradients_aside,
     )
 
 

@@ -1,9 +1,4 @@
-"""Forecasts a run by running its own step on fake tensors: the longest rows, under the plans it would choose.
-
-Nothing of the step is modelled. The trainer is built around a network of fake weights, its policy makes the plans, and
-every phase is tried as `probe_worst_case` tries it; storages count as on a device of the size asked for, which refuses
-what does not fit, so that plans are made again as in the run.
-"""
+"""Forecasts a run by running its own step on fake tensors: the longest rows, under the plans it would choose."""
 
 from __future__ import annotations
 
@@ -22,31 +17,33 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from memsafe_rl.accounting import charge, in_phase
+from memsafe_rl.config.base import GRPOConfig, TrainerConfig
+from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
 from memsafe_rl.memory.runtime.recovery import Recovery
-from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.models.diffusion.policy import prepare_policy
-from memsafe_rl.preflight.dry_run import Rehearsed, Shared
+from memsafe_rl.models.diffusion.policy import DiffusionPolicy, prepare_policy
+from memsafe_rl.preflight.dry_run import DryRun, SharedState
 from memsafe_rl.preflight.fake.device import fake_device, give_fake_weights
 from memsafe_rl.preflight.fake.families import config_for
 from memsafe_rl.preflight.fake.networks import fake_language_model, fake_reward_model, hollow_copy, shallow_copy
 from memsafe_rl.preflight.fake.sharding import read_sharding
 from memsafe_rl.preflight.outcome import MemoryForecast
+from memsafe_rl.training.build.factory import Inputs, Machine
 from memsafe_rl.types import Component, Phase
+from memsafe_rl.units import parse_bytes
 
 logger = logging.getLogger(__name__)
 
 _UNLIMITED_BYTES = 2**60
 
 
-def forecast_run(
-    trainer_class: type[Any],
-    model: Any,
-    args: Any,
+def forecast_memory(
+    model: str | DiffusionPolicy,
+    args: TrainerConfig | None = None,
     *,
-    device_bytes: int,
+    device_bytes: int | str,
     device: str = "cuda",
     prompt_tokens: int | None = None,
     train_dataset: Any = None,
@@ -60,66 +57,104 @@ def forecast_run(
     ranks: int = 1,
     sharding: str = "none",
 ) -> MemoryForecast:
-    """Forecasts the peak of every phase of a trainer's run, without its weights and without its device."""
+    """Forecasts the peak of every phase of a run, without its weights and without its device.
+
+    The run's own code is run on tensors that hold no bytes: its policy makes the plans, and the longest rows go through
+    every phase of a step.
+
+    Args:
+        model: a name known here or on a hub that can be reached, or a folder with a ``config.json``; or a
+            `DiffusionPolicy`, whose weights are only looked at.
+        args: the run's settings, a `GRPOConfig` or a `PPOConfig`; None for GRPO's defaults.
+        device_bytes: memory of the device, in bytes or as text such as "24GiB".
+        device: "cuda" for the types and the granularity of a CUDA device, "cpu" for those of a CPU.
+        prompt_tokens: longest prompt, in tokens; None for the longest of ``train_dataset``, else
+            ``args.max_prompt_length``, else 512 or what the context leaves.
+        train_dataset: the run's prompts; needs ``processing_class``.
+        processing_class: the run's tokenizer.
+        peft_config: config of a new adapter.
+        quantization_config: transformers' `BitsAndBytesConfig` with ``load_in_4bit``.
+        memory_policy: as the trainer takes it.
+        critic: as `PPOTrainer` takes it.
+        eval_dataset: the run's evaluation prompts, counted where ``args`` has an `eval_strategy`; None to assume as
+            many as a rollout has completions, as long as the run's longest.
+        reward_models: sequence classifiers among the rewards: names or folders as for ``model``, or models.
+        ranks: ranks of the run, of which one is forecast; batch sizes are per rank, as everywhere.
+        sharding: what the ranks share: "none", "zero1" (optimizer states), "zero2" (gradients too), "zero3" or "fsdp"
+            (weights too). Trainers run under "none" only.
+
+    Returns:
+        The forecast; ``refusal`` says why where the run cannot fit.
+
+    Raises:
+        ConfigError: the model has no config that can be read, the device has no bytes, or settings contradict each
+            other.
+    """
+    total = parse_bytes(device_bytes) if isinstance(device_bytes, str) else device_bytes
+    if isinstance(total, bool) or not isinstance(total, int) or total < 1:
+        raise ConfigError(f"device_bytes is {device_bytes!r}; write bytes, or a size such as '24GiB'.")
+    if not isinstance(model, (str, DiffusionPolicy)):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; a forecast takes a name or a folder, for its config, or a "
+            "DiffusionPolicy."
+        )
+    if critic is not None and not isinstance(args, PPOConfig):
+        raise ConfigError("critic is given without a PPOConfig. Pass args=PPOConfig(...), or leave critic out.")
     started = time.perf_counter()
-    settings, shared = _settings(args, device, ranks), Shared(read_sharding(sharding, ranks), ranks)
+    config = _config_of_forecast(args if args is not None else GRPOConfig(report_to="none"), device, ranks)
+    shared = SharedState(read_sharding(sharding, ranks), ranks)
+    run = partial(DryRun, config, device, policy=memory_policy, shared=shared)
     if not isinstance(model, str):
         if processing_class is not None or prompt_tokens is not None or quantization_config is not None:
             raise ConfigError("A DiffusionPolicy has no tokens. Leave processing_class and the like out.")
-        found = _forecast_chains(
-            trainer_class, model, settings, device_bytes, device, peft_config, memory_policy, critic, shared
-        )
+        dry = run(critic=partial(_critic_of_states, critic))
+        found = _forecast_chains(dry, model, config, total, device, peft_config, shared)
         return replace(found, seconds=time.perf_counter() - started)
-    init = dict(settings.model_init_kwargs or {})
+    init = dict(config.model_init_kwargs or {})
     given = init.pop("config", None)
     places = {name: init[name] for name in ("revision", "cache_dir", "token", "local_files_only") if name in init}
-    config = given or config_for(model, trust_remote_code=settings.trust_remote_code, **places)
-    quantization_config = quantization_config or init.get("quantization_config") or _declared_quantization(config)
-    if quantization_config is not None and peft_config is None:
+    network_config = given or config_for(model, trust_remote_code=config.trust_remote_code, **places)
+    quantization = quantization_config or init.get("quantization_config") or _declared_quantization(network_config)
+    if quantization is not None and peft_config is None:
         raise ConfigError("A 4-bit base cannot be trained. Pass a peft_config such as LoraConfig(r=16), or no 4 bits.")
-    settings.model_init_kwargs = None
+    config.model_init_kwargs = None
 
     def network(*, frozen: bool = False, shallow: bool = False) -> Any:
         return fake_language_model(
-            shallow_copy(config) if shallow else config,
-            dtype=_base_dtype(init, config, device, frozen=frozen or peft_config is not None),
+            shallow_copy(network_config) if shallow else network_config,
+            dtype=_base_dtype(init, network_config, device, frozen=frozen or peft_config is not None),
             peft_config=None if frozen else peft_config,
-            quantization_config=quantization_config,
-            trust_remote_code=settings.trust_remote_code,
+            quantization_config=quantization,
+            trust_remote_code=config.trust_remote_code,
             frozen=frozen,
             with_critic=critic == "adapter" and not frozen,
         )
 
-    rehearsed = Rehearsed(
-        trainer_class,
-        device,
-        settings,
-        train_dataset,
-        processing_class,
-        prompt_tokens,
-        memory_policy,
-        partial(_critic_of_tokens, critic, settings, device),
-        eval_dataset,
-        lambda: [_fake_reward_model(one, settings) for one in reward_models],
-        shared,
+    dry = run(
+        dataset=train_dataset,
+        tokenizer=processing_class,
+        prompt_tokens=prompt_tokens,
+        critic=partial(_critic_of_tokens, critic, config, device),
+        evaluation=eval_dataset,
+        reward_models=lambda: [_fake_reward_model(one, config) for one in reward_models],
     )
-    with _rehearsing_on(device) as memory:
+    with _simulating(device) as memory:
         memory.divide(shared.parts)
-        found = rehearsed.run(network, memory, device_bytes, copies=settings.has_reference and peft_config is None)
-    dtype = _base_dtype(init, config, device, frozen=peft_config is not None)
+        found = dry.run(network, memory, total, copies=config.has_reference and peft_config is None)
+    dtype = _base_dtype(init, network_config, device, frozen=peft_config is not None)
     base = f"weights of the base are {str(dtype).removeprefix('torch.')}"
     assumed = (
         *shared.sentences(),
-        rehearsed.about_prompts,
+        dry.about_prompts,
         *(() if not reward_models else ("reward models read as many tokens as prompt and completion have",)),
-        base if quantization_config is None else f"{base}, in 4 bits where bitsandbytes quantises",
+        base if quantization is None else f"{base}, in 4 bits where bitsandbytes quantises",
         *(_ABOUT_CUDA if device == "cuda" else ()),
     )
     return replace(found, assumptions=assumed, seconds=time.perf_counter() - started)
 
 
 @contextmanager
-def _rehearsing_on(device: str) -> Iterator[SimulatedMemory]:
+def _simulating(device: str) -> Iterator[SimulatedMemory]:
     """Stands for a device; the budget is kept from the optimizer's state on, and before that nothing is refused."""
     with _random_state_kept(), _in_silence(), fake_device(_UNLIMITED_BYTES, stands_for=device) as memory:
         yield memory
@@ -141,20 +176,16 @@ def _in_silence() -> Iterator[None]:
 
 
 def _forecast_chains(
-    trainer_class: type[Any],
+    dry: DryRun,
     model: Any,
-    settings: Any,
+    config: TrainerConfig,
     device_bytes: int,
     device: str,
     peft_config: Any,
-    memory_policy: Any,
-    critic: Any,
-    shared: Shared,
+    shared: SharedState,
 ) -> MemoryForecast:
     """Forecasts a run of a diffusion policy."""
-    further = partial(_critic_of_states, critic)
-    rehearsed = Rehearsed(trainer_class, device, settings, None, None, None, memory_policy, further, shared=shared)
-    with _rehearsing_on(device) as memory:
+    with _simulating(device) as memory:
         memory.divide(shared.parts)
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             with torch.device("meta"):
@@ -162,31 +193,29 @@ def _forecast_chains(
                     hollow_copy(model),
                     peft_config=copy.deepcopy(peft_config),
                     device="meta",
-                    with_reference=settings.has_reference,
+                    with_reference=config.has_reference,
                 )
             for network in (trained, reference):
                 if network is not None:
                     give_fake_weights(network)
-        found = rehearsed.run_trainer(trained, reference, None, memory, device_bytes)
+        found = dry.run_model(trained, reference, None, memory, device_bytes)
     about = _ABOUT_CUDA if device == "cuda" else ()
     return replace(found, assumptions=(*shared.sentences(), "all chains are alike", *about))
 
 
-def _critic_of_tokens(critic: Any, settings: Any, device: str) -> dict[str, Any]:
+def _critic_of_tokens(critic: Any, config: TrainerConfig, device: str) -> Any:
     """Gives a trainer's argument for a critic of a language model, its weights fake."""
-    if critic is None or critic == "adapter":
-        return {} if critic is None else {"critic": critic}
-    trusted = settings.trust_remote_code
+    if critic is None or (isinstance(critic, str) and critic == "adapter"):
+        return critic
+    trusted = config.trust_remote_code
     own = config_for(critic, "critic", trust_remote_code=trusted) if isinstance(critic, str) else critic.config
     kind = _base_dtype({}, own, device, frozen=False) if isinstance(critic, str) else critic.dtype
-    return {"critic": fake_language_model(own, dtype=kind, trust_remote_code=trusted)}
+    return fake_language_model(own, dtype=kind, trust_remote_code=trusted)
 
 
-def _critic_of_states(critic: Any) -> dict[str, Any]:
+def _critic_of_states(critic: Any) -> Any:
     """Gives a trainer's argument for a critic of a denoiser, its weights fake."""
-    if not isinstance(critic, nn.Module):
-        return {} if critic is None else {"critic": critic}
-    return {"critic": _with_fake_weights(critic)}
+    return _with_fake_weights(critic) if isinstance(critic, nn.Module) else critic
 
 
 def _with_fake_weights(network: nn.Module) -> Any:
@@ -209,16 +238,35 @@ def wants_forecast(args: Any, model: Any) -> bool:
     return bool(args.memory_forecast)
 
 
-def foresee(
-    trainer_class: type[Any], model: str, args: Any, tracker: MemoryTracker, **given: Any
-) -> MemoryForecast | None:
-    """Forecasts a run that is about to load its weights, and refuses one that cannot fit."""
-    settings = copy.copy(args)
-    settings.memory_budget = tracker.budget_bytes
-    device = args.device.type
+def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast | None:
+    """Forecasts a run that is about to load its weights; plans begin with what that tells.
+
+    Args:
+        inputs: what was passed to the trainer; its model is a name or a folder.
+        machine: knows device and budget.
+
+    Returns:
+        The forecast; None where it failed, which is logged and keeps no run from training.
+
+    Raises:
+        MemoryBudgetError: the run cannot fit, and `allow_lossy` names no remedy that could be taken.
+    """
+    config, request, tracker = copy.copy(inputs.config), inputs.request, machine.recovery.tracker
+    config.memory_budget = tracker.budget_bytes
     try:
-        found = forecast_run(
-            trainer_class, model, settings, device_bytes=tracker.meter.total_bytes(), device=device, **given
+        found = forecast_memory(
+            request.model,
+            config,
+            device_bytes=tracker.meter.total_bytes(),
+            device=config.device.type,
+            train_dataset=inputs.train_dataset,
+            processing_class=inputs.models.processing_class,
+            peft_config=request.peft_config,
+            quantization_config=request.quantization_config,
+            memory_policy=inputs.memory_policy,
+            critic=request.critic,
+            eval_dataset=inputs.eval_dataset,
+            reward_models=inputs.rewards.models,
         )
     except Exception as error:  # fake tensors do not run every network, and a run needs no forecast
         logger.warning("no forecast of this run's memory: %s: %s", type(error).__name__, str(error).split("\n")[0])
@@ -226,10 +274,11 @@ def foresee(
     tracker.record("forecast", **found.plain())
     if found.fits:
         logger.info("forecast: %s", found.sentence())
-    elif args.allow_lossy:
-        logger.warning("forecast: %s; going on, for allow_lossy names remedies", found.sentence())
+    elif config.allow_lossy:
+        logger.warning("forecast: %s; the run starts, since allow_lossy names remedies", found.sentence())
     else:
         raise MemoryBudgetError(f"Forecast before loading weights: the run {found.sentence()}")
+    tracker.expect(found.corrections)
     return found
 
 
@@ -239,23 +288,22 @@ _ABOUT_CUDA = (
 )
 
 
-def _settings(args: Any, device: str, ranks: int) -> Any:
+def _config_of_forecast(args: TrainerConfig, device: str, ranks: int) -> TrainerConfig:
     """Gives a run's settings as a forecast takes them: silent, on the CPU, but in the device's types."""
     if device not in ("cuda", "cpu"):
         raise ConfigError(f"device is {device!r}; write 'cuda' or 'cpu'.")
-    settings = copy.copy(args)
+    config = copy.copy(args)
     if ranks != 1:
-        kind = type(args)  # its world_size asks the launcher
-        settings.__class__ = type(kind.__name__, (kind,), {"world_size": property(lambda _: ranks)})
-    left_open = "bf16" in settings._filled
-    settings.use_cpu, settings.report_to, settings.disable_tqdm = True, "none", True
-    settings.verify_plan = settings.probe_worst_case = settings.memory_forecast = False
-    settings.reward_weights = settings.eval_pass_reward = None  # rewards are made up
-    settings.load_best_model_at_end = False
-    settings.use_vllm = settings.use_transformers_continuous_batching = False
-    if device == "cuda" and left_open and not settings.fp16:
-        settings.bf16 = True
-    return settings
+        config.assume_world_size(ranks)
+    left_open = config.was_left_open("bf16")
+    config.use_cpu, config.report_to, config.disable_tqdm = True, "none", True
+    config.verify_plan = config.probe_worst_case = config.memory_forecast = False
+    config.reward_weights = config.eval_pass_reward = None  # rewards are synthetic
+    config.load_best_model_at_end = False
+    config.use_vllm = config.use_transformers_continuous_batching = False
+    if device == "cuda" and left_open and not config.fp16:
+        config.bf16 = True
+    return config
 
 
 def _declared_quantization(config: Any) -> Any:

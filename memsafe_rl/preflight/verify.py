@@ -25,14 +25,20 @@ from memsafe_rl.memory.planning.estimator import rollout_parts, update_parts
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.planning.slices import measure_slices
 from memsafe_rl.memory.runtime.host_memory import to_host
+from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.simulated.device import active_simulation
 from memsafe_rl.models.blocks import find_blocks
 from memsafe_rl.preflight.synthetic import lay_down
-from memsafe_rl.preflight.worst_case import rehearsal, untouched
+from memsafe_rl.preflight.worst_case import untouched
 from memsafe_rl.rollout.scoring import row_lengths, update_work
+from memsafe_rl.training.collector import Collector
+from memsafe_rl.training.controllers import Controllers
 from memsafe_rl.training.gradient import StepTerms
-from memsafe_rl.training.loop import OnPolicyTrainer
+from memsafe_rl.training.learner import Learner
+from memsafe_rl.training.loop import TrainingLoop
 from memsafe_rl.training.samples import Rollout
+from memsafe_rl.training.scorer import Scorer
+from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import (
     Completion,
     MemoryFailure,
@@ -185,10 +191,10 @@ class Verification:
         )
 
 
-def require_proof(trainer: OnPolicyTrainer) -> None:
+def require_proof(loop: TrainingLoop) -> None:
     """Verifies the plan of a run that is about to begin."""
-    found = verify_plan(trainer)
-    trainer._tracker.record(
+    found = verify_plan(loop)
+    loop.setup.memory.record(
         "verify",
         passed=found.passed,
         compared_with=found.plain.name,
@@ -208,7 +214,7 @@ def require_proof(trainer: OnPolicyTrainer) -> None:
     logger.warning("verify_plan: %s", found.sentence())
 
 
-def verify_plan(trainer: OnPolicyTrainer) -> Verification:
+def verify_plan(loop: TrainingLoop) -> Verification:
     """Runs one probe step under the chosen plan, under the plain plan, and under the chosen plan with two failures.
 
     The probe samples completions for the first prompts of the dataset, as many as one optimizer step takes, scores
@@ -220,10 +226,10 @@ def verify_plan(trainer: OnPolicyTrainer) -> Verification:
     The plain plan decodes all rows together and learns from them in one micro-batch, with all logits at once, nothing
     recomputed and everything on the device. Where it does not fit, half of the chosen plan takes its place.
     """
-    if trainer._committer is None:
-        trainer._make_optimizer(trainer._max_steps())
-    with untouched(trainer):
-        return _Proof(trainer).run()
+    if loop.setup.committer is None:
+        loop.make_optimizer()
+    with untouched(loop.setup):
+        return _Comparison(loop.setup, step=loop.state.step).run()
 
 
 @dataclass(frozen=True)
@@ -291,18 +297,19 @@ def _tensors(output: Any) -> tuple[Tensor, ...]:
     return tuple(part for part in parts if isinstance(part, Tensor))
 
 
-class _Proof:
-    """The proof on one trainer; keeps what the arms share."""
+class _Comparison:
+    """The probe step of a setup under several plans; keeps what the plan runs share."""
 
-    def __init__(self, trainer: OnPolicyTrainer) -> None:
-        self._trainer = trainer
-        config, maker = trainer.args, trainer._maker
+    def __init__(self, setup: TrainingSetup, *, step: int) -> None:
+        self._setup = setup
+        self._step = step
+        config = setup.config
         rows = -(-config.step_rows // config.world_size)
         count = -(-rows // config.num_generations)
-        self._prompts: Prompts = maker._read_prompts(trainer._source.take(0, count))
+        self._prompts: Prompts = setup.models.reader(setup.source.take(0, count))
         self._group = config.num_generations
         self._rows = count * self._group
-        blocks = find_blocks(trainer.adapter.model)
+        blocks = find_blocks(setup.model)
         self._block = blocks[len(blocks) // 2]
         self._completions: list[Completion] | None = None
         self._trajectory: Trajectory | None = None
@@ -314,15 +321,15 @@ class _Proof:
 
     def run(self) -> Verification:
         """Runs the arms: the chosen plan first, since what it sampled is what the others learn from."""
-        trainer, device = self._trainer, self._trainer.adapter.device
-        counting = _Faults(self._block, device)
-        chosen = self._arm("chosen", trainer.memory_policy, counting)
+        setup = self._setup
+        counting = _Faults(self._block, setup.adapter.device)
+        chosen = self._run("chosen", setup.memory_policy, counting)
         plain = self._plain_arm(chosen)
         chosen = replace(chosen, gradient_difference=plain.gradient_difference)
         plain = replace(plain, gradient_difference=None)
         failing = self._failing_arm(chosen, counting)
         self._describe()
-        tolerance, precision = _tolerance(trainer)
+        tolerance, precision = _tolerance(setup)
         return Verification(
             plain=plain,
             chosen=chosen,
@@ -331,7 +338,7 @@ class _Proof:
             precision=precision,
             tolerance=tolerance,
             judges_tokens=precision in ("float32", "float64"),
-            exact_bytes=trainer._tracker.meter.is_exact,
+            exact_bytes=setup.memory.meter.is_exact,
             notes=tuple(self._notes),
         )
 
@@ -345,62 +352,63 @@ class _Proof:
                 return arm
         self._notes.append(f"The plain plan does not fit: {lacking}. So the chosen plan is compared with half of it.")
         rollout, update = self._halved_plans(chosen)
-        return self._arm("halved", _Pinned(rollout, update, self._trainer.memory_policy))
+        return self._run("halved", _Pinned(rollout, update, self._setup.memory_policy))
 
     def _attempt(self, name: str, policy: MemoryPolicy) -> tuple[str, PlanRun | None]:
         """Runs an arm that may not fit; its error is gone, with all that it held, when this returns."""
         try:
-            return "", self._arm(name, policy)
+            return "", self._run(name, policy)
         except MemoryBudgetError as error:
             asked = getattr(error.failure, "requested_bytes", None)
             phase = getattr(error.failure, "phase", "it")
             wanted = "an allocation" if asked is None else f"an allocation of {format_bytes(asked)}"
-            limit = format_bytes(self._trainer._tracker.limit_bytes)
+            limit = format_bytes(self._setup.memory.limit_bytes)
             return f"{wanted} was refused in phase {phase}, within {limit}", None
 
     def _failing_arm(self, chosen: PlanRun, counted: _Faults) -> PlanRun:
         """The chosen plan, with one failure half way through the rollout and one in the last micro-batch's backward."""
         faults = _Faults(
             self._block,
-            self._trainer.adapter.device,
+            self._setup.adapter.device,
             rollout_call=counted.calls[Phase.ROLLOUT] // 2,
             update_call=counted.calls[Phase.UPDATE] - 1,
         )
-        arm = self._arm(
-            "failures", _Pinned(chosen.rollout_plan, chosen.update_plan, self._trainer.memory_policy), faults
-        )
+        arm = self._run("failures", _Pinned(chosen.rollout_plan, chosen.update_plan, self._setup.memory_policy), faults)
         if arm.failures < chosen.failures + 2:
             self._notes.append(f"Only {arm.failures} of 2 failures took place.")
         return arm
 
     def _describe(self) -> None:
         """Notes what differs from the run's own step."""
-        config = self._trainer.args
+        config = self._setup.config
         self._notes.append("Advantages are made up, none of them zero; reward functions were not called.")
         if not config.disable_dropout:
             self._notes.append("Dropout was off; in the run, a micro-batch of another size draws other masks.")
-        if self._trainer._maker._rollout_func is not None:
+        if self._setup.draw_rollout is not None:
             self._notes.append("The library's own engine sampled; in the run, rollout_func does.")
 
     # One arm
 
-    def _arm(self, name: str, policy: MemoryPolicy, faults: _Faults | None = None) -> PlanRun:
+    def _run(self, name: str, policy: MemoryPolicy, faults: _Faults | None = None) -> PlanRun:
         """Runs the probe step under a policy, and compares it with the step before."""
-        self._trainer._recovery.repeat(self._trainer._committed.unpark)  # every arm begins alike
-        trial, started = rehearsal(self._trainer, policy), time.perf_counter()
+        committer = self._setup.committed
+        self._setup.recovery.repeat(Stage.PREPARE, committer.unpark)  # every plan run begins alike
+        trial, started = self._setup.dry(policy, step=self._step), time.perf_counter()
+        learner = Learner(trial)
         watch: Callable[[Phase], Any] = nullcontext if faults is None else faults.during
         with watch(Phase.ROLLOUT):
             completions = self._sample(trial)
-        experience, rows = self._experience(trial, completions)
-        terms = self._terms = self._terms or trial._fix_terms(experience, rows)
-        trial._plan_update(experience.trajectory, rows)
-        with trial._tracker.phase(Phase.UPDATE), watch(Phase.UPDATE):
-            _, gradient = trial._gradient(experience, rows, terms)
-        seconds, tracker = time.perf_counter() - started, trial._tracker
+        rollout, rows = self._rollout(trial, completions)
+        controllers = Controllers.at_start(trial.config)
+        terms = self._terms = self._terms or learner.fix_terms(rollout, rows, controllers)
+        learner.plan(rollout.trajectory, rows)
+        with trial.memory.phase(Phase.UPDATE), watch(Phase.UPDATE):
+            _, gradient = learner.gradient(rollout, rows, terms, step=self._step)
+        seconds, tracker = time.perf_counter() - started, trial.memory
         difference, digest = self._compare()
         self._digest = self._digest or digest
         equal, differing, excused = self._equal_tokens(completions)
-        self._trainer._committed.drop_gradients()
+        committer.drop_gradients()
         return PlanRun(
             name=name,
             rollout_plan=tracker.rollout_plan,
@@ -418,30 +426,26 @@ class _Proof:
             seconds=seconds,
         )
 
-    def _sample(self, trial: OnPolicyTrainer) -> list[Completion]:
+    def _sample(self, trial: TrainingSetup) -> list[Completion]:
         """Samples the probe's completions with the random streams of the run's first rollout."""
-        maker = trial._maker
-        maker._plan(self._prompts)
-        work = maker._work(self._prompts, self._group)
-        with trial._tracker.phase(Phase.ROLLOUT):
-            return maker._generate(self._prompts, 0, self._group, work, 0, range(self._rows))
+        collector = Collector(trial)
+        collector.plan(self._prompts)
+        with trial.memory.phase(Phase.ROLLOUT):
+            return collector.generate(self._prompts, 0, self._group, range(self._rows), step=self._step)
 
-    def _experience(self, trial: OnPolicyTrainer, completions: list[Completion]) -> tuple[Rollout, range]:
-        """Scores the completions of the first arm under this arm's plan."""
+    def _rollout(self, trial: TrainingSetup, completions: list[Completion]) -> tuple[Rollout, range]:
+        """Scores the completions of the first plan run under this one's plan."""
         if self._completions is None:
             self._completions = completions
             with host_memory():
                 ids = [completion.ids for completion in completions]
-                objectives = len(trial.args.objective_list)
+                objectives = len(trial.config.objective_list)
                 self._trajectory = lay_down(self._prompts.ids, ids, self._group, objectives)
-        if self._trajectory is None:
-            raise AssertionError("laid down with the completions")
-        rows = range(self._rows)
-        later = rows if trial.args.updates_per_epoch > 1 else ()
-        trajectory = trial._maker._score_everyone(self._trajectory, later, external=False)
-        if trial.credit is not None:
-            trajectory, _ = trial.credit.assign(trajectory, trajectory.advantages)
-        trajectory = trial._maker._score_later(trajectory, later, external=False)
+        rows, scorer = range(self._rows), Scorer(trial)
+        later = rows if trial.config.updates_per_epoch > 1 else ()
+        trajectory = scorer.score_unrewarded(self._laid_down(), later, external=False)
+        trajectory, _ = trial.advantages.assign(trajectory, trajectory.advantages)
+        trajectory = scorer.score_later(trajectory, later, external=False)
         return Rollout(trajectory, consumed=0, external=False), rows
 
     def _compare(self) -> tuple[float | None, str]:
@@ -449,7 +453,7 @@ class _Proof:
         fingerprint, first = hashlib.blake2b(digest_size=16), not self._reference
         distance = old_norm = new_norm = 0.0
         with host_memory(), torch.no_grad():
-            for place, parameter in enumerate(self._trainer._committed.parameters):
+            for place, parameter in enumerate(self._setup.committed.parameters):
                 if parameter.grad is None:
                     raise AssertionError("the gradients are complete")
                 new = to_host(parameter.grad)
@@ -494,7 +498,7 @@ class _Proof:
     def _halved_plans(self, chosen: PlanRun) -> tuple[RolloutPlan, UpdatePlan]:
         """Half the chosen plan; where a micro-batch is a single row already, half its tile of logits."""
         trajectory, rollout, update = self._laid_down(), chosen.rollout_plan, chosen.update_plan
-        work = update_work(self._trainer.adapter, trajectory, range(self._rows), packable=update.pack_prompts)
+        work = update_work(self._setup.adapter, trajectory, range(self._rows), packable=update.pack_prompts)
         largest = measure_slices(work, update.micro_batch_tokens, packed=update.pack_prompts).tokens
         tokens = max(max(work.row_tokens), largest // 2)
         tile = update.logprob_tile if chosen.micro_batches < self._rows else max(1, update.logprob_tile // 2)
@@ -506,14 +510,14 @@ class _Proof:
 
     def _lacking(self, rollout: RolloutPlan, update: UpdatePlan) -> str | None:
         """Says why a plan must not even be tried: on a machine that kills rather than refuses, it must fit for sure."""
-        trainer = self._trainer
-        if trainer._tracker.meter.is_exact:
+        setup = self._setup
+        if setup.memory.meter.is_exact:
             return None
         trajectory = self._laid_down()
-        sampling = trainer._maker._work(self._prompts, self._group)
-        learning = trainer._work(trajectory, range(self._rows))
+        sampling = Collector(setup).work(self._prompts, self._group)
+        learning = Learner(setup).work(trajectory, range(self._rows))
         needed = max(sum(rollout_parts(sampling, rollout).values()), sum(update_parts(learning, update).values()))
-        room = trainer._tracker.budget_bytes - trainer._tracker.meter.live_bytes()
+        room = setup.memory.budget_bytes - setup.memory.meter.live_bytes()
         if needed <= room:
             return None
         return f"it would need about {format_bytes(needed)} of the {format_bytes(max(0, room))} that are left"
@@ -524,16 +528,16 @@ class _Proof:
         return self._trajectory
 
 
-def _tolerance(trainer: OnPolicyTrainer) -> tuple[float, str]:
+def _tolerance(setup: TrainingSetup) -> tuple[float, str]:
     """Gives the largest difference that passes, and the coarsest type in which the network computes."""
-    config = trainer.args
-    kinds = {parameter.dtype for parameter in trainer.model.parameters() if parameter.is_floating_point()}
+    config = setup.config
+    kinds = {parameter.dtype for parameter in setup.model.parameters() if parameter.is_floating_point()}
     kinds |= {torch.bfloat16} if config.bf16 else set()
     kinds |= {torch.float16} if config.fp16 else set()
     known = [kind for kind in TOLERANCES if kind in kinds]
     coarsest = known[-1] if known else torch.float32
     name = str(coarsest).removeprefix("torch.")
-    if getattr(trainer.model, "is_loaded_in_8bit", False):
+    if getattr(setup.model, "is_loaded_in_8bit", False):
         return max(_EIGHT_BIT_TOLERANCE, TOLERANCES[coarsest]), f"8-bit weights and {name}"
     return TOLERANCES[coarsest], name
 

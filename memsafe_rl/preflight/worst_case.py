@@ -1,11 +1,7 @@
-"""Worst case first: one attempt at the longest lengths before the first step, so that a run that cannot fit says so.
-
-Also the rehearsal that it shares with `verify`: a trainer's own code, run without leaving a trace on the run.
-"""
+"""Worst case first: one attempt at the longest lengths before the first step, so that a run that cannot fit says so."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,32 +9,30 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.errors import DataError, MemoryBudgetError
-from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
 from memsafe_rl.memory.runtime.recovery import under
-from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
-from memsafe_rl.models.language.base import LanguageAdapter
-from memsafe_rl.parallel.ranks import Ranks
 from memsafe_rl.preflight.synthetic import chains, embedded_prompts, lay_down
 from memsafe_rl.preflight.worst_rows import later_rows, tried_places, widest_slices, worst_step
 from memsafe_rl.rollout.native.admission import Candidate, admit
 from memsafe_rl.rollout.native.generation import eval_mode, generate
 from memsafe_rl.rollout.scoring import score_all, value_all
-from memsafe_rl.training.loop import OnPolicyTrainer
+from memsafe_rl.training.collector import Collector, served_by
+from memsafe_rl.training.controllers import Controllers
+from memsafe_rl.training.learner import Learner
+from memsafe_rl.training.loop import TrainingLoop
 from memsafe_rl.training.samples import Rollout
+from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import (
     Phase,
     Ragged,
@@ -61,7 +55,7 @@ _STREAM_SAMPLE = 512
 _PROBED_MICRO_BATCHES = 2
 """From the second one on, the gradients of earlier ones are held too; later ones hold no more."""
 _LEARNT = ("failure", "retry", "fallback")
-"""Events of a rehearsal that are true of the run's memory too."""
+"""Events of a dry run that are true of the run's memory too."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +109,7 @@ class Drawing:
     phase: Phase
 
 
-def probe_worst_case(trainer: OnPolicyTrainer) -> dict[str, int]:
+def check_worst_case(loop: TrainingLoop) -> dict[str, int]:
     """Tries the longest prompt and completion once, as far as the peak of every phase; then all is as before.
 
     The rollout is tried at its first moment (as many prompts as a wave reads) and at its last one (every row in
@@ -129,31 +123,31 @@ def probe_worst_case(trainer: OnPolicyTrainer) -> dict[str, int]:
     plans leaner from the first step on.
     """
     while True:
-        longest = find_longest(trainer)
-        error = _try(trainer, longest)
-        if not isinstance(error, MemoryBudgetError):
-            return error
-        degradation = trainer._degradation_after(error)
+        outcome = _try(loop)
+        if not isinstance(outcome, MemoryBudgetError):
+            return outcome
+        degradation = loop.degradation_after(outcome)
         if degradation is None:
-            raise error
-        trainer._concede(degradation)
+            raise outcome
+        loop.degrade(degradation)
 
 
-def _try(trainer: OnPolicyTrainer, longest: Longest) -> dict[str, int] | MemoryBudgetError:
-    """Probes once; gives the peaks, or the error with what was probed in it."""
-    trial, started = rehearsal(trainer, trainer.memory_policy), time.perf_counter()
+def _try(loop: TrainingLoop) -> dict[str, int] | MemoryBudgetError:
+    """Tries once; gives the peaks, or the error with what was tried in it."""
+    setup, longest, started = loop.setup, find_longest(loop.setup), time.perf_counter()
+    trial = setup.dry(step=loop.state.step)
     error: MemoryBudgetError | None = None
     try:
-        with untouched(trainer):
-            try_longest(trial, longest, evaluation=longest_evaluation(trainer))
+        with untouched(setup):
+            try_longest(trial, longest, evaluation=longest_evaluation(setup, loop.eval_dataset))
     except MemoryBudgetError as caught:
-        error = _told(caught, longest)
-    _learn(trainer, trial)
-    peaks = {str(phase): peak for phase, peak in trial._tracker.phase_peaks.items()}
+        error = _explained(caught, longest)
+    _remember(setup, trial)
+    peaks = {str(phase): peak for phase, peak in trial.memory.phase_peaks.items()}
     if error is not None:
         return error
-    rollout, update = trial._tracker.rollout_plan, trial._tracker.update_plan
-    trainer._tracker.record(
+    rollout, update = trial.memory.rollout_plan, trial.memory.update_plan
+    setup.memory.record(
         "probe",
         prompt_tokens=len(longest.prompt),
         completion_tokens=longest.completion_tokens,
@@ -163,34 +157,49 @@ def _try(trainer: OnPolicyTrainer, longest: Longest) -> dict[str, int] | MemoryB
         peak_bytes=peaks,
         seconds=time.perf_counter() - started,
     )
-    # Said as a warning, which is what is shown by default: whoever asks for a probe wants its answer.
-    logger.warning("%s", _sentence(longest, peaks, trainer._tracker.budget_bytes))
+    # Said as a warning, which is what is shown by default: whoever asks for the check wants its answer.
+    logger.warning("%s", _sentence(longest, peaks, setup.memory.budget_bytes))
     return peaks
 
 
-def find_longest(trainer: OnPolicyTrainer, dataset: Any = None) -> Longest:
+@contextmanager
+def untouched(setup: TrainingSetup) -> Iterator[None]:
+    """Puts everything that a step without a commit may move back as it was: gradients, modes, random state."""
+    repeat = setup.recovery.repeat
+    state = repeat(Stage.PREPARE, capture_random_state)
+    with eval_mode(setup.model):
+        try:
+            yield
+        finally:
+            setup.committed.drop_gradients()
+            repeat(Stage.PREPARE, setup.committed.unpark)
+            set_random_state(state)
+            setup.memory.meter.reset_peak()
+
+
+def find_longest(setup: TrainingSetup, dataset: Any = None) -> Longest:
     """Finds the longest row that a run may meet, by tokenizing the prompts of its dataset.
 
     Of more than 8,192 prompts that the run takes, those with the most characters are tokenized. Of a stream,
     `max_prompt_length` counts as the longest prompt; without one, the longest of the first 512 examples.
     """
-    reader, dataset = trainer._maker._read_prompts, dataset or cast(Any, trainer).train_dataset
-    completion_tokens = trainer.args.max_completion_length
+    reader, config = setup.models.reader, setup.config
+    dataset, completion_tokens = dataset or setup.dataset, config.max_completion_length
     if isinstance(dataset, Dataset):
         dataset, source = _longest_first(dataset)
         starts = range(0, len(dataset), _TOKENIZE_BATCH)
         batches: Iterable[Any] = (dataset[start : start + _TOKENIZE_BATCH]["prompt"] for start in starts)
     else:
-        batches = [[example["prompt"] for example in trainer._source.take(0, _STREAM_SAMPLE)]]
+        batches = [[example["prompt"] for example in setup.source.take(0, _STREAM_SAMPLE)]]
         source = f"the longest of the stream's first {_STREAM_SAMPLE}"
-    limit, truncated = reader.limit, trainer.args.overlong_prompts == "truncate"
+    limit, truncated = reader.limit, config.overlong_prompts == "truncate"
     rows = (
         ids if limit is None else ids[-limit:]
         for batch in batches
         for ids in reader.ids(batch)
         if truncated or limit is None or len(ids) <= limit
     )
-    count = trainer.args.prompts_per_rollout
+    count = config.prompts_per_rollout
     found = nlargest(count, islice(rows, _TOKENIZED) if isinstance(dataset, Dataset) else rows, key=len)
     if not found:
         raise DataError(
@@ -199,22 +208,22 @@ def find_longest(trainer: OnPolicyTrainer, dataset: Any = None) -> Longest:
         )
     known = tuple(map(len, found)) if isinstance(dataset, Dataset) else ()
     longest = Longest(tuple(found[0]), completion_tokens, source, known)
-    given = trainer.args.max_prompt_length
+    given = config.max_prompt_length
     if isinstance(dataset, Dataset) or given is None:
         return longest
     return Longest(tuple(longest.ids(given).tolist()), completion_tokens, "max_prompt_length")
 
 
-def longest_evaluation(trainer: OnPolicyTrainer) -> Drawing | None:
-    """Finds what the run's evaluations draw at most."""
-    config, given = trainer.args, trainer.eval_dataset
-    if given is None or not evaluates(config):
+def longest_evaluation(setup: TrainingSetup, dataset: Any) -> Drawing | None:
+    """Finds what the run's evaluations draw at most; None where the run does not evaluate."""
+    config = setup.config
+    if dataset is None or not evaluates(config):
         return None
-    sets = list(_sets_of(given))
-    if trainer.adapter.time_separable:
+    sets = list(_sets_of(dataset))
+    if setup.adapter.time_separable:
         longest = Longest((0,), config.max_completion_length, "chains are alike")
     else:
-        found = [find_longest(trainer, one) for one in sets if len(one)]
+        found = [find_longest(setup, one) for one in sets if len(one)]
         longest = max(found, key=lambda one: len(one.prompt))
     return Drawing(longest, max(map(len, sets)), config.eval_generations, Phase.EVALUATE)
 
@@ -242,69 +251,70 @@ def _longest_first(dataset: Dataset) -> tuple[Dataset, str]:
     return dataset.select(order), f"of the {_TOKENIZED:,} longest texts of train_dataset"
 
 
-def plans_now(trial: OnPolicyTrainer, longest: Longest) -> tuple[RolloutPlan, UpdatePlan]:
+def plans_now(setup: TrainingSetup, longest: Longest) -> tuple[RolloutPlan, UpdatePlan]:
     """Asks for the plans that the longest rows would get now; nothing adopts them."""
-    policy, state = trial.memory_policy, trial._tracker.state()
-    drawing = _rollout_of(trial, longest)
-    rollout = trial._maker._work(_prompts_of(trial, drawing), drawing.group_size)
-    update = longest_work(trial, longest)
-    return trial._maker.served(policy.before_rollout(rollout, state)), policy.before_update(update, state)
+    policy, state = setup.memory_policy, setup.memory.state()
+    drawing = _rollout_of(setup, longest)
+    rollout = Collector(setup).work(_prompts_of(setup, drawing), drawing.group_size)
+    update = longest_work(setup, longest)
+    return served_by(setup.engine, policy.before_rollout(rollout, state)), policy.before_update(update, state)
 
 
-def longest_work(trial: OnPolicyTrainer, longest: Longest) -> UpdateWork:
+def longest_work(setup: TrainingSetup, longest: Longest) -> UpdateWork:
     """Gives the shape of an optimizer step whose rows are the longest."""
-    trajectory = _longest_rows(trial, longest)
-    return trial._work(trajectory, worst_step(trial, trajectory))
+    trajectory = _longest_rows(setup, longest)
+    return Learner(setup).work(trajectory, worst_step(setup, trajectory))
 
 
 def try_longest(
-    trial: OnPolicyTrainer,
+    setup: TrainingSetup,
     longest: Longest,
     micro_batches: int = _PROBED_MICRO_BATCHES,
     evaluation: Drawing | None = None,
 ) -> None:
-    """Tries every phase in the order of a step, on the longest rows; no weight moves."""
-    drawing = _rollout_of(trial, longest)
-    if trial._maker._rollout_func is None:
-        trial._maker._plan(_prompts_of(trial, drawing))
-        _probe_drawing(trial, drawing)
+    """Tries every phase of a dry setup in the order of a step, on the longest rows; no weight moves."""
+    collector, learner = Collector(setup), Learner(setup)
+    drawing = _rollout_of(setup, longest)
+    if setup.draw_rollout is None:
+        collector.plan(_prompts_of(setup, drawing))
+        _try_drawing(setup, collector, drawing)
         if evaluation is not None:
-            _probe_drawing(trial, evaluation)
-    for judged in (drawing, evaluation):
-        if judged is not None:
-            _probe_rewards(trial, judged)
-    corrected = trial._maker.corrects_sampler
-    experience = Rollout(_longest_rows(trial, longest), consumed=0, external=corrected)
-    trajectory = experience.trajectory
-    rows = worst_step(trial, trajectory)
-    first_tile = trial._tracker.update_plan.logprob_tile
-    trial._plan_update(trajectory, rows)
-    plan = trial._tracker.update_plan
+            _try_drawing(setup, collector, evaluation)
+    for rewarded in (drawing, evaluation):
+        if rewarded is not None:
+            _try_reward_models(setup, collector, rewarded)
+    rollout = Rollout(_longest_rows(setup, longest), consumed=0, external=collector.corrects_sampler)
+    trajectory = rollout.trajectory
+    rows = worst_step(setup, trajectory)
+    first_tile = setup.memory.update_plan.logprob_tile
+    learner.plan(trajectory, rows)
+    plan = setup.memory.update_plan
     # Scoring takes the tile of the update before it: in the first rollout that of no plan, later the plan's.
-    _probe_scoring(trial, trajectory, rows, max(first_tile, plan.logprob_tile))
-    tried = [rows[place] for place in tried_places(trial._work(trajectory, rows), plan, micro_batches)]
-    terms = trial._fix_terms(experience, tried)
-    with trial._tracker.phase(Phase.UPDATE):
-        trial._gradient(experience, tried, terms)
-        trial._recovery.repeat(trial._committed.measure)
-    with trial._tracker.phase(Phase.OPTIMIZER):
-        trial._recovery.repeat(trial._committed.unpark)
-        trial._recovery.repeat(trial._committed.prepare_commit)
+    _try_scoring(setup, collector, trajectory, rows, max(first_tile, plan.logprob_tile))
+    tried = [rows[place] for place in tried_places(learner.work(trajectory, rows), plan, micro_batches)]
+    terms = learner.fix_terms(rollout, tried, Controllers.at_start(setup.config))
+    committer, repeat = setup.committed, setup.recovery.repeat
+    with setup.memory.phase(Phase.UPDATE):
+        learner.gradient(rollout, tried, terms, step=setup.memory.step)
+        repeat(Stage.MEASURE, committer.measure)
+    with setup.memory.phase(Phase.OPTIMIZER):
+        repeat(Stage.COMMIT, committer.unpark)
+        repeat(Stage.COMMIT, committer.prepare_commit)
 
 
-def _probe_drawing(trial: OnPolicyTrainer, drawing: Drawing) -> None:
+def _try_drawing(setup: TrainingSetup, collector: Collector, drawing: Drawing) -> None:
     """Tries a wave of the longest prompts, at its first moment and at its last, under the rollout's plan."""
-    maker, group, longest = trial._maker, drawing.group_size, drawing.longest
-    prompts = _prompts_of(trial, drawing)
+    group, longest, adapter, sampling = drawing.group_size, drawing.longest, setup.adapter, setup.sampling
+    prompts = _prompts_of(setup, drawing)
     ids = prompts.ids
-    rows = [divmod(row, group) for row in range(_share(trial, len(ids) * group))]
-    if trial.adapter.time_separable:
-        with trial._tracker.phase(drawing.phase):
-            attempt = maker._attempt(maker._work(prompts, group))
-            maker._engine.generate(*_samples(ids, rows), maker._sampling, attempt)
+    rows = [divmod(row, group) for row in range(_share(setup, len(ids) * group))]
+    work = collector.work(prompts, group)
+    attempt = collector.scorer.attempt(Stage.DRAW, work)
+    if adapter.time_separable:
+        with setup.memory.phase(drawing.phase):
+            setup.engine.generate(*_samples(ids, rows), sampling, attempt)
         return
-    attempt = maker._attempt(maker._work(prompts, group))
-    geometry, sampling = trial.adapter.geometry, maker._sampling
+    geometry = adapter.geometry
     # An end that no row reaches, where a least length makes a copy of the logits to forbid it; else none at all.
     delayed = bool(sampling.eos_token_ids) and max(sampling.min_new_tokens, sampling.min_length) > 0
     ends = (geometry.vocab_size - 1,) if delayed else ()
@@ -315,35 +325,36 @@ def _probe_drawing(trial: OnPolicyTrainer, drawing: Drawing) -> None:
 
     def from_first_to_last(plan: RolloutPlan) -> None:
         waiting = [Candidate(prompt, len(ids[prompt]), 0, sampling.max_new_tokens) for prompt, _ in rows]
-        first = rows[: _in_flight(trial.adapter, waiting, plan)]
+        first = rows[: _in_flight(adapter, waiting, plan)]
         context = longest.ids(longest.row_tokens - 2)
-        several = maker.plays_turns and longest.completion_tokens > 2
-        ending = _AtTheEnd(trial.adapter, longest, plan.prefill_tokens if several and plan.kept_kv_bytes else 0)
+        several = collector.episodes.several_turns and longest.completion_tokens > 2
+        ending = _AtTheEnd(adapter, longest, plan.prefill_tokens if several and plan.kept_kv_bytes else 0)
         # The cache that transformers' generate keeps, where that decodes, is out of reach.
-        own_cache = not isinstance(trial.adapter, LanguageAdapter) or trial.adapter.path.decodes
-        tried = cast(ModelAdapter, ending) if own_cache else trial.adapter
+        tried = cast(ModelAdapter, ending) if adapter.decodes else adapter
         generate(tried, *_samples(ids, first), two_tokens, under(plan))
         if not ending.stretched and longest.completion_tokens > 2:  # a cache that only grows by reading
             alike = [(0, sample) for sample in range(len(first))]
             last_two = replace(two_tokens, max_new_tokens=2)
-            generate(trial.adapter, *_samples([context], alike), last_two, under(plan))
-        if several and own_cache and plan.kept_kv_bytes < maker._kept_most(maker._work(prompts, group)):
-            _read_again(trial.adapter, ids, first, longest, two_tokens, plan)
+            generate(adapter, *_samples([context], alike), last_two, under(plan))
+        if several and adapter.decodes and plan.kept_kv_bytes < collector.episodes.most_kept_bytes(work):
+            _read_again(adapter, ids, first, longest, two_tokens, plan)
 
-    with trial._tracker.phase(drawing.phase):
+    with setup.memory.phase(drawing.phase):
         attempt(from_first_to_last)
 
 
-def _probe_rewards(trial: OnPolicyTrainer, drawing: Drawing) -> None:
+def _try_reward_models(setup: TrainingSetup, collector: Collector, drawing: Drawing) -> None:
     """Tries the largest pass of every reward model, for which a row has as many tokens as for the model itself."""
-    rewards, maker = trial._maker._rewards, trial._maker
-    if not rewards.models or trial.adapter.time_separable:
+    if not setup.rewards.models or setup.adapter.time_separable:
         return
-    prompts = _prompts_of(trial, drawing)
-    rows = _share(trial, len(prompts.ids) * drawing.group_size)
-    attempt = maker._attempt_in(maker._work(prompts, drawing.group_size), nullcontext)
-    with trial._tracker.phase(Phase.REWARD if drawing.phase is Phase.ROLLOUT else drawing.phase):
-        rewards.rehearse(drawing.longest.row_tokens, rows, lambda unit: attempt(lambda plan: unit(plan.reward_rows)))
+    prompts = _prompts_of(setup, drawing)
+    rows = _share(setup, len(prompts.ids) * drawing.group_size)
+    work = collector.work(prompts, drawing.group_size)
+    attempt = collector.scorer.attempt_in(Stage.REWARD_PASS, work, nullcontext)
+    with setup.memory.phase(Phase.REWARD if drawing.phase is Phase.ROLLOUT else drawing.phase):
+        setup.rewards.rehearse(
+            drawing.longest.row_tokens, rows, lambda unit: attempt(lambda plan: unit(plan.reward_rows))
+        )
 
 
 def _in_flight(adapter: ModelAdapter, waiting: Sequence[Candidate], plan: RolloutPlan) -> int:
@@ -357,23 +368,23 @@ def _in_flight(adapter: ModelAdapter, waiting: Sequence[Candidate], plan: Rollou
             return count
 
 
-def _rollout_of(trial: OnPolicyTrainer, longest: Longest) -> Drawing:
+def _rollout_of(setup: TrainingSetup, longest: Longest) -> Drawing:
     """Gives what a rollout draws."""
-    return Drawing(longest, trial.args.prompts_per_rollout, trial.args.num_generations, Phase.ROLLOUT)
+    return Drawing(longest, setup.config.prompts_per_rollout, setup.config.num_generations, Phase.ROLLOUT)
 
 
-def _prompts_of(trial: OnPolicyTrainer, drawing: Drawing) -> Prompts:
+def _prompts_of(setup: TrainingSetup, drawing: Drawing) -> Prompts:
     """Gives the longest prompts there can be.
 
     Of an evaluation no more than have a completion in flight at a time.
     """
     count, longest = drawing.prompts, drawing.longest
     if drawing.phase is not Phase.ROLLOUT:
-        count = min(count, trial.args.world_size * max(trial._tracker.rollout_plan.rows_in_flight, 1))
-    if trial.adapter.time_separable:
-        return embedded_prompts(cast(Any, trial.adapter), count)
+        count = min(count, setup.config.world_size * max(setup.memory.rollout_plan.rows_in_flight, 1))
+    if setup.adapter.time_separable:
+        return embedded_prompts(cast(Any, setup.adapter), count)
     # Rows that are decoded in waves, each with its own prompt, are forecast as padded ones, whatever their lengths.
-    known = longest if trial.adapter.joins else replace(longest, longest_prompts=())
+    known = longest if setup.adapter.joins else replace(longest, longest_prompts=())
     return Prompts((), (), known.prompts(count))
 
 
@@ -431,88 +442,87 @@ def _samples(
     return [prompts[prompt] for prompt in wanted], keys
 
 
-def _probe_scoring(trial: OnPolicyTrainer, trajectory: Trajectory, rows: Sequence[int], tile: int) -> None:
+def _try_scoring(
+    setup: TrainingSetup, collector: Collector, trajectory: Trajectory, rows: Sequence[int], tile: int
+) -> None:
     """Scores the slices that may hold most, of every pass over the longest rows that precedes an update."""
-    credit, everyone, later = trial.credit, range(0, len(trajectory), trial.args.world_size), later_rows(trial)
-    judged = None if credit is None else credit.critic.judged_columns
-    pays_kl = credit is not None and credit.wants_logprobs
-    if trial.args.has_reference and not trial.adapter.time_separable:
-        with trial.adapter.reference() as reference:
-            _score(trial, reference, trajectory, [everyone], tile)
-    if trial._maker.corrects_sampler or pays_kl or (credit is not None and judged is None):
+    config, needs = setup.config, setup.advantages.needs
+    everyone, later = range(0, len(trajectory), config.world_size), later_rows(setup)
+    if config.has_reference and not setup.adapter.closed_form_kl:
+        with setup.adapter.reference() as reference:
+            _score(setup, collector, reference, trajectory, [everyone], tile)
+    if collector.corrects_sampler or needs.logprobs:
         later.append(list(everyone))
     if later:
-        columned = judged is not None
-        _score(trial, trial.adapter, trajectory, later, tile, with_kl=columned and pays_kl, columns=judged)
-    if trial.args.top_entropy_quantile < 1.0:
-        _score(trial, trial.adapter, trajectory, [rows], tile, with_entropy=True)
-    if credit is not None:
-        with trial._tracker.phase(Phase.SCORE), credit.critic.running() as network:
-            attempt = trial._maker.scoring(trajectory, everyone)
-            for part in widest_slices(trial, trajectory, [everyone], trial._tracker.rollout_plan.score_tokens):
-                value_all(network, trajectory, part, credit.critic.head, attempt=attempt, columns=judged)
+        _score(setup, collector, setup.adapter, trajectory, later, tile, with_kl=needs.with_kl, columns=needs.columns)
+    if config.top_entropy_quantile < 1.0:
+        _score(setup, collector, setup.adapter, trajectory, [rows], tile, with_entropy=True)
+    for critic in needs.critics:
+        with setup.memory.phase(Phase.SCORE), critic.running() as network:
+            attempt = collector.scorer.scoring(trajectory, everyone)
+            for part in widest_slices(setup, trajectory, [everyone], setup.memory.rollout_plan.score_tokens):
+                value_all(network, trajectory, part, critic.head, attempt=attempt, columns=needs.columns)
 
 
 def _score(
-    trial: OnPolicyTrainer,
+    setup: TrainingSetup,
+    collector: Collector,
     adapter: ModelAdapter,
     trajectory: Trajectory,
     sets: Sequence[Sequence[int]],
     tile: int,
     **wanted: Any,
 ) -> None:
-    with trial._tracker.phase(Phase.SCORE):
-        for part in widest_slices(trial, trajectory, sets, trial._tracker.rollout_plan.score_tokens):
-            attempt = trial._maker.scoring(trajectory, part)
-            temperature = trial.args.temperature
+    with setup.memory.phase(Phase.SCORE):
+        for part in widest_slices(setup, trajectory, sets, setup.memory.rollout_plan.score_tokens):
+            attempt = collector.scorer.scoring(trajectory, part)
+            temperature = setup.config.temperature
             score_all(adapter, trajectory, part, temperature=temperature, attempt=attempt, tile=tile, **wanted)
 
 
-def _longest_rows(trial: OnPolicyTrainer, longest: Longest) -> Trajectory:
+def _longest_rows(setup: TrainingSetup, longest: Longest) -> Trajectory:
     """Lays down a whole rollout of the longest rows."""
-    config = trial.args
-    if trial.adapter.time_separable:
+    config = setup.config
+    if setup.adapter.time_separable:
         needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1
         group, objectives = config.num_generations, len(config.objective_list)
-        laid = chains(cast(Any, trial.adapter), config.prompts_per_rollout, group, objectives, needs_old=needs_old)
-        numbers = laid.sampling_logprobs if trial.credit is not None else None
-        return replace(laid, values=numbers, returns=numbers, action_advantages=numbers)
+        laid = chains(cast(Any, setup.adapter), config.prompts_per_rollout, group, objectives, needs_old=needs_old)
+        return setup.advantages.placeholder(laid, laid.sampling_logprobs)
     prompts = longest.prompts(config.prompts_per_rollout)
     completions = [longest.ids(longest.completion_tokens)] * config.rollout_rows
     with host_memory():
         trajectory = lay_down(prompts, completions, config.num_generations, len(config.objective_list))
         unsure = Ragged(torch.full((len(trajectory.actions.flat),), -1.0), trajectory.actions.lengths)
-    corrected = trial._maker.corrects_sampler
+    collector = Collector(setup)
+    corrected = collector.corrects_sampler
     needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1 or corrected
-    return replace(
+    laid = replace(
         trajectory,
         old_logprobs=unsure if needs_old else None,
         has_old=(needs_old,) * len(trajectory),
         ref_logprobs=unsure if config.has_reference else None,
         importance_weights=unsure if corrected else None,
-        values=unsure if trial.credit is not None else None,
-        returns=unsure if trial.credit is not None else None,
-        action_advantages=unsure if trial.credit is not None else None,
-        sources=_sources(trial, trajectory) if trial._maker.keeps_sources else None,
+        sources=_sources(setup, trajectory) if collector.scorer.keeps_sources else None,
     )
+    return setup.advantages.placeholder(laid, unsure)
 
 
-def _sources(trial: OnPolicyTrainer, trajectory: Trajectory) -> Ragged:
+def _sources(setup: TrainingSetup, trajectory: Trajectory) -> Ragged:
     """Makes room for what a frozen encoder would make of the prompts."""
-    dtype = trial.args.autocast_dtype or next(trial.adapter.model.parameters()).dtype
+    dtype = setup.config.autocast_dtype or next(setup.adapter.model.parameters()).dtype
     with host_memory():
         return Ragged(
-            torch.zeros(len(trajectory.conditions.flat), trial.adapter.geometry.hidden_size, dtype=dtype),
+            torch.zeros(len(trajectory.conditions.flat), setup.adapter.geometry.hidden_size, dtype=dtype),
             trajectory.conditions.lengths,
         )
 
 
-def _share(trial: OnPolicyTrainer, rows: int) -> int:
+def _share(setup: TrainingSetup, rows: int) -> int:
     """The most rows of a rollout or a step that one rank has."""
-    return -(-rows // trial.args.world_size)
+    return -(-rows // setup.config.world_size)
 
 
-def _told(error: MemoryBudgetError, longest: Longest) -> MemoryBudgetError:
+def _explained(error: MemoryBudgetError, longest: Longest) -> MemoryBudgetError:
     """Says in front of an error what was probed."""
     return MemoryBudgetError(
         f"The worst case does not fit: a prompt of {len(longest.prompt)} tokens ({longest.source}) with a completion "
@@ -533,70 +543,13 @@ def _sentence(longest: Longest, peaks: Mapping[str, int], budget_bytes: int) -> 
     )
 
 
-def _learn(trainer: OnPolicyTrainer, trial: OnPolicyTrainer) -> None:
-    """Takes over what a rehearsal learnt of the memory, if a plan failed in it; nothing otherwise.
+def _remember(setup: TrainingSetup, trial: TrainingSetup) -> None:
+    """Takes over what a dry run learnt of the memory, if a plan failed in it; nothing otherwise.
 
-    Without a failure the plans stay those of a run without a probe, down to the corrections they are made from.
+    Without a failure the plans stay those of a run without the check, down to the corrections they are made from.
     """
-    learnt = [event for event in trial._tracker.events if event["event"] in _LEARNT]
+    learnt = [event for event in trial.memory.events if event["event"] in _LEARNT]
     if learnt:
-        trainer._tracker.load_state_dict(trial._tracker.state_dict())
+        setup.memory.load_state_dict(trial.memory.state_dict())
     for event in learnt:
-        trainer._tracker.record(**{**event, "during": "probe"})
-
-
-# ------------------------------------------------------------------ rehearsals
-
-
-def rehearsal(trainer: OnPolicyTrainer, policy: MemoryPolicy) -> OnPolicyTrainer:
-    """Gives a trainer like this one whose steps leave this one's plans, events, metrics and ranks alone.
-
-    It shares model, optimizer and device, runs alone whatever the ranks, updates without dropout, and tells nobody.
-    """
-    trial = copy.copy(trainer)
-    tracker = _forked(trainer._tracker)
-    tracker.step = trainer.state.global_step
-    recovery = copy.copy(trainer._recovery)
-    recovery.tracker, recovery._policy = tracker, policy
-    maker = copy.copy(trainer._maker)
-    maker._tracker, maker._recovery, maker._policy, maker._owner = tracker, recovery, policy, trial
-    trial._tracker, trial._recovery, trial._maker, trial.memory_policy = tracker, recovery, maker, policy
-    trial._ranks = maker._ranks = _alone()
-    trial._callbacks = copy.copy(trainer._callbacks)
-    trial._callbacks.callbacks = []
-    trial.args = copy.copy(trainer.args)
-    trial.args.disable_dropout = True
-    return trial
-
-
-def _forked(tracker: MemoryTracker) -> MemoryTracker:
-    """Gives a tracker of the same device that knows the same past, and goes on by itself."""
-    fork = copy.copy(tracker)
-    fork.events, fork.phase_peaks, fork.phase_seconds = [], {}, {}
-    fork._plans, fork._planned_at, fork._corrections = (
-        dict(fork._plans),
-        dict(fork._planned_at),
-        dict(fork._corrections),
-    )
-    return fork
-
-
-def _alone() -> Ranks:
-    """Ranks of one, whatever the launcher says: a rehearsal must not wait for others."""
-    alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "process_index": 0, "is_main_process": True}
-    return Ranks(cast(Accelerator, SimpleNamespace(**alone)))
-
-
-@contextmanager
-def untouched(trainer: OnPolicyTrainer) -> Iterator[None]:
-    """Puts everything that a rehearsal without a commit may move back as it was: gradients, modes, random state."""
-    repeat = trainer._recovery.repeat
-    state = repeat(capture_random_state)
-    with eval_mode(trainer.model):
-        try:
-            yield
-        finally:
-            trainer._committed.drop_gradients()
-            repeat(trainer._committed.unpark)
-            set_random_state(state)
-            trainer._tracker.meter.reset_peak()
+        setup.memory.record(**{**event, "during": "probe"})

@@ -10,56 +10,58 @@ from memsafe_rl.data.order import Cursor, rows_of_step
 from memsafe_rl.memory.planning.slices import cut_groups, cut_work, measure_slices, packing_saves, telling, widest
 from memsafe_rl.preflight.fake.device import true_numbers
 from memsafe_rl.rollout.scoring import update_work
-from memsafe_rl.training.loop import OnPolicyTrainer
+from memsafe_rl.training.learner import Learner
+from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, Trajectory, UpdatePlan, UpdateWork
 
 _STEPS = 64
 """Optimizer steps whose rows are looked at; which rows of a prompt a later step has is as much chance as in these."""
 
 
-def worst_step(trial: OnPolicyTrainer, trajectory: Trajectory) -> Sequence[int]:
+def worst_step(setup: TrainingSetup, trajectory: Trajectory) -> Sequence[int]:
     """Finds the optimizer step that the policy expects to hold most.
 
     Where a rollout serves several steps, rows are shuffled, and how many of a step share a prompt is chance; but the
     shuffles follow from the run's seed, so that its own first ones can be compared.
     """
-    config = trial.args
-    if config.step_rows >= config.rollout_rows or trial.adapter.time_separable:
+    config = setup.config
+    if config.step_rows >= config.rollout_rows or setup.adapter.time_separable:
         return range(0, config.step_rows, config.world_size)
     found: dict[object, tuple[Sequence[int], UpdateWork]] = {}
-    for cursor in islice(_cursors(trial), _STEPS):
-        rows = _rows(trial, cursor)[:: config.world_size]
-        work = trial._work(trajectory, rows)
+    learner = Learner(setup)
+    for cursor in islice(_cursors(setup), _STEPS):
+        rows = _rows(setup, cursor)[:: config.world_size]
+        work = learner.work(trajectory, rows)
         owners = Counter(zip(work.prompts or work.sources or work.row_tokens, work.row_tokens, strict=True))
         found.setdefault(tuple(sorted((tokens, count) for (_, tokens), count in owners.items())), (rows, work))
-    return max(found.values(), key=lambda step: _expected(trial, step[1]))[0]
+    return max(found.values(), key=lambda step: _expected(setup, step[1]))[0]
 
 
-def later_rows(trial: OnPolicyTrainer) -> list[list[int]]:
+def later_rows(setup: TrainingSetup) -> list[list[int]]:
     """Gives the rows of rollouts that are not learnt from in their first step, but after weights have moved."""
-    config = trial.args
+    config = setup.config
     if config.updates_per_epoch < 2:
         return []
-    firsts = (cursor for cursor in islice(_cursors(trial), _STEPS) if cursor.starts_rollout)
+    firsts = (cursor for cursor in islice(_cursors(setup), _STEPS) if cursor.starts_rollout)
     sets = []
     for cursor in firsts:
-        first = set(_rows(trial, cursor))
+        first = set(_rows(setup, cursor))
         later = [row for row in range(config.rollout_rows) if row not in first]
         sets.append(later[:: config.world_size])
     return sets
 
 
 def widest_slices(
-    trial: OnPolicyTrainer, trajectory: Trajectory, sets: Sequence[Sequence[int]], budget: int
+    setup: TrainingSetup, trajectory: Trajectory, sets: Sequence[Sequence[int]], budget: int
 ) -> list[list[int]]:
     """Cuts rows that are scored together, and gives the slices that may hold most."""
-    if trial.adapter.time_separable:
+    if setup.adapter.time_separable:
         return [max(map(list, sets), key=len)]
     slices: list[list[int]] = []
     for rows in sets:
-        work = update_work(trial.adapter, trajectory, rows)
+        work = update_work(setup.adapter, trajectory, rows)
         slices += [[rows[place] for place in part] for part in cut_work(work, budget, packed=packing_saves(work))]
-    whole = update_work(trial.adapter, trajectory, range(len(trajectory)))
+    whole = update_work(setup.adapter, trajectory, range(len(trajectory)))
     return [slices[index] for index in widest(whole, slices, packed=packing_saves(whole))]
 
 
@@ -100,23 +102,23 @@ def _telling(work: UpdateWork, plan: UpdatePlan) -> list[int]:
     return sorted({*found, len(parts) - 1} if 0 in found else found)
 
 
-def _rows(trial: OnPolicyTrainer, cursor: Cursor) -> list[int]:
+def _rows(setup: TrainingSetup, cursor: Cursor) -> list[int]:
     """Gives the rows of a step as the run will draw them."""
-    config = trial.args
+    config = setup.config
     with true_numbers():
         return rows_of_step(cursor, config.rollout_rows, config.step_rows, config.order_seed)
 
 
-def _cursors(trial: OnPolicyTrainer) -> Iterator[Cursor]:
+def _cursors(setup: TrainingSetup) -> Iterator[Cursor]:
     """Gives the steps of a run in order, as far as they differ in their rows."""
-    config = trial.args
+    config = setup.config
     for rollout in range(_STEPS):
         for epoch, step in product(range(config.num_iterations), range(config.updates_per_epoch)):
             yield Cursor(rollout, epoch, step)
 
 
-def _expected(trial: OnPolicyTrainer, work: UpdateWork) -> tuple[int, int, int]:
+def _expected(setup: TrainingSetup, work: UpdateWork) -> tuple[int, int, int]:
     """Says what the policy expects a step to hold; where it expects nothing, how large its slices are."""
-    plan = trial.memory_policy.before_update(work, trial._tracker.state())
+    plan = setup.memory_policy.before_update(work, setup.memory.state())
     slices = measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts)
     return plan.predicted_bytes.get(Phase.UPDATE, 0), slices.tokens, slices.actions

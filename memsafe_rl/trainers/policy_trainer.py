@@ -1,9 +1,9 @@
-"""From what a user passes to a trainer that is ready: the same constructor for every algorithm."""
+"""The trainer that users hold: TRL's constructor, transformers' methods, and behind them one training loop."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,10 +11,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
-from torch import Tensor
+from transformers import DefaultFlowCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 from transformers.utils import logging as transformers_logging
 
-from memsafe_rl.accounting import weights_of
 from memsafe_rl.callbacks.callbacks import (
     CompletionsTable,
     MetricsLog,
@@ -24,51 +24,51 @@ from memsafe_rl.callbacks.callbacks import (
     Trackers,
     banner,
 )
-from memsafe_rl.checkpoint.weights import read_critic, write_critic
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.data.environments import ENVIRONMENTS, EnvironmentPool, environment_pool_for, with_prompts
 from memsafe_rl.data.external_rollout import RolloutFunction
-from memsafe_rl.data.prompts import PromptReader
-from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.memory.budget import MemoryBudget
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
-from memsafe_rl.memory.runtime.meters import meter_for
-from memsafe_rl.memory.runtime.recovery import Recovery
-from memsafe_rl.memory.runtime.tracker import MemoryTracker
-from memsafe_rl.models.loading import LoadedModel
-from memsafe_rl.parallel.ranks import Ranks
-from memsafe_rl.preflight.forecast import foresee, wants_forecast
-from memsafe_rl.preflight.outcome import MemoryForecast
+from memsafe_rl.parallel.replicas import connect
+from memsafe_rl.preflight.forecast import forecast_before_loading, wants_forecast
 from memsafe_rl.preflight.verify import require_proof
-from memsafe_rl.preflight.worst_case import probe_worst_case
+from memsafe_rl.preflight.worst_case import check_worst_case
 from memsafe_rl.rewards.base import RewardRunner
-from memsafe_rl.rewards.calls import TimeoutPolicy
-from memsafe_rl.trainers.inputs import (
-    check_together,
-    chosen_policy,
-    evaluation_prompts,
-    own_config,
-    text_dataset,
-    training_prompts,
-)
-from memsafe_rl.trainers.kinds import kind_of
-from memsafe_rl.training.critic_advantages import CriticAdvantages
-from memsafe_rl.training.experience import ExperienceMaker
-from memsafe_rl.training.loop import OnPolicyTrainer
+from memsafe_rl.rollout.multi_turn.roles import ModelRoles
+from memsafe_rl.trainers.run_files import save_metrics, show_metrics
+from memsafe_rl.training.build.factory import Request, build_setup, facts_of, machine_for, read_inputs
+from memsafe_rl.training.build.inputs import own_config
+from memsafe_rl.training.loop import TrainingLoop, TrainResult
 from memsafe_rl.training.optim.optimizer import given_optimizers
-from memsafe_rl.types import Phase
-from memsafe_rl.units import format_bytes
+from memsafe_rl.training.setup import TrainingSetup
 
-logger = logging.getLogger(__name__)
+_ABSENT = {
+    "push_to_hub": "nothing is pushed to a hub; save_model() writes a folder that huggingface_hub can upload",
+    "hub_model_id": "nothing is pushed to a hub",
+    "create_model_card": "no model card is written; save_model() writes weights and tokenizer",
+    "compute_loss": "losses are pure functions; pass one as `loss_type`",
+    "predict": "use evaluate(), or model.generate()",
+    "get_train_dataloader": "prompts are read by position, without a dataloader; pass train_dataset",
+    "get_eval_dataloader": "prompts are read by position, without a dataloader; pass eval_dataset",
+    "create_optimizer": "train() makes it from `optim`; pass optimizers=(optimizer, schedule) for another",
+    "hyperparameter_search": "build one trainer a trial",
+}
+_OVERRIDES_IGNORED = ("compute_loss", "training_step", "_generate_and_score_completions", "_prepare_inputs")
 
 
-class PolicyTrainer(OnPolicyTrainer):
-    """A trainer with TRL's arguments; its algorithm says which configuration it takes.
+class PolicyTrainer:
+    """A trainer with TRL's arguments; `config_class` says which configuration it takes.
 
     Args and errors are those of `GRPOTrainer`.
     """
 
     config_class: ClassVar[type[TrainerConfig]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in _OVERRIDES_IGNORED:
+            if name in cls.__dict__:
+                reason = _ABSENT.get(name, "the loop has no such step")
+                raise TypeError(f"{cls.__name__}.{name} would never be called: {reason}.")
 
     def __init__(
         self,
@@ -88,244 +88,311 @@ class PolicyTrainer(OnPolicyTrainer):
         environment_factory: Any = None,
         memory_policy: MemoryPolicy | str | None = None,
     ) -> None:
-        self.args = own_config(args, model, type(self))
+        request = Request(
+            model,
+            reward_funcs,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            quantization_config,
+            peft_config,
+            tools,
+            rollout_func,
+            environment_factory,
+            memory_policy,
+        )
+        self._build(request, args, callbacks, optimizers)
+
+    def _build(
+        self,
+        request: Request,
+        args: TrainerConfig | None,
+        callbacks: Sequence[Any] | None,
+        optimizers: tuple[Any, Any] | None,
+    ) -> None:
+        """Checks what was passed, forecasts the run where its weights are still to be loaded, and builds its loop."""
+        self.args = own_config(args, request.model, type(self))
         _set_log_level(self.args.get_process_log_level())
         set_seed(self.args.seed)
-        self._kind = kind_of(model)(self.args, model, processing_class)
-        self.processing_class, reader = self._kind.processing_class, self._kind.reader
-        self._bound_prompts(reader)
-        self._kind.check_given(
-            {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
-        )
-        stage = environment_pool_for(self.args, self.processing_class, tools, environment_factory)
-        if stage is not None:
-            train_dataset = with_prompts(self.args, train_dataset, stage)
-            eval_dataset = with_prompts(self.args, eval_dataset, stage, evaluates=True)
-        self.train_dataset = text_dataset(self.args, train_dataset, "train_dataset")
-        source = training_prompts(self.args, self.train_dataset, reader)
-        self.rewards = self._prepare_rewards(reward_funcs, reward_processing_classes, stage)
-        check_together(self.args, self.train_dataset, self.rewards, rollout_func, stage)
-        eval_dataset = evaluation_prompts(self.args, eval_dataset, reader, self.rewards)
+        inputs = read_inputs(self.args, request)
+        self.train_dataset = inputs.train_dataset
+        self.accelerator = Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)
+        machine = machine_for(inputs, self.accelerator.device, connect(self.accelerator))
+        self.forecast = forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None
 
-        self.accelerator = self._make_accelerator()
-        ranks = Ranks(self.accelerator)
-        self.memory_policy = chosen_policy(memory_policy, self.args)
-        recovery = Recovery(self._prepare_memory(), self.memory_policy)
-        self.forecast = self._foresee(
-            recovery.tracker,
-            model,
-            eval_dataset,
-            peft_config=peft_config,
-            quantization_config=quantization_config,
-        )
-        with recovery.tracker.phase(Phase.LOAD):
-            loaded = self._load(recovery, model, quantization_config, peft_config)
-            self.credit = self._make_credit(recovery)
-        maker = ExperienceMaker(
-            config=self.args,
-            adapter=self.adapter,
-            engine=self._kind.engine(self.adapter, recovery.tracker),
-            kind=self._kind,
-            rewards=self.rewards,
-            policy=self.memory_policy,
-            recovery=recovery,
-            ranks=ranks,
-            sampling=self._kind.sampling_settings(self.adapter),
-            autocast=self._autocast,
-            rollout_func=rollout_func,
-            owner=self,
-            credit=self.credit,
-            stage=stage,
-        )
-        self.roles = maker.roles
-        self._assemble(
-            adapter=self.adapter,
-            reference_model=loaded.reference_model,
-            source=source,
-            maker=maker,
-            recovery=recovery,
-            ranks=ranks,
-            eval_dataset=eval_dataset,
-            callbacks=[*self._own_callbacks(recovery.tracker, ranks), *_listed(callbacks)],
+        def draw_rollout(prompts: list[Any]) -> Mapping[str, Any]:
+            """Gives a user's function the trainer it expects."""
+            return request.rollout_func(prompts, self)  # type: ignore[no-any-return]
+
+        setup = build_setup(inputs, machine, draw_rollout=None if request.rollout_func is None else draw_rollout)
+        handler = CallbackHandler([DefaultFlowCallback()], setup.model, setup.models.processing_class, None, None)
+        self._loop = TrainingLoop(
+            setup,
             optimizers=given_optimizers(optimizers),
+            callbacks=handler,
+            eval_dataset=inputs.eval_dataset,
+            before_training=_check_before_training,
         )
-        if ranks.is_main and not self.args.disable_tqdm:
-            banner(self._facts(recovery.tracker))
+        for callback in (*self._own_callbacks(setup), *_listed(callbacks)):
+            handler.add_callback(callback)
+        self._loop.control = handler.on_init_end(self.args, self.state, self.control)
+        if setup.parallel.is_main and not self.args.disable_tqdm:
+            banner(self._facts())
 
-    def _bound_prompts(self, reader: PromptReader) -> None:
-        """Lowers the limit of prompts to what every network that reads them has room for."""
+    def __getattr__(self, name: str) -> Any:
+        reason = _ABSENT.get(name)
+        explained = f": {reason}." if reason else ""
+        raise AttributeError(f"{type(self).__name__} has no {name!r}{explained}")
 
-    def _foresee(self, tracker: MemoryTracker, model: Any, eval_dataset: Any, **given: Any) -> MemoryForecast | None:
-        """Forecasts the run where its weights are still to be loaded; plans begin with what that tells."""
-        if not wants_forecast(self.args, model):
-            return None
-        forecast = foresee(
-            type(self),
-            model,
-            self.args,
-            tracker,
-            train_dataset=self.train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=self.processing_class,
-            memory_policy=self.memory_policy,
-            reward_models=self.rewards.models,
-            **given,
-        )
-        if forecast is not None:
-            tracker.expect(forecast.corrections)
-        return forecast
+    # ------------------------------------------------------------------ training
 
-    def _weights(self) -> list[Tensor]:
-        """Adds the weights of reward models, which lie beside the model's."""
-        return [*super()._weights(), *weights_of(*self.rewards.models)]
+    def train(
+        self,
+        resume_from_checkpoint: bool | str | Path | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+    ) -> TrainResult:
+        """Trains to the end, or from a checkpoint to the end.
 
-    def _make_accelerator(self) -> Accelerator:
-        return Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)
+        Args:
+            resume_from_checkpoint: True for the latest checkpoint of `output_dir`, or a checkpoint's folder.
+            trial: must be None; there is no hyperparameter search.
+            ignore_keys_for_eval: without effect; evaluation returns no model outputs.
 
-    def _prepare_rewards(
-        self, reward_funcs: Any, reward_processing_classes: Any, stage: EnvironmentPool | None = None
-    ) -> RewardRunner:
-        weights = self.args.reward_weights
-        if stage is not None:
-            reward_funcs, reward_processing_classes, weights = stage.beside(
-                reward_funcs, reward_processing_classes, weights
-            )
-        return RewardRunner(
-            reward_funcs,
-            reward_processing_classes,
-            weights,
-            model_init_kwargs=self.args.model_init_kwargs,
-            trust_remote_code=self.args.trust_remote_code,
-            chat_template_kwargs=self.args.chat_template_kwargs,
-            patience=TimeoutPolicy(
-                self.args.reward_timeout_seconds, self.args.reward_retries, self.args.reward_timeout_result == "none"
-            ),
-            rollout_columns=() if stage is None else (ENVIRONMENTS,),
-        )
+        Returns:
+            Steps done, mean loss, metrics.
 
-    def _load(self, recovery: Recovery, model: Any, quantization_config: Any, peft_config: Any) -> LoadedModel:
-        """Loads the weights and checks the log-prob head against the model's own logits."""
+        Raises:
+            ConfigError: a setting cannot work, or there is no such checkpoint.
+            MemoryBudgetError: no plan fits, and `allow_lossy` leaves no remedy.
+        """
+        del ignore_keys_for_eval
+        if trial is not None:
+            raise ConfigError("trial is given, but there is no hyperparameter search. Build one trainer a trial.")
+        return self._loop.train(resume_from_checkpoint)
 
-        def load() -> LoadedModel:
-            return self._load_model(model, quantization_config, peft_config)
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Draws and rewards completions for the evaluation prompts; moves no weight and no random stream.
 
-        # An adapter goes into a model object in place, so that only a model loaded by name can be loaded again.
-        loaded = recovery.repeat(load) if isinstance(model, str) else _loaded_once(recovery, load, model)
-        _refuse_half_weights(loaded.model)
-        self.model = loaded.model.eval()
-        recovery.repeat(lambda: self.rewards.to(self.accelerator.device))
-        self.adapter = self._kind.adapt(loaded)
-        recovery.repeat(lambda: self._check(self.adapter))
-        return loaded
+        Args:
+            eval_dataset: prompts; None for the trainer's own; a dict of datasets gives one set of metrics each.
+            ignore_keys: without effect; no model outputs are returned.
+            metric_key_prefix: begins every metric's name.
 
-    def _make_credit(self, recovery: Recovery) -> CriticAdvantages | None:
-        """Makes what judges single actions; None where a row's advantage is that of all its actions."""
-        del recovery
-        return None
+        Returns:
+            Metrics, which are logged too.
 
-    def _check(self, adapter: Any) -> None:
-        with self._autocast():
-            self._kind.check(adapter)
+        Raises:
+            ConfigError: there is no evaluation dataset.
+            DataError: it cannot be used.
+        """
+        del ignore_keys
+        return self._loop.evaluate(eval_dataset, metric_key_prefix)
 
-    def _load_model(self, model: Any, quantization_config: Any, peft_config: Any) -> LoadedModel:
-        return self._kind.load(
-            model,
-            self.accelerator.device,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+        """Writes the weights (the adapter's, when there is one) and the tokenizer.
 
-    def _prepare_memory(self) -> MemoryTracker:
-        device, kind = self.accelerator.device, self._kind_of_device()
-        meter = meter_for(device)
-        budget = MemoryBudget.parse(self.args.memory_budget)
-        total_bytes, free_bytes = meter.total_bytes(), meter.free_bytes()
-        budget_bytes = budget.resolve(total_bytes=total_bytes, free_bytes=free_bytes)
-        return MemoryTracker(kind, meter, budget_bytes, self._holders, self._optimizer_bytes)
+        Args:
+            output_dir: folder; None for `args.output_dir`.
+        """
+        del _internal_call
+        self._loop.save_model(Path(output_dir or self.args.output_dir))
 
-    def _kind_of_device(self) -> str:
-        return str(self.accelerator.device.type)
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Adds a record to `state.log_history` and hands it to the callbacks.
 
-    def _own_callbacks(self, tracker: MemoryTracker, ranks: Ranks) -> list[Any]:
-        output_dir = Path(self.args.output_dir)
-        device = self.accelerator.device
+        Args:
+            logs: names and values.
+            start_time: without effect; `train_runtime` is logged at the end.
+        """
+        del start_time
+        self._loop.log(logs)
+
+    # ------------------------------------------------------------------ what scripts read
+
+    @property
+    def setup(self) -> TrainingSetup:
+        """The parts of a training step, as they are now."""
+        return self._loop.setup
+
+    @property
+    def loop(self) -> TrainingLoop:
+        """Runs the setup's steps in order."""
+        return self._loop
+
+    @property
+    def model(self) -> Any:
+        """The network that is trained."""
+        return self.setup.model
+
+    @property
+    def adapter(self) -> Any:
+        """The network as the loops use it."""
+        return self.setup.adapter
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer; None where there is none."""
+        return self.setup.models.processing_class
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, under its older name."""
+        return self.processing_class
+
+    @property
+    def rewards(self) -> RewardRunner:
+        """The reward functions."""
+        return self.setup.rewards
+
+    @property
+    def roles(self) -> ModelRoles:
+        """The model under its adapters, as users of episodes."""
+        return self.setup.roles
+
+    @property
+    def memory_policy(self) -> MemoryPolicy:
+        """What makes the plans."""
+        return self.setup.memory_policy
+
+    @property
+    def eval_dataset(self) -> Any:
+        """The evaluation prompts."""
+        return self._loop.eval_dataset
+
+    @eval_dataset.setter
+    def eval_dataset(self, dataset: Any) -> None:
+        self._loop.eval_dataset = dataset
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer; None before `train`."""
+        return None if self.setup.committer is None else self.setup.committer.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The learning-rate schedule; None before `train`."""
+        return None if self.setup.committer is None else self.setup.committer.scheduler
+
+    @property
+    def state(self) -> TrainerState:
+        """Steps, epochs and logs, in transformers' form."""
+        return self._loop.state.progress
+
+    @property
+    def control(self) -> TrainerControl:
+        """What callbacks ask for."""
+        return self._loop.control
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """One record per optimizer step."""
+        return self._loop.state.history
+
+    @property
+    def memory_events(self) -> list[dict[str, Any]]:
+        """One record per plan, retry or alarm."""
+        return self.setup.memory.events
+
+    # ------------------------------------------------------------------ callbacks and files
+
+    @property
+    def callback_handler(self) -> CallbackHandler:
+        """Calls the callbacks."""
+        return self._loop.callbacks
+
+    def add_callback(self, callback: Any) -> None:
+        """Adds a callback of transformers' `TrainerCallback` form."""
+        self._loop.callbacks.add_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Removes a callback, given as an instance or a class."""
+        self._loop.callbacks.remove_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Removes a callback, given as an instance or a class, and gives it back."""
+        return self._loop.callbacks.pop_callback(callback)
+
+    def is_world_process_zero(self) -> bool:
+        """Tells whether this is the first of all processes."""
+        return bool(self.accelerator.is_main_process)
+
+    def is_local_process_zero(self) -> bool:
+        """Tells whether this is the first process of its machine."""
+        return bool(self.accelerator.is_local_main_process)
+
+    def save_state(self) -> None:
+        """Writes `trainer_state.json` into the run's folder."""
+        if self.is_world_process_zero():
+            folder = Path(self.args.output_dir or ".")
+            folder.mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Prints metrics, a line each.
+
+        Args:
+            split: "train", "eval" or another heading.
+            metrics: names and values.
+        """
+        if self.is_world_process_zero():
+            show_metrics(split, metrics)
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Writes metrics as JSON into the run's folder.
+
+        Args:
+            split: names the file, `SPLIT_results.json`.
+            metrics: names and values.
+            combined: also add them to `all_results.json`.
+        """
+        if self.is_world_process_zero():
+            save_metrics(Path(self.args.output_dir or "."), split, metrics, combined=combined)
+
+    def end(self) -> None:
+        """Closes trackers and leaves the process group."""
+        self.accelerator.end_training()
+
+    def _own_callbacks(self, setup: TrainingSetup) -> list[Any]:
+        """Makes the callbacks that every run has."""
+        output_dir, device = Path(self.args.output_dir), self.accelerator.device
+        parallel = setup.parallel
         own: list[Any] = [
-            MetricsLog(output_dir, tracker.events),
-            RunRecord(output_dir, tracker, device, self._run_record),
-            StatusFile(output_dir, tracker, device, rank=ranks.rank, world_size=ranks.world_size),
+            MetricsLog(output_dir, setup.memory.events),
+            RunRecord(output_dir, setup.memory, device, self._run_record),
+            StatusFile(output_dir, setup.memory, device, rank=parallel.rank, world_size=parallel.world_size),
         ]
         if self.args.log_completions:
-            own.append(
-                CompletionsTable(
-                    output_dir,
-                    limit=self.args.num_completions_to_print,
-                    unique_prompts=self.args.log_unique_prompts,
-                )
-            )
-        if self.args.trackers and ranks.is_main:
+            limit = self.args.num_completions_to_print
+            own.append(CompletionsTable(output_dir, limit=limit, unique_prompts=self.args.log_unique_prompts))
+        if self.args.trackers and parallel.is_main:
             own.append(Trackers(self.accelerator, project=self.args.project, run_name=self.args.run_name))
         if not self.args.disable_tqdm:
             own.append(ProgressBar())
         return own
 
     def _run_record(self) -> dict[str, Any]:
-        """What the run's folder says of the run besides its settings."""
+        """Says what the run's folder holds of the run besides its settings."""
         return {
-            "facts": self._facts(self._tracker),
+            "facts": self._facts(),
             "rollout_rows": self.args.rollout_rows,
             "forecast": None if self.forecast is None else self.forecast.plain(),
         }
 
-    def _facts(self, tracker: MemoryTracker) -> dict[str, str]:
-        """What the start banner says."""
-        geometry = self.adapter.geometry
-        lora = getattr(self.model, "peft_config", {})
-        adapters = ", ".join(f"{type(config).__name__} r={getattr(config, 'r', '-')}" for config in lora.values())
-        return {
-            "effective batch": f"{self.args.step_rows} completions an optimizer step",
-            "group size": f"{self.args.num_generations} completions a prompt",
-            "generations": f"{self.args.rollout_rows} a rollout, learnt from {self.args.num_iterations} time(s)",
-            **self._kind.facts(),
-            "adapter": adapters or "none, all weights are trained",
-            "weights": f"{format_bytes(geometry.parameter_bytes)}, trained {format_bytes(geometry.trainable_bytes)}",
-            "device": str(self.accelerator.device),
-            "memory budget": format_bytes(tracker.budget_bytes),
-            **({} if self.forecast is None else {"forecast": self.forecast.sentence()}),
-            "memory policy": type(self.memory_policy).__name__,
-        }
-
-    def _run_facts(self) -> dict[str, Any]:
-        return {**super()._run_facts(), **self._kind.run_facts()}
-
-    def _rehearse(self) -> None:
-        if self.args.verify_plan:
-            require_proof(self)
-        if self.args.probe_worst_case:
-            probe_worst_case(self)
-
-    def _write_weights(self, folder: Path) -> None:
-        self._kind.save(self.model, folder)
-        if self.credit is not None:
-            write_critic(self.credit.critic, folder)
-
-    def _load_weights(self, folder: Path) -> None:
-        self._kind.restore(self.model, folder)
-        if self.credit is not None:
-            read_critic(self.credit.critic, folder)
+    def _facts(self) -> dict[str, str]:
+        foreseen = {} if self.forecast is None else {"forecast": self.forecast.sentence()}
+        return {**facts_of(self.setup), **foreseen}
 
 
-def _loaded_once(recovery: Recovery, load: Callable[[], LoadedModel], model: Any) -> LoadedModel:
-    """Prepares a model object; where that does not fit, says how large its weights are."""
-    try:
-        return recovery.once(load)
-    except MemoryBudgetError as error:
-        storages = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in weights_of(model)}
-        size = format_bytes(sum(storage.nbytes() for storage in storages.values()))
-        raise MemoryBudgetError(
-            f"The weights of the {type(model).__name__} that was given are {size}. {error}",
-            failure=error.failure,
-            held_bytes=error.held_bytes,
-        ) from None
+def _check_before_training(loop: TrainingLoop) -> None:
+    """Runs the checks that the settings ask for; they leave everything as it was."""
+    if loop.config.verify_plan:
+        require_proof(loop)
+    if loop.config.probe_worst_case:
+        check_worst_case(loop)
 
 
 def _listed(callbacks: Any) -> list[Any]:
@@ -339,17 +406,6 @@ def _listed(callbacks: Any) -> list[Any]:
                 "transformers.TrainerCallback."
             )
     return listed
-
-
-def _refuse_half_weights(model: Any) -> None:
-    """Refuses to move float16 weights, whose updates are lost to rounding or overflow without a word."""
-    name = next((name for name, w in model.named_parameters() if w.requires_grad and w.dtype == torch.float16), None)
-    if name is not None:
-        raise ConfigError(
-            f"{name} is to be trained in float16, in which updates vanish or overflow. Load the model in float32 "
-            "(model.float(), or model_init_kwargs={'dtype': 'float32'}) and set fp16=True or bf16=True for the forward "
-            "passes, or train an adapter (peft_config)."
-        )
 
 
 def _set_log_level(level: int) -> None:

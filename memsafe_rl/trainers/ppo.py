@@ -1,32 +1,19 @@
-"""PPO: a critic and one advantage per action over the training loop of `base`."""
+"""PPO: a critic gives every action an advantage of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from datasets import Dataset, IterableDataset
-from peft import PeftModel
-from torch import nn
-from transformers import PreTrainedModel
 
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.data.external_rollout import RolloutFunction
-from memsafe_rl.data.prompts import PromptReader, PromptTokenizer
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
-from memsafe_rl.memory.runtime.recovery import Recovery
-from memsafe_rl.memory.runtime.tracker import MemoryTracker
-from memsafe_rl.models.critic import Critic, OwnModel, SecondAdapter, SharedTrunk
-from memsafe_rl.models.diffusion.policy import DiffusionAdapter
-from memsafe_rl.models.diffusion.state_critic import StateCritic
-from memsafe_rl.models.language.base import LanguageAdapter
-from memsafe_rl.models.language.factory import adapter_for
-from memsafe_rl.models.loading import load_model, read_config
-from memsafe_rl.preflight.outcome import MemoryForecast
-from memsafe_rl.trainers.inputs import prompt_room
+from memsafe_rl.models.critic import Critic
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
-from memsafe_rl.training.critic_advantages import CriticAdvantages
+from memsafe_rl.training.build.factory import Request
 
 
 class PPOTrainer(PolicyTrainer):
@@ -92,89 +79,25 @@ class PPOTrainer(PolicyTrainer):
                 "critic is the model itself. Leave critic out for a head on the model's own hidden states, or give a "
                 "copy of the model."
             )
-        self._wanted_critic = critic
-        super().__init__(
+        request = Request(
             model,
             reward_funcs,
-            args,
             train_dataset,
             eval_dataset,
             processing_class,
             reward_processing_classes,
-            callbacks,
-            optimizers,
             quantization_config,
             peft_config,
             tools,
             rollout_func,
             environment_factory,
             memory_policy,
+            critic,
         )
+        self._build(request, args, callbacks, optimizers)
 
     @property
     def critic(self) -> Critic:
         """What foresees rewards."""
-        return cast(CriticAdvantages, self.credit).critic
-
-    def _bound_prompts(self, reader: PromptReader) -> None:
-        """Keeps prompts to the context of a critic that is a network of its own."""
-        wanted = self._wanted_critic
-        shares_base = wanted is None or (isinstance(wanted, str) and wanted == "adapter")
-        if shares_base or not isinstance(reader, PromptTokenizer):
-            return
-        if not isinstance(wanted, (str, PreTrainedModel, PeftModel)):
-            raise ConfigError(
-                f"critic is {wanted!r:.100} ({type(wanted).__name__}). Give None for a head on the model's own hidden "
-                "states, 'adapter', or another model: its name, its path, or the model itself."
-            )
-        facts = read_config(wanted, trust_remote_code=self.args.trust_remote_code, told="critic")
-        reader.bound(*prompt_room(self.args, facts, "critic"))
-
-    def _foresee(self, tracker: MemoryTracker, model: Any, eval_dataset: Any, **given: Any) -> MemoryForecast | None:
-        """Forecasts the critic too."""
-        return super()._foresee(tracker, model, eval_dataset, critic=self._wanted_critic, **given)
-
-    def _make_credit(self, recovery: Recovery) -> CriticAdvantages:
-        """Loads the critic."""
-        wanted = self._wanted_critic
-        made = recovery.repeat(self._make_critic) if wanted is None or isinstance(wanted, str) else self._make_critic()
-        self._wanted_critic = None  # or a model that was given would be held twice
-        return CriticAdvantages(cast(PPOConfig, self.args), made)
-
-    def _make_critic(self) -> Critic:
-        wanted = self._wanted_critic
-        adapter: Any = self.adapter
-        if isinstance(adapter, DiffusionAdapter):
-            return self._make_state_critic(adapter)
-        if not isinstance(adapter, LanguageAdapter):
-            raise AssertionError("models are language models or denoisers")
-        if wanted is None:
-            return SharedTrunk(adapter)
-        if wanted == "adapter":
-            return SecondAdapter(adapter)
-        loaded = load_model(wanted, trust_remote_code=self.args.trust_remote_code, device=self.accelerator.device).model
-        if loaded.get_output_embeddings() is None:
-            raise ConfigError(
-                f"critic is a {type(loaded).__name__}, which has no language-model head. Pass the same network as "
-                "AutoModelForCausalLM (or AutoModelForSeq2SeqLM); its value head is made here."
-            )
-        if {id(weight) for weight in loaded.parameters()} & {id(weight) for weight in adapter.model.parameters()}:
-            raise ConfigError(
-                "critic shares weights with the model. Leave critic out for a head on the model's own hidden states, "
-                "set critic='adapter', or give a copy (copy.deepcopy)."
-            )
-        own = adapter_for(loaded, pad_token_id=self.processing_class.pad_token_id)
-        self._check(own)
-        return OwnModel(own, vocab_size=adapter.geometry.vocab_size)
-
-    def _make_state_critic(self, adapter: DiffusionAdapter) -> StateCritic:
-        wanted = self._wanted_critic
-        if wanted is not None and not isinstance(wanted, nn.Module):
-            raise ConfigError(
-                f"critic is {wanted!r:.100} and the model a DiffusionPolicy, whose denoiser shows no hidden states "
-                "that a head or a second adapter could read. Leave critic out for a small network of its own, or pass "
-                "a torch.nn.Module called critic(x, t, condition) that gives a value for each state."
-            )
-        critic = StateCritic(adapter, wanted)
-        self._check(critic.network)
+        critic: Critic = self.setup.advantages.critic  # type: ignore[attr-defined]
         return critic

@@ -1,17 +1,20 @@
-"""What PPO knows beyond GRPO: a critic, and how rewards of rows become advantages of single actions.
+"""Advantages from a critic: what PPO knows beyond GRPO.
 
 Axes: ``B`` rows, ``T`` actions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import claim
+from memsafe_rl.checkpoint.weights import read_critic, write_critic
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.models.critic import Critic
@@ -23,52 +26,98 @@ from memsafe_rl.ops.gae import (
     token_rewards,
     whiten,
 )
+from memsafe_rl.rollout.scoring import value_all
+from memsafe_rl.training.advantages import ScoringNeeds
 from memsafe_rl.training.gradient import ValueTerms
-from memsafe_rl.types import Component, LossSettings, Ragged, Trajectory, UnitBytes, UpdateWork
+from memsafe_rl.types import Component, LossSettings, ModelGeometry, Ragged, Trajectory, UnitBytes, UpdateWork
+
+if TYPE_CHECKING:
+    from memsafe_rl.training.scorer import Scorer
 
 ROLLOUT_KL = "objective/kl"
 """Name of the metric that holds a rollout's KL to the reference, nats a row."""
 
 
 class CriticAdvantages:
-    """Judges actions by a critic."""
+    """Generalized advantages from a critic's values: each action has one of its own."""
+
+    joins_sequences = False
 
     def __init__(self, config: PPOConfig, critic: Critic) -> None:
         self.critic = critic
         self._config = config
-        self.kl_scale = 1.0
+        self._kl_scale = 1.0
 
     @property
-    def wants_logprobs(self) -> bool:
+    def needs(self) -> ScoringNeeds:
+        """Values, and log-probs or a closed-form KL where rewards pay for the KL."""
+        columns = self.critic.judged_columns
+        return ScoringNeeds(
+            logprobs=self._pays_kl or columns is None,
+            columns=columns,
+            with_kl=columns is not None and self._pays_kl,
+            critics=(self.critic,),
+        )
+
+    @property
+    def _pays_kl(self) -> bool:
         """Whether every action's log-prob, or KL in closed form, is needed before advantages are."""
-        if self.has_closed_kl:
+        if self.critic.judged_columns is not None:
             return self._config.kl_coef != 0 or self._config.kl_target is not None
         return self.critic.shares_forward or self._config.has_reference
 
-    @property
-    def has_closed_kl(self) -> bool:
-        """Whether the KL to the reference is known in closed form, so that none is estimated from log-probs."""
-        return self.critic.judged_columns is not None
+    def modules(self) -> dict[str, nn.Module]:
+        """Names the critic's weights that are no part of the model."""
+        return {"critic": self.critic.beside}
 
-    def trained(self, model: nn.Module) -> nn.Module:
-        """Joins a model and what is trained beside it, for an optimizer."""
-        return nn.ModuleDict({"model": model, "critic": self.critic.beside})
+    def geometries(self) -> dict[str, ModelGeometry]:
+        """Gives the sizes of a critic that is a network of its own."""
+        own = self.critic.own_geometry
+        return {} if own is None else {"critic": own}
 
-    def planned(self, work: UpdateWork) -> UpdateWork:
-        """Adds what is trained beside the model to a step's shape: its gradients, and what its pairs hold."""
+    def work(self, work: UpdateWork) -> UpdateWork:
+        """Adds the critic's gradients to a step's shape, and what its pairs hold."""
         trainable_bytes = work.geometry.trainable_bytes + self.critic.beside_bytes
         unit, own = work.geometry.unit, self.critic.own_geometry
         if unit is not None and own is not None and own.unit is not None:  # its pass comes after the model's
             unit = UnitBytes(*map(max, astuple(unit), astuple(own.unit)))
         return replace(work, geometry=replace(work.geometry, trainable_bytes=trainable_bytes, unit=unit))
 
-    def value_terms(self) -> ValueTerms:
+    def loss_term(self) -> ValueTerms:
         """Gives the critic's part of an optimizer step's loss."""
         return ValueTerms(self.critic, self._config.vf_coef, self._config.vf_clip)
 
-    def steered(self, settings: LossSettings) -> LossSettings:
-        """Gives the policy's loss with the coefficient of its KL as it is steered now."""
-        return replace(settings, beta=settings.beta * self.kl_scale)
+    def loss_settings(self, settings: LossSettings) -> LossSettings:
+        """Gives the policy's loss with its adaptive KL coefficient."""
+        return replace(settings, beta=settings.beta * self._kl_scale)
+
+    def score(self, scorer: Scorer, trajectory: Trajectory, later_rows: Sequence[int]) -> Trajectory:
+        """Adds values, and log-probs where they are needed, from the same pass if the critic shares it.
+
+        Rows of the first update have their old log-probs from that update even so: then its ratios are exactly 1.
+        """
+        critic, everyone = self.critic, list(range(len(trajectory)))
+        later = set(later_rows) if self._pays_kl else set()
+        has_old = tuple(row in later for row in everyone)
+        if critic.shares_forward:
+            mine, found = scorer.passed(scorer.adapter, trajectory, everyone, value_head=critic.head)
+            old = scorer.laid_beside(trajectory, mine, [scores.logprobs for scores in found])
+            values = [scores.values for scores in found if scores.values is not None]
+            stored = scorer.laid_beside(trajectory, mine, values)
+            return replace(trajectory, old_logprobs=old, values=stored, has_old=has_old)
+        columns = critic.judged_columns
+        if self._pays_kl and columns is not None:
+            mine, found = scorer.passed(scorer.adapter, trajectory, everyone, with_kl=True, columns=columns)
+            old = scorer.laid_beside(trajectory, mine, [scores.logprobs for scores in found])
+            kl = scorer.laid_beside(trajectory, mine, [scores.kl for scores in found if scores.kl is not None])
+            trajectory = replace(trajectory, old_logprobs=old, kl=kl)
+        elif self._pays_kl:
+            trajectory = replace(trajectory, old_logprobs=scorer.scored(scorer.adapter, trajectory, everyone))
+        with critic.running() as network:
+            mine = scorer.local_rows(trajectory, everyone)
+            attempt = scorer.scoring(trajectory, mine, network)
+            values = value_all(network, trajectory, mine, critic.head, attempt=attempt, columns=columns)
+        return replace(trajectory, values=scorer.laid_beside(trajectory, mine, values), has_old=has_old)
 
     def assign(self, trajectory: Trajectory, rewards_B: Tensor) -> tuple[Trajectory, dict[str, float]]:
         """Gives every action of a rollout its advantage and return; whitening is over all rows of all ranks."""
@@ -80,7 +129,7 @@ class CriticAdvantages:
         _refuse_broken(values_BT, judged_BT)
         kl_BT = self._kl(trajectory)
         scores_B = self._scores(trajectory, rewards_B.to(values_BT.dtype))
-        rewards_BT = token_rewards(scores_B, judged_BT, kl_BT=kl_BT, kl_coef=config.kl_coef * self.kl_scale)
+        rewards_BT = token_rewards(scores_B, judged_BT, kl_BT=kl_BT, kl_coef=config.kl_coef * self._kl_scale)
         costs_B = scores_B - rewards_BT.sum(1)
         if config.whiten_rewards:
             rewards_BT = whiten(rewards_BT, judged_BT, shift_mean=False)
@@ -98,7 +147,7 @@ class CriticAdvantages:
                 ROLLOUT_KL: float(kl_B[counted_B].mean()),
                 "objective/non_score_reward": -float(costs_B[counted_B].mean()),
                 **({} if config.beta else {"kl": float(kl_B.sum()) / max(1, int(judged_BT.sum()))}),
-                "kl_coef": (config.kl_coef or config.beta) * self.kl_scale,
+                "kl_coef": (config.kl_coef or config.beta) * self._kl_scale,
             }
         lengths = trajectory.actions.lengths
         judged = replace(
@@ -110,17 +159,41 @@ class CriticAdvantages:
         claim(Component.TRAJECTORY, judged.tensors())
         return judged, metrics
 
-    def leave_rollout(self, metrics: Mapping[str, float]) -> None:
-        """Steers the coefficients of the KL by the rollout that was learnt from."""
+    def placeholder(self, trajectory: Trajectory, numbers: Ragged | None) -> Trajectory:
+        """Lays made-up numbers where values, returns and advantages of actions go."""
+        return replace(trajectory, values=numbers, returns=numbers, action_advantages=numbers)
+
+    def end_rollout(self, metrics: Mapping[str, float]) -> None:
+        """Moves the KL coefficients towards the target by a rollout's KL."""
         config = self._config
         if config.kl_target is not None and ROLLOUT_KL in metrics:
-            self.kl_scale = adaptive_kl_coef(
-                self.kl_scale,
+            self._kl_scale = adaptive_kl_coef(
+                self._kl_scale,
                 metrics[ROLLOUT_KL],
                 target=config.kl_target,
                 rows=config.rollout_rows,
                 horizon=config.kl_horizon,
             )
+
+    def reset(self) -> None:
+        """Starts the KL coefficients where the configuration has them."""
+        self._kl_scale = 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives the factor of the KL coefficients."""
+        return {"kl_scale": self._kl_scale}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the factor of the KL coefficients."""
+        self._kl_scale = state["kl_scale"]
+
+    def save(self, folder: Path) -> None:
+        """Writes the critic beside the model."""
+        write_critic(self.critic, folder)
+
+    def load(self, folder: Path) -> None:
+        """Reads the critic back, in place and bit for bit."""
+        read_critic(self.critic, folder)
 
     def _judged(self, mask_BT: Tensor) -> Tensor:
         """Marks the actions through which advantages are added up: those that count.

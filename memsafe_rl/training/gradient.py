@@ -17,20 +17,17 @@ from memsafe_rl.accounting import host_memory, is_on_host, worth_running
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.slices import cut_columns, cut_groups, packed_tokens, telling
 from memsafe_rl.memory.runtime.host_memory import offloaded, to_device, to_host
-from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ScoringAdapter
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.gae import value_loss
 from memsafe_rl.ops.losses import entropy_threshold, high_entropy_mask, policy_loss
-from memsafe_rl.parallel.ranks import Ranks
-from memsafe_rl.rollout.scoring import score_all, score_rows, update_work, value_rows
+from memsafe_rl.rollout.scoring import score_rows, update_work, value_rows
 from memsafe_rl.types import (
     Denominators,
     LossInputs,
     LossResult,
     LossSettings,
     Ragged,
-    RolloutPlan,
     TokenScores,
     Trajectory,
     UpdatePlan,
@@ -401,32 +398,13 @@ def contributes(trajectory: Trajectory, row: int, *, every_row: bool) -> bool:
 
 
 def entropy_masks(
-    adapter: ScoringAdapter,
-    trajectory: Trajectory,
-    rows: Sequence[int],
-    *,
-    top_quantile: float,
-    temperature: float,
-    tile: int,
-    attempt: Attempt[RolloutPlan],
-    repeat: Callable[[Callable[[], dict[int, Tensor]]], dict[int, Tensor]],
-    ranks: Ranks,
+    trajectory: Trajectory, rows: Sequence[int], entropies: Mapping[int, Tensor], *, top_quantile: float
 ) -> dict[int, Tensor]:
     """Finds the most uncertain actions of a whole step before it is cut (Wang et al. 2025, arXiv 2506.01939)."""
-    mine = ranks.balance(rows, trajectory.action_lengths(rows))
-    scored = score_all(
-        adapter, trajectory, mine, temperature=temperature, attempt=attempt, tile=tile, with_entropy=True
-    )
-    found = [(row, scores.entropies) for row, scores in zip(mine, scored, strict=True)]
-    entropies = {row: values for row, values in ranks.gather(found) if values is not None}
-
-    def masks() -> dict[int, Tensor]:
-        counted = [mask.cpu() for mask in trajectory.loss_mask.rows()]
-        flat = torch.cat([entropies[row] for row in rows])
-        threshold = entropy_threshold(flat, torch.cat([counted[row] for row in rows]), top_quantile)
-        return {row: high_entropy_mask(entropies[row], counted[row], threshold) for row in rows}
-
-    return repeat(masks)
+    counted = [mask.cpu() for mask in trajectory.loss_mask.rows()]
+    flat = torch.cat([entropies[row] for row in rows])
+    threshold = entropy_threshold(flat, torch.cat([counted[row] for row in rows]), top_quantile)
+    return {row: high_entropy_mask(entropies[row], counted[row], threshold) for row in rows}
 
 
 def joined(parts: Sequence[StepGradient], weights: Sequence[float], merge: dict[str, float]) -> StepGradient:

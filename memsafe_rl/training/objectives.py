@@ -98,6 +98,11 @@ class GradientsAside:
         """Gives the gradients' dot products, (K, K) float64."""
         return gram_matrix(self._gradients)
 
+    def plain_gram(self) -> list[list[float]]:
+        """Gives the gradients' dot products as plain numbers, so that ranks can compare them."""
+        plain: list[list[float]] = self.gram().tolist()
+        return plain
+
     def add_up(self, coefficients_K: Sequence[float]) -> None:
         """Puts the combination of all in place of the last; allocates nothing."""
         add_up(self._gradients, coefficients_K)

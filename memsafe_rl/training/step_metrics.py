@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memsafe_rl.parallel.ranks import Ranks
+from memsafe_rl.parallel.protocol import Parallel
 from memsafe_rl.training.gradient import StepGradient, StepTerms
 
 _CLIPPING = {
@@ -42,13 +42,13 @@ def read_step(gradient: StepGradient, norm: Tensor) -> StepNumbers:
     return StepNumbers(sums, _read(gradient.lows), _read(gradient.highs), sums.pop("norm"))
 
 
-def step_metrics(numbers: StepNumbers, terms: StepTerms, ranks: Ranks) -> dict[str, float]:
+def step_metrics(numbers: StepNumbers, terms: StepTerms, parallel: Parallel) -> dict[str, float]:
     """Joins an optimizer step's numbers of all ranks and divides sums by the step's counts.
 
     Clipping, KL and ratio statistics are over all counted actions of the step: a row that was skipped because its
     advantage is zero has ratio 1 on the first pass and cannot be clipped. Entropy is over the rows that were run.
     """
-    parts = ranks.gather([numbers])
+    parts = parallel.gather([numbers])
     totals = _merged([part.sums for part in parts], sum)
     tokens, rows = max(1, terms.denominators.tokens), max(1, terms.denominators.rows)
     run_tokens = max(1.0, totals["run_tokens"])

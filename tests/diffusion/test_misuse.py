@@ -19,8 +19,8 @@ from memsafe_rl.models.diffusion.condition_cache import prompt_key
 from memsafe_rl.models.diffusion.policy import Condition, DiffusionAdapter, TrainedSteps, check_denoiser
 from memsafe_rl.models.diffusion.schedulers import DDIMScheduler, FlowSDEScheduler
 from memsafe_rl.rewards.base import RewardRunner
-from memsafe_rl.trainers.denoising import _FOR_TOKENS, DenoisingKind
 from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.training.build.denoisers import _FOR_TOKENS, Denoisers
 from tests.diffusion.small import PROMPTS, SHAPE, WIDTH, Denoiser, draw, make_policy
 
 
@@ -80,7 +80,7 @@ def test_an_embed_may_use_its_buffer_again() -> None:
 def test_neither_decode_nor_rewards_change_what_was_drawn() -> None:
     policy = make_policy(decode=lambda sample: sample.zero_())
     drawn = draw(DiffusionAdapter(policy))
-    kind = DenoisingKind(GRPOConfig("unused", use_cpu=True, report_to="none"), policy, None)
+    kind = Denoisers(GRPOConfig("unused", use_cpu=True, report_to="none"), policy, None)
     before = drawn[0].ids.clone()
     kind.shown(None, drawn)  # type: ignore[arg-type]
     plain = kind.plain(drawn)

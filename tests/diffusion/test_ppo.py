@@ -17,7 +17,7 @@ from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.diffusion.policy import Condition, TrainedSteps
 from memsafe_rl.models.diffusion.state_critic import StateCritic, StateEncoder
-from memsafe_rl.trainers.forecast_memory import forecast_memory
+from memsafe_rl.preflight.forecast import forecast_memory
 from memsafe_rl.trainers.ppo import PPOTrainer
 from tests.diffusion.small import PROMPTS, WIDTH, Denoiser, frames, make_policy
 from tests.trainers.helpers import cut, gradient_of, relative, trained

@@ -15,7 +15,7 @@ from memsafe_rl.config.base import GRPOConfig
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.diffusion.policy import Condition, DiffusionAdapter, TrainedSteps
-from memsafe_rl.trainers.forecast_memory import forecast_memory
+from memsafe_rl.preflight.forecast import forecast_memory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.types import Component
 from tests.diffusion.small import PROMPTS, SHAPE, Denoiser, frames, make_policy

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from memsafe_rl.training.experience import ExperienceMaker
 from peft import LoraConfig
 
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.planning.policies import FixedPolicy, LadderPolicy
 from memsafe_rl.rollout.external.continuous_batching import ContinuousEngine
 from memsafe_rl.rollout.vllm.engine import VLLMEngine
-from memsafe_rl.training.experience import ExperienceMaker
 from memsafe_rl.types import RolloutPlan, Trajectory
 from tests.engines.common import small_model
 from tests.trainers.helpers import PROMPTS, make_trainer

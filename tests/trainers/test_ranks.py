@@ -17,7 +17,7 @@ from torch import nn
 
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.parallel.ranks import Ranks
+from memsafe_rl.parallel.replicas import Replicas
 from tests.trainers.helpers import make_trainer, weights
 
 SETTINGS: dict[str, Any] = {
@@ -115,7 +115,7 @@ def parameters(rank: int) -> list[nn.Parameter]:
     return made
 
 
-COLLECTIVES: dict[str, Callable[[Ranks], Any]] = {
+COLLECTIVES: dict[str, Callable[[Replicas], Any]] = {
     "gather": lambda ranks: ranks.gather([ranks.rank]),
     "sum_gradients": lambda ranks: ranks.sum_gradients(parameters(ranks.rank)),
     "wait": lambda ranks: ranks.wait(),
@@ -130,7 +130,7 @@ def outcome_of(work: Callable[[], Any]) -> str:
     return "no error"
 
 
-def bring_together(ranks: Ranks) -> Found:
+def bring_together(ranks: Replicas) -> Found:
     half = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     item = {"rank": ranks.rank, "row": half[1], "none": torch.empty(0, 4), "one": torch.tensor(True)}
     gathered = ranks.gather([item] * (1 + ranks.rank))
@@ -140,7 +140,7 @@ def bring_together(ranks: Ranks) -> Found:
     return {"gathered": gathered, "gradients": [parameter.grad for parameter in summed]}
 
 
-def count_allocations(ranks: Ranks) -> Found:
+def count_allocations(ranks: Replicas) -> Found:
     """Of a second round, so that what gloo makes once is made."""
     counts = {}
     summed, rows = parameters(ranks.rank), [torch.ones(100)]
@@ -158,8 +158,8 @@ def count_allocations(ranks: Ranks) -> Found:
     return counts
 
 
-def fail_before(name: str) -> Callable[[Ranks], Found]:
-    def scenario(ranks: Ranks) -> Found:
+def fail_before(name: str) -> Callable[[Replicas], Found]:
+    def scenario(ranks: Replicas) -> Found:
         start = time.monotonic()
         if ranks.rank == 1:
             ranks.fail("MemoryBudgetError: one row does not fit")
@@ -174,12 +174,12 @@ def fail_before(name: str) -> Callable[[Ranks], Found]:
     return scenario
 
 
-def fail_together(ranks: Ranks) -> str:
+def fail_together(ranks: Replicas) -> str:
     ranks.fail(f"reason {ranks.rank} " + "é" * 2000)
     return outcome_of(ranks.wait)
 
 
-def gather_what_cannot_be_sent(ranks: Ranks) -> str:
+def gather_what_cannot_be_sent(ranks: Replicas) -> str:
     try:
         ranks.gather([lambda: None] if ranks.rank == 0 else [1])
     except Exception as error:
@@ -188,7 +188,7 @@ def gather_what_cannot_be_sent(ranks: Ranks) -> str:
     return "no error"
 
 
-def interrupt_inside_a_collective(ranks: Ranks) -> list[str]:
+def interrupt_inside_a_collective(ranks: Replicas) -> list[str]:
     found = []
     if ranks.rank == 0:
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
@@ -206,11 +206,11 @@ def interrupt_inside_a_collective(ranks: Ranks) -> list[str]:
     return found
 
 
-def sum_without_gradients(ranks: Ranks) -> str:
+def sum_without_gradients(ranks: Replicas) -> str:
     return outcome_of(lambda: ranks.sum_gradients([nn.Parameter(torch.zeros(2))]))
 
 
-def leave_without_a_word(ranks: Ranks) -> list[str]:
+def leave_without_a_word(ranks: Replicas) -> list[str]:
     if ranks.rank == 1:
         torch.distributed.destroy_process_group()
         return []
@@ -219,7 +219,7 @@ def leave_without_a_word(ranks: Ranks) -> list[str]:
     return [found, outcome_of(lambda: ranks.gather([1]))]
 
 
-SCENARIOS: dict[str, Callable[[Ranks], Any]] = {
+SCENARIOS: dict[str, Callable[[Replicas], Any]] = {
     "together": bring_together,
     "allocations": count_allocations,
     **{f"fail before {name}": fail_before(name) for name in COLLECTIVES},
@@ -233,7 +233,7 @@ SCENARIOS: dict[str, Callable[[Ranks], Any]] = {
 
 def run_scenarios(rank: int, port: int, folder: str) -> None:
     set_up_rank(rank, port)
-    torch.save({name: play(Ranks(accelerator())) for name, play in SCENARIOS.items()}, Path(folder) / f"{rank}.pt")
+    torch.save({name: play(Replicas(accelerator())) for name, play in SCENARIOS.items()}, Path(folder) / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.failures import is_out_of_memory, requested_bytes
 from memsafe_rl.memory.runtime.random_state import RandomState, capture_random_state, set_random_state
+from memsafe_rl.memory.runtime.stages import RETRIES, Retry, Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.runtime.verdict import changes, explain
 from memsafe_rl.types import MemoryFailure, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
@@ -74,7 +75,8 @@ class _Start:
 class Attempts(Generic[Plan]):
     """One piece of work in units that may each be repeated; the plan after a failed unit serves the later ones too."""
 
-    def __init__(self, recovery: Recovery, plan: Plan, work: Work | None) -> None:
+    def __init__(self, recovery: Recovery, stage: Stage, plan: Plan, work: Work | None) -> None:
+        self.stage = stage
         self.plan = plan
         self.work = work
         self.failed_plans: list[Plan] = []
@@ -95,29 +97,68 @@ def under(plan: Plan) -> Attempt[Plan]:
 
 
 class Recovery:
-    """Catches out-of-memory errors, clears away what failed, and runs it again."""
+    """Catches out-of-memory errors, clears away what failed, and runs it again as `stages.RETRIES` allows.
 
-    def __init__(self, tracker: MemoryTracker, policy: MemoryPolicy) -> None:
+    Args:
+        tracker: the run's memory; gets an event for every failure, retry and fallback.
+        policy: gives the plan after one that failed.
+        may_repeat: asks the other processes whether a stage may run again.
+    """
+
+    def __init__(
+        self, tracker: MemoryTracker, policy: MemoryPolicy, may_repeat: Callable[[str], bool] = lambda _: True
+    ) -> None:
         self.tracker = tracker
         self._policy = policy
+        self._may_repeat = may_repeat
 
-    def attempts(self, plan: Plan, work: Work) -> Attempts[Plan]:
-        """Begins a piece of work that a plan cuts."""
-        return Attempts(self, plan, work)
+    def attempts(self, stage: Stage, plan: Plan, work: Work) -> Attempts[Plan]:
+        """Begins a stage that a plan cuts; its units run again under ever leaner plans."""
+        return Attempts(self, _allowed(stage, Retry.LEANER_PLAN), plan, work)
 
-    def repeat(self, unit: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
-        """Runs work that no plan cuts until it succeeds, a few times at most."""
-        return self.run(Attempts(self, None, None), lambda _: unit(), undo or _nothing)
+    def repeat(
+        self,
+        stage: Stage,
+        function: Callable[..., T],
+        *values: Any,
+        undo: Callable[[], None] | None = None,
+        **named: Any,
+    ) -> T:
+        """Runs a stage that no plan cuts until it succeeds, a few times at most.
 
-    def once(self, unit: Callable[[], T]) -> T:
-        """Runs work that cannot be repeated; where it does not fit, says who holds what."""
+        Args:
+            stage: which stage it is.
+            function: does the work; changes nothing but what `undo` takes back.
+            *values: its arguments.
+            undo: takes back what a failed attempt may have left.
+            **named: further arguments by name.
+
+        Returns:
+            What the function returned.
+
+        Raises:
+            MemoryBudgetError: it failed every time.
+        """
+
+        def unit(plan: None) -> T:  # noqa: ARG001
+            return function(*values, **named)
+
+        return self.run(Attempts(self, _allowed(stage, Retry.SAME_PLAN), None, None), unit, undo or _nothing)
+
+    def once(self, stage: Stage, function: Callable[..., T], *values: Any, **named: Any) -> T:
+        """Runs a stage once, whatever the table allows; where it does not fit, the error says who holds what."""
         live, began = self.tracker.meter.live_bytes(), time.perf_counter()
-        outcome = _try(lambda _: unit(), None)
+
+        def unit(plan: None) -> T:  # noqa: ARG001
+            return function(*values, **named)
+
+        outcome = _try(unit, None)
         if isinstance(outcome, _Done):
             return outcome.value
         clear_device_cache()
+        attempts = Attempts(self, stage, None, None)
         self._record_failure(outcome, live, 1, time.perf_counter() - began)
-        raise self._verdict(Attempts(self, None, None), outcome)
+        raise self._verdict(attempts, outcome)
 
     def run(self, attempts: Attempts[Plan], unit: Callable[[Plan], T], undo: Callable[[], None]) -> T:
         """Runs a unit until it succeeds: again under the same plan, then under the policy's next ones."""
@@ -130,6 +171,8 @@ class Recovery:
             self._clear(start, undo)
             tries += 1
             self._record_failure(outcome, start.live_bytes, tries, time.perf_counter() - began)
+            if not self._may_repeat(attempts.stage):
+                raise self._verdict(attempts, outcome)
             if tries < (UNPLANNED_TRIES if attempts.plan is None else SAME_PLAN_TRIES):
                 self.tracker.record("retry", phase=self.tracker.phase_now, tries=tries)
                 continue
@@ -148,7 +191,7 @@ class Recovery:
             tries += 1
             self._record_failure(outcome, live, tries, time.perf_counter() - began)
             if tries == UNPLANNED_TRIES:
-                raise self._verdict(Attempts(self, None, None), outcome)
+                raise self._verdict(Attempts(self, Stage.PREPARE, None, None), outcome)
 
     def _clear(self, start: _Start, undo: Callable[[], None]) -> None:
         """Leaves nothing of a failed attempt; called with its exception gone."""
@@ -217,6 +260,13 @@ class Recovery:
             failure=failure,
             held_bytes=held,
         )
+
+
+def _allowed(stage: Stage, retry: Retry) -> Stage:
+    """Gives the stage back where the table allows this way of repeating it."""
+    if RETRIES[stage] is not retry:
+        raise AssertionError(f"stage {stage} is to be repeated so: {RETRIES[stage]}, not so: {retry}")
+    return stage
 
 
 def _try(unit: Callable[[Plan], T], plan: Plan) -> _Done[T] | _Failed:

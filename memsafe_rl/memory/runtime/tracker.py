@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -59,6 +60,17 @@ class MemoryTracker:
         self._optimizer_bytes = optimizer_bytes
         self._bands = HeadroomWatch()
         self._leaks = LeakWatch(torch.device(device))
+
+    def fork(self) -> MemoryTracker:
+        """Gives a tracker of the same device that knows the same past and records its own future."""
+        fork = copy.copy(self)
+        fork.events, fork.phase_peaks, fork.phase_seconds = [], {}, {}
+        fork._plans, fork._planned_at, fork._corrections = (
+            dict(self._plans),
+            dict(self._planned_at),
+            dict(self._corrections),
+        )
+        return fork
 
     def state(self) -> MemoryState:
         """Gives a policy's view of the device and of this run's past."""

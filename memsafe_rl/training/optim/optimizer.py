@@ -140,9 +140,8 @@ class Committer:
         """The rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by before their backward; 1 without a scaler."""
+    def read_loss_scale(self) -> float:
+        """Gives what losses are multiplied by before their backward; 1 without a scaler."""
         return 1.0 if self.scaler is None else float(self.scaler.state_dict()["scale"])
 
     def scaled(self, loss: Tensor) -> Tensor:

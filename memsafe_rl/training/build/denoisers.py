@@ -1,4 +1,4 @@
-"""Denoisers, as a trainer knows them: prompts that are embedded, chains that are drawn, samples that are shown."""
+"""Diffusion and flow policies: prompts embedded, chains drawn, samples shown and saved."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ConditionReader:
         return Prompts(tuple(examples), prompts, tuple(self._policy.embed(prompts)))
 
 
-class DenoisingKind:
+class Denoisers:
     """Diffusion and flow policies: a denoiser with a scheduler."""
 
     processing_class: Any = None
@@ -116,7 +116,7 @@ class DenoisingKind:
         self.reader: PromptReader = ConditionReader(self._policy)
 
     def load(self, model: Any, device: torch.device, *, quantization_config: Any, peft_config: Any) -> LoadedModel:
-        """Puts the policy where it is trained; see `Kind.load`."""
+        """Puts the policy where it is trained; see `ModelFactory.load`."""
         if quantization_config is not None:
             raise ConfigError("quantization_config is for models loaded by name. Quantise the denoiser yourself.")
         with charge(Component.WEIGHTS):
@@ -127,11 +127,11 @@ class DenoisingKind:
         return LoadedModel(trained, reference, 0.0)
 
     def adapt(self, loaded: LoadedModel) -> DiffusionAdapter:
-        """Wraps the policy; see `Kind.adapt`."""
+        """Wraps the policy; see `ModelFactory.adapt`."""
         return DiffusionAdapter(loaded.model, reference_denoiser=loaded.reference_model)
 
     def check(self, adapter: DiffusionAdapter | StateNetwork) -> None:
-        """Compares states that are denoised, or valued, together with the same ones alone; see `Kind.check`."""
+        """Compares states that are denoised, or valued, together with the same ones alone; see `ModelFactory.check`."""
         if isinstance(adapter, StateNetwork):
             check_state_critic(adapter)
         else:
@@ -142,7 +142,7 @@ class DenoisingKind:
         return SamplingSettings(adapter.policy.num_inference_steps, ())
 
     def engine(self, adapter: DiffusionAdapter, tracker: MemoryTracker) -> DenoisingEngine:  # noqa: ARG002
-        """Gives the engine that draws chains; see `Kind.engine`."""
+        """Gives the engine that draws chains; see `ModelFactory.engine`."""
         return DenoisingEngine(adapter)
 
     def shown(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:  # noqa: ARG002
@@ -165,7 +165,7 @@ class DenoisingKind:
         write_weights(model, None, folder)
 
     def restore(self, model: Any, folder: Path) -> None:
-        """Reads them back; see `Kind.restore`."""
+        """Reads them back; see `ModelFactory.restore`."""
         read_weights(model, folder)
 
     def facts(self) -> dict[str, str]:
@@ -174,7 +174,7 @@ class DenoisingKind:
         return {"chains": f"{self._policy.num_inference_steps} denoising steps, {steps} of them with noise"}
 
     def run_facts(self) -> dict[str, Any]:
-        """Says how chains are drawn and scored, for runs that are resumed; see `Kind.run_facts`."""
+        """Says how chains are drawn and scored, for runs that are resumed; see `ModelFactory.run_facts`."""
         policy = self._policy
         laid_out = torch.stack([policy.scheduler.timesteps.double().cpu(), policy.scheduler.stds.double().cpu()])
         facts = {
@@ -192,7 +192,7 @@ class DenoisingKind:
         return {f"{name} of the policy": value for name, value in facts.items()}
 
     def check_given(self, given: Mapping[str, Any]) -> None:
-        """Refuses what plays or draws texts; see `Kind.check_given`."""
+        """Refuses what plays or draws texts; see `ModelFactory.check_given`."""
         for name, value in given.items():
             if value:
                 raise ConfigError(

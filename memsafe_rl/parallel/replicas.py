@@ -1,7 +1,7 @@
-"""The ranks of a replicated data-parallel run; with one rank everything here is the identity.
+"""Replicated data parallel: every rank holds the whole model and learns from its own rows.
 
 A rank that fails never leaves the others waiting. Before any collective all ranks exchange a word: whether one of them
-has failed, and the sizes of what follows. A rank that cannot go on takes part in one last exchange, `Ranks.fail`; the
+has failed, and the sizes of what follows. A rank that cannot continue takes part in one last exchange, `fail`; the
 others learn of it at their next collective, whichever that is, and end with its reason.
 
 So that no failure falls between an exchange and its collective, everything that can fail is done before or after:
@@ -17,7 +17,7 @@ import pickle
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +28,9 @@ from torch import Tensor, distributed, nn
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
+from memsafe_rl.parallel.one_process import OneProcess
+from memsafe_rl.parallel.protocol import Parallel
+from memsafe_rl.types import Component
 
 logger = logging.getLogger(__name__)
 
@@ -43,21 +46,26 @@ _POLL_SECONDS = 0.01
 _CUT_OFF = "An earlier collective of this rank did not complete, so the ranks are out of step. Start the run again."
 
 
-class Ranks:
+def connect(accelerator: Accelerator) -> Parallel:
+    """Gives what stands for the processes of a run, as it was launched."""
+    if accelerator.distributed_type not in _REPLICATED:
+        raise ConfigError(
+            f"the launcher asks for {accelerator.distributed_type}; only one process or replicated data parallel "
+            "is supported. Launch with distributed_type NO, MULTI_GPU or MULTI_CPU."
+        )
+    return OneProcess() if accelerator.num_processes == 1 else Replicas(accelerator)
+
+
+class Replicas:
     """Splits work over ranks and brings results together; no collective happens anywhere else."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        if accelerator.distributed_type not in _REPLICATED:
-            raise ConfigError(
-                f"the launcher asks for {accelerator.distributed_type}; only one process or replicated data parallel "
-                "is supported. Launch with distributed_type NO, MULTI_GPU or MULTI_CPU."
-            )
         self.world_size: int = accelerator.num_processes
         self.rank: int = accelerator.process_index
         self.is_main: bool = accelerator.is_main_process
         self._ended: str | None = None
         # Words and bytes go over the host whatever the device, so that they neither need nor disturb its memory.
-        self._hosts: Any = distributed.new_group(backend="gloo") if self.world_size > 1 else None
+        self._hosts: Any = distributed.new_group(backend="gloo")
         # Tensors over plain Python buffers: read and written without an allocation that could fail.
         self._word = array("q", [0] * (1 + self.world_size))
         self._word_tensor = torch.frombuffer(self._word, dtype=torch.int64)
@@ -71,8 +79,6 @@ class Ranks:
 
     def balance(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
         """Gives this rank's rows of a step so that all ranks have about as many tokens."""
-        if self.world_size == 1:
-            return list(rows)
         loads = [0] * self.world_size
         owner: dict[int, int] = {}
         for place in sorted(range(len(rows)), key=lambda place: -lengths[place]):
@@ -83,8 +89,6 @@ class Ranks:
 
     def gather(self, items: list[Item]) -> list[Item]:
         """Joins every rank's list, in rank order, on every rank."""
-        if self.world_size == 1:
-            return items
         with host_memory():
             own = _pickled(items)
             with self._collective(len(own)) as sizes:
@@ -96,17 +100,27 @@ class Ranks:
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Adds every parameter's gradient over ranks, in place."""
-        if self.world_size == 1:
-            return
         gradients = [parameter.grad for parameter in parameters]
         assert all(gradient is not None for gradient in gradients), "complete the gradients before they are summed"
         with self._collective():
             for gradient in gradients:
                 distributed.all_reduce(gradient)
 
+    def may_repeat(self, stage: str) -> bool:  # noqa: ARG002
+        """Allows every stage: what may run again contains no collective."""
+        return True
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Holds the weights as they are: every rank has all of them."""
+        return nullcontext()
+
+    def local_bytes(self, component: Component, size_bytes: int) -> int:  # noqa: ARG002
+        """Gives all bytes: every rank holds the whole model and its state."""
+        return size_bytes
+
     def wait(self) -> None:
         """Waits for all ranks; at once where the ranks have parted, so that what is left can still be saved."""
-        if self.world_size > 1 and self._ended is None:
+        if self._ended is None:
             with self._collective():
                 pass
 
@@ -116,7 +130,7 @@ class Ranks:
         Returns when all have heard it or are gone. Does nothing where they know already, where they cannot be reached
         because a collective was cut off in the middle, or where there are none.
         """
-        if self.world_size == 1 or self._ended is not None:
+        if self._ended is not None:
             return
         self._ended = f"This rank has ended already: {reason}"
         self._reason[:] = reason.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")

@@ -1,0 +1,108 @@
+"""Causal LMs and encoder-decoders of transformers: read, loaded, sampled, shown and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.checkpoint.weights import read_weights, write_weights
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.config.generation_options import say_what_is_left_out
+from memsafe_rl.data.prompts import PromptReader, Prompts
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.models.language.base import language_model_of
+from memsafe_rl.models.language.factory import LanguageModelAdapter, adapter_for, check_adapter
+from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
+from memsafe_rl.rollout.engine import RolloutEngine
+from memsafe_rl.rollout.sampling_checks import check_settings
+from memsafe_rl.training.build.inputs import model_facts, prompt_reader, rollout_engine
+from memsafe_rl.types import Completion, SamplingSettings
+
+
+class LanguageModels:
+    """Causal LMs and encoder-decoders of transformers."""
+
+    def __init__(self, config: TrainerConfig, model: Any, processing_class: Any) -> None:
+        self._config = config
+        facts = model_facts(config, model)
+        revision = (config.model_init_kwargs or {}).get("revision")
+        self.processing_class = load_tokenizer(
+            model,
+            processing_class,
+            trust_remote_code=config.trust_remote_code,
+            **({"revision": revision} if revision else {}),
+        )
+        self.reader: PromptReader = prompt_reader(config, self.processing_class, facts)
+
+    def load(self, model: Any, device: torch.device, *, quantization_config: Any, peft_config: Any) -> LoadedModel:
+        """Loads a model by name, or prepares a given one; see `ModelFactory.load`."""
+        return load_model(
+            model,
+            model_init_kwargs=self._config.model_init_kwargs,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            trust_remote_code=self._config.trust_remote_code,
+            device=device,
+            with_reference=self._config.has_reference,
+        )
+
+    def adapt(self, loaded: LoadedModel) -> LanguageModelAdapter:
+        """Wraps a causal LM or an encoder-decoder; see `ModelFactory.adapt`."""
+        pad = self.processing_class.pad_token_id
+        return adapter_for(loaded.model, pad_token_id=pad, reference_model=loaded.reference_model)
+
+    def check(self, adapter: LanguageModelAdapter) -> None:
+        """Compares log-probs and decoding with the model's own logits; see `ModelFactory.check`."""
+        check_adapter(adapter)
+
+    def sampling_settings(self, adapter: LanguageModelAdapter) -> SamplingSettings:
+        """Gives how tokens are drawn; what the configuration leaves open, the model's generation config says."""
+        declared = getattr(language_model_of(adapter.model), "generation_config", None)
+        say_what_is_left_out(declared)
+        ends = eos_token_ids(self.processing_class, adapter.model)
+        settings = self._config.sampling_settings(ends, tokenizer=self.processing_class, declared=declared)
+        check_settings(settings, adapter.geometry.vocab_size)
+        return settings
+
+    def engine(self, adapter: LanguageModelAdapter, tracker: MemoryTracker) -> RolloutEngine:
+        """Gives the engine that the configuration names; see `ModelFactory.engine`."""
+        return rollout_engine(self._config, adapter, tracker)
+
+    def shown(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:
+        """Gives texts, or one message each where prompts are conversations."""
+        ids: list[Tensor] = [completion.ids for completion in completions]
+        texts = self.processing_class.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
+        if isinstance(prompts.prompts[0], str):
+            return list(texts)
+        return [[{"role": "assistant", "content": text}] for text in texts]
+
+    def plain(self, completions: Sequence[Completion]) -> list[Any]:
+        """Gives token ids."""
+        return [completion.ids.tolist() for completion in completions]
+
+    def told(self, shown: Any) -> Any:
+        """Gives texts and messages as they are."""
+        return shown
+
+    def run_facts(self) -> dict[str, Any]:
+        """Adds nothing: all is in the configuration."""
+        return {}
+
+    def check_given(self, given: Mapping[str, Any]) -> None:
+        """Refuses nothing: where they do not fit together, others say so."""
+
+    def facts(self) -> dict[str, str]:
+        """Says how long completions can become, for the start banner."""
+        return {"completion length": f"at most {self._config.max_completion_length} tokens"}
+
+    def save(self, model: Any, folder: Path) -> None:
+        """Writes weights, or an adapter's, and the tokenizer."""
+        write_weights(model, self.processing_class, folder)
+
+    def restore(self, model: Any, folder: Path) -> None:
+        """Reads them back; see `ModelFactory.restore`."""
+        read_weights(model, folder)

@@ -1,0 +1,143 @@
+"""What a checkpoint of a run holds, and how a resumed run takes it over, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+
+from memsafe_rl.checkpoint.store import drop_old_checkpoints, read_checkpoint, write_checkpoint
+from memsafe_rl.config.degradation import Degradation
+from memsafe_rl.config.resume_checks import check_same_run, run_facts
+from memsafe_rl.data.order import Cursor
+from memsafe_rl.data.partial_rollouts import plain_groups
+from memsafe_rl.memory.runtime.random_state import capture_random_state, plain_random_state, restore_random_state
+from memsafe_rl.training.collector import Collector
+from memsafe_rl.training.samples import Rollout
+from memsafe_rl.training.setup import TrainingSetup
+from memsafe_rl.training.state import RunState
+from memsafe_rl.types import Trajectory
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint as it was read, weights left out.
+
+    Args:
+        tensors: of optimizer, schedule, loss scale and a moving reference.
+        loop: everything in plain values.
+        trajectory: the rollout that was being trained on; None where there was none.
+    """
+
+    tensors: dict[str, Any]
+    loop: Mapping[str, Any]
+    trajectory: Trajectory | None
+
+    @property
+    def degradations(self) -> list[Degradation]:
+        """Changes of the task that the run had taken."""
+        return [Degradation(**saved) for saved in self.loop["concessions"]]
+
+
+class Checkpoints:
+    """Writes and restores the checkpoints of a run."""
+
+    def __init__(self, setup: TrainingSetup, collector: Collector) -> None:
+        self._setup = setup
+        self._collector = collector
+
+    def write(self, state: RunState) -> None:
+        """Writes a checkpoint; a step that did not end is resumed with the random state it began from."""
+        config, progress = self._setup.config, state.progress
+        output_dir = Path(config.output_dir)
+        write_checkpoint(
+            output_dir,
+            state.step,
+            save_model=self.write_weights,
+            write_state=lambda path: progress.save_to_json(str(path)),
+            tensors=None if config.save_only_model else self._tensors(),
+            loop=self._loop(state),
+            trajectory=None if state.rollout is None else state.rollout.trajectory,
+        )
+        drop_old_checkpoints(output_dir, config.save_total_limit, progress.best_model_checkpoint)
+
+    def read(self, folder: Path) -> SavedRun:
+        """Reads a checkpoint; changes nothing yet."""
+        return SavedRun(*read_checkpoint(folder))
+
+    def restore(self, folder: Path, saved: SavedRun, state: RunState) -> None:
+        """Puts weights, optimizer, data position, rollout and random state back as they were."""
+        setup, loop = self._setup, saved.loop
+        check_same_run(loop["run"], self._run_facts())
+        self.load_weights(folder)
+        setup.committed.load_state_dict(saved.tensors)
+        if setup.reference_model is not None and "reference" in saved.tensors:
+            setup.reference_model.load_state_dict(saved.tensors["reference"])
+        state.progress = TrainerState(**loop["trainer_state"])
+        state.progress.is_world_process_zero = state.progress.is_local_process_zero = setup.parallel.is_main
+        state.history = list(loop["history"])
+        state.cursor = Cursor(**loop["cursor"])
+        state.controllers = state.controllers.loaded(loop)
+        setup.advantages.load_state_dict(loop)
+        setup.memory.load_state_dict(loop["memory"])
+        if "alarms" in loop:  # checkpoints of before there were any
+            state.alarms.load_state_dict(loop["alarms"])
+        if setup.config.memory_budget == "auto":
+            setup.memory.budget_bytes = loop["memory"]["budget_bytes"]
+        if saved.trajectory is not None:
+            facts = loop["experience"]
+            waiting = self._collector.groups_from(facts["waiting"])
+            state.rollout = Rollout(trajectory=saved.trajectory, **{**facts, "waiting": waiting})
+        state.waiting = self._collector.groups_from(loop["waiting"])
+        restore_random_state(loop["random"])
+
+    def write_weights(self, folder: Path) -> None:
+        """Writes the trained weights in the form users load."""
+        self._setup.models.save(self._setup.model, folder)
+        self._setup.advantages.save(folder)
+
+    def load_weights(self, folder: Path) -> None:
+        """Copies saved weights in, bit for bit."""
+        self._setup.models.restore(self._setup.model, folder)
+        self._setup.advantages.load(folder)
+
+    def _loop(self, state: RunState) -> dict[str, Any]:
+        return {
+            "cursor": asdict(state.cursor),
+            **self._setup.advantages.state_dict(),
+            **state.controllers.state_dict(),
+            "memory": self._setup.memory.state_dict(),
+            "alarms": state.alarms.state_dict(),
+            "history": state.history,
+            "experience": _rollout_facts(state.rollout),
+            "waiting": plain_groups(state.waiting),
+            "concessions": [asdict(degradation) for degradation in state.degradations],
+            "run": self._run_facts(),
+            "random": plain_random_state(state.random or capture_random_state()),
+        }
+
+    def _tensors(self) -> dict[str, Any]:
+        setup = self._setup
+        tensors = setup.committed.state_dict()
+        if setup.config.sync_ref_model and setup.reference_model is not None:
+            tensors["reference"] = setup.reference_model.state_dict()
+        return tensors
+
+    def _run_facts(self) -> dict[str, Any]:
+        setup = self._setup
+        first = setup.source.take(0, 2)
+        return {**run_facts(setup.config, first, setup.source.prompts_per_epoch), **setup.models.run_facts()}
+
+
+def _rollout_facts(rollout: Rollout | None) -> dict[str, Any] | None:
+    if rollout is None:
+        return None
+    return {
+        "consumed": rollout.consumed,
+        "external": rollout.external,
+        "metrics": rollout.metrics,
+        "waiting": plain_groups(rollout.waiting),
+    }

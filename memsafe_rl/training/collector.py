@@ -1,0 +1,526 @@
+"""The stages of a rollout: draw completions, have them rewarded, score them, give them advantages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.accounting import charge, host_memory
+from memsafe_rl.data.external_rollout import ExternalRollout, check_contexts, read_rollout
+from memsafe_rl.data.partial_rollouts import (
+    Gathered,
+    OpenGroup,
+    begin_groups,
+    gather_groups,
+    groups_from,
+    joined_prompts,
+)
+from memsafe_rl.data.prompts import Prompts
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.planning.plan_checks import check_rollout_plan
+from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.ops.advantages import estimated_advantages, zero_spread_groups
+from memsafe_rl.ops.evaluation import sample_metrics
+from memsafe_rl.rewards.base import PendingScores
+from memsafe_rl.rollout.engine import RolloutEngine
+from memsafe_rl.rollout.multi_turn.lockstep import EpisodeBatch
+from memsafe_rl.training.episodes import Episodes
+from memsafe_rl.training.objectives import judge, reward_metrics
+from memsafe_rl.training.samples import (
+    Answers,
+    Rollout,
+    Samples,
+    build_trajectory,
+    joined_pairs,
+    judged,
+    partial_metrics,
+    rollout_metrics,
+)
+from memsafe_rl.training.scorer import Scorer
+from memsafe_rl.training.setup import TrainingSetup
+from memsafe_rl.training.state import RunState
+from memsafe_rl.types import (
+    AdvantageResult,
+    Completion,
+    Component,
+    Phase,
+    RolloutPlan,
+    RolloutWork,
+    SequenceKey,
+    Trajectory,
+)
+
+Made = TypeVar("Made")
+
+EVALUATION_ROLLOUT = -1
+"""Rollout index of evaluations: they draw the same numbers every time, so that their differences are the model's."""
+
+_NO_REWARDS = torch.empty(0, 0)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Completions of a rollout, whose rewards may still be under way.
+
+    Args:
+        samples: prompts and completions, over all ranks.
+        answers: this rank's rewards; None once they are among the samples.
+        consumed: prompts taken from the source.
+        waiting: groups that the next rollout resumes.
+        metrics: what is logged of how they were drawn.
+    """
+
+    samples: Samples
+    answers: Answers | None
+    consumed: int
+    waiting: tuple[OpenGroup, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Collector:
+    """Runs the stages of a rollout; holds no state that a failed attempt could spoil.
+
+    Args:
+        setup: the run's parts.
+    """
+
+    def __init__(self, setup: TrainingSetup) -> None:
+        self._setup = setup
+        self._config = setup.config
+        self.scorer = Scorer(setup)
+        self.episodes = Episodes(setup, self.scorer)
+
+    @property
+    def overlaps_rewards(self) -> bool:
+        """Whether rewards may still be under way while rows are scored."""
+        # Which groups are replaced depends on the rewards.
+        return self._config.overlap_async_rewards and not self._config.dynamic_sampling
+
+    # ------------------------------------------------------------------ the stages
+
+    def draw(self, state: RunState) -> Drawn:
+        """Reads the next prompts, plans the rollout, draws completions and begins their rewards."""
+        if self._config.partial_rollout_tokens is not None:
+            return self._draw_partly(state)
+        cursor, group_size = state.cursor, self._config.num_generations
+        prompts = self._read(cursor.position, self._config.prompts_per_rollout)
+        batch = self.episodes.begin(prompts, cursor.rollout, group_size) if self.episodes.played else None
+        self.plan(prompts, batch)
+        samples, answers = self._draw(prompts, cursor.rollout, group_size, state, batch=batch)
+        return Drawn(samples, answers, consumed=len(prompts.ids))
+
+    def reward(self, drawn: Drawn, state: RunState) -> Drawn:
+        """Waits for the rewards, and replaces groups whose rewards are all equal where that is asked for."""
+        if drawn.answers is None:
+            return drawn
+        samples = self._rewarded(drawn.samples, drawn.answers)
+        samples, consumed = self._refill(samples, drawn.consumed, state)
+        return replace(drawn, samples=samples, answers=None, consumed=consumed)
+
+    def score(self, drawn: Drawn, later_rows: Sequence[int]) -> Trajectory:
+        """Lays the samples down and scores what all of them need, while rewards may still be under way."""
+        samples, scorer = drawn.samples, self.scorer
+        try:
+            with host_memory(), charge(Component.TRAJECTORY):
+                trajectory = self._repeat(
+                    build_trajectory,
+                    samples,
+                    masks_truncated=self._config.mask_truncated_completions,
+                    needs_whole=not self._setup.advantages.joins_sequences,
+                )
+            trajectory = scorer.with_sources(trajectory)
+            trajectory = scorer.score_unrewarded(trajectory, later_rows, external=samples.external)
+            return scorer.score_stale(trajectory, samples)
+        except BaseException:
+            if drawn.answers is not None:
+                drawn.answers.pending.cancel()
+            raise
+
+    def assign(self, drawn: Drawn, trajectory: Trajectory, later_rows: Sequence[int]) -> Rollout:
+        """Gives every row its advantage over whole groups, and later rows the old log-probs they will need."""
+        samples = drawn.samples
+        advantages = self._repeat(self._advantages, samples)
+        trajectory = self._repeat(judged, trajectory, advantages)
+        trajectory, assigned = self._repeat(self._assigned, trajectory, advantages)
+        if not trajectory.sample_of_row:
+            advantages = replace(advantages, advantages_B=trajectory.advantages)
+        trajectory = self.scorer.score_later(trajectory, later_rows, external=samples.external)
+        return Rollout(
+            trajectory=trajectory,
+            consumed=drawn.consumed,
+            external=samples.external or any(samples.stale),
+            metrics={**self._repeat(self._metrics, samples, advantages), **drawn.metrics, **assigned},
+            table=self._repeat(self._table, samples, advantages),
+            waiting=drawn.waiting,
+        )
+
+    def evaluate(self, examples: Sequence[dict[str, Any]], group_size: int, state: RunState) -> dict[str, float]:
+        """Draws and rewards completions for evaluation, with the plan of the last rollout."""
+        prompts = self._repeat(self._setup.models.reader, examples, phase=Phase.EVALUATE)
+        drawn = self._draw(prompts, EVALUATION_ROLLOUT, group_size, state, phase=Phase.EVALUATE)
+        return self._repeat(self._evaluation_metrics, self._rewarded(*drawn), phase=Phase.EVALUATE)
+
+    def close(self) -> None:
+        """Ends the engine and the threads of environments; the next rollout starts them anew."""
+        self._setup.engine.close()
+        if self._setup.environments is not None:
+            self._setup.environments.close()
+
+    # ------------------------------------------------------------------ plans
+
+    def plan(self, prompts: Prompts, batch: EpisodeBatch | None = None) -> None:
+        """Asks the memory policy how to cut the rollout; episodes are as long as their environments make them."""
+        work = self.work(prompts, self._config.num_generations)
+        work = replace(work, prompt_tokens=self.episodes.first_tokens(work.prompt_tokens, batch))
+        work = replace(work, kept_bytes=self.episodes.most_kept_bytes(work, batch))
+        plan = self._setup.memory_policy.before_rollout(work, self._setup.memory.state())
+        self._setup.memory.adopt(served_by(self._setup.engine, plan), RolloutPlan)
+
+    def work(self, prompts: Prompts, group_size: int) -> RolloutWork:
+        """Gives the shape of a rollout."""
+        adapter = self._setup.adapter
+        return RolloutWork(
+            prompt_tokens=tuple(len(ids) for ids in prompts.ids),
+            group_size=group_size,
+            max_new_tokens=self._setup.sampling.max_new_tokens,
+            geometry=adapter.geometry,
+            scored=self._config.has_reference and not adapter.closed_form_kl,
+        )
+
+    @property
+    def corrects_sampler(self) -> bool:
+        """Whether completions come from a sampler that is not quite the trained network, and the loss corrects it."""
+        setup = self._setup
+        return setup.draw_rollout is None and self.scorer.corrects(setup.engine.supports.is_external)
+
+    def groups_from(self, plain: Sequence[Mapping[str, Any]]) -> tuple[OpenGroup, ...]:
+        """Restores groups that waited when a checkpoint was written."""
+        return groups_from(plain, self._prompt_at)
+
+    def _prompt_at(self, position: int) -> Prompts:
+        return self._setup.models.reader(self._setup.source.take(position, 1))
+
+    # ------------------------------------------------------------------ completions
+
+    def generate(
+        self, prompts: Prompts, rollout: int, group_size: int, rows: Sequence[int], *, first_prompt: int = 0, step: int
+    ) -> list[Completion]:
+        """Has the engine draw some rows with the weights as they are now."""
+        setup = self._setup
+        keys: dict[int, list[SequenceKey]] = {}
+        for row in rows:
+            prompt, sample = divmod(row, group_size)
+            key = SequenceKey(self._config.seed, rollout, first_prompt + prompt, sample)
+            keys.setdefault(prompt, []).append(key)
+        setup.recovery.repeat(Stage.PREPARE, setup.engine.synchronise, step)
+        drawn = setup.engine.generate(
+            [prompts.ids[prompt] for prompt in keys],
+            list(keys.values()),
+            setup.sampling,
+            self.scorer.attempt(Stage.DRAW, self.work(prompts, group_size)),
+            setup.events.sampling,
+        )
+        setup.engine.release()
+        return drawn
+
+    def _draw(
+        self,
+        prompts: Prompts,
+        rollout: int,
+        group_size: int,
+        state: RunState,
+        *,
+        first_prompt: int = 0,
+        phase: Phase = Phase.ROLLOUT,
+        batch: EpisodeBatch | None = None,
+    ) -> tuple[Samples, Answers]:
+        """Draws this rank's rows, has them rewarded, and joins all ranks' rows; rewards may still be under way."""
+        setup, mine = self._setup, self._setup.parallel.share(len(prompts.ids) * group_size)
+        with setup.memory.phase(phase):
+            if self.episodes.played:
+                batch = batch or self.episodes.begin(prompts, rollout, group_size, first_prompt)
+                given = self.episodes.play(batch, step=state.step)
+            elif setup.draw_rollout is None:
+                drawn = self.generate(prompts, rollout, group_size, mine, first_prompt=first_prompt, step=state.step)
+                external = setup.engine.supports.is_external
+                given = ExternalRollout([prompts.ids[row // group_size] for row in mine], drawn, external=external)
+            else:
+                given = self._drawn_by_user(prompts, group_size, mine)
+        return self._answered(prompts, group_size, mine, given, phase, state)
+
+    def _answered(
+        self,
+        prompts: Prompts,
+        group_size: int,
+        mine: range,
+        given: ExternalRollout,
+        phase: Phase,
+        state: RunState,
+    ) -> tuple[Samples, Answers]:
+        """Has this rank's rows rewarded, and joins all ranks' rows; rewards may still be under way."""
+        setup, gather = self._setup, self._setup.parallel.gather
+        texts = setup.models.shown(prompts, given.completions) if given.texts is None else given.texts
+        answering = Phase.REWARD if phase is Phase.ROLLOUT else phase
+        with setup.memory.phase(answering):
+            pending = self._begin_rewards(prompts, group_size, mine, given, texts, state)
+        try:
+            samples = Samples(
+                prompts=prompts,
+                group_size=group_size,
+                conditions=tuple(gather(given.conditions)),
+                completions=tuple(gather(given.completions)),
+                masks=None if given.masks is None else tuple(gather(given.masks)),
+                texts=tuple(gather(texts)),
+                rewards_BF=_NO_REWARDS,
+                extras=(),
+                external=given.external,
+                pieces=() if given.pieces is None else tuple(gather(given.pieces)),
+                facts=_averaged(gather([given.facts])) if self.episodes.played else {},
+            )
+        except BaseException:
+            pending.cancel()
+            raise
+        return samples, Answers(pending, len(mine), answering)
+
+    def _drawn_by_user(self, prompts: Prompts, group_size: int, mine: range) -> ExternalRollout:
+        """Has the user's function draw this rank's rows, and checks what it returns."""
+        setup = self._setup
+        if setup.draw_rollout is None:
+            raise AssertionError("called only with a rollout_func")
+        repeated = [prompts.prompts[row // group_size] for row in mine]
+        output = setup.draw_rollout(copy.deepcopy(repeated))
+        ends = {*setup.sampling.eos_token_ids, setup.models.processing_class.pad_token_id}
+        vocab_size = setup.adapter.geometry.vocab_size
+        given = setup.recovery.repeat(
+            Stage.PREPARE, read_rollout, output, rows=len(mine), vocab_size=vocab_size, ends=ends
+        )
+        check_contexts(given, setup.readers)
+        return given
+
+    def _read(self, position: int, count: int) -> Prompts:
+        return self._repeat(self._read_now, position, count)
+
+    def _read_now(self, position: int, count: int) -> Prompts:
+        return self._setup.models.reader(self._setup.source.take(position, count))
+
+    def _repeat(self, function: Callable[..., Made], *values: Any, phase: Phase = Phase.ROLLOUT, **named: Any) -> Made:
+        """Repeats a small stage beside a phase's own work; no plan predicted it, and none is judged by it."""
+        with self._setup.memory.phase(phase, compared=False):
+            return self._setup.recovery.repeat(Stage.STORE, function, *values, **named)
+
+    # ------------------------------------------------------------------ partial rollouts
+
+    def _draw_partly(self, state: RunState) -> Drawn:
+        """Draws a bounded number of tokens a round, beginning fresh prompts, until enough groups are whole."""
+        samples, limit = self._config.num_generations, self._setup.sampling.max_new_tokens
+        position, rollout = state.cursor.position, state.cursor.rollout
+        planned = False
+
+        def begin(begun: int, count: int) -> tuple[OpenGroup, ...]:
+            prompts = self._read(position + begun, count)
+            return begin_groups(prompts, samples, position=position + begun, rollout=rollout, first_prompt=begun)
+
+        def draw(groups: Sequence[OpenGroup]) -> list[OpenGroup]:
+            nonlocal planned
+            if not planned:
+                self.plan(joined_prompts(groups))
+                planned = True
+            return self.draw_round(groups)
+
+        gathered = gather_groups(
+            [group.fitted(samples, limit) for group in state.waiting],
+            wanted=self._config.prompts_per_rollout,
+            limit=limit,
+            begin=begin,
+            draw=draw,
+        )
+        if not planned:  # nothing had to be drawn, but scoring has a plan too
+            self.plan(joined_prompts(gathered.whole))
+        return self._taken(gathered, state)
+
+    def draw_round(self, groups: Sequence[OpenGroup]) -> list[OpenGroup]:
+        """Resumes every completion that has not ended, shared over the ranks, for a bounded number of tokens."""
+        setup = self._setup
+        settings = replace(setup.sampling, max_step_tokens=self._config.partial_rollout_tokens)
+        open_rows = [(place, s) for place, group in enumerate(groups) for s in group.waiting(settings.max_new_tokens)]
+        mine: dict[int, list[int]] = {}
+        for row in setup.parallel.share(len(open_rows)):
+            place, sample = open_rows[row]
+            mine.setdefault(place, []).append(sample)
+        work = self.work(joined_prompts(groups), self._config.num_generations)
+        with setup.memory.phase(Phase.ROLLOUT):
+            drawn = setup.engine.generate(
+                [groups[place].prompts.ids[0] for place in mine],
+                [[groups[place].key(self._config.seed, sample) for sample in own] for place, own in mine.items()],
+                settings,
+                self.scorer.attempt(Stage.DRAW, work),
+                setup.events.sampling,
+                begun=[[groups[place].completions[sample] for sample in own] for place, own in mine.items()],
+            )
+        found: list[dict[int, Completion]] = [{} for _ in groups]
+        for (place, sample), completion in zip(open_rows, setup.parallel.gather(drawn), strict=True):
+            found[place][sample] = completion
+        return [group.with_drawn(new) for group, new in zip(groups, found, strict=True)]
+
+    def _taken(self, gathered: Gathered, state: RunState) -> Drawn:
+        """Takes whole groups as the rollout's samples and has them rewarded."""
+        groups, size = gathered.whole, self._config.num_generations
+        prompts = joined_prompts(groups)
+        rows = [completion for group in groups for completion in group.completions if completion is not None]
+        mine = self._setup.parallel.share(len(rows))
+        given = ExternalRollout([prompts.ids[row // size] for row in mine], [rows[row] for row in mine])
+        samples, answers = self._answered(prompts, size, mine, given, Phase.ROLLOUT, state)
+        stale = tuple(group.rollout != state.cursor.rollout for group in groups for _ in range(size))
+        samples = replace(samples, stale=stale)
+        return Drawn(samples, answers, gathered.consumed, gathered.waiting, partial_metrics(gathered, samples))
+
+    # ------------------------------------------------------------------ rewards and advantages
+
+    def _begin_rewards(
+        self,
+        prompts: Prompts,
+        group_size: int,
+        mine: range,
+        given: ExternalRollout,
+        texts: Sequence[Any],
+        state: RunState,
+    ) -> PendingScores:
+        """Calls every reward function once on this rank's rows, in prompt order; async ones may go on afterwards."""
+        examples = [prompts.examples[row // group_size] for row in mine]
+        names = {name for example in examples for name in example} - {"prompt", "completion", "completion_ids"}
+        columns = {name: [example.get(name) for example in examples] for name in sorted(names)}
+        for name, values in given.extra.items():
+            columns[name] = list(values) if isinstance(values, (list, tuple)) else [values] * len(mine)
+        attempt = self.scorer.attempt_in(Stage.REWARD_PASS, self.work(prompts, group_size), nullcontext)
+        return self._setup.rewards.begin(
+            given.prompts or [copy.deepcopy(prompts.prompts[row // group_size]) for row in mine],
+            list(texts),
+            self._setup.models.plain(given.completions),
+            columns,
+            trainer_state=state.progress,
+            attempt=lambda unit: attempt(lambda plan: unit(plan.reward_rows)),
+        )
+
+    def _rewarded(self, samples: Samples, answers: Answers) -> Samples:
+        """Waits for the rewards of this rank's rows, and joins all ranks'."""
+        setup = self._setup
+        with setup.memory.phase(answers.phase, compared=False):
+            scores = answers.pending.result()
+            setup.events.rewarded(scores)
+            rewards = setup.parallel.gather(scores.rewards_BF.tolist())
+            rewards_BF = setup.recovery.repeat(Stage.STORE, torch.tensor, rewards, dtype=torch.float32)
+        extras = tuple(setup.parallel.gather(_by_row(scores.extras, answers.rows)))
+        return replace(samples, rewards_BF=rewards_BF, extras=extras)
+
+    def _refill(self, samples: Samples, consumed: int, state: RunState) -> tuple[Samples, int]:
+        """Replaces groups whose rewards are all equal by fresh prompts, up to the limit (DAPO's dynamic sampling)."""
+        if not self._config.dynamic_sampling:
+            return samples, consumed
+        wanted, cursor = len(samples.prompts.ids), state.cursor
+        useful, spare = self._repeat(_parted, samples)
+        for _ in range(self._config.dynamic_sampling_max_rounds):
+            if len(useful.prompts.ids) >= wanted:
+                break
+            prompts = self._read(cursor.position + consumed, wanted)
+            drawn = self._draw(prompts, cursor.rollout, samples.group_size, state, first_prompt=consumed)
+            fresh = self._rewarded(*drawn)
+            consumed += wanted
+            more, flat = self._repeat(_parted, fresh)
+            useful, spare = self._repeat(joined_pairs, (useful, spare), (more, flat))
+        return self._repeat(_first_groups, useful, spare, wanted), consumed
+
+    def _advantages(self, samples: Samples) -> AdvantageResult:
+        rewards, settings = self._setup.rewards, self._config.advantage_settings()
+        estimate = partial(_estimate, group_size=samples.group_size, settings=settings)
+        weights_F = torch.tensor(rewards.weights, dtype=torch.float32)
+        return judge(samples.rewards_BF, rewards.names, weights_F, self._config.objective_list, estimate)
+
+    def _assigned(self, trajectory: Trajectory, advantages: AdvantageResult) -> tuple[Trajectory, dict[str, float]]:
+        with host_memory():  # where the rollout is
+            return self._setup.advantages.assign(trajectory, advantages.rewards_B)
+
+    # ------------------------------------------------------------------ what is logged
+
+    def _metrics(self, samples: Samples, advantages: AdvantageResult) -> dict[str, float]:
+        objectives = reward_metrics(self._config.objective_list, advantages)
+        metrics = {**rollout_metrics(samples, advantages, self._setup.rewards.names), **objectives}
+        if self._config.num_generations == 1:  # a completion alone is always equal to itself
+            metrics.pop("frac_reward_zero_std")
+        return metrics
+
+    def _evaluation_metrics(self, samples: Samples) -> dict[str, float]:
+        """Computes an evaluation's metrics, with pass@k and its like where a prompt has several completions."""
+        config, advantages = self._config, self._advantages(samples)
+        metrics = self._metrics(samples, advantages)
+        if not config.eval_tries:
+            return metrics
+        rewards_B = advantages.rewards_B
+        if config.eval_pass_reward is not None:
+            rewards_B = samples.rewards_BF[:, self._setup.rewards.names.index(config.eval_pass_reward)]
+        rewards_PG = rewards_B.view(-1, samples.group_size)
+        return {**metrics, **sample_metrics(rewards_PG, config.eval_tries, config.eval_pass_threshold)}
+
+    def _table(self, samples: Samples, advantages: AdvantageResult) -> tuple[dict[str, Any], ...]:
+        names = self._setup.rewards.names
+        return tuple(
+            {
+                "prompt": samples.prompts.prompts[row // samples.group_size],
+                "completion": self._setup.models.told(samples.texts[row]),
+                **samples.extras[row],
+                **{name: samples.rewards_BF[row, column].item() for column, name in enumerate(names)},
+                "advantage": advantages.advantages_B[row].item(),
+            }
+            for row in range(len(samples.completions))
+        )
+
+
+def served_by(engine: RolloutEngine, plan: Any) -> Any:
+    """Writes the run's engine and the type of its cache into a plan; refuses a plan that asks for others."""
+    if not isinstance(plan, RolloutPlan):
+        return plan
+    if plan.engine not in (engine.name, RolloutPlan.engine):
+        check_rollout_plan(plan)
+        raise ConfigError(
+            f"The memory policy asks for the engine {plan.engine!r}, but the run's is {engine.name!r}. Leave "
+            "RolloutPlan.engine out, or choose that engine in the configuration."
+        )
+    if plan.cache_dtype not in (engine.cache_dtype, None):
+        check_rollout_plan(plan)
+        raise ConfigError(
+            f"The memory policy asks for a cache of {plan.cache_dtype!r}, which changes what is drawn, and which the "
+            "run does not allow. Leave RolloutPlan.cache_dtype out, or set cache_implementation='quantized'."
+        )
+    return replace(plan, engine=engine.name, cache_dtype=engine.cache_dtype)
+
+
+def _estimate(
+    rewards_BF: Tensor, weights_F: Tensor, *, group_size: int, settings: Mapping[str, Any]
+) -> AdvantageResult:
+    return estimated_advantages(rewards_BF, weights_F, group_size, **settings)
+
+
+def _parted(samples: Samples) -> tuple[Samples, Samples]:
+    """Parts the groups whose rewards differ from those whose rewards are all equal."""
+    flat: list[bool] = zero_spread_groups(samples.rewards_BF, samples.group_size).tolist()
+    useful, spare = ([i for i, is_flat in enumerate(flat) if is_flat is wanted] for wanted in (False, True))
+    return samples.groups(useful), samples.groups(spare)
+
+
+def _first_groups(useful: Samples, spare: Samples, count: int) -> Samples:
+    return useful.joined(spare).groups(list(range(count)))
+
+
+def _averaged(facts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Averages what each rank logs of its rows, of which all have as many."""
+    return {name: sum(one[name] for one in facts) / len(facts) for name in facts[0]}
+
+
+def _by_row(columns: Mapping[str, Sequence[Any]], rows: int) -> list[dict[str, Any]]:
+    return [{name: values[row] for name, values in columns.items()} for row in range(rows)]

@@ -1,0 +1,145 @@
+"""Rollouts of several turns: episodes are played together, and only what draws is repeated when memory runs out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from memsafe_rl.data.external_rollout import ExternalRollout
+from memsafe_rl.data.prompts import Prompts
+from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.rollout.engine import RolloutScope
+from memsafe_rl.rollout.multi_turn.lockstep import EpisodeBatch
+from memsafe_rl.rollout.multi_turn.users import ModelUser
+from memsafe_rl.training.scorer import Scorer
+from memsafe_rl.training.setup import TrainingSetup
+from memsafe_rl.types import Completion, ModelGeometry, RolloutWork, SamplingSettings, SequenceKey
+
+
+class Episodes:
+    """Plays the episodes of a rollout in the run's environments."""
+
+    def __init__(self, setup: TrainingSetup, scorer: Scorer) -> None:
+        self._setup = setup
+        self._scorer = scorer
+        self._scope: RolloutScope | None = None
+
+    @property
+    def played(self) -> bool:
+        """Whether completions are episodes of this run's environments."""
+        return self._setup.environments is not None
+
+    @property
+    def several_turns(self) -> bool:
+        """Whether completions may have several turns; a dry run, which has no environments, goes by the limits."""
+        config = self._setup.config
+        limited = config.max_turn_length is not None or config.max_episode_turns is not None
+        return (self.played or limited) and config.max_episode_turns != 1
+
+    def begin(self, prompts: Prompts, rollout: int, group_size: int, first_prompt: int = 0) -> EpisodeBatch:
+        """Resets the environments of this rank's rows, once."""
+        setup, environments = self._setup, self._setup.environments
+        if environments is None:
+            raise AssertionError("episodes are played in environments")
+        keys = {
+            row: SequenceKey(setup.config.seed, rollout, first_prompt + row // group_size, row % group_size)
+            for row in setup.parallel.share(len(prompts.ids) * group_size)
+        }
+        contexts = [geometry.max_positions for geometry in setup.readers.values() if geometry.max_positions]
+        table = environments.table(
+            self.draw_turns,
+            self.draw_answers,
+            completion_tokens=setup.sampling.max_new_tokens,
+            context_tokens=min(contexts, default=None),
+        )
+        return environments.begin(prompts, keys, group_size, table)
+
+    def play(self, batch: EpisodeBatch, *, step: int) -> ExternalRollout:
+        """Plays episodes to their ends."""
+        setup, environments = self._setup, self._setup.environments
+        if environments is None:
+            raise AssertionError("episodes are played in environments")
+        setup.recovery.repeat(Stage.PREPARE, setup.engine.synchronise, step)
+        try:
+            with setup.engine.open(lambda: batch.live_keys) as self._scope:
+                while batch.goes_on:
+                    batch.agents_speak()
+                    batch.users_speak()
+        finally:
+            self._scope = None
+        setup.engine.release()
+        return environments.given(batch.episodes(), external=setup.engine.supports.is_external)
+
+    def first_tokens(self, prompt_tokens: Sequence[int], batch: EpisodeBatch | None) -> tuple[int, ...]:
+        """Gives the longest first prompt of each group, as far as it is known."""
+        longest = list(prompt_tokens)
+        for key, context in () if batch is None else zip(batch.keys, batch.contexts, strict=True):
+            longest[key.prompt] = max(longest[key.prompt], len(context))
+        return tuple(longest)
+
+    def most_kept_bytes(self, work: RolloutWork, batch: EpisodeBatch | None = None) -> int:
+        """Counts the keys and values that could wait between turns: of all agents at their longest, and of users."""
+        geometry = work.geometry
+        if not self.several_turns or not self._setup.engine.supports.kv_retention:
+            return 0
+        longest = max(work.prompt_tokens, default=1)
+        prompts = len(work.prompt_tokens) * geometry.prompt_kv_bytes(longest)
+        kept = geometry.batch_kv_bytes(prompts, work.rows, work.max_new_tokens)
+        users = Counter(batch.user_roles) if batch is not None else {}
+        for role, rows in users.items():
+            with self._setup.roles.acting(role) as adapter:
+                kept += rows * _longest_kv_bytes(adapter.geometry, longest + work.max_new_tokens)
+        return kept
+
+    def draw_turns(self, prompts: list[Tensor], keys: list[list[SequenceKey]], limits: list[int]) -> list[Completion]:
+        """Draws one turn of every agent."""
+        work = self._turn_work(prompts, keys, limits, self._setup.adapter.geometry)
+        attempt = self._scorer.attempt(Stage.DRAW, work)
+        sampling, progress = self._setup.sampling, self._setup.events.sampling
+        return self._opened.generate(prompts, keys, sampling, attempt, progress, limits=limits)
+
+    def draw_answers(
+        self, user: ModelUser, prompts: list[Tensor], keys: list[list[SequenceKey]], limits: list[int]
+    ) -> list[Completion]:
+        """Draws one answer of every user that is a model of this role."""
+        sampling = self._setup.sampling
+        own = SamplingSettings(
+            user.max_tokens,
+            sampling.eos_token_ids,
+            temperature=sampling.temperature if user.temperature is None else user.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+        )
+        with self._setup.roles.acting(user.role) as adapter:
+            work = self._turn_work(prompts, keys, limits, adapter.geometry)
+            attempt = self._scorer.attempt(Stage.DRAW, work)
+            return self._opened.generate_as(adapter, prompts, keys, own, attempt, limits=limits)
+
+    @property
+    def _opened(self) -> RolloutScope:
+        if self._scope is None:
+            raise AssertionError("turns are drawn while episodes are played")
+        return self._scope
+
+    def _turn_work(
+        self,
+        prompts: Sequence[Tensor],
+        keys: Sequence[Sequence[SequenceKey]],
+        limits: Sequence[int],
+        geometry: ModelGeometry,
+    ) -> RolloutWork:
+        return RolloutWork(
+            prompt_tokens=tuple(len(ids) for ids in prompts),
+            group_size=max(len(names) for names in keys),
+            max_new_tokens=max(limits),
+            geometry=geometry,
+            kept_bytes=self._setup.memory.rollout_plan.kept_kv_bytes,
+        )
+
+
+def _longest_kv_bytes(geometry: ModelGeometry, tokens: int) -> int:
+    most = geometry.max_positions
+    return geometry.kv_bytes(tokens if most is None else min(tokens, most))

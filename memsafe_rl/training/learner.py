@@ -1,0 +1,283 @@
+"""One optimizer step: its denominators, its gradient over micro-batches under a plan, and the commit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.accounting import charge
+from memsafe_rl.data.order import Cursor, rows_of_step
+from memsafe_rl.errors import MemsafeError
+from memsafe_rl.memory.planning.plan_checks import check_packing
+from memsafe_rl.memory.runtime.attribution import watch_gradients
+from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.rollout.scoring import row_lengths, update_work
+from memsafe_rl.training.controllers import Controllers
+from memsafe_rl.training.gradient import StepGradient, StepTerms, accumulate_gradient, contributes, entropy_masks
+from memsafe_rl.training.optim.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler, check_holds
+from memsafe_rl.training.samples import Rollout
+from memsafe_rl.training.scorer import Scorer
+from memsafe_rl.training.setup import TrainingSetup
+from memsafe_rl.training.state import RunState
+from memsafe_rl.training.step_metrics import read_step, step_metrics
+from memsafe_rl.training.weight_sample import WeightSample, is_due, rounds_to_nearest, sample_weights
+from memsafe_rl.types import Component, Denominators, Phase, Trajectory, UpdatePlan, UpdateWork
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step knows before its weights move.
+
+    Args:
+        rollout: the rollout, where the plan has put it, with the old log-probs that this step gave.
+        metrics: the step's, over all ranks.
+        micro_batches: how many were run.
+        sample: half-precision weights before the step; None where nobody asks whether they move.
+    """
+
+    rollout: Rollout
+    metrics: dict[str, float]
+    micro_batches: int
+    sample: WeightSample | None
+
+
+class Learner:
+    """Learns from the rows of a rollout, one optimizer step at a time; holds no state of its own.
+
+    Args:
+        setup: the run's parts.
+    """
+
+    def __init__(self, setup: TrainingSetup) -> None:
+        self._setup = setup
+        self._config = setup.config
+        self._repeat = setup.recovery.repeat
+
+    def step(self, state: RunState) -> StepResult:
+        """Accumulates the gradient of the next optimizer step; `commit` then moves the weights.
+
+        Args:
+            state: where the run stands; its rollout is there.
+
+        Returns:
+            What is known of the step; the gradient lies in the parameters.
+
+        Raises:
+            MemoryBudgetError: no plan of the policy's fits.
+            MemsafeError: the gradient is not finite.
+        """
+        rollout = state.rollout
+        if rollout is None:
+            raise AssertionError("a step learns from a rollout")
+        rows = rollout.trajectory.rows_of(self.rows(state.cursor))
+        terms = self.fix_terms(rollout, rows, state.controllers)  # over the whole step, before anything is cut
+        mine = self.local_rows(rollout.trajectory, rows)
+        self.plan(rollout.trajectory, mine)
+        with self._setup.memory.phase(Phase.UPDATE):
+            rollout, gradient = self.gradient(rollout, mine, terms, step=state.step)
+            metrics = self.measure(gradient, terms, step=state.step)
+            sample = self._sample_weights(state)
+            if self._config.num_iterations > 1 and state.cursor.epoch == 0:
+                rollout = self._with_old_logprobs(rollout, gradient)
+        return StepResult(rollout, metrics, gradient.micro_batches, sample)
+
+    def commit(self, step: int) -> None:
+        """Moves the weights; a step that breaks off is rolled back and repeated.
+
+        Args:
+            step: optimizer steps done before it.
+        """
+        committer = self._setup.committed
+        with self._setup.memory.phase(Phase.OPTIMIZER):
+            self._repeat(Stage.COMMIT, committer.unpark)
+            self._repeat(Stage.COMMIT, committer.prepare_commit)
+            self._repeat(Stage.COMMIT, committer.commit, undo=committer.roll_back)
+            self._sync_reference(step)
+
+    def make_state(self) -> None:
+        """Makes the optimizer's state before anything else wants its bytes."""
+        with self._setup.memory.phase(Phase.OPTIMIZER):
+            self._repeat(Stage.PREPARE, self._setup.committed.make_state)
+
+    # ------------------------------------------------------------------ before anything is cut
+
+    def rows(self, cursor: Cursor) -> list[int]:
+        """Gives the samples of an optimizer step, over all ranks."""
+        config = self._config
+        return self._repeat(
+            Stage.PREPARE, rows_of_step, cursor, config.rollout_rows, config.step_rows, config.order_seed
+        )
+
+    def fix_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers) -> StepTerms:
+        """Fixes every denominator and threshold over the whole step and all ranks."""
+        trajectory, config = rollout.trajectory, self._config
+        masks = self._entropy_masks(trajectory, rows) if config.top_entropy_quantile < 1.0 else None
+        counts = self._repeat(Stage.PREPARE, _counted_actions, trajectory)
+        tokens = sum(counts[row] for row in rows)
+        kept = tokens if masks is None else sum(sum(masks[row].tolist()) for row in rows)
+        counted = sum(trajectory.group_of_row[row] >= 0 for row in rows)
+        terms = StepTerms(
+            settings=self._setup.advantages.loss_settings(config.loss_settings()),
+            denominators=Denominators(rows=counted, tokens=tokens, entropy_tokens=kept),
+            temperature=config.temperature,
+            with_entropy=True,
+            entropy_coef=controllers.entropy_coef(config),
+            entropy_masks=masks,
+            sampler_is_external=rollout.external,
+            values=self._setup.advantages.loss_term(),
+        )
+        betas = [control.beta for control in controllers.betas.values()]
+        return self._setup.combiner.fix(terms, trajectory, rows, betas)
+
+    def _entropy_masks(self, trajectory: Trajectory, rows: Sequence[int]) -> Mapping[int, Tensor]:
+        """Scores the entropies of a whole step, and marks its most uncertain actions."""
+        with self._setup.memory.phase(Phase.SCORE):
+            mine, scored = Scorer(self._setup).passed(self._setup.adapter, trajectory, rows, with_entropy=True)
+            found = [(row, scores.entropies) for row, scores in zip(mine, scored, strict=True)]
+            entropies = {row: values for row, values in self._setup.parallel.gather(found) if values is not None}
+            quantile = self._config.top_entropy_quantile
+            return self._repeat(Stage.STORE, entropy_masks, trajectory, rows, entropies, top_quantile=quantile)
+
+    def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
+        """Gives this rank's rows that can move a weight."""
+        useful = [row for row in rows if contributes(trajectory, row, every_row=self._config.every_row_learns)]
+        return self._setup.parallel.balance(useful, row_lengths(trajectory, useful))
+
+    def work(self, trajectory: Trajectory, rows: Sequence[int]) -> UpdateWork:
+        """Gives the shape of this rank's part of an optimizer step."""
+        # Under dropout, completions behind one prompt would share its mask.
+        packable = self._config.disable_dropout
+        return self._setup.local_work(update_work(self._setup.adapter, trajectory, rows, packable=packable))
+
+    def plan(self, trajectory: Trajectory, rows: Sequence[int]) -> None:
+        """Asks the memory policy how to cut this rank's rows."""
+        work = self.work(trajectory, rows)
+        plan = self._setup.memory_policy.before_update(work, self._setup.memory.state())
+        self._setup.memory.adopt(plan, UpdatePlan)
+        check_packing(plan, work)
+
+    # ------------------------------------------------------------------ micro-batches
+
+    def gradient(
+        self, rollout: Rollout, rows: Sequence[int], terms: StepTerms, *, step: int
+    ) -> tuple[Rollout, StepGradient]:
+        """Accumulates the step's gradient over micro-batches, ranks and objectives; moves no weight."""
+        return self._setup.combiner.accumulate(self._setup, rollout, rows, terms, self._accumulate, step=step)
+
+    def _accumulate(
+        self,
+        rollout: Rollout,
+        rows: Sequence[int],
+        terms: StepTerms,
+        *,
+        view: Callable[[Trajectory], Trajectory],
+        gradients_aside: int,
+    ) -> tuple[Rollout, StepGradient]:
+        """Accumulates a gradient over micro-batches, again from the start if memory runs out, then over ranks."""
+        setup, committer = self._setup, self._setup.committed
+
+        def accumulate(plan: UpdatePlan) -> tuple[Rollout, StepGradient]:
+            if plan.park_optimizer:
+                committer.park()
+            setup.make_room(plan)
+            placed = rollout.to(plan.trajectory_device, setup.adapter.device)
+            found = accumulate_gradient(
+                setup.adapter,
+                view(placed.trajectory),
+                rows,
+                plan,
+                terms,
+                autocast=setup.autocast,
+                scale=committer.scaled,
+            )
+            return placed, found
+
+        work = replace(self.work(rollout.trajectory, rows), gradients_aside=gradients_aside)
+        attempts = setup.recovery.attempts(Stage.ACCUMULATE, setup.memory.update_plan, work)
+        setup.model.train(not self._config.disable_dropout)
+        try:
+            with watch_gradients(committer.parameters):
+                placed, gradient = attempts(accumulate, undo=committer.drop_gradients)
+        finally:
+            setup.model.eval()
+        self._repeat(Stage.MEASURE, committer.complete_gradients)
+        setup.parallel.sum_gradients(committer.parameters)
+        return placed, gradient
+
+    def measure(self, gradient: StepGradient, terms: StepTerms, *, step: int) -> dict[str, float]:
+        """Measures the gradient's norm and reads the step's numbers; the last thing that may be repeated."""
+        norm = self._repeat(Stage.MEASURE, self._setup.committed.measure)
+        numbers = self._repeat(Stage.MEASURE, read_step, gradient, norm)
+        self._refuse_broken(numbers.grad_norm, step)
+        metrics = step_metrics(numbers, terms, self._setup.parallel) | gradient.merge
+        return self._setup.combiner.metrics(self._setup, gradient, terms, norm, metrics)
+
+    def _refuse_broken(self, norm: float, step: int) -> None:
+        """Refuses a gradient that would leave every weight NaN; in fp16 the loss scale expects such, and skips them."""
+        if math.isfinite(norm) or self._setup.committed.scaler is not None:
+            return
+        raise MemsafeError(
+            f"The gradient of step {step + 1} is not finite (norm {norm}); no weight has moved. "
+            "Either the policy has diverged (lower learning_rate, look at kl and ratios), or some part of the "
+            "network has no finite derivative there, such as sqrt(0) or a torch.where over NaN; "
+            "torch.autograd.set_detect_anomaly(True) names it."
+        )
+
+    def _with_old_logprobs(self, rollout: Rollout, gradient: StepGradient) -> Rollout:
+        """Keeps the first update's own log-probs, detached, as the old ones of the later passes."""
+        trajectory = rollout.trajectory
+        fresh = self._repeat(Stage.STORE, _fresh_logprobs, trajectory, gradient)
+        found = dict(self._setup.parallel.gather(fresh))
+        if not found:
+            return rollout
+        has_old = tuple(known or row in found for row, known in enumerate(trajectory.has_old))
+        with charge(Component.TRAJECTORY):
+            store = self._repeat(Stage.STORE, trajectory.actions.beside, found, trajectory.old_logprobs)
+        return replace(rollout, trajectory=replace(trajectory, old_logprobs=store, has_old=has_old))
+
+    # ------------------------------------------------------------------ weights
+
+    def _sample_weights(self, state: RunState) -> WeightSample | None:
+        """Notes a sample of half-precision weights where it is to be seen whether the step to come moves them."""
+        committer, last = self._setup.committed, state.progress.max_steps
+        due = is_due(state.step, self._config.get_warmup_steps(last), last)
+        wanted = due and self._config.alarm_rules.lost_updates is not None
+        if not wanted or committer.learning_rate == 0 or not rounds_to_nearest(committer.optimizer):
+            return None
+        return self._repeat(Stage.MEASURE, sample_weights, committer.parameters)
+
+    def _sync_reference(self, step: int) -> None:
+        """Moves the reference towards the model every so often (Gorbatovski et al. 2024, TR-DPO, eq. 4)."""
+        config, reference = self._config, self._setup.reference_model
+        due = (step + 1) % config.ref_model_sync_steps == 0
+        if config.sync_ref_model and due and reference is not None:
+            mix = ReferenceMix(reference, self._setup.model, config.ref_model_mixup_alpha)
+            self._repeat(Stage.COMMIT, mix.finish)
+
+
+def make_committer(setup: TrainingSetup, given: tuple[torch.optim.Optimizer | None, Any], max_steps: int) -> Committer:
+    """Makes optimizer, schedule and loss scale."""
+    config, repeat = setup.config, setup.recovery.repeat
+    optimizer, scheduler = given
+    if optimizer is not None:
+        check_holds(optimizer, {"model": setup.model, **setup.advantages.modules()})
+    optimizer = optimizer or repeat(Stage.PREPARE, build_optimizer, setup.trained, config)
+    scheduler = scheduler or build_scheduler(optimizer, config, max_steps)
+    scaler = torch.amp.GradScaler(setup.adapter.device.type) if config.fp16 else None
+    committer = Committer(setup.trained, optimizer, scheduler, max_grad_norm=config.max_grad_norm, scaler=scaler)
+    setup.holdings.optimizer = optimizer
+    committer.drop_gradients()
+    return committer
+
+
+def _counted_actions(trajectory: Trajectory) -> Sequence[int]:
+    return trajectory.counted_actions
+
+
+def _fresh_logprobs(trajectory: Trajectory, gradient: StepGradient) -> list[tuple[int, Tensor]]:
+    return [(row, values.cpu()) for row, values in gradient.logprobs.items() if not trajectory.has_old[row]]

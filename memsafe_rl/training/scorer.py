@@ -1,0 +1,196 @@
+"""Passes without gradient over a stored rollout: reference, values, old log-probs, importance weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.accounting import charge, host_memory
+from memsafe_rl.memory.runtime.recovery import Attempt
+from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.ops.importance import importance_weights
+from memsafe_rl.rollout.scoring import RowScores, read_sources, score_all, update_work
+from memsafe_rl.training.gradient import contributes
+from memsafe_rl.training.samples import Samples
+from memsafe_rl.training.setup import TrainingSetup
+from memsafe_rl.types import Component, Phase, Ragged, RolloutPlan, RolloutWork, Trajectory, UpdateWork
+
+Made = TypeVar("Made")
+
+
+class Scorer:
+    """Scores stored rollouts in slices that the rollout plan bounds."""
+
+    def __init__(self, setup: TrainingSetup) -> None:
+        self._setup = setup
+        self._config, self._adapter = setup.config, setup.adapter
+
+    @property
+    def adapter(self) -> Any:
+        """The model."""
+        return self._adapter
+
+    # ------------------------------------------------------------------ how a pass is run
+
+    def attempt(self, stage: Stage, work: RolloutWork | UpdateWork) -> Attempt[RolloutPlan]:
+        """Runs units of this work under the rollout plan in force, each in a forward context of its own."""
+        return self.attempt_in(stage, work, self._setup.autocast)
+
+    def attempt_in(
+        self, stage: Stage, work: RolloutWork | UpdateWork, context: Callable[[], AbstractContextManager[object]]
+    ) -> Attempt[RolloutPlan]:
+        """Runs units of this work under the rollout plan in force, each in a context of its own."""
+        setup = self._setup
+        attempts = setup.recovery.attempts(stage, setup.memory.rollout_plan, work)
+
+        def run(unit: Callable[[RolloutPlan], Made], undo: Callable[[], None] | None = None) -> Made:
+            def prepared(plan: RolloutPlan) -> Made:
+                if plan.park_optimizer and setup.committer is not None:
+                    setup.committer.park()
+                with context():
+                    return unit(plan)
+
+            return attempts(prepared, undo)
+
+        return run
+
+    def scoring(self, trajectory: Trajectory, rows: Sequence[int], network: Any = None) -> Attempt[RolloutPlan]:
+        """Begins a scoring pass over some rows, by the model or another network."""
+        return self.attempt(Stage.SCORE, update_work(network or self._adapter, trajectory, rows))
+
+    def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
+        """Gives this rank's part of rows that are scored together."""
+        return self._setup.parallel.balance(rows, trajectory.action_lengths(rows))
+
+    def scored(
+        self, adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], known: Ragged | None = None
+    ) -> Ragged:
+        """Scores rows, shared over the ranks, into a store of all rows, beside what is known of the others."""
+        mine, found = self.passed(adapter, trajectory, rows)
+        return self.laid_beside(trajectory, mine, [scores.logprobs for scores in found], known)
+
+    def passed(
+        self, adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], **wanted: Any
+    ) -> tuple[list[int], list[RowScores]]:
+        """Passes this rank's part of some rows through a network; gives which they are, and their scores."""
+        mine = self.local_rows(trajectory, rows)
+        found = score_all(
+            adapter,
+            trajectory,
+            mine,
+            temperature=self._config.temperature,
+            attempt=self.scoring(trajectory, mine),
+            tile=self._setup.memory.update_plan.logprob_tile,
+            **wanted,
+        )
+        return mine, found
+
+    def laid_beside(
+        self, trajectory: Trajectory, mine: Sequence[int], found: Sequence[Tensor], known: Ragged | None = None
+    ) -> Ragged:
+        """Joins what every rank found of its rows, beside what is known of the others."""
+        pairs = dict(self._setup.parallel.gather(list(zip(mine, found, strict=True))))
+        with host_memory(), charge(Component.TRAJECTORY):
+            return self._setup.recovery.repeat(Stage.STORE, trajectory.actions.beside, pairs, known)
+
+    # ------------------------------------------------------------------ what a rollout needs
+
+    @property
+    def keeps_sources(self) -> bool:
+        """Whether what an encoder reads is kept with the rollout: it is frozen, and would read it more than once."""
+        config = self._config
+        again = config.num_iterations > 1 or config.updates_per_epoch > 1 or config.has_reference
+        # Dropout would read a prompt anew each time.
+        return bool(self._adapter.reads_alike) and again and config.disable_dropout
+
+    def with_sources(self, trajectory: Trajectory) -> Trajectory:
+        """Adds what a frozen encoder makes of the prompts, read once for scoring and all updates."""
+        if not self.keeps_sources:
+            return trajectory
+        with self._setup.memory.phase(Phase.SCORE, compared=False), charge(Component.TRAJECTORY):
+            sources = read_sources(self._adapter, trajectory, self.scoring(trajectory, range(len(trajectory))))
+        return replace(trajectory, sources=sources)
+
+    def score_unrewarded(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
+        """Adds what no reward changes: reference log-probs, values, and old log-probs that correct another sampler."""
+        # A KL in closed form is taken in the update, from the means of both networks.
+        referred = self._config.has_reference and not self._adapter.closed_form_kl
+        everyone = list(range(len(trajectory)))
+        with self._setup.memory.phase(Phase.SCORE):
+            if referred:
+                with self._adapter.reference() as reference:
+                    trajectory = replace(trajectory, ref_logprobs=self.scored(reference, trajectory, everyone))
+            trajectory = self._setup.advantages.score(self, trajectory, later_rows)
+            if self.corrects(external):
+                old = trajectory.old_logprobs or self.scored(self._adapter, trajectory, everyone)
+                trajectory = replace(trajectory, old_logprobs=old, has_old=(True,) * len(trajectory))
+        return trajectory
+
+    def score_stale(self, trajectory: Trajectory, samples: Samples) -> Trajectory:
+        """Corrects rows that older weights have begun by what the present ones think of them; the others weigh 1."""
+        rows = [row for row, stale in enumerate(samples.stale) if stale]
+        if not rows:
+            return trajectory
+
+        def weighed() -> Ragged:
+            found = {row: self._correction(trajectory, row, samples.completions[row].model_logprobs) for row in rows}
+            ones = Ragged(torch.ones_like(old.flat), trajectory.actions.lengths)
+            return trajectory.actions.beside(found, ones)
+
+        with self._setup.memory.phase(Phase.SCORE):
+            old = self.scored(self._adapter, trajectory, rows, known=trajectory.old_logprobs)
+            has_old = tuple(known or stale for known, stale in zip(trajectory.has_old, samples.stale, strict=True))
+            trajectory = replace(trajectory, old_logprobs=old, has_old=has_old)
+            with host_memory(), charge(Component.TRAJECTORY):
+                weights = self._setup.recovery.repeat(Stage.STORE, weighed)
+            return replace(trajectory, importance_weights=weights)
+
+    def score_later(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
+        """Adds old log-probs where the first update will come too late to give them, and weights they correct by."""
+        repeat = self._setup.recovery.repeat
+        with self._setup.memory.phase(Phase.SCORE):
+            if self.corrects(external):
+                with host_memory(), charge(Component.TRAJECTORY):
+                    weights = repeat(Stage.STORE, self._corrections, trajectory)
+                return replace(trajectory, importance_weights=weights)
+            wanting = [row for row in trajectory.rows_of(later_rows) if not trajectory.has_old[row]]
+            later = repeat(Stage.STORE, self._learning, trajectory, wanting)
+            if not later:
+                return trajectory
+            old = self.scored(self._adapter, trajectory, later, known=trajectory.old_logprobs)
+            has_old = tuple(known or row in set(later) for row, known in enumerate(trajectory.has_old))
+            return replace(trajectory, old_logprobs=old, has_old=has_old)
+
+    def corrects(self, external: bool) -> bool:
+        """Whether the loss corrects completions that another sampler drew."""
+        return external and self._config.vllm_importance_sampling_correction
+
+    def _learning(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
+        learns = partial(contributes, trajectory, every_row=self._config.every_row_learns)
+        return [row for row in rows if learns(row)]
+
+    def _corrections(self, trajectory: Trajectory) -> Ragged:
+        if trajectory.sampling_logprobs is None:
+            raise AssertionError("a rollout has the log-probs it was drawn with")
+        sampled = trajectory.sampling_logprobs.rows()
+        return Ragged.from_rows([self._correction(trajectory, row, sampled[row]) for row in range(len(trajectory))])
+
+    def _correction(self, trajectory: Trajectory, row: int, sampling_logprobs_T: Tensor) -> Tensor:
+        """Weighs a row's actions by how much likelier they have become since they were drawn."""
+        if trajectory.old_logprobs is None:
+            raise AssertionError("corrections follow scoring")
+        return importance_weights(
+            trajectory.old_logprobs.rows()[row],
+            sampling_logprobs_T,
+            trajectory.loss_mask.rows()[row],
+            mode=self._config.vllm_importance_sampling_mode,
+            clip_min=self._config.vllm_importance_sampling_clip_min,
+            clip_max=self._config.vllm_importance_sampling_clip_max,
+        )

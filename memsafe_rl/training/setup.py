@@ -1,0 +1,210 @@
+"""Everything a training step needs, as one frozen value: built in one place, replaced as a whole, built again dry."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from memsafe_rl.accounting import weights_of
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.data.environments import EnvironmentPool
+from memsafe_rl.data.prompts import PromptSource
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.memory.runtime.recovery import Recovery
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.models.language.causal_lm import autocast
+from memsafe_rl.parallel.one_process import OneProcess
+from memsafe_rl.parallel.protocol import Parallel
+from memsafe_rl.rewards.base import RewardRunner, RewardScores
+from memsafe_rl.rollout.engine import RolloutEngine
+from memsafe_rl.rollout.multi_turn.roles import ModelRoles
+from memsafe_rl.training.advantages import Advantages
+from memsafe_rl.training.build.protocol import ModelFactory
+from memsafe_rl.training.combiner import Combiner
+from memsafe_rl.training.holdings import Holdings
+from memsafe_rl.training.optim.optimizer import Committer
+from memsafe_rl.types import Component, ModelGeometry, SamplingSettings, UpdatePlan, UpdateWork
+
+DrawRollout = Callable[[list[Any]], Mapping[str, Any]]
+"""A user's `rollout_func`, its trainer given already."""
+
+
+class StepEvents(Protocol):
+    """Who is told what happens inside a step."""
+
+    def sampling(self, ended: int, total: int) -> None:
+        """Tells how many of a rollout's completions have ended.
+
+        Args:
+            ended: completions that have ended.
+            total: completions of the rollout.
+        """
+
+    def rewarded(self, scores: RewardScores) -> None:
+        """Tells what reward functions logged, and their seconds.
+
+        Args:
+            scores: of one call of all reward functions.
+        """
+
+
+class Silent:
+    """Tells nobody."""
+
+    def sampling(self, ended: int, total: int) -> None:
+        """Does nothing."""
+
+    def rewarded(self, scores: RewardScores) -> None:
+        """Does nothing."""
+
+
+SILENT = Silent()
+
+
+def leave_room(plan: UpdatePlan) -> None:
+    """Takes nothing more from the device before an update."""
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """The parts of a training step; none of them knows of the loop, or of the trainer that owns it.
+
+    Args:
+        config: the run's settings.
+        adapter: the model.
+        reference_model: a frozen copy for the reference; None where there is none, or an adapter is switched off.
+        models: reads prompts, shows samples and writes weights of this kind of model.
+        engine: draws completions.
+        sampling: how they are drawn.
+        rewards: the reward functions.
+        memory_policy: makes the plans.
+        recovery: repeats stages that run out of memory, and tracks the run's memory.
+        holdings: what the run is known to hold.
+        parallel: the processes of the run.
+        advantages: turns rewards into advantages.
+        combiner: makes one gradient of the objectives'.
+        source: the prompts by position.
+        dataset: the prompts as a dataset.
+        roles: the model under its adapters, as users of episodes.
+        environments: where episodes of several turns are played; None where a completion is one turn.
+        draw_rollout: draws completions in place of the engine; None for the engine.
+        committer: moves the weights; None before training begins.
+        events: told what happens inside the step.
+        make_room: takes what a plan wants elsewhere from the device before the gradient is accumulated.
+    """
+
+    config: TrainerConfig
+    adapter: Any
+    reference_model: nn.Module | None
+    models: ModelFactory
+    engine: RolloutEngine
+    sampling: SamplingSettings
+    rewards: RewardRunner
+    memory_policy: MemoryPolicy
+    recovery: Recovery
+    holdings: Holdings
+    parallel: Parallel
+    advantages: Advantages
+    combiner: Combiner
+    source: PromptSource
+    dataset: Any
+    roles: ModelRoles
+    environments: EnvironmentPool | None = None
+    draw_rollout: DrawRollout | None = None
+    committer: Committer | None = None
+    events: StepEvents = SILENT
+    make_room: Callable[[UpdatePlan], None] = leave_room
+
+    @property
+    def memory(self) -> MemoryTracker:
+        """The run's memory: budget, plans, peaks and events."""
+        return self.recovery.tracker
+
+    @property
+    def model(self) -> nn.Module:
+        """The network that is trained."""
+        model: nn.Module = self.adapter.model
+        return model
+
+    @property
+    def committed(self) -> Committer:
+        """What moves the weights, once training has begun."""
+        if self.committer is None:
+            raise AssertionError("training has not begun")
+        return self.committer
+
+    @property
+    def trained(self) -> nn.Module:
+        """The module of all that is trained."""
+        beside = self.advantages.modules()
+        return nn.ModuleDict({"model": self.model, **beside}) if beside else self.model
+
+    @property
+    def networks(self) -> tuple[nn.Module, ...]:
+        """Every network whose weights lie on the device."""
+        reference = () if self.reference_model is None else (self.reference_model,)
+        return (self.model, *reference, *self.advantages.modules().values(), *self.rewards.models)
+
+    @property
+    def readers(self) -> dict[str, ModelGeometry]:
+        """Sizes of the networks that read whole rows, by what they are called."""
+        return {"model": self.adapter.geometry, **self.advantages.geometries()}
+
+    @property
+    def planned_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        config, per_epoch = self.config, self.source.prompts_per_epoch
+        if config.max_steps > 0:
+            return config.max_steps
+        if per_epoch is None:
+            raise ConfigError("max_steps is -1 but the dataset is a stream of unknown length. Set max_steps.")
+        rollouts = per_epoch // config.prompts_per_rollout
+        return math.ceil(config.num_train_epochs * rollouts * config.updates_per_epoch * config.num_iterations)
+
+    def weights(self) -> list[Tensor]:
+        """Gives the weights of all networks, shared ones once."""
+        return list(weights_of(*self.networks))
+
+    def autocast(self) -> torch.autocast:
+        """Gives the context of a forward pass; left after each, so that its weight cache never outlives one."""
+        return autocast(self.adapter.device, self.config.autocast_dtype)
+
+    def local_work(self, work: UpdateWork) -> UpdateWork:
+        """Adds to a step's shape what is trained beside the model, waits beside it, and is this rank's of both."""
+        work = self.advantages.work(replace(work, gradients_aside=self.combiner.gradients_aside))
+        own = self.parallel.local_bytes(Component.GRADIENTS, work.geometry.trainable_bytes)
+        return replace(work, geometry=replace(work.geometry, trainable_bytes=own))
+
+    def dry(self, memory_policy: MemoryPolicy | None = None, *, step: int = 0, **other: Any) -> TrainingSetup:
+        """Gives a setup whose steps leave this one's plans, events, metrics and ranks alone.
+
+        It shares model, optimizer and device, runs alone whatever the ranks, updates without dropout, and informs
+        nobody.
+
+        Args:
+            memory_policy: cuts its work; None for this one's.
+            step: optimizer steps done, which its events bear.
+            **other: further parts that differ.
+
+        Returns:
+            The setup; its memory goes on by itself from what is known here.
+        """
+        memory, policy = self.memory.fork(), memory_policy or self.memory_policy
+        memory.step = step
+        config = copy.copy(self.config)
+        config.disable_dropout = True
+        parts: dict[str, Any] = {
+            "config": config,
+            "memory_policy": policy,
+            "recovery": Recovery(memory, policy),
+            "parallel": OneProcess(),
+            "events": SILENT,
+        }
+        return replace(self, **(parts | other))

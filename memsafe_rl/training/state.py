@@ -1,0 +1,68 @@
+"""Where a run stands: what a checkpoint holds beside weights and optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transformers import TrainerState
+
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.config.degradation import Degradation
+from memsafe_rl.data.order import Cursor
+from memsafe_rl.data.partial_rollouts import OpenGroup
+from memsafe_rl.memory.runtime.random_state import RandomState
+from memsafe_rl.training.alarms import AlarmWatch
+from memsafe_rl.training.controllers import Controllers
+from memsafe_rl.training.objectives import kl_bands
+from memsafe_rl.training.samples import Rollout
+
+
+@dataclass
+class RunState:
+    """Where a run stands between two steps.
+
+    Args:
+        controllers: coefficients moved by the run's own measurements.
+        alarms: which rules are broken.
+        progress: steps, epochs and logs, in transformers' form.
+        cursor: the next optimizer step, in plain integers.
+        rollout: what is being learnt from; None where the next step draws anew.
+        waiting: groups of completions that the next rollout resumes.
+        history: one record per optimizer step.
+        degradations: changes of the task that were taken because no plan fitted.
+        random: state of the random generators at the step's beginning; None between steps.
+    """
+
+    controllers: Controllers
+    alarms: AlarmWatch
+    progress: TrainerState
+    cursor: Cursor = field(default_factory=Cursor)
+    rollout: Rollout | None = None
+    waiting: tuple[OpenGroup, ...] = ()
+    history: list[dict[str, float]] = field(default_factory=list)
+    degradations: list[Degradation] = field(default_factory=list)
+    random: RandomState | None = None
+
+    @classmethod
+    def at_start(cls, config: TrainerConfig, *, is_main: bool) -> RunState:
+        """Gives where a run begins."""
+        return cls(
+            Controllers.at_start(config),
+            AlarmWatch(config.alarm_rules, kl_bands(config.objective_list)),
+            TrainerState(is_world_process_zero=is_main, is_local_process_zero=is_main),
+        )
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.progress.global_step)
+
+    @property
+    def consumed(self) -> int:
+        """Prompts that the present rollout has taken from the source."""
+        return 0 if self.rollout is None else self.rollout.consumed
+
+    def leave_rollout(self) -> None:
+        """Lets go of a rollout that is used up; its unfinished groups wait for the next one."""
+        self.waiting = () if self.rollout is None else self.rollout.waiting
+        self.rollout = None
