@@ -30,7 +30,6 @@ from memsafe_rl.memory.runtime.random_state import capture_random_state, set_ran
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
-from memsafe_rl.models.language.base import LanguageAdapter
 from memsafe_rl.parallel.ranks import Ranks
 from memsafe_rl.preflight.synthetic import chains, embedded_prompts, lay_down
 from memsafe_rl.preflight.worst_rows import later_rows, tried_places, widest_slices, worst_step
@@ -320,7 +319,7 @@ def _probe_drawing(trial: OnPolicyTrainer, drawing: Drawing) -> None:
         several = maker.plays_turns and longest.completion_tokens > 2
         ending = _AtTheEnd(trial.adapter, longest, plan.prefill_tokens if several and plan.kept_kv_bytes else 0)
         # The cache that transformers' generate keeps, where that decodes, is out of reach.
-        own_cache = not isinstance(trial.adapter, LanguageAdapter) or trial.adapter.path.decodes
+        own_cache = trial.adapter.decodes
         tried = cast(ModelAdapter, ending) if own_cache else trial.adapter
         generate(tried, *_samples(ids, first), two_tokens, under(plan))
         if not ending.stretched and longest.completion_tokens > 2:  # a cache that only grows by reading
@@ -412,7 +411,7 @@ class _AtTheEnd:
         """Appends one token to every row of the widened cache."""
         drawn, slots = self._longest.completion_tokens - 2, self._longest.row_tokens - 2
         told = 0 if self._anew else min(self._reads // state.rows, slots // 2)
-        self.stretched = self._adapter.stretch(state, max(0, drawn - told - bool(self._reads)))
+        self.stretched = state.stretch(max(0, drawn - told - bool(self._reads)))
         if self._reads and self.stretched and self._adapter.joins:
             self._adapter.decode_step(state, tokens_B)  # makes room for all that the cache now stands for
             if self._anew:

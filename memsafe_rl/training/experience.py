@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.data.environments import EnvironmentPool, drawn_by_limit
+from memsafe_rl.data.environments import EnvironmentPool
 from memsafe_rl.data.external_rollout import ExternalRollout, RolloutFunction, check_contexts, read_rollout
 from memsafe_rl.data.partial_rollouts import (
     Gathered,
@@ -32,18 +32,14 @@ from memsafe_rl.memory.planning.plan_checks import check_rollout_plan
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.recovery import Recovery
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.models.language.seq2seq import Seq2SeqAdapter
 from memsafe_rl.ops.advantages import estimated_advantages, zero_spread_groups
 from memsafe_rl.ops.evaluation import sample_metrics
 from memsafe_rl.parallel.ranks import Ranks
 from memsafe_rl.rewards.base import PendingScores, RewardRunner
-from memsafe_rl.rollout.engine import RolloutEngine
+from memsafe_rl.rollout.engine import RolloutEngine, RolloutScope
 from memsafe_rl.rollout.multi_turn.lockstep import EpisodeBatch
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.rollout.multi_turn.users import ModelUser
-from memsafe_rl.rollout.native.engine import NativeEngine
-from memsafe_rl.rollout.native.generation import generate
-from memsafe_rl.rollout.native.kv_retention import KeptCaches, name_of
 from memsafe_rl.trainers.kinds import Kind
 from memsafe_rl.training.critic_advantages import CriticAdvantages
 from memsafe_rl.training.objectives import judge, reward_metrics
@@ -113,15 +109,14 @@ class ExperienceMaker(RolloutScorer):
         self._rollout_func = rollout_func
         self._stage = stage
         self.roles = ModelRoles(adapter)
-        self._kept: KeptCaches | None = None
+        self._scope: RolloutScope | None = None
         if stage is not None and (adapter.time_separable or adapter.geometry.source_bytes is not None):
             raise ConfigError(
                 f"{type(adapter.model).__name__} cannot play episodes, where a prompt grows by what was said: that "
                 "takes a causal language model. Leave tools and environment_factory out."
             )
         engine.check(sampling)
-        if isinstance(adapter, Seq2SeqAdapter):
-            adapter.take_sources()
+        adapter.take_sources()
 
     def limit(self, max_new_tokens: int) -> None:
         """Sets the longest completion of the rollouts to come; a shortest one that is longer comes down to it."""
@@ -131,22 +126,16 @@ class ExperienceMaker(RolloutScorer):
     @property
     def corrects_sampler(self) -> bool:
         """Whether completions come from a sampler that is not quite the trained network, and the loss corrects it."""
-        return self._rollout_func is None and self._corrected(self._engine.is_external)
+        return self._rollout_func is None and self._corrected(self._engine.supports.is_external)
 
     @property
     def can_round_cache(self) -> bool:
         """Whether `round_cache` would do it."""
-        engine = self._engine
-        own = isinstance(engine, NativeEngine) and engine.can_round_cache
-        return own and self._rollout_func is None and self._config.partial_rollout_tokens is None
+        able = self._engine.supports.int8_cache
+        return able and self._rollout_func is None and self._config.partial_rollout_tokens is None
 
     def round_cache(self) -> None:
         """Keeps the caches of the rollouts to come in 8 bits."""
-        if not isinstance(self._engine, NativeEngine):
-            raise ConfigError(
-                f"cache_implementation='quantized' with the engine {self._engine.name!r}, which keeps its own cache. "
-                "Leave one of the two out."
-            )
         self._engine.round_cache()
 
     def close(self) -> None:
@@ -252,7 +241,7 @@ class ExperienceMaker(RolloutScorer):
             group_size=group_size,
             max_new_tokens=self._sampling.max_new_tokens,
             geometry=self._adapter.geometry,
-            scored=self._config.has_reference and not self._adapter.time_separable,
+            scored=self._config.has_reference and not self._adapter.closed_form_kl,
         )
 
     def _draw(
@@ -274,7 +263,7 @@ class ExperienceMaker(RolloutScorer):
                 given = self._play(self._stage, match)
             elif self._rollout_func is None:
                 drawn = self._generate(prompts, rollout, group_size, work, first_prompt, mine)
-                external = self._engine.is_external
+                external = self._engine.supports.is_external
                 given = ExternalRollout([prompts.ids[row // group_size] for row in mine], drawn, external=external)
             else:
                 given = self._call_rollout_func(prompts, group_size, mine)
@@ -373,7 +362,7 @@ class ExperienceMaker(RolloutScorer):
     def _kept_most(self, work: RolloutWork, match: EpisodeBatch | None = None) -> int:
         """Counts the keys and values that could wait between turns: of all agents at their longest, and of users."""
         geometry = work.geometry
-        if not self.plays_turns or not isinstance(self._engine, NativeEngine) or not geometry.shares_prompts:
+        if not self.plays_turns or not self._engine.supports.kv_retention:
             return 0
         longest = max(work.prompt_tokens, default=1)
         prompts = len(work.prompt_tokens) * geometry.prompt_kv_bytes(longest)
@@ -389,31 +378,20 @@ class ExperienceMaker(RolloutScorer):
     def _play(self, stage: EnvironmentPool, match: EpisodeBatch) -> ExternalRollout:
         """Plays episodes to their ends; only what draws is repeated when memory runs out."""
         self._recovery.repeat(lambda: self._engine.synchronise(self._owner.state.global_step))
-        self._kept = kept = KeptCaches(live=lambda: {name_of(key) for key in match.live_keys})
         try:
-            while match.goes_on:
-                match.agents_speak()
-                match.users_speak()
+            with self._engine.open(lambda: match.live_keys) as self._scope:
+                while match.goes_on:
+                    match.agents_speak()
+                    match.users_speak()
         finally:
-            kept.clear()
-            self._kept = None
+            self._scope = None
         self._engine.release()
-        return stage.given(match.episodes(), external=self._engine.is_external)
+        return stage.given(match.episodes(), external=self._engine.supports.is_external)
 
     def _draw_turns(self, prompts: list[Tensor], keys: list[list[SequenceKey]], limits: list[int]) -> list[Completion]:
         """Draws one turn of every agent."""
         settings, attempt = self._sampling, self._attempt(self._turn_work(prompts, keys, limits, self._adapter))
-        progress = self._owner.report_sampling
-        if isinstance(self._engine, NativeEngine):
-            return self._engine.generate(prompts, keys, settings, attempt, progress, limits=limits, kept=self._kept)
-        return drawn_by_limit(
-            lambda some, names, limit: self._engine.generate(
-                some, names, replace(settings, max_new_tokens=limit), attempt, progress
-            ),
-            prompts,
-            keys,
-            limits,
-        )
+        return self._opened.generate(prompts, keys, settings, attempt, self._owner.report_sampling, limits=limits)
 
     def _draw_answers(
         self, user: ModelUser, prompts: list[Tensor], keys: list[list[SequenceKey]], limits: list[int]
@@ -429,7 +407,14 @@ class ExperienceMaker(RolloutScorer):
         )
         with self.roles.acting(user.role) as adapter:
             attempt = self._attempt(self._turn_work(prompts, keys, limits, adapter))
-            return generate(adapter, prompts, keys, own, attempt, limits=limits, kept=self._kept)
+            return self._opened.generate_as(adapter, prompts, keys, own, attempt, limits=limits)
+
+    @property
+    def _opened(self) -> RolloutScope:
+        """The scope of the episodes that are being played."""
+        if self._scope is None:
+            raise AssertionError("turns are drawn while episodes are played")
+        return self._scope
 
     def _turn_work(
         self, prompts: Sequence[Tensor], keys: Sequence[Sequence[SequenceKey]], limits: Sequence[int], adapter: Any
@@ -480,8 +465,7 @@ class ExperienceMaker(RolloutScorer):
             place, sample = open_rows[row]
             mine.setdefault(place, []).append(sample)
         with self._tracker.phase(Phase.ROLLOUT):
-            drawn = generate(
-                self._adapter,
+            drawn = self._engine.generate(
                 [groups[place].prompts.ids[0] for place in mine],
                 [
                     [groups[place].key(self._config.seed, sample) for sample in samples]

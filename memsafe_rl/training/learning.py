@@ -24,7 +24,7 @@ from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.ops.merging import merge_weights
 from memsafe_rl.parallel.ranks import Ranks
-from memsafe_rl.rollout.scoring import row_lengths, update_work
+from memsafe_rl.rollout.scoring import update_work
 from memsafe_rl.trainers.hf_surface import TrainerSurface
 from memsafe_rl.training.controllers import Controllers
 from memsafe_rl.training.critic_advantages import CriticAdvantages
@@ -164,7 +164,7 @@ class LearningTrainer(TrainerSurface):
     def _mine(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """This rank's rows that can move a weight."""
         useful = [row for row in rows if contributes(trajectory, row, every_row=self.args.every_row_learns)]
-        return self._ranks.balance(useful, row_lengths(trajectory, useful))
+        return self._ranks.balance(useful, trajectory.row_lengths(useful))
 
     def _plan_update(self, trajectory: Trajectory, mine: Sequence[int]) -> None:
         """Asks the memory policy how to cut this rank's rows."""

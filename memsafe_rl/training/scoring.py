@@ -14,7 +14,6 @@ from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.memory.runtime.recovery import Attempt, Recovery
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.models.language.seq2seq import Seq2SeqAdapter
 from memsafe_rl.ops.importance import importance_weights
 from memsafe_rl.parallel.ranks import Ranks
 from memsafe_rl.rollout.scoring import RowScores, read_sources, score_all, update_work, value_all
@@ -77,12 +76,12 @@ class RolloutScorer:
         """Whether what an encoder reads is kept with the rollout: it is frozen, and would read it more than once."""
         config = self._config
         again = config.num_iterations > 1 or config.updates_per_epoch > 1 or config.has_reference
-        alike = isinstance(self._adapter, Seq2SeqAdapter) and self._adapter.reads_alike
-        return alike and again and config.disable_dropout  # dropout would read a prompt anew each time
+        # Dropout would read a prompt anew each time.
+        return self._adapter.reads_alike and again and config.disable_dropout
 
     def _with_sources(self, trajectory: Trajectory) -> Trajectory:
         """Adds what a frozen encoder makes of the prompts, read once for scoring and all updates."""
-        if not (isinstance(self._adapter, Seq2SeqAdapter) and self.keeps_sources):
+        if not self.keeps_sources:
             return trajectory
         with self._tracker.phase(Phase.SCORE, compared=False), charge(Component.TRAJECTORY):
             sources = read_sources(self._adapter, trajectory, self.scoring(trajectory, range(len(trajectory))))
@@ -91,7 +90,7 @@ class RolloutScorer:
     def _score_everyone(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
         """Adds what no reward changes: reference log-probs, values, and old log-probs that correct another sampler."""
         # A denoiser's KL is taken in the update, in closed form, from the means of both networks.
-        referred = self._config.has_reference and not self._adapter.time_separable
+        referred = self._config.has_reference and not self._adapter.closed_form_kl
         corrected = self._corrected(external)
         if not (corrected or referred or self._credit is not None):
             return trajectory

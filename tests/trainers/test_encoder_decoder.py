@@ -117,7 +117,7 @@ class Calls:
 
     def __init__(self, trainer: Any) -> None:
         self.rows: list[int] = []
-        encoder = trainer.adapter._lm.get_encoder()
+        encoder = trainer.adapter.lm.get_encoder()
         encoder.register_forward_hook(self._note)
 
     def _note(self, _: Any, __: Any, output: Any) -> None:

@@ -141,7 +141,7 @@ def test_a_stretched_cache_is_as_large_as_a_read_one(arch: str, width: int) -> N
     adapter = CausalLMAdapter(tiny_model(arch), pad_token_id=0)
     adapter.joins = False
     _, short = adapter.prefill([torch.arange(2, 6), torch.arange(2, 5)])
-    assert adapter.stretch(short, width - 4)
+    assert short.stretch(width - 4)
     _, read = adapter.prefill([torch.arange(2, 2 + width), torch.arange(2, 1 + width)])
     for state in (short, read):
         assert state.width == width
@@ -158,7 +158,7 @@ def test_stretched_rows_are_as_large_as_decoded_ones(arch: str, width: int) -> N
     adapter = CausalLMAdapter(tiny_model(arch), pad_token_id=0)
     assert adapter.joins
     short, read = (adapter.prefill([torch.arange(2, 12), torch.arange(2, 11)])[1] for _ in range(2))
-    assert adapter.stretch(short, width - 10)
+    assert short.stretch(width - 10)
     for _ in range(width - 10):
         adapter.decode_step(read, torch.tensor([2, 3]))
     assert adapter.decode_step(short, torch.tensor([2, 3])).isfinite().all()
