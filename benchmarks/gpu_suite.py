@@ -283,7 +283,7 @@ def prove(size: Size) -> Record:
                 peft_config=LoraConfig(r=8, target_modules="all-linear") if lora else None,
                 memory_policy=LEAN,
             )
-            proof = verify_plan(trainer)
+            proof = verify_plan(trainer.loop)
             found[name] = {
                 "passed": proof.passed,
                 "difference": proof.difference,

@@ -148,14 +148,14 @@ class Bench:
         )
         self._start = [parameter.detach().clone() for parameter in self.trainer.model.parameters()]
         self._seconds: list[float] = []
-        step = self.trainer._train_step
+        step = self.trainer.loop.step
 
         def timed() -> None:
             began = time.process_time()
             step()
             self._seconds.append(time.process_time() - began)
 
-        self.trainer._train_step = timed  # type: ignore[method-assign]
+        self.trainer.loop.step = timed  # type: ignore[method-assign]
 
     def turn(self, *, bare_of_memory: bool) -> float:
         """Trains once from the same weights.

@@ -37,6 +37,7 @@ from memsafe_rl import (
 from memsafe_rl.accounting import host_memory, listen, stop_listening
 from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
 from memsafe_rl.types import Completion, MemoryFailure
+from tests.trainers.helpers import rewire
 
 VOCAB_SIZE = 258
 GROUP_SIZE = 4
@@ -478,16 +479,14 @@ class Watched:
         self.trainer = _make_trainer(scene, output_dir, self.reward, self.ends, settings)
         self.sampled: list[Completion] = []
         self._gradients: list[Tensor] = []
-        maker = self.trainer._maker
-        generate = maker._generate
 
-        def noted(*arguments: Any) -> list[Completion]:
-            completions: list[Completion] = generate(*arguments)
+        def noted(generate: Any, *arguments: Any, **named: Any) -> list[Completion]:
+            completions: list[Completion] = generate(*arguments, **named)
             with host_memory():
                 self.sampled += copy.deepcopy(completions)
             return completions
 
-        maker._generate = noted
+        rewire(self.trainer, "collector", "generate", lambda generate: partial(noted, generate))
         with host_memory():
             self._start_weights = [weight.detach().clone() for weight in self._weights()]
             self._start_random = capture_random_state()
@@ -526,24 +525,24 @@ class Watched:
     def begin(self) -> None:
         """Begins a run whose steps are called one by one."""
         self.put_back()
-        self.trainer._begin(None)
+        self.trainer.loop.begin(None)
         self._listen_to_commits()
 
     def step(self) -> StepRecord:
         """Runs one optimizer step and notes what it did."""
-        trainer, tracker = self.trainer, self.trainer._tracker
+        trainer, tracker = self.trainer, self.trainer.setup.memory
         before = len(tracker.events)
         for noted in (self.reward.calls, self.sampled, self._gradients):
             noted.clear()
-        learnt_from = trainer._experience
+        learnt_from = trainer.loop.state.rollout
         allocations, began = self.device.allocations, time.perf_counter()
-        trainer._train_step()
+        trainer.loop.step()
         seconds, allocations = time.perf_counter() - began, self.device.allocations - allocations
         live_bytes = self.device.live_bytes
         with host_memory():
             return StepRecord(
                 completions=list(self.sampled),
-                stores=_stores(trainer._experience or learnt_from),
+                stores=_stores(trainer.loop.state.rollout or learnt_from),
                 gradient=self._gradients[0],
                 weights=self.weights(),
                 loss=trainer.history[-1]["loss"],
@@ -555,12 +554,12 @@ class Watched:
             )
 
     def _weights(self) -> list[Tensor]:
-        return [weight for weight in self.trainer._trained().parameters() if weight.requires_grad]
+        return [weight for weight in self.trainer.setup.trained.parameters() if weight.requires_grad]
 
     def _listen_to_commits(self) -> None:
         """Notes gradients as commits begin; a subclass, since a wrapper on the committer would keep it alive."""
         gradients, weights = self._gradients, self._weights()
-        committer = self.trainer._committer
+        committer = self.trainer.setup.committer
         kind = type(committer)
 
         class Noted(kind):  # type: ignore[misc, valid-type]
@@ -589,12 +588,13 @@ class Standing:
                 for owner, state in optimizer.state.items()
             ]
             self._random = capture_random_state()
-            self._pending = copy.deepcopy(dict(trainer._pending))
+            self._pending = copy.deepcopy(dict(trainer.loop.pending))
         self._rates = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
         self._schedule = copy.deepcopy(trainer.lr_scheduler.state_dict())
-        self._facts = {name: getattr(trainer, name) for name in _FACTS}
-        self._copied = {name: copy.deepcopy(getattr(trainer, name)) for name in ("state", "control", "history")}
-        self._memory = trainer._tracker.state_dict()
+        self._facts = {name: getattr(trainer.loop.state, name) for name in _FACTS}
+        self._copied = {name: copy.deepcopy(getattr(trainer.loop.state, name)) for name in ("progress", "history")}
+        self._control = copy.deepcopy(trainer.control)
+        self._memory = trainer.setup.memory.state_dict()
 
     def restore(self) -> None:
         """Puts everything back, bit for bit."""
@@ -613,16 +613,17 @@ class Standing:
             group.update(rates)
         trainer.lr_scheduler.load_state_dict(copy.deepcopy(self._schedule))
         for name, value in self._facts.items():
-            setattr(trainer, name, value)
+            setattr(trainer.loop.state, name, value)
         for name, value in self._copied.items():
-            setattr(trainer, name, copy.deepcopy(value))
-        trainer._pending.clear()
-        trainer._pending.update(copy.deepcopy(self._pending))
-        trainer._tracker.load_state_dict(self._memory)
+            setattr(trainer.loop.state, name, copy.deepcopy(value))
+        trainer.loop.control = copy.deepcopy(self._control)
+        trainer.loop.pending.clear()
+        trainer.loop.pending.update(copy.deepcopy(self._pending))
+        trainer.setup.memory.load_state_dict(self._memory)
         set_random_state(self._random)
 
 
-_FACTS = ("_cursor", "_experience", "_controllers", "_table", "_random_before_step")
+_FACTS = ("cursor", "rollout", "controllers", "random")
 
 
 @dataclass
@@ -696,7 +697,7 @@ def storm_over(
     findings = Findings()
     with SimulatedMemory(exact=True) as device:
         watched = Watched(scene, device, output_dir)
-        storm = Storm(device, watched.trainer._tracker, seed)
+        storm = Storm(device, watched.trainer.setup.memory, seed)
         for fallen in _storms(watched, storm, findings):
             told(fallen)
             if findings.faults >= faults or findings.violations:

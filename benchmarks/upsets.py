@@ -93,7 +93,7 @@ def upset(scene: Scene, kind: str, seed: int, output_dir: Path) -> list[str]:
     with SimulatedMemory(exact=True) as device, _heard_interrupts():
         every = NEVER if kind in SELF_SAVING else 1
         watched = Watched(scene, device, output_dir, max_steps=4, save_strategy="steps", save_steps=every)
-        found = _upset(watched, Storm(device, watched.trainer._tracker, seed), kind, output_dir)
+        found = _upset(watched, Storm(device, watched.trainer.setup.memory, seed), kind, output_dir)
         del watched
     gc.collect()
     return [f"{scene.name}, {kind}, seed {seed}: {what}" for what in found]
@@ -194,7 +194,7 @@ def _manner(watched: Watched) -> dict[str, Any]:
         "adapters": [(module.disable_adapters, list(module.active_adapters)) for module in adapters],
         "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules],
         "gradient mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
-        "phase": str(watched.trainer._tracker.phase_now),
+        "phase": str(watched.trainer.setup.memory.phase_now),
         "interrupt handler": signal.getsignal(signal.SIGINT),
     }
 

@@ -65,16 +65,16 @@ def test_epochs_over_chains_hold_one_chain_and_stop_by_their_kl(tmp_path: Path) 
         with SimulatedMemory(2**30) as memory:
             trainer = make_diffusion_trainer(tmp_path / f"{epochs}-{len(settings)}", num_iterations=epochs, **settings)
             stores: list[int] = []
-            learn = trainer._learn
+            learn = trainer.loop.learn
 
             def noted() -> Any:
                 found = learn()
-                if trainer._experience is not None:
-                    sizes = trainer._experience.trajectory.nbytes()
+                if trainer.loop.state.rollout is not None:
+                    sizes = trainer.loop.state.rollout.trajectory.nbytes()
                     stores.append(sizes["actions"] + sizes["starts"])
                 return found
 
-            trainer._learn = noted
+            trainer.loop.learn = noted
             trainer.train()
         assert memory.peak_bytes > 0
         return trainer, max(stores, default=0)
@@ -84,4 +84,4 @@ def test_epochs_over_chains_hold_one_chain_and_stop_by_their_kl(tmp_path: Path) 
     stopped, _ = run(3, max_steps=6, kl_stop=1e-12, plan=cut(8))
     stops = [event for event in stopped.memory_events if event["event"] == "kl_stop"]
     assert stops
-    assert stopped._cursor.rollout > 2  # rollouts went on after the passes over one had ended
+    assert stopped.loop.state.cursor.rollout > 2  # rollouts went on after the passes over one had ended

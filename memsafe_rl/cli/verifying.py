@@ -26,7 +26,7 @@ def verify(run: Run, console: Console) -> bool:
     """Proves on a run's own model that its plan changes nothing, and prints the comparison."""
     given = ingredients(run)
     with device_of(run, console):
-        found = verify_plan(trainer_of(run)(**given))
+        found = verify_plan(trainer_of(run)(**given).loop)
     if run.config.should_log:
         show_verification(found, console)
     return found.passed

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.config.base import TrainerConfig
@@ -226,21 +225,6 @@ def environment_pool_for(
     if not tools and environment_factory is None:
         return None
     return EnvironmentPool(config, tokenizer, tools, environment_factory)
-
-
-def drawn_by_limit(
-    draw: Callable[[list[Tensor], list[list[SequenceKey]], int], list[Completion]],
-    prompts: Sequence[Tensor],
-    keys: Sequence[Sequence[SequenceKey]],
-    limits: Sequence[int],
-) -> list[Completion]:
-    """Draws turns by an engine that has one longest length a call: one call for each there is."""
-    found: dict[int, list[Completion]] = {}
-    for limit in sorted(set(limits)):
-        places = [place for place, own in enumerate(limits) if own == limit]
-        drawn = iter(draw([prompts[place] for place in places], [list(keys[place]) for place in places], limit))
-        found |= {place: [next(drawn) for _ in keys[place]] for place in places}
-    return [completion for place in range(len(prompts)) for completion in found[place]]
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:

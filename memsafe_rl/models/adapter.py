@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from memsafe_rl.types import Distribution, ModelGeometry, TokenDistribution, Trajectory
+from memsafe_rl.models.decoding.by_transformers import Choose
+from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
+from memsafe_rl.slices import MicroBatch
+from memsafe_rl.types import Distribution, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
 
 
 class DecodeState(Protocol):
-    """Keys and values of the rows being decoded; opaque to the loops."""
+    """Keys and values of the rows being decoded."""
 
     @property
     def rows(self) -> int:
@@ -22,6 +25,50 @@ class DecodeState(Protocol):
     def nbytes(self) -> int:
         """Bytes of the cache."""
 
+    def prompt_bytes(self) -> int:
+        """Bytes of the prompts that are kept once for all their rows; 0 where each row has its own."""
+
+    def prompt_blocks(self) -> list[PromptBlock]:
+        """The blocks that hold these prompts, each once."""
+
+    def keep_whole(self, whole: bool) -> None:
+        """Says whether rows may still begin at the prompts, so that nothing of them may be given up.
+
+        Args:
+            whole: whether they may.
+        """
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """Keeps, drops, repeats or reorders rows.
+
+        Args:
+            rows: indices of the rows wanted, with repeats.
+
+        Returns:
+            A cache of these rows. This one must not be used afterwards, unless the adapter ``joins`` and the rows have
+            drawn nothing.
+        """
+
+    def join(self, other: Self) -> Self:
+        """Puts the rows of another cache behind this one's; only where the adapter ``joins``.
+
+        Args:
+            other: a cache of the same network.
+
+        Returns:
+            A cache of both, which must not be used afterwards, unless their rows have drawn nothing.
+        """
+
+    def stretch(self, tokens: int) -> bool:
+        """Widens the cache in place as if every row had drawn so many more tokens; to measure, not to decode.
+
+        Args:
+            tokens: tokens that every row has more afterwards.
+
+        Returns:
+            Whether it could; False where this kind of cache only grows by reading.
+        """
+
 
 class ScoringAdapter(Protocol):
     """A network whose stored actions can be scored and learnt from, whatever an action is.
@@ -29,11 +76,14 @@ class ScoringAdapter(Protocol):
     Attributes:
         model: the network that is trained, as the user knows it (a `PeftModel` when there is one).
         time_separable: whether columns of a trajectory can be scored one by one (diffusion: True, tokens: False).
+        closed_form_kl: whether the KL to the reference follows from the two distributions, so that no log-probs of the
+            reference are stored (Gaussian steps of a chain: True, tokens: False).
         packs_prompts: whether `distribution` can take one copy of a prompt for all its completions.
     """
 
     model: nn.Module
     time_separable: bool
+    closed_form_kl: bool
     packs_prompts: bool
 
     @property
@@ -43,6 +93,41 @@ class ScoringAdapter(Protocol):
     @property
     def geometry(self) -> ModelGeometry:
         """Sizes from which bytes are counted."""
+
+    def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:
+        """Gives the shape of rows, as a memory policy may know it.
+
+        Args:
+            trajectory: the store.
+            rows: indices of the rows.
+            packable: whether rows may lie behind one copy of each prompt, where ``packs_prompts``.
+
+        Returns:
+            The shape of all their columns in which actions count.
+        """
+
+    def micro_batches(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        tokens: int,
+        *,
+        columns: Sequence[int] | None = None,
+        packed: bool = False,
+    ) -> list[list[MicroBatch]]:
+        """Cuts rows into forward passes; where they are cut changes no sum over them.
+
+        Args:
+            trajectory: the store.
+            rows: indices of the rows.
+            tokens: most tokens of a pass, or (row, column) pairs where columns are run one by one; one row or pair may
+                have more.
+            columns: columns wanted, ascending; None for those in which actions count.
+            packed: whether rows lie behind one copy of each prompt, where ``packs_prompts``.
+
+        Returns:
+            Groups of passes. Those of a group go into one `read_together`.
+        """
 
     def distribution(
         self,
@@ -105,9 +190,54 @@ class ModelAdapter(ScoringAdapter, Protocol):
 
     Attributes:
         joins: whether a prompt is kept once for its group, and rows of several caches can be put together.
+        in_8_bits: whether caches are rounded to 8 bits.
     """
 
     joins: bool
+    in_8_bits: bool
+
+    @property
+    def start_token_id(self) -> int | None:
+        """What the decoder of an encoder-decoder reads before a completion; None without an encoder."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether this library's loop decodes rows together; if not, `decode_plainly` decodes rows of one length."""
+
+    @property
+    def caches(self) -> bool:
+        """Whether `decode_plainly` may keep a cache."""
+
+    @property
+    def kv_retention(self) -> bool:
+        """Whether rows can wait between turns, and caches be in 8 bits: this library keeps the caches itself."""
+
+    @property
+    def reads_alike(self) -> bool:
+        """Whether an encoder reads the prompts, and reads them alike for policy and reference as long as both learn."""
+
+    def cache_in_8_bits(self, wanted: bool) -> None:
+        """Says how the caches to come are kept: in the network's own type, or rounded to 8 bits, which is lossy.
+
+        Args:
+            wanted: whether they are rounded.
+
+        Raises:
+            ConfigError: they cannot be, as `kv_retention` says.
+        """
+
+    def take_sources(self) -> None:
+        """Reads prompts from trajectories from now on, where these hold what this very encoder made of them."""
+
+    def read_sources(self, prompts: Sequence[Tensor]) -> list[Tensor]:
+        """Gives what the encoder makes of prompts, to be kept; only where it `reads_alike`.
+
+        Args:
+            prompts: P tensors (length,) int64.
+
+        Returns:
+            For each prompt (length, D), on the device.
+        """
 
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
         """Reads prompts and fills a cache.
@@ -121,17 +251,6 @@ class ModelAdapter(ScoringAdapter, Protocol):
             Logits of the next token (P, V), without graph, and the cache of P rows.
         """
 
-    def select(self, state: DecodeState, rows: Sequence[int]) -> DecodeState:
-        """Keeps, drops, repeats or reorders rows of a cache.
-
-        Args:
-            state: a cache; must not be used afterwards, unless the adapter ``joins`` and its rows have drawn nothing.
-            rows: indices of the rows wanted, with repeats.
-
-        Returns:
-            A cache of these rows.
-        """
-
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
         """Appends one token to every row of a cache, in place.
 
@@ -141,17 +260,6 @@ class ModelAdapter(ScoringAdapter, Protocol):
 
         Returns:
             Logits of the next token (B, V).
-        """
-
-    def join(self, first: DecodeState, second: DecodeState) -> DecodeState:
-        """Puts the rows of one cache behind those of another; only where the adapter ``joins``.
-
-        Args:
-            first: a cache; must not be used afterwards, unless its rows have drawn nothing.
-            second: likewise.
-
-        Returns:
-            A cache of both.
         """
 
     def extend(self, state: DecodeState, tokens: Sequence[Tensor], chunk_tokens: int) -> Tensor:
@@ -166,34 +274,39 @@ class ModelAdapter(ScoringAdapter, Protocol):
             Logits of the next token (B, V).
         """
 
-    def keep_whole(self, state: DecodeState, whole: bool) -> None:
-        """Says whether rows may still begin at the prompts of a cache, so that nothing of them may be given up.
+    def resume(
+        self, rows: Sequence[RowCache], kept: Sequence[int], tokens: Sequence[Tensor], chunk_tokens: int
+    ) -> tuple[Tensor, DecodeState]:
+        """Puts rows that waited into a cache and reads on; only where `kv_retention`.
 
         Args:
-            state: a cache.
-            whole: whether they may.
-        """
-
-    def prompt_bytes(self, state: DecodeState) -> int:
-        """Counts the keys and values of prompts that are kept once for all their rows.
-
-        Args:
-            state: a cache.
+            rows: the rows.
+            kept: for each, tokens of it that still hold.
+            tokens: for each (length,) int64, what follows them, at least one.
+            chunk_tokens: as in `extend`.
 
         Returns:
-            int, bytes; 0 where each row has its own.
+            Logits of the next token (B, V), and the cache.
         """
 
-    def stretch(self, state: DecodeState, tokens: int) -> bool:
-        """Widens a cache in place as if every row had drawn so many more tokens; to measure, not to decode.
+    def decode_plainly(
+        self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool
+    ) -> None:
+        """Has transformers' `generate` decode rows of one length; see `memsafe_rl.models.decoding.by_transformers`.
 
         Args:
-            state: a cache of rows that have been read.
-            tokens: tokens that every row has more afterwards.
-
-        Returns:
-            Whether it could; False where this kind of cache only grows by reading.
+            ids_BL: (B, L) int64, prompts and what was drawn after them.
+            choose: chooses the next tokens.
+            prompt_tokens: of these, the prompts' tokens.
+            max_new_tokens: most tokens drawn now.
+            cached: whether it keeps a cache.
         """
+
+    def peft_adapters_on(self) -> tuple[str, ...]:
+        """Names the PEFT adapters that take part in a forward pass now."""
+
+    def weights_mark(self) -> int:
+        """Gives a number that differs once a weight was written to, or replaced."""
 
     def distribution(
         self,

@@ -14,17 +14,19 @@ Item = TypeVar("Item")
 
 
 class Parallel(Protocol):
-    """The processes of a run.
+    """The processes of a run."""
 
-    Attributes:
-        world_size: processes.
-        rank: index of this one.
-        is_main: whether this one writes logs and checkpoints.
-    """
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
 
-    world_size: int
-    rank: int
-    is_main: bool
+    @property
+    def rank(self) -> int:
+        """Index of this one."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this one writes logs and checkpoints."""
 
     def share(self, count: int) -> range:
         """Gives this rank's contiguous block of rows.

@@ -23,14 +23,14 @@ from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.errors import MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.planning.estimator import rollout_parts, update_parts
 from memsafe_rl.memory.planning.policies import MemoryPolicy
-from memsafe_rl.memory.planning.slices import measure_slices
 from memsafe_rl.memory.runtime.host_memory import to_host
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.simulated.device import active_simulation
 from memsafe_rl.models.blocks import find_blocks
 from memsafe_rl.preflight.synthetic import lay_down
 from memsafe_rl.preflight.worst_case import untouched
-from memsafe_rl.rollout.scoring import row_lengths, update_work
+from memsafe_rl.rollout.scoring import update_work
+from memsafe_rl.slices import measure_slices
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.controllers import Controllers
 from memsafe_rl.training.gradient import StepTerms
@@ -484,7 +484,7 @@ class _Comparison:
 
     def _plain_plans(self) -> tuple[RolloutPlan, UpdatePlan]:
         rows, trajectory = self._rows, self._laid_down()
-        longest = max(row_lengths(trajectory, range(rows)))
+        longest = max(trajectory.row_lengths(range(rows)))
         every = rows * max(longest, max(len(ids) for ids in self._prompts.ids))
         return (
             RolloutPlan(rows_in_flight=rows, prefill_tokens=every, score_tokens=every, reward_rows=rows),

@@ -423,7 +423,7 @@ class _AtTheEnd:
         """Appends one token to every row of the widened cache."""
         drawn, slots = self._longest.completion_tokens - 2, self._longest.row_tokens - 2
         told = 0 if self._anew else min(self._reads // state.rows, slots // 2)
-        self.stretched = self._adapter.stretch(state, max(0, drawn - told - bool(self._reads)))
+        self.stretched = state.stretch(max(0, drawn - told - bool(self._reads)))
         if self._reads and self.stretched and self._adapter.joins:
             self._adapter.decode_step(state, tokens_B)  # makes room for all that the cache now stands for
             if self._anew:

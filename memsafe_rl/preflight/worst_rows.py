@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, product
 
 from memsafe_rl.data.order import Cursor, rows_of_step
-from memsafe_rl.memory.planning.slices import cut_groups, cut_work, measure_slices, packing_saves, telling, widest
 from memsafe_rl.preflight.fake.device import true_numbers
 from memsafe_rl.rollout.scoring import update_work
+from memsafe_rl.slices import cut_groups, cut_work, measure_slices, packing_saves, telling, widest
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, Trajectory, UpdatePlan, UpdateWork

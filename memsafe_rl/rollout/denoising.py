@@ -6,6 +6,7 @@ Axes: ``B`` rows of a wave, ``S`` denoising steps; ``...`` stands for the axes o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -19,9 +20,11 @@ from memsafe_rl.memory.runtime.recovery import Attempt, under
 from memsafe_rl.models.diffusion.policy import Condition, DiffusionAdapter
 from memsafe_rl.ops.gaussian import gaussian_logprobs, normal_noise
 from memsafe_rl.ops.sampling import hash_fields, uniform_noise
-from memsafe_rl.rollout.engine import Progress
+from memsafe_rl.rollout.engine import EngineCapabilities, LiveKeys, Progress, RolloutScope
+from memsafe_rl.rollout.external.sampling_support import refuse_begun, refuse_rounding
 from memsafe_rl.rollout.native.drawing import key_tensor
 from memsafe_rl.rollout.native.generation import eval_mode
+from memsafe_rl.rollout.scope import opened
 from memsafe_rl.types import Completion, GaussianDistribution, RolloutPlan, SamplingSettings, SequenceKey
 
 _GROUP_SAMPLE = -1
@@ -46,8 +49,8 @@ class DenoisingEngine:
     """
 
     name = "denoising"
-    is_external = False
-    cache_dtype = None
+    supports = EngineCapabilities()
+    cache_dtype: str | None = None
 
     def __init__(self, adapter: DiffusionAdapter) -> None:
         self._adapter = adapter
@@ -62,6 +65,10 @@ class DenoisingEngine:
                     "states with its scheduler's noise. Leave it out, and set eta, noise_level or guidance_scale."
                 )
 
+    def round_cache(self) -> None:
+        """Refuses: chains keep no keys and values."""
+        refuse_rounding(self.name)
+
     def synchronise(self, version: int) -> None:
         """Does nothing: the weights are the trained ones."""
 
@@ -72,8 +79,14 @@ class DenoisingEngine:
         settings: SamplingSettings,  # noqa: ARG002
         attempt: Attempt[RolloutPlan],
         progress: Progress | None = None,
+        *,
+        limits: Sequence[int] | None = None,
+        begun: Sequence[Sequence[Completion | None]] | None = None,
     ) -> list[Completion]:
-        """Draws one chain for every key."""
+        """Draws one chain for every key; all chains have the scheduler's number of steps."""
+        refuse_begun(self.name, begun)
+        if limits is not None:
+            raise ConfigError(f"limits are {list(limits)}, but a chain always runs all of its steps. Leave limits out.")
         if len(prompts) != len(keys):
             raise DataError(f"{len(prompts)} prompts came with keys for {len(keys)}; give one list of keys per prompt.")
         rows = [_Row(prompt, key) for prompt, of_prompt in zip(prompts, keys, strict=True) for key in of_prompt]
@@ -89,6 +102,10 @@ class DenoisingEngine:
                 if progress is not None:
                     progress(len(drawn), len(rows))
         return drawn
+
+    def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
+        """Opens a scope that keeps nothing: chains have no turns."""
+        return opened(live_keys, lambda _: self.generate)
 
     def release(self) -> None:
         """Does nothing: every wave gives its bytes back."""

@@ -3,19 +3,117 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from memsafe_rl.memory.runtime.recovery import Attempt
+from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 Progress = Callable[[int, int], None]
-"""Told the sequences that have ended and the sequences there are, whenever more have ended."""
+"""Receives the number of finished sequences and the number of all sequences, whenever more have finished."""
+
+LiveKeys = Callable[[], Sequence[SequenceKey]]
+"""Gives the keys of the episodes that are not over; a key stands for its episode, whatever the turn."""
+
+
+@dataclass(frozen=True)
+class EngineCapabilities:
+    """What an engine can do; nobody asks which engine it is.
+
+    Args:
+        is_external: whether log-probs come from other kernels, another copy of the weights or a rounded cache, so that
+            the loss must correct for the difference.
+        kv_retention: whether a scope keeps keys and values between the turns of episodes; memory plans make room then.
+        int8_cache: whether `RolloutEngine.round_cache` works.
+        resumes_completions: whether `Generate` takes ``begun``.
+    """
+
+    is_external: bool = False
+    kv_retention: bool = False
+    int8_cache: bool = False
+    resumes_completions: bool = False
+
+
+class Generate(Protocol):
+    """Draws completions."""
+
+    def __call__(
+        self,
+        prompts: Sequence[Tensor],
+        keys: Sequence[Sequence[SequenceKey]],
+        settings: SamplingSettings,
+        attempt: Attempt[RolloutPlan],
+        progress: Progress | None = None,
+        *,
+        limits: Sequence[int] | None = None,
+        begun: Sequence[Sequence[Completion | None]] | None = None,
+    ) -> list[Completion]:
+        """Draws one completion for every key.
+
+        Args:
+            prompts: P tensors (length,) int64, on any device.
+            keys: for each prompt, one key per sample wanted.
+            settings: how tokens are drawn.
+            attempt: runs a piece of work under the plan in force, again or under a leaner plan when memory runs out.
+            progress: receives counts of finished sequences; None for nobody.
+            limits: for each prompt the longest completion, in tokens; None for that of the settings.
+            begun: for each key what an earlier call drew, None for nothing; only where the
+                engine `resumes_completions`.
+
+        Returns:
+            Completions on the host, prompt by prompt, samples in the order of the keys.
+
+        Raises:
+            ConfigError: ``begun`` is given, but the engine draws completions whole.
+            DataError: prompts, keys or limits do not fit each other or the network.
+        """
+
+
+class RolloutScope(Protocol):
+    """What outlives a call: the caches of episodes between two turns.
+
+    A cache saves reading a context again and changes no token beyond rounding. So a failed attempt, inside a call or
+    beside it, may drop all of it; there is no other state to restore.
+    """
+
+    @property
+    def generate(self) -> Generate:
+        """Draws as the engine does, with the caches of earlier turns."""
+
+    def generate_as(
+        self,
+        adapter: ModelAdapter,
+        prompts: Sequence[Tensor],
+        keys: Sequence[Sequence[SequenceKey]],
+        settings: SamplingSettings,
+        attempt: Attempt[RolloutPlan],
+        *,
+        limits: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """Draws in the role of another network of the run, such as a simulated user.
+
+        Args:
+            adapter: the network, its PEFT adapters on or off as the role has them.
+            prompts: as in `Generate`.
+            keys: likewise.
+            settings: likewise.
+            attempt: likewise.
+            limits: likewise.
+
+        Returns:
+            Completions on the host, prompt by prompt, samples in the order of the keys.
+        """
+
+    def drop(self) -> None:
+        """Frees every cache; later turns read their contexts again."""
 
 
 class RolloutEngine(Protocol):
-    """Draws completions; the library's own one or another library behind the same call.
+    """Draws completions: the library's own engine, another library's, or a server behind the same calls.
 
     Attributes:
         name: as in `RolloutPlan.engine`.
@@ -24,11 +122,8 @@ class RolloutEngine(Protocol):
     name: str
 
     @property
-    def is_external(self) -> bool:
-        """Whether its log-probs come from other kernels, another copy of the weights or a rounded cache.
-
-        The loss must then correct for the difference.
-        """
+    def supports(self) -> EngineCapabilities:
+        """What the engine can do with the network as it is now."""
 
     @property
     def cache_dtype(self) -> str | None:
@@ -44,6 +139,13 @@ class RolloutEngine(Protocol):
             ConfigError: one of them cannot be honoured.
         """
 
+    def round_cache(self) -> None:
+        """Keeps the caches to come in 8 bits.
+
+        Raises:
+            ConfigError: the engine cannot, as `EngineCapabilities.int8_cache` says.
+        """
+
     def synchronise(self, version: int) -> None:
         """Takes over the model's weights if they have moved since the last call; nothing where they are shared.
 
@@ -51,26 +153,19 @@ class RolloutEngine(Protocol):
             version: optimizer steps done; another number than last time means other weights.
         """
 
-    def generate(
-        self,
-        prompts: Sequence[Tensor],
-        keys: Sequence[Sequence[SequenceKey]],
-        settings: SamplingSettings,
-        attempt: Attempt[RolloutPlan],
-        progress: Progress | None = None,
-    ) -> list[Completion]:
-        """Draws one completion for every key.
+    def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
+        """Opens a scope for the turns of one rollout's episodes.
 
         Args:
-            prompts: P tensors (length,) int64, on any device.
-            keys: for each prompt, one key per sample wanted.
-            settings: how tokens are drawn.
-            attempt: runs a piece of work under the plan in force, again or under a leaner plan when memory runs out.
-            progress: told of sequences that ended; None for nobody.
+            live_keys: the episodes that are not over, so that the caches of the others can go; None if all are alive.
 
         Returns:
-            Completions on the host, prompt by prompt, samples in the order of the keys.
+            A context; leaving it frees every cache of the scope, after an error too.
         """
+
+    @property
+    def generate(self) -> Generate:
+        """Draws completions; nothing of it stays on the device but what `release` frees."""
 
     def release(self) -> None:
         """Gives back every byte of the device that the next `generate` can take again without being built anew."""

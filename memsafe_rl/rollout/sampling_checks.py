@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.types import SamplingSettings
 
 
@@ -28,6 +28,17 @@ def check_settings(settings: SamplingSettings, vocab_size: int) -> None:
                 f"{vocab_size - 1}). Set {name} in generation_kwargs to ids of its vocabulary, or to [] for none; "
                 "where it is not set there, it comes from the tokenizer or the model's generation_config."
             )
+
+
+def checked_limits(limits: Sequence[int] | None, prompts: int, max_new_tokens: int) -> Sequence[int]:
+    """Gives each prompt's longest completion; refuses limits that the settings do not allow."""
+    if limits is None:
+        return [max_new_tokens] * prompts
+    if len(limits) != prompts or not all(1 <= limit <= max_new_tokens for limit in limits):
+        raise DataError(
+            f"limits {list(limits)} for {prompts} prompts; give each one from 1 to max_new_tokens ({max_new_tokens})."
+        )
+    return limits
 
 
 def check_least_tokens(least: int, most: int) -> None:

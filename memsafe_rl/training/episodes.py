@@ -24,7 +24,7 @@ class Episodes:
     def __init__(self, setup: TrainingSetup, scorer: Scorer) -> None:
         self._setup = setup
         self._scorer = scorer
-        self._scope: RolloutScope | None = None
+        self.scope: RolloutScope | None = None
 
     @property
     def played(self) -> bool:
@@ -63,12 +63,12 @@ class Episodes:
             raise AssertionError("episodes are played in environments")
         setup.recovery.repeat(Stage.PREPARE, setup.engine.synchronise, step)
         try:
-            with setup.engine.open(lambda: batch.live_keys) as self._scope:
+            with setup.engine.open(lambda: batch.live_keys) as self.scope:
                 while batch.goes_on:
                     batch.agents_speak()
                     batch.users_speak()
         finally:
-            self._scope = None
+            self.scope = None
         setup.engine.release()
         return environments.given(batch.episodes(), external=setup.engine.supports.is_external)
 
@@ -120,9 +120,9 @@ class Episodes:
 
     @property
     def _opened(self) -> RolloutScope:
-        if self._scope is None:
+        if self.scope is None:
             raise AssertionError("turns are drawn while episodes are played")
-        return self._scope
+        return self.scope
 
     def _turn_work(
         self,

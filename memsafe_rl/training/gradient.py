@@ -15,13 +15,13 @@ from torch import Tensor
 
 from memsafe_rl.accounting import host_memory, is_on_host, worth_running
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.planning.slices import cut_columns, cut_groups, packed_tokens, telling
 from memsafe_rl.memory.runtime.host_memory import offloaded, to_device, to_host
 from memsafe_rl.models.adapter import ScoringAdapter
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.gae import value_loss
 from memsafe_rl.ops.losses import entropy_threshold, high_entropy_mask, policy_loss
 from memsafe_rl.rollout.scoring import score_rows, update_work, value_rows
+from memsafe_rl.slices import cut_columns, cut_groups, packed_tokens, telling
 from memsafe_rl.types import (
     Denominators,
     LossInputs,

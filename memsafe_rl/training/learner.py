@@ -16,7 +16,7 @@ from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.planning.plan_checks import check_packing
 from memsafe_rl.memory.runtime.attribution import watch_gradients
 from memsafe_rl.memory.runtime.stages import Stage
-from memsafe_rl.rollout.scoring import row_lengths, update_work
+from memsafe_rl.rollout.scoring import update_work
 from memsafe_rl.training.controllers import Controllers
 from memsafe_rl.training.gradient import StepGradient, StepTerms, accumulate_gradient, contributes, entropy_masks
 from memsafe_rl.training.optim.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler, check_holds
@@ -146,7 +146,7 @@ class Learner:
     def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """Gives this rank's rows that can move a weight."""
         useful = [row for row in rows if contributes(trajectory, row, every_row=self._config.every_row_learns)]
-        return self._setup.parallel.balance(useful, row_lengths(trajectory, useful))
+        return self._setup.parallel.balance(useful, trajectory.row_lengths(useful))
 
     def work(self, trajectory: Trajectory, rows: Sequence[int]) -> UpdateWork:
         """Gives the shape of this rank's part of an optimizer step."""
@@ -167,9 +167,9 @@ class Learner:
         self, rollout: Rollout, rows: Sequence[int], terms: StepTerms, *, step: int
     ) -> tuple[Rollout, StepGradient]:
         """Accumulates the step's gradient over micro-batches, ranks and objectives; moves no weight."""
-        return self._setup.combiner.accumulate(self._setup, rollout, rows, terms, self._accumulate, step=step)
+        return self._setup.combiner.accumulate(self._setup, rollout, rows, terms, self.accumulate, step=step)
 
-    def _accumulate(
+    def accumulate(
         self,
         rollout: Rollout,
         rows: Sequence[int],

@@ -98,7 +98,7 @@ class TrainingLoop:
         self.callbacks = callbacks
         self.eval_dataset = eval_dataset
         self.control = TrainerControl()
-        self._pending: dict[str, list[float]] = defaultdict(list)
+        self.pending: dict[str, list[float]] = defaultdict(list)
         self._reward_seconds: dict[str, float] = {}
         self._table: tuple[dict[str, Any], ...] = ()
         self._step_started = 0.0
@@ -137,10 +137,10 @@ class TrainingLoop:
     def step(self) -> None:
         """One optimizer step, from the prompts to the log; what it needs is freed before evaluation and saving."""
         self.begin_step()
-        metrics = self._learn()
+        metrics = self.learn()
         self._finish_step(metrics)
 
-    def _learn(self) -> dict[str, float]:
+    def learn(self) -> dict[str, float]:
         """Collects a rollout where one is due, and moves the weights."""
         state = self.state
         if state.rollout is None:
@@ -222,8 +222,8 @@ class TrainingLoop:
         """Does what the control flags ask for."""
         if self.control.should_log:
             self.control.should_log = False
-            self.log(averages(self._pending))
-            self._pending.clear()
+            self.log(averages(self.pending))
+            self.pending.clear()
             if self.config.log_completions and self.setup.parallel.is_main and self._table:
                 self._notify("on_completions", self.state.step, self._table)
                 self._table = ()
@@ -310,13 +310,13 @@ class TrainingLoop:
     def rewarded(self, scores: RewardScores) -> None:
         """Takes what reward functions logged through `log_metric`, and their seconds."""
         for name, values in scores.metrics.items():
-            self._pending[name].append(sum(values) / len(values))
+            self.pending[name].append(sum(values) / len(values))
         for name, seconds in scores.seconds.items():
             metric = f"time/reward/{name}_seconds"
-            self._pending[metric].append(seconds)
+            self.pending[metric].append(seconds)
             self._reward_seconds[metric] = self._reward_seconds.get(metric, 0.0) + seconds
         for name, timeouts in scores.timeouts.items():
-            self._pending[f"rewards/{name}/timeouts"].append(timeouts)
+            self.pending[f"rewards/{name}/timeouts"].append(timeouts)
 
     def sampling(self, ended: int, total: int) -> None:
         """Tells progress bars how many of a rollout's completions have ended."""
@@ -347,7 +347,7 @@ class TrainingLoop:
         state = self.state
         state.history.append({"step": float(state.step), "epoch": self._epoch(), **metrics})
         for name, value in metrics.items():
-            self._pending[name].append(value)
+            self.pending[name].append(value)
         seen = {**metrics, **self._reward_seconds}
         self._sound(state.alarms.observe(state.step, seen, self.setup.memory.events))
 
@@ -358,7 +358,7 @@ class TrainingLoop:
             return {}
         state = self.state
         state.history[-1]["lost_updates"] = share
-        self._pending["lost_updates"].append(share)
+        self.pending["lost_updates"].append(share)
         self._sound(state.alarms.observe_weights(state.step, share, self._learning_rate))
         return {"lost_updates": share}
 
@@ -468,7 +468,7 @@ class TrainingLoop:
         self.control = TrainerControl()
         self.setup.advantages.reset()
         self._table = ()
-        self._pending.clear()
+        self.pending.clear()
 
     def _resume(self, folder: Path) -> None:
         """Puts weights, optimizer, data position, rollout and random state back as they were."""

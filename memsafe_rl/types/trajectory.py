@@ -208,6 +208,10 @@ class Trajectory:
         """Columns (completion tokens or denoising steps) of the given rows."""
         return tuple(self.actions.lengths[row] for row in rows)
 
+    def row_lengths(self, rows: Iterable[int]) -> tuple[int, ...]:
+        """Prompt plus completion tokens of the given rows."""
+        return tuple(self.conditions.lengths[self.condition_of_row[row]] + self.actions.lengths[row] for row in rows)
+
     def token_rows(self, rows: Sequence[int], pad_token_id: int, device: torch.device | str) -> Tensor:
         """Joins each row's prompt and completion, padded on the right to the longest of these rows.
 

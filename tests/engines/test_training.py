@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from memsafe_rl.training.experience import ExperienceMaker
 from peft import LoraConfig
 
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.planning.policies import FixedPolicy, LadderPolicy
 from memsafe_rl.rollout.external.continuous_batching import ContinuousEngine
 from memsafe_rl.rollout.vllm.engine import VLLMEngine
+from memsafe_rl.training.collector import Collector
 from memsafe_rl.types import RolloutPlan, Trajectory
 from tests.engines.common import small_model
 from tests.trainers.helpers import PROMPTS, make_trainer
@@ -34,7 +34,7 @@ ENGINES = [
 def gaps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Collects, per rollout, the largest difference of the sampler's log-probs from the trainer's own, in nats."""
     seen: list[float] = []
-    corrections = ExperienceMaker._corrections
+    corrections = Collector._corrections
 
     def noted(self: Any, trajectory: Trajectory) -> Any:
         assert trajectory.old_logprobs is not None
@@ -42,7 +42,7 @@ def gaps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         seen.append(float((trajectory.old_logprobs.flat - trajectory.sampling_logprobs.flat).abs().max()))
         return corrections(self, trajectory)
 
-    monkeypatch.setattr(ExperienceMaker, "_corrections", noted)
+    monkeypatch.setattr(Collector, "_corrections", noted)
     return seen
 
 
@@ -66,7 +66,7 @@ def test_it_learns(engine: str, tmp_path: Path, gaps: list[float]) -> None:
     assert sum(rewards[-3:]) / 3 > 0.6
     assert len(gaps) == 12
     assert max(gaps) < 1e-4  # both float32
-    assert trainer._tracker.rollout_plan.engine == trainer._maker._engine.name
+    assert trainer.setup.memory.rollout_plan.engine == trainer.setup.engine.name
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -88,7 +88,7 @@ def test_log_probs_agree_over_epochs_and_evaluations(
     assert len(gaps) == 3
     assert max(gaps) < 1e-4
     assert sum("eval_reward" in record for record in trainer.state.log_history) == 3
-    assert trainer._maker._engine.name == ("vllm" if engine == "use_vllm" else "continuous")
+    assert trainer.setup.engine.name == ("vllm" if engine == "use_vllm" else "continuous")
     assert all(map(torch.isfinite, (torch.tensor(record["loss"]) for record in trainer.history)))
 
 
@@ -117,7 +117,7 @@ def test_a_failing_vllm_ends_the_run_with_its_words(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(LLMEngine, "step", broken)
     with pytest.raises(MemsafeError, match=r"vLLM failed while it drew completions: RuntimeError: a kernel broke"):
         trainer.train()
-    assert trainer._maker._engine._engine is None
+    assert trainer.setup.engine._engine is None
     monkeypatch.undo()
     trainer.train()
 

@@ -174,7 +174,7 @@ def test_a_tight_budget_needs_no_failure_to_be_kept(folder: Path) -> None:
     tight, kept = run(folder, memory_budget=budget)
     assert max(kept.values()) <= budget
     assert failures(tight) == []
-    assert foreseen(tight).update_plan == tight._tracker.update_plan or foreseen(tight).fits
+    assert foreseen(tight).update_plan == tight.setup.memory.update_plan or foreseen(tight).fits
 
 
 def test_a_run_that_cannot_fit_is_refused_before_its_weights_are_loaded(

@@ -473,7 +473,7 @@ def test_logits_and_caches_are_seen_at_the_peak_of_their_phase() -> None:
             scores[0].sum().backward()
         with in_phase(Phase.ROLLOUT):
             logits, state = adapter.prefill(trajectory.conditions.rows())
-            state = adapter.select(state, [row // 3 for row in range(12)])
+            state = state.select([row // 3 for row in range(12)])
             logits = adapter.decode_step(state, torch.zeros(12, dtype=torch.long))
             assert memory.live_by_component()[Component.KV_CACHE] == state.nbytes()
             assert memory.live_by_component()[Component.LOGITS] == logits.untyped_storage().nbytes()

@@ -11,7 +11,6 @@ from peft import LoraConfig, get_peft_model
 
 from benchmarks.small import small_t5
 from memsafe_rl.memory.planning.estimator import rollout_parts, score_parts, update_parts, wave_rows
-from memsafe_rl.memory.planning.slices import cut_by_tokens, measure_slices
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
@@ -19,6 +18,7 @@ from memsafe_rl.models.language.factory import LanguageModelAdapter, adapter_for
 from memsafe_rl.rollout.native.admission import Candidate, admit
 from memsafe_rl.rollout.native.generation import generate
 from memsafe_rl.rollout.scoring import score_all, update_work
+from memsafe_rl.slices import cut_by_tokens, measure_slices
 from memsafe_rl.training.gradient import StepTerms, accumulate_gradient
 from memsafe_rl.types import (
     Component,

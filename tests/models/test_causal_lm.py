@@ -232,7 +232,7 @@ def test_runs_on_fake_tensors(arch: str) -> None:
         assert tuple(distribution.hidden_MD.shape) == (15, 32)
         distribution.hidden_MD.sum().backward()
         logits, state = adapter.prefill([torch.ones(3, dtype=torch.int64), torch.ones(7, dtype=torch.int64)])
-        state = adapter.select(state, [0, 0, 1, 1])
+        state = state.select([0, 0, 1, 1])
         logits = adapter.decode_step(state, torch.ones(4, dtype=torch.int64))
         assert tuple(logits.shape) == (4, 258)
         assert state.nbytes() > 0

@@ -53,7 +53,7 @@ def test_greedy_tokens_equal_generates(arch: str) -> None:
     for step in range(NEW):
         if step in selections:
             kept = selections[step]
-            logits, state = logits[kept], adapter.select(state, kept)
+            logits, state = logits[kept], state.select(kept)
             rows, drawn = [rows[row] for row in kept], [list(drawn[row]) for row in kept]
         assert state.rows == len(rows)
         tokens = no_eos(logits).argmax(-1)
@@ -82,7 +82,7 @@ def test_either_cache_gives_the_same_logits(arch: str, joins: bool) -> None:
     assert adapter.joins
     adapter.joins = joins
     logits, state = adapter.prefill(prompts)
-    logits, state = logits[[0, 1]], adapter.select(state, [0, 1])
+    logits, state = logits[[0, 1]], state.select([0, 1])
     fresh_logits, fresh = adapter.prefill(prompts[:2])
     assert_close(logits, fresh_logits, 1e-5 if arch == "gemma2" else 1e-12)
     for _ in range(8):
@@ -109,7 +109,7 @@ def test_rows_join_at_any_length(arch: str, window: int) -> None:
     drawn: list[list[int]] = [[], [], []]
     owners = [0, 1, 1]
     _, state = adapter.prefill(prompts[:2])
-    state = adapter.select(state, owners)
+    state = state.select(owners)
 
     def step(wanted: int) -> None:
         for _ in range(wanted):
@@ -123,23 +123,23 @@ def test_rows_join_at_any_length(arch: str, window: int) -> None:
     step(5)
     logits, later = adapter.prefill([prompts[2]], chunk_tokens=11)
     assert_close(logits[0], alone(model, prompts[2], []), tolerance)
-    later = adapter.select(later, [0, 0])
+    later = later.select([0, 0])
     before = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [14]]
     logits = adapter.extend(later, [torch.tensor(row) for row in before], chunk_tokens=8)
     for place, row in enumerate(before):
         assert_close(logits[place], alone(model, prompts[2], row), tolerance)
-    state, owners = adapter.join(state, later), [*owners, 2, 2]
+    state, owners = state.join(later), [*owners, 2, 2]
     drawn += before
     step(30)  # past the first block of slots
     kept = [4, 0, 2]
     state, owners, drawn = (
-        adapter.select(state, kept),
+        state.select(kept),
         [owners[k] for k in kept],
         [drawn[k] for k in kept],
     )
     step(3)
     _, fresh = adapter.prefill([prompts[3], prompts[0]])
-    state, owners, drawn = adapter.join(state, fresh), [*owners, 3, 0], [*drawn, [], []]
+    state, owners, drawn = state.join(fresh), [*owners, 3, 0], [*drawn, [], []]
     step(36)
 
 
@@ -147,12 +147,12 @@ def test_a_prompt_is_kept_once_for_its_group() -> None:
     adapter = CausalLMAdapter(tiny_model("qwen3"), pad_token_id=PAD)
     _, state = adapter.prefill(prompts_of((5, 9)))
     prompt_bytes = 2 * adapter.geometry.kv_bytes(9)
-    assert state.nbytes() == adapter.prompt_bytes(state) == prompt_bytes
-    state = adapter.select(state, [0, 1, 1])
+    assert state.nbytes() == state.prompt_bytes() == prompt_bytes
+    state = state.select([0, 1, 1])
     assert state.nbytes() == prompt_bytes
     adapter.decode_step(state, torch.tensor([4, 5, 6]))
     assert state.nbytes() == prompt_bytes + 3 * adapter.geometry.kv_bytes(32)
-    state = adapter.select(state, [0])  # the other prompt goes with its rows
+    state = state.select([0])  # the other prompt goes with its rows
     assert state.nbytes() == adapter.geometry.kv_bytes(9) + adapter.geometry.kv_bytes(32)
 
 

@@ -138,7 +138,7 @@ def test_greedy_tokens_equal_generates(family: str) -> None:
     for step in range(NEW):
         if step in selections:
             kept = selections[step]
-            logits, state = logits[kept], adapter.select(state, kept)
+            logits, state = logits[kept], state.select(kept)
             rows, drawn = [rows[row] for row in kept], [list(drawn[row]) for row in kept]
         assert state.rows == len(rows)
         tokens = logits.index_fill(-1, torch.tensor([1]), float("-inf")).argmax(-1)
@@ -167,7 +167,7 @@ def test_rows_join_at_any_length(family: str) -> None:
     drawn: list[list[int]] = [[], [], []]
     owners = [0, 1, 1]
     _, state = adapter.prefill(prompts[:2])
-    state = adapter.select(state, owners)
+    state = state.select(owners)
 
     def step(wanted: int) -> None:
         for _ in range(wanted):
@@ -181,21 +181,21 @@ def test_rows_join_at_any_length(family: str) -> None:
     step(5)
     logits, template = adapter.prefill([prompts[2]], chunk_tokens=11)
     assert_close(logits[0], alone(model, prompts[2], []), 1e-12)
-    later = adapter.select(template, [0, 0])
+    later = template.select([0, 0])
     before = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [14]]
     logits = adapter.extend(later, [torch.tensor(row) for row in before], chunk_tokens=8)
     for place, row in enumerate(before):
         assert_close(logits[place], alone(model, prompts[2], row), 1e-12)
-    state, owners = adapter.join(state, later), [*owners, 2, 2]
+    state, owners = state.join(later), [*owners, 2, 2]
     drawn += before
     step(30)  # past the first block of slots
     kept = [4, 0, 2]
-    state, owners, drawn = adapter.select(state, kept), [owners[k] for k in kept], [drawn[k] for k in kept]
+    state, owners, drawn = state.select(kept), [owners[k] for k in kept], [drawn[k] for k in kept]
     step(3)
     _, fresh = adapter.prefill([prompts[3], prompts[0]])
-    state, owners, drawn = adapter.join(state, fresh), [*owners, 3, 0], [*drawn, [], []]
+    state, owners, drawn = state.join(fresh), [*owners, 3, 0], [*drawn, [], []]
     step(2)
-    state, owners, drawn = adapter.join(state, template), [*owners, 2], [*drawn, []]  # a prompt read long before
+    state, owners, drawn = state.join(template), [*owners, 2], [*drawn, []]  # a prompt read long before
     step(30)
 
 
@@ -206,12 +206,12 @@ def test_a_prompt_is_kept_once_for_its_group() -> None:
     _, state = adapter.prefill(prompts_of((5, 9)))
     prompt_bytes = 2 * geometry.prompt_kv_bytes(9)
     assert prompt_bytes == 2 * (9 * geometry.source_bytes + geometry.kv_bytes(1))
-    assert state.nbytes() == adapter.prompt_bytes(state) == prompt_bytes
-    state = adapter.select(state, [0, 1, 1])
+    assert state.nbytes() == state.prompt_bytes() == prompt_bytes
+    state = state.select([0, 1, 1])
     assert state.nbytes() == prompt_bytes
     adapter.decode_step(state, torch.tensor([4, 5, 6]))
     assert state.nbytes() == prompt_bytes + 3 * geometry.kv_bytes(32)
-    state = adapter.select(state, [0])  # the other prompt goes with its rows
+    state = state.select([0])  # the other prompt goes with its rows
     assert state.nbytes() == geometry.prompt_kv_bytes(9) + geometry.kv_bytes(32)
 
 
@@ -229,7 +229,7 @@ def test_a_stretched_cache_is_as_wide_as_rows_that_were_read() -> None:
     adapter = adapter_of("t5", torch.float32)
     _, state = adapter.prefill(prompts_of((5, 9)))
     adapter.decode_step(state, torch.tensor([4, 5]))
-    assert adapter.stretch(state, 63)
+    assert state.stretch(63)
     adapter.decode_step(state, torch.tensor([4, 5]))
     assert state.nbytes() == 2 * adapter.geometry.prompt_kv_bytes(9) + 2 * adapter.geometry.kv_bytes(96)
 

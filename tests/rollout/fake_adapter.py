@@ -10,12 +10,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from memsafe_rl.types import LinearHead, ModelGeometry, TokenDistribution, Trajectory
+from memsafe_rl.models.cuts import token_micro_batches, token_work
+from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock
+from memsafe_rl.slices import MicroBatch
+from memsafe_rl.types import LinearHead, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
 
 
 class FakeState:
-    def __init__(self, hidden_BD: Tensor) -> None:
+    """Rows of a `FakeAdapter`; those that it does not let join are spent by a selection."""
+
+    def __init__(self, hidden_BD: Tensor, adapter: FakeAdapter) -> None:
         self.hidden_BD = hidden_BD
+        self.adapter = adapter
 
     @property
     def rows(self) -> int:
@@ -23,6 +29,24 @@ class FakeState:
 
     def nbytes(self) -> int:
         return self.hidden_BD.nbytes
+
+    def prompt_bytes(self) -> int:
+        return 0
+
+    def prompt_blocks(self) -> list[PromptBlock]:
+        return []
+
+    def keep_whole(self, whole: bool) -> None:
+        pass
+
+    def select(self, rows: Sequence[int]) -> FakeState:
+        selected = self.adapter.handed_out(FakeState(self.hidden_BD[rows], self.adapter))
+        if not self.adapter.joins:
+            del self.hidden_BD
+        return selected
+
+    def join(self, other: FakeState) -> FakeState:
+        return self.adapter.handed_out(FakeState(torch.cat([self.hidden_BD, other.hidden_BD]), self.adapter))
 
 
 class FakeModel(nn.Module):
@@ -42,6 +66,9 @@ class FakeAdapter:
 
     time_separable = False
     packs_prompts = False
+    decodes = True
+    kv_retention = False
+    start_token_id = None
 
     def __init__(
         self,
@@ -91,17 +118,9 @@ class FakeAdapter:
             rows.append(hidden_1D)
         return self._hand(torch.cat(rows))
 
-    def select(self, state: FakeState, rows: Sequence[int]) -> FakeState:
-        selected = FakeState(state.hidden_BD[rows])
-        if not self.joins:
-            del state.hidden_BD
-        self.handed.append(weakref.ref(selected))
-        return selected
-
-    def join(self, first: FakeState, second: FakeState) -> FakeState:
-        joined = FakeState(torch.cat([first.hidden_BD, second.hidden_BD]))
-        self.handed.append(weakref.ref(joined))
-        return joined
+    def handed_out(self, state: FakeState) -> FakeState:
+        self.handed.append(weakref.ref(state))
+        return state
 
     def extend(self, state: FakeState, tokens: Sequence[Tensor], chunk_tokens: int) -> Tensor:
         self.extended.append([len(row) for row in tokens])
@@ -113,12 +132,6 @@ class FakeAdapter:
             hidden.append(hidden_1D)
         state.hidden_BD = torch.cat(hidden)
         return self.model.head(state.hidden_BD)
-
-    def keep_whole(self, state: FakeState, whole: bool) -> None:
-        pass
-
-    def prompt_bytes(self, state: FakeState) -> int:
-        return 0
 
     def decode_step(self, state: FakeState, tokens_B: Tensor) -> Tensor:
         assert tokens_B.shape == (state.rows,)
@@ -133,6 +146,20 @@ class FakeAdapter:
         self.modes.add(self.model.training)
         self.handed += [weakref.ref(logits_BV), weakref.ref(state.hidden_BD)]
         return logits_BV
+
+    def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:
+        return token_work(trajectory, rows, self.geometry, packs=False)
+
+    def micro_batches(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        tokens: int,
+        *,
+        columns: Sequence[int] | None = None,
+        packed: bool = False,
+    ) -> list[list[MicroBatch]]:
+        return token_micro_batches(self.work(trajectory, rows), tokens)
 
     def distribution(
         self, trajectory: Trajectory, rows: Sequence[int], columns: slice | None = None, *, packed: bool = False
@@ -165,6 +192,6 @@ class FakeAdapter:
         yield
 
     def _hand(self, hidden_BD: Tensor) -> tuple[Tensor, FakeState]:
-        logits_BV, state = self.model.head(hidden_BD), FakeState(hidden_BD)
+        logits_BV, state = self.model.head(hidden_BD), FakeState(hidden_BD, self)
         self.handed += [weakref.ref(logits_BV), weakref.ref(state), weakref.ref(hidden_BD)]
         return logits_BV, state

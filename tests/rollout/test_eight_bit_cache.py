@@ -156,7 +156,7 @@ class TestTraining:
 
     def test_the_loss_is_corrected_by_importance_weights(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path, cache_implementation="quantized", max_steps=1, max_completion_length=30)
-        experience = trainer._roll_out()
+        experience = trainer.loop.collect()
         store = experience.trajectory
         assert experience.external
         assert store.importance_weights is not None
@@ -165,7 +165,7 @@ class TestTraining:
         weights, ratio = store.importance_weights.flat, store.old_logprobs.flat - store.sampling_logprobs.flat
         assert 0 < float(ratio.abs().max()) < 0.1
         assert 0.8 < float(weights.min()) <= float(weights.max()) < 1.25
-        assert trainer._tracker.rollout_plan.cache_dtype == "int8"
+        assert trainer.setup.memory.rollout_plan.cache_dtype == "int8"
         trainer.train()
         assert trainer.state.global_step == 1
 
@@ -173,7 +173,7 @@ class TestTraining:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         trainer = make_trainer(tmp_path, max_steps=2, allow_lossy=["cache_implementation"])
-        steps, made = trainer._train_step, list[int]()
+        steps, made = trainer.loop.step, list[int]()
 
         def fails_once() -> None:
             if not made:

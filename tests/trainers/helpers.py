@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -81,19 +83,35 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+def rewire(trainer: Any, part: str, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Wraps a method of a part that the loop builds anew whenever its setup changes."""
+    use = trainer.loop.use
+
+    def wrapped() -> None:
+        owner = attrgetter(part)(trainer.loop)
+        setattr(owner, name, wrap(getattr(owner, name)))
+
+    def used(setup: Any) -> None:
+        use(setup)
+        wrapped()
+
+    trainer.loop.use = used
+    wrapped()
+
+
 def trained(trainer: PPOTrainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().double() for p in trainer._trained().parameters() if p.requires_grad])
+    return torch.cat([p.detach().flatten().double() for p in trainer.setup.trained.parameters() if p.requires_grad])
 
 
 def gradient_of(trainer: PPOTrainer, steps: int = 1) -> torch.Tensor:
     """Gives the gradient of a step, of the policy and of the critic, as it is when weights are about to move."""
-    trainer._begin(None)
+    trainer.loop.begin(None)
     for _ in range(steps - 1):
-        trainer._train_step()
-    trainer._experience = trainer._experience or trainer._roll_out()
-    trajectory, rows = trainer._experience.trajectory, trainer._rows()
-    terms = trainer._fix_terms(trainer._experience, rows)
-    mine = trainer._mine(trajectory, rows)
-    trainer._plan_update(trajectory, mine)
-    trainer._gradient(trainer._experience, mine, terms)
-    return torch.cat([p.grad.flatten().double() for p in trainer._committed.parameters])
+        trainer.loop.step()
+    trainer.loop.state.rollout = trainer.loop.state.rollout or trainer.loop.collect()
+    trajectory, rows = trainer.loop.state.rollout.trajectory, trainer.loop.learner.rows(trainer.loop.state.cursor)
+    terms = trainer.loop.learner.fix_terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
+    mine = trainer.loop.learner.local_rows(trajectory, rows)
+    trainer.loop.learner.plan(trajectory, mine)
+    trainer.loop.learner.gradient(trainer.loop.state.rollout, mine, terms, step=trainer.state.global_step)
+    return torch.cat([p.grad.flatten().double() for p in trainer.setup.committed.parameters])

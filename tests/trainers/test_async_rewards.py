@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from memsafe_rl.errors import MemoryBudgetError, RewardTimeoutError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.types import Phase
-from tests.trainers.helpers import count_digits, make_trainer, weights
+from tests.trainers.helpers import count_digits, make_trainer, rewire, weights
 
 
 class Judge:
@@ -40,14 +41,13 @@ class Judge:
 
 def listen(trainer: GRPOTrainer, judge: Judge) -> None:
     """Has the judge hear of every scoring pass."""
-    scored = trainer._maker._scored
 
-    def noted(*arguments: Any, **named: Any) -> Any:
+    def noted(scored: Any, *arguments: Any, **named: Any) -> Any:
         found = scored(*arguments, **named)
         judge.scored.set()
         return found
 
-    trainer._maker._scored = noted  # type: ignore[method-assign]
+    rewire(trainer, "collector.scorer", "scored", lambda scored: partial(noted, scored))
 
 
 def train_with(tmp_path: Path, judge: Judge, **settings: Any) -> GRPOTrainer:
@@ -114,7 +114,7 @@ def test_a_judge_is_cancelled_when_scoring_ends_the_run(tmp_path: Path) -> None:
     def squeezed(*_: Any, **__: Any) -> Any:
         raise MemoryBudgetError("no room")
 
-    trainer._maker._scored = squeezed  # type: ignore[method-assign]
+    rewire(trainer, "collector.scorer", "scored", lambda _: squeezed)
     with pytest.raises(MemoryBudgetError, match="no room"):
         trainer.train()
     trainer.rewards.close()
@@ -133,14 +133,14 @@ def test_a_failure_in_the_overlapped_scoring_asks_no_judge_twice(tmp_path: Path)
     def trained(folder: Path, faults: int) -> torch.Tensor:
         with SimulatedMemory() as device:
             trainer = make_trainer(folder, reward_funcs=[judge], beta=0.1, max_steps=2)
-            phase = trainer._tracker.phase
+            phase = trainer.setup.memory.phase
 
             def failing(name: Phase, **options: Any) -> Any:
                 if name is Phase.SCORE and faults:
                     device.fail_after(3)
                 return phase(name, **options)
 
-            trainer._tracker.phase = failing  # type: ignore[method-assign]
+            trainer.setup.memory.phase = failing  # type: ignore[method-assign]
             trainer.train()
             failed = [event for event in trainer.memory_events if event["event"] == "failure"]
             assert bool(failed) == bool(faults)

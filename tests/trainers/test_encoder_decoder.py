@@ -23,7 +23,7 @@ from memsafe_rl.training.gradient import StepTerms, accumulate_gradient
 from memsafe_rl.types import Denominators, LossSettings, Phase, UpdatePlan
 from tests.models.helpers import exact_norms
 from tests.tiny import tiny_tokenizer
-from tests.trainers.helpers import PROMPTS, count_digits, cut, make_trainer, relative, weights
+from tests.trainers.helpers import PROMPTS, count_digits, cut, make_trainer, relative, rewire, weights
 
 VOCAB_SIZE = 258
 LORA = {"r": 4, "target_modules": ["q", "v", "wo"], "task_type": "SEQ_2_SEQ_LM"}
@@ -117,7 +117,7 @@ class Calls:
 
     def __init__(self, trainer: Any) -> None:
         self.rows: list[int] = []
-        encoder = trainer.adapter._lm.get_encoder()
+        encoder = trainer.adapter.lm.get_encoder()
         encoder.register_forward_hook(self._note)
 
     def _note(self, _: Any, __: Any, output: Any) -> None:
@@ -131,16 +131,18 @@ def test_an_update_reads_each_prompt_once(tokens: int, tmp_path: Path) -> None:
         tmp_path, model=tiny_t5(), policy=cut(tokens), per_device_train_batch_size=16, num_generations=4, max_steps=1
     )
     calls = Calls(trainer)
-    learn = trainer._gradient
     found: list[int] = []
 
-    def counted(*arguments: Any) -> Any:
-        before = len(calls.rows)
-        result = learn(*arguments)
-        found.append(sum(calls.rows[before:]))
-        return result
+    def wrap(learn: Any) -> Any:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            before = len(calls.rows)
+            result = learn(*arguments, **named)
+            found.append(sum(calls.rows[before:]))
+            return result
 
-    trainer._gradient = counted  # type: ignore[method-assign]
+        return counted
+
+    rewire(trainer, "learner", "gradient", wrap)
     trainer.train()
     useful = trainer.history[0]["plan/micro_batches"]
     assert found == [4]
@@ -157,23 +159,25 @@ def test_a_frozen_encoder_reads_a_rollouts_prompts_once_for_all_updates(tmp_path
     settings: dict[str, Any] = {"num_iterations": 3, "max_steps": 3, "beta": 0.05}
     trainer = make_trainer(tmp_path / "a", model=frozen(), policy=cut(24), **settings)
     calls = Calls(trainer)
-    generate = trainer._maker._generate
     drawn: list[int] = []
 
-    def counted(*arguments: Any) -> Any:
-        completions = generate(*arguments)
-        drawn.append(len(calls.rows))
-        return completions
+    def wrap(generate: Any) -> Any:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            completions = generate(*arguments, **named)
+            drawn.append(len(calls.rows))
+            return completions
 
-    trainer._maker._generate = counted  # type: ignore[method-assign]
+        return counted
+
+    rewire(trainer, "collector", "generate", wrap)
     trainer.train()
     assert sum(calls.rows[drawn[0] :]) == 2  # two prompts, for the reference and three updates
     anew = make_trainer(tmp_path / "b", model=frozen(), policy=cut(24), **settings)
-    anew._maker._with_sources = lambda trajectory: trajectory  # type: ignore[method-assign]
+    rewire(anew, "collector.scorer", "with_sources", lambda _: lambda trajectory: trajectory)
     anew.train()
     assert relative(weights(anew), weights(trainer)) < 1e-6
-    assert trainer._maker.keeps_sources
-    assert not make_trainer(tmp_path / "c", model=tiny_t5(), num_iterations=3)._maker.keeps_sources
+    assert trainer.loop.collector.scorer.keeps_sources
+    assert not make_trainer(tmp_path / "c", model=tiny_t5(), num_iterations=3).loop.collector.scorer.keeps_sources
 
 
 def test_a_group_holds_less_than_copies_of_its_prompt(tmp_path: Path) -> None:
@@ -265,7 +269,7 @@ def test_a_critic_of_its_own_reads_prompts_itself(tmp_path: Path) -> None:
         processing_class=tiny_tokenizer(),
         critic=critic,
     )
-    assert trainer._maker.keeps_sources
+    assert trainer.loop.collector.scorer.keeps_sources
     calls: list[int] = []
     critic.get_encoder().register_forward_hook(lambda *_: calls.append(1))
     before = [weight.detach().clone() for weight in critic.get_encoder().parameters()]
@@ -282,10 +286,10 @@ def test_an_encoder_with_an_adapter_on_it_is_not_kept(tmp_path: Path) -> None:
         if ".encoder." in name:
             weight.requires_grad_(False)
     trainer = make_trainer(tmp_path, model=model, num_iterations=2)
-    assert not trainer._maker.keeps_sources
-    assert make_trainer(tmp_path / "b", model=frozen_t5(), num_iterations=2)._maker.keeps_sources
+    assert not trainer.loop.collector.scorer.keeps_sources
+    assert make_trainer(tmp_path / "b", model=frozen_t5(), num_iterations=2).loop.collector.scorer.keeps_sources
     with_dropout = make_trainer(tmp_path / "c", model=frozen_t5(), num_iterations=2, disable_dropout=False)
-    assert not with_dropout._maker.keeps_sources
+    assert not with_dropout.loop.collector.scorer.keeps_sources
 
 
 def test_a_critic_that_shares_weights_is_refused(tmp_path: Path) -> None:

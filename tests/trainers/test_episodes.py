@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from memsafe_rl.types import (
 )
 from tests.rollout.episodes.helpers import FORGETFUL, TEMPLATE, chat_tokenizer
 from tests.tiny import tiny_model
-from tests.trainers.helpers import cut, relative, weights
+from tests.trainers.helpers import cut, relative, rewire, weights
 from tests.trainers.test_ranks import run_ranks, set_up_rank
 
 ENDS = list(range(1, 80))
@@ -114,9 +115,9 @@ def trainer_of(folder: Path, **given: Any) -> GRPOTrainer:
 
 
 def first_rollout(trainer: GRPOTrainer) -> Trajectory:
-    trainer._begin(None)
-    trainer._begin_step()
-    return trainer._roll_out().trajectory
+    trainer.loop.begin(None)
+    trainer.loop.begin_step()
+    return trainer.loop.collect().trajectory
 
 
 # ------------------------------------------------------------------ what is learnt from
@@ -151,11 +152,11 @@ def test_only_the_agents_own_tokens_move_the_weights(tmp_path: Path) -> None:
             mask[own:] = 0
             change(ids, own)
         experience = Rollout(changed, consumed=2, external=False)
-        terms = trainer._fix_terms(experience, range(8))
-        trainer._plan_update(changed, range(8))
-        trainer._gradient(experience, list(range(8)), terms)
+        terms = trainer.loop.learner.fix_terms(experience, range(8), trainer.loop.state.controllers)
+        trainer.loop.learner.plan(changed, range(8))
+        trainer.loop.learner.gradient(experience, list(range(8)), terms, step=trainer.state.global_step)
         found = torch.cat([p.grad.flatten().clone() for p in trainer.model.parameters() if p.grad is not None])
-        trainer._committed.drop_gradients()
+        trainer.setup.committed.drop_gradients()
         return found
 
     plain = gradient(lambda *_: None)
@@ -183,7 +184,7 @@ def test_masks_mark_exactly_what_the_agent_drew(tmp_path: Path) -> None:
 def test_the_log_probs_that_were_sampled_are_those_that_are_scored(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, num_iterations=2)
     trajectory = first_rollout(trainer)
-    scored = trainer._maker._scored(trainer.adapter, trajectory, list(range(8)))
+    scored = trainer.loop.collector.scorer.scored(trainer.adapter, trajectory, list(range(8)))
     for mask, old, drawn in zip(
         trajectory.loss_mask.rows(), scored.rows(), trajectory.sampling_logprobs.rows(), strict=True
     ):
@@ -202,19 +203,18 @@ def test_turns_that_do_not_extend_each_other_are_rows_of_one_sample(tmp_path: Pa
         assert trajectory.advantages[row] == trajectory.advantages[first]
         assert trajectory.group_of_row[row] == sample // 4
     assert trajectory.rows_of([1, 3]) == [row for row, sample in enumerate(samples) if sample in (1, 3)]
-    assert trainer._experience is None
+    assert trainer.loop.state.rollout is None
 
 
 def test_rows_of_a_sample_are_learnt_from_in_the_same_step(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, processing_class=chat_tokenizer(FORGETFUL), steps_per_generation=2, max_steps=4)
     steps: list[list[int]] = []
-    fix = trainer._fix_terms
 
-    def noted(experience: Any, rows: Any) -> Any:
-        steps.append([experience.trajectory.sample_of_row[row] for row in rows])
-        return fix(experience, rows)
+    def noted(fix: Any, rollout: Any, rows: Any, controllers: Any) -> Any:
+        steps.append([rollout.trajectory.sample_of_row[row] for row in rows])
+        return fix(rollout, rows, controllers)
 
-    trainer._fix_terms = noted  # type: ignore[method-assign]
+    rewire(trainer, "learner", "fix_terms", lambda fix: partial(noted, fix))
     trainer.train()
     for first, second in zip(steps[::2], steps[1::2], strict=True):
         assert set(first).isdisjoint(second)
@@ -422,10 +422,9 @@ def test_memory_that_runs_out_in_a_turn_changes_nothing(tmp_path: Path) -> None:
     def run(fail_at: tuple[int, ...] = ()) -> tuple[torch.Tensor, Any, list[Any]]:
         Digits.made.clear()
         trainer = trainer_of(tmp_path, max_steps=1)
-        drawing = trainer._maker._draw_turns
         calls = [0]
 
-        def failing(*work: Any) -> Any:
+        def failing(drawing: Any, *work: Any) -> Any:
             step = trainer.adapter.decode_step
 
             def decode(state: Any, tokens_B: Any) -> Any:
@@ -440,7 +439,7 @@ def test_memory_that_runs_out_in_a_turn_changes_nothing(tmp_path: Path) -> None:
             finally:
                 trainer.adapter.decode_step = step
 
-        trainer._maker._draw_turns = failing  # type: ignore[method-assign]
+        rewire(trainer, "collector.episodes", "draw_turns", lambda drawing: partial(failing, drawing))
         trainer.train()
         counts = [(one.resets, one.steps, one.judged, tuple(one.said)) for one in Digits.made]
         return weights(trainer), trainer.memory_events, counts
@@ -623,7 +622,7 @@ def test_kept_caches_change_nothing_that_is_drawn(
         given = {} if role is None else {"peft_config": lora()}
         trainer = trainer_of(tmp_path, environment_factory=USED[role], memory_policy=policy, **given)
         found.append(first_rollout(trainer))
-        assert trainer._maker._kept is None
+        assert trainer.loop.collector.episodes.scope is None
     assert reads[0] == 0
     assert reads[1] == reads[2] > reads[3] > 0
     for other in found[1:]:
@@ -691,7 +690,7 @@ def test_what_is_kept_goes_first_when_memory_runs_out(tmp_path: Path) -> None:
     assert len(fallbacks) <= 1
     if fallbacks:
         assert "kept_kv_bytes" in str(fallbacks[0])
-        assert trainer._tracker.rollout_plan.kept_kv_bytes == 0
+        assert trainer.setup.memory.rollout_plan.kept_kv_bytes == 0
     assert torch.equal(trajectory.actions.flat, expected.actions.flat)
 
 

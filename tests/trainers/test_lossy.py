@@ -127,7 +127,7 @@ def test_a_lean_optimizer_takes_the_place_of_one_that_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(tmp_path, max_steps=4, allow_lossy=["optim"], lr_scheduler_type="linear")
-    steps, made = trainer._train_step, []
+    steps, made = trainer.loop.step, []
 
     def fails_once() -> None:
         if trainer.state.global_step == 2 and not made:

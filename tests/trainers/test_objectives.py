@@ -7,6 +7,7 @@ import gc
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from memsafe_rl.ops.merging import MERGES, merge_weights
 from memsafe_rl.rewards import calls
 from memsafe_rl.training import gradient as update
 from memsafe_rl.training import learning
-from memsafe_rl.training.objectives import BetaControl, judge, objective_advantages, steered
+from memsafe_rl.training.objectives import BetaControl, as_seen_by, judge, objective_advantages, steered
 from memsafe_rl.types import Component, Phase, UpdatePlan, UpdateWork
 from tests.diffusion.small import PROMPTS as DIFFUSION_PROMPTS
 from tests.diffusion.small import make_policy as make_diffusion_policy
@@ -199,7 +200,7 @@ def test_a_gradient_that_is_overwritten_by_each_micro_batch_would_be_seen(
     backward = torch.autograd.backward
 
     def planted(loss: torch.Tensor) -> None:
-        owner[-1]._committed.drop_gradients()
+        owner[-1].setup.committed.drop_gradients()
         backward(loss)
 
     monkeypatch.setattr(update.torch.autograd, "backward", planted)
@@ -209,15 +210,23 @@ def test_a_gradient_that_is_overwritten_by_each_micro_batch_would_be_seen(
 def test_merging_every_micro_batch_is_another_thing(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, policy=cut(), gradient_merge="cagrad", **TWO)
     whole = gradient_of(trainer)
-    assert trainer._experience is not None
-    rows = trainer._rows()
-    terms = trainer._fix_terms(trainer._experience, rows)
+    assert trainer.loop.state.rollout is not None
+    rows = trainer.loop.learner.rows(trainer.loop.state.cursor)
+    terms = trainer.loop.learner.fix_terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
 
     def of(chosen: Sequence[int], index: int) -> torch.Tensor:
-        trainer._committed.drop_gradients()
-        own = [row for row in chosen if not math.isnan(trainer._experience.trajectory.objective_values[index][row])]
-        trainer._gradient_of(trainer._experience, own, terms.objectives[index], index)
-        return torch.cat([p.grad.flatten().double() for p in trainer._committed.parameters])
+        trainer.setup.committed.drop_gradients()
+        own = [
+            row for row in chosen if not math.isnan(trainer.loop.state.rollout.trajectory.objective_values[index][row])
+        ]
+        trainer.loop.learner.accumulate(
+            trainer.loop.state.rollout,
+            own,
+            terms.objectives[index],
+            view=partial(as_seen_by, index=index),
+            gradients_aside=1 - index,
+        )
+        return torch.cat([p.grad.flatten().double() for p in trainer.setup.committed.parameters])
 
     halves = [[of(half, index) for index in (0, 1)] for half in (rows[:4], rows[4:])]
     summed = [first + second for first, second in zip(*halves, strict=True)]
@@ -501,9 +510,9 @@ def test_each_objective_is_judged_by_its_own_rewards_over_the_rows_that_they_sco
 def test_denominators_are_each_objectives_own_over_the_whole_step(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, **TWO)
     gradient_of(trainer)
-    assert trainer._experience is not None
-    trajectory, rows = trainer._experience.trajectory, trainer._rows()
-    terms = trainer._fix_terms(trainer._experience, rows)
+    assert trainer.loop.state.rollout is not None
+    trajectory, rows = trainer.loop.state.rollout.trajectory, trainer.loop.learner.rows(trainer.loop.state.cursor)
+    terms = trainer.loop.learner.fix_terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
     texts = trainer.processing_class.batch_decode(
         [ids.tolist() for ids in trajectory.actions.rows()], skip_special_tokens=True
     )

@@ -57,7 +57,7 @@ def test_a_run_learns_the_same(tmp_path: Path, settings: dict[str, Any]) -> None
 
 def test_the_default_packs_and_its_plan_is_proved(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, train_dataset=dataset(), policy=AdaptivePolicy(), max_steps=1)
-    found = verify_plan(trainer)
+    found = verify_plan(trainer.loop)
     assert found.chosen.update_plan.pack_prompts
     assert not found.plain.update_plan.pack_prompts
     assert found.chosen.gradient_difference is not None

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from memsafe_rl.data.partial_rollouts import OpenGroup, begin_groups, gather_gro
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import LadderPolicy
+from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.rollout.native.generation import generate
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.types import Completion
 from tests.tiny import tiny_model
-from tests.trainers.helpers import make_trainer, weights
+from tests.trainers.helpers import make_trainer, rewire, weights
 from tests.trainers.test_ranks import run_ranks, set_up_rank
 
 LIMIT, STEP, WANTED = 12, 4, 2
@@ -178,24 +180,26 @@ def partly(tmp_path: Path, **settings: Any) -> GRPOTrainer:
 def test_pieces_are_the_tokens_that_one_draw_gives(tmp_path: Path) -> None:
     trainer = partly(tmp_path, learning_rate=0.0)
     seen: list[OpenGroup] = []
-    taken = trainer._maker._taken
 
-    def noted(groups: Sequence[OpenGroup], rollout: int) -> Any:
-        seen.extend(groups)
-        return taken(groups, rollout)
+    def wrap(taken: Any) -> Any:
+        def noted(gathered: Any, state: Any) -> Any:
+            seen.extend(gathered.whole)
+            return taken(gathered, state)
 
-    trainer._maker._taken = noted  # type: ignore[method-assign]
+        return noted
+
+    rewire(trainer, "collector", "_taken", wrap)
     trainer.train()
     lengths = [len(drawn.ids) for group in seen for drawn in group.completions if drawn]
     assert max(lengths) > 6
     assert min(lengths) < 3
-    maker = trainer._maker
+    collector = trainer.loop.collector
     whole = generate(
         trainer.adapter,
         [group.prompts.ids[0] for group in seen],
         [[group.key(trainer.args.seed, sample) for sample in range(4)] for group in seen],
-        maker._sampling,
-        maker._attempt(maker._work(seen[0].prompts, 4)),
+        trainer.setup.sampling,
+        collector.scorer.attempt(Stage.DRAW, collector.work(seen[0].prompts, 4)),
     )
     pieces = [drawn for group in seen for drawn in group.completions if drawn]
     for piece, alone in zip(pieces, whole, strict=True):
@@ -218,7 +222,7 @@ def test_what_is_left_undone_and_taken_over_is_logged(tmp_path: Path) -> None:
     assert any(record["partial/stale_fraction"] > 0 for record in history)
     begun = sum(record["partial/fresh_prompts"] for record in history)
     assert begun == 4 * len(history) + history[-1]["partial/waiting_groups"]
-    assert trainer._cursor.position == begun
+    assert trainer.loop.state.cursor.position == begun
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "beta": 0.1}])
@@ -240,9 +244,8 @@ def test_rows_that_older_weights_began_weigh_what_the_present_ones_say(tmp_path:
         tmp_path, vllm_importance_sampling_mode="token_truncate", learning_rate=1e-2, steps_per_generation=2, top_k=40
     )
     checked = 0
-    score = trainer._maker._score_stale
 
-    def noted(trajectory: Any, samples: Any) -> Any:
+    def noted(score: Any, trajectory: Any, samples: Any) -> Any:
         nonlocal checked
         scored = score(trajectory, samples)
         for row, stale in enumerate(samples.stale):
@@ -257,7 +260,7 @@ def test_rows_that_older_weights_began_weigh_what_the_present_ones_say(tmp_path:
             checked += 1
         return scored
 
-    trainer._maker._score_stale = noted  # type: ignore[method-assign]
+    rewire(trainer, "collector.scorer", "score_stale", lambda score: partial(noted, score))
     trainer.train()
     assert checked > 0
 
@@ -267,16 +270,16 @@ def test_failures_while_pieces_are_drawn_change_no_token(tmp_path: Path) -> None
         with SimulatedMemory() as device:
             trainer = partly(folder, policy=LadderPolicy(), max_steps=3)
             start = weights(trainer)
-            drawn_on, rounds = trainer._maker._drawn_on, 0
+            rounds = 0
 
-            def failing_round(groups: Sequence[OpenGroup]) -> list[OpenGroup]:
+            def failing_round(drawn_on: Any, groups: Sequence[OpenGroup]) -> list[OpenGroup]:
                 nonlocal rounds
                 rounds += 1
                 if failing:
                     device.fail_after(7 * rounds)
                 return drawn_on(groups)
 
-            trainer._maker._drawn_on = failing_round  # type: ignore[method-assign]
+            rewire(trainer, "collector", "draw_round", lambda drawn_on: partial(failing_round, drawn_on))
             trainer.train()
             return start, weights(trainer), sum(event["event"] == "failure" for event in trainer.memory_events)
 

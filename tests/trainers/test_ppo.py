@@ -122,8 +122,8 @@ def test_values_do_not_depend_on_the_cut(critic: str, tmp_path: Path) -> None:
         policy = cut()
         policy = type(policy)(type(policy.rollout)(rows_in_flight=64, score_tokens=score_tokens), policy.update)
         trainer = make_ppo(tmp_path, critic, policy=policy, dtype=torch.float64)
-        trainer._begin(None)
-        stores.append(trainer._roll_out().trajectory)
+        trainer.loop.begin(None)
+        stores.append(trainer.loop.collect().trajectory)
     for name in ("values", "returns", "action_advantages", "ref_logprobs"):
         one, other = (getattr(store, name).flat for store in stores)
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
@@ -147,12 +147,12 @@ def test_a_step_by_hand(tmp_path: Path) -> None:
     }
     trainer = make_ppo(tmp_path, dtype=torch.float64, **settings)
     reference = tiny_model(dtype=torch.float64)
-    trainer._begin(None)
-    trainer._train_step()
-    assert trainer._experience is not None
-    trajectory = trainer._experience.trajectory
-    rewards = [row["count_digits"] for row in trainer._experience.table]
-    state = {name: weight.detach().clone() for name, weight in trainer._trained().named_parameters()}
+    trainer.loop.begin(None)
+    trainer.loop.step()
+    assert trainer.loop.state.rollout is not None
+    trajectory = trainer.loop.state.rollout.trajectory
+    rewards = [row["count_digits"] for row in trainer.loop.state.rollout.table]
+    state = {name: weight.detach().clone() for name, weight in trainer.setup.trained.named_parameters()}
 
     def scores(model: Any, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         prompt, actions = trajectory.conditions.rows()[trajectory.condition_of_row[row]], trajectory.actions.rows()[row]
@@ -194,9 +194,9 @@ def test_a_step_by_hand(tmp_path: Path) -> None:
         bounded = values.clamp(old_values[row] - 0.01, old_values[row] + 0.01)
         squares = torch.max((values - returns[row]) ** 2, (bounded - returns[row]) ** 2)
         loss = loss + (policy + 0.5 * 0.5 * squares).sum() / count
-    parameters = dict(trainer._trained().named_parameters())
+    parameters = dict(trainer.setup.trained.named_parameters())
     gradients = torch.autograd.grad(loss, list(parameters.values()))
-    trainer._train_step()
+    trainer.loop.step()
     assert trainer.history[1]["loss"] == pytest.approx(loss.item(), rel=1e-9)
     assert trainer.history[1]["clip_ratio/value"] > 0
     for (name, weight), gradient in zip(parameters.items(), gradients, strict=True):
@@ -215,8 +215,8 @@ def test_every_critic_gives_the_policy_the_same_first_step(tmp_path: Path) -> No
         gradients.append(
             torch.cat([w.grad.flatten() for n, w in named.items() if w.grad is not None and ".default." in n])
         )
-        assert trainer._experience is not None
-        assert not (trainer._experience.metrics["objective/kl"])
+        assert trainer.loop.state.rollout is not None
+        assert not (trainer.loop.state.rollout.metrics["objective/kl"])
     for gradient in gradients[1:]:
         assert relative(gradient, gradients[0]) < 1e-6
 
@@ -236,9 +236,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(critic: str, tmp_path: Path) -> None:
         assert torch.equal(trained(second), trained(whole))
         for name in ("loss", "value_loss", "grad_norm"):
             assert [record[name] for record in second.history] == [record[name] for record in whole.history]
-        assert second.credit is not None
-        assert whole.credit is not None
-        assert second.credit.kl_scale == whole.credit.kl_scale != 1.0
+        scales = [trainer.setup.advantages.state_dict()["kl_scale"] for trainer in (second, whole)]
+        assert scales[0] == scales[1] != 1.0
 
 
 def test_a_checkpoint_of_another_critic_is_refused(tmp_path: Path) -> None:
@@ -273,8 +272,8 @@ def test_rows_that_nobody_scored_teach_nothing(tmp_path: Path) -> None:
         return [None if place % 4 == 1 else float(len(text)) for place, text in enumerate(completions)]
 
     trainer = make_ppo(tmp_path, reward_funcs=pay)
-    trainer._begin(None)
-    trajectory = trainer._roll_out().trajectory
+    trainer.loop.begin(None)
+    trajectory = trainer.loop.collect().trajectory
     assert trajectory.action_advantages is not None
     assert trajectory.returns is not None
     for row, values in enumerate(trajectory.action_advantages.rows()):
@@ -284,8 +283,8 @@ def test_rows_that_nobody_scored_teach_nothing(tmp_path: Path) -> None:
 
 def test_advantages_are_white_over_the_rollout(tmp_path: Path) -> None:
     trainer = make_ppo(tmp_path)
-    trainer._begin(None)
-    trajectory = trainer._roll_out().trajectory
+    trainer.loop.begin(None)
+    trajectory = trainer.loop.collect().trajectory
     assert trajectory.action_advantages is not None
     flat = trajectory.action_advantages.flat
     assert float(flat.mean()) == pytest.approx(0.0, abs=1e-6)
@@ -294,9 +293,9 @@ def test_advantages_are_white_over_the_rollout(tmp_path: Path) -> None:
 
 def test_the_critic_is_planned_for(tmp_path: Path) -> None:
     trainer = make_ppo(tmp_path, "model")
-    trainer._begin(None)
-    work = trainer._work(trainer._roll_out().trajectory, range(4))
-    assert work.geometry.trainable_bytes == sum(p.nbytes for p in trainer._trained().parameters() if p.requires_grad)
+    trainer.loop.begin(None)
+    work = trainer.loop.learner.work(trainer.loop.collect().trajectory, range(4))
+    assert work.geometry.trainable_bytes == sum(p.nbytes for p in trainer.setup.trained.parameters() if p.requires_grad)
     assert trainer.critic.beside_bytes in (work.geometry.trainable_bytes - trainer.adapter.geometry.trainable_bytes,)
 
 

@@ -19,7 +19,7 @@ from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language import causal_lm
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.preflight import worst_case as probe_module
-from memsafe_rl.preflight.worst_case import find_longest, probe_worst_case
+from memsafe_rl.preflight.worst_case import check_worst_case, find_longest
 from memsafe_rl.types import RolloutPlan, UpdatePlan
 from tests.tiny import tiny_model
 from tests.trainers.helpers import PROMPTS, cut, make_trainer, weights
@@ -84,17 +84,17 @@ def test_a_rollout_that_cannot_fit_is_found_without_decoding(tmp_path: Path, mon
     steps: list[int] = []
     with SimulatedMemory() as device:
         trainer = late_run(tmp_path, max_completion_length=100)
-        trainer._make_optimizer(8)
+        trainer.loop.make_optimizer()
         original = trainer.adapter.decode_step
         monkeypatch.setattr(
             trainer.adapter, "decode_step", lambda state, tokens: steps.append(state.rows) or original(state, tokens)
         )
-        peaks = probe_worst_case(trainer)
+        peaks = check_worst_case(trainer.loop)
         assert steps == [8]
         # The update's peak is higher, so the rollout alone is refused by refusing all its caches.
         device.set_capacity(peaks["rollout"] - 2**12)
         with pytest.raises(MemoryBudgetError, match="The rollout does not fit"):
-            probe_worst_case(trainer)
+            check_worst_case(trainer.loop)
 
 
 @pytest.mark.parametrize(("prompt", "completion"), [(60, 40), (10, 90), (90, 2), (3, 1)])
@@ -141,7 +141,7 @@ def test_a_stretched_cache_is_as_large_as_a_read_one(arch: str, width: int) -> N
     adapter = CausalLMAdapter(tiny_model(arch), pad_token_id=0)
     adapter.joins = False
     _, short = adapter.prefill([torch.arange(2, 6), torch.arange(2, 5)])
-    assert adapter.stretch(short, width - 4)
+    assert short.stretch(width - 4)
     _, read = adapter.prefill([torch.arange(2, 2 + width), torch.arange(2, 1 + width)])
     for state in (short, read):
         assert state.width == width
@@ -158,7 +158,7 @@ def test_stretched_rows_are_as_large_as_decoded_ones(arch: str, width: int) -> N
     adapter = CausalLMAdapter(tiny_model(arch), pad_token_id=0)
     assert adapter.joins
     short, read = (adapter.prefill([torch.arange(2, 12), torch.arange(2, 11)])[1] for _ in range(2))
-    assert adapter.stretch(short, width - 10)
+    assert short.stretch(width - 10)
     for _ in range(width - 10):
         adapter.decode_step(read, torch.tensor([2, 3]))
     assert adapter.decode_step(short, torch.tensor([2, 3])).isfinite().all()
@@ -224,8 +224,8 @@ def test_a_plan_shrinks_at_the_probe_and_not_again(tmp_path: Path) -> None:
 def test_concessions_that_the_user_allows_are_made_at_the_probe(tmp_path: Path) -> None:
     with SimulatedMemory():
         trainer = late_run(tmp_path / "short", max_completion_length=32, policy=cut(64, 8))
-        trainer._make_optimizer(8)
-        short = max(probe_worst_case(trainer).values())
+        trainer.loop.make_optimizer()
+        short = max(check_worst_case(trainer.loop).values())
     del trainer
     with SimulatedMemory(short + 2**14):
         run = late_run(
@@ -292,9 +292,9 @@ def test_plans_on_a_simulated_device_stay_the_same(tmp_path: Path) -> None:
 def test_nothing_is_left_on_the_device(tmp_path: Path) -> None:
     with SimulatedMemory() as device:
         trainer = late_run(tmp_path, beta=0.1)
-        trainer._make_optimizer(8)
+        trainer.loop.make_optimizer()
         live, host = device.live_bytes, device.host_live_bytes
-        probe_worst_case(trainer)
+        check_worst_case(trainer.loop)
         assert (device.live_bytes, device.host_live_bytes) == (live, host)
 
 
@@ -337,8 +337,8 @@ def test_a_rollout_function_is_not_probed(tmp_path: Path) -> None:
         raise AssertionError("called")
 
     trainer = make_trainer(tmp_path, policy=cut(40, 3), rollout_func=rollout)
-    trainer._make_optimizer(2)
-    assert set(probe_worst_case(trainer)) == {"update", "optimizer"}
+    trainer.loop.make_optimizer()
+    assert set(check_worst_case(trainer.loop)) == {"update", "optimizer"}
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_the_longest_prompt(tmp_path: Path, settings: dict[str, Any], tokens: in
     dataset = Dataset.from_dict({"prompt": LATE})
     stream = settings.pop("stream", False)
     trainer = make_trainer(tmp_path, train_dataset=dataset.to_iterable_dataset() if stream else dataset, **settings)
-    longest = find_longest(trainer)
+    longest = find_longest(trainer.setup)
     assert (len(longest.prompt), longest.source) == (tokens, source)
     assert longest.row_tokens == tokens + 6
 
@@ -364,7 +364,7 @@ def test_a_stream_without_a_usable_prompt_is_refused(tmp_path: Path) -> None:
     stream = Dataset.from_dict({"prompt": ["1" * 30] * 4}).to_iterable_dataset()
     trainer = make_trainer(tmp_path, train_dataset=stream, max_prompt_length=20)
     with pytest.raises(DataError, match="at most 20 tokens"):
-        find_longest(trainer)
+        find_longest(trainer.setup)
 
 
 def test_ids_of_any_length() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.types import Phase
 from tests.rewards.test_reward_models import classifier
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, relative, weights
+from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, relative, rewire, weights
 from tests.trainers.test_ranks import outcome_of, run_ranks, set_up_rank
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="only the C++ allocator fails inside an operator")
@@ -77,18 +78,20 @@ def copied(tensors: Any) -> list[torch.Tensor]:
 def listen_to_steps(trainer: GRPOTrainer) -> list[dict[str, Any]]:
     """Notes the tokens and the whole gradient of every optimizer step, before it is clipped."""
     notes: list[dict[str, Any]] = []
-    measure = trainer._measure
 
-    def noted(*arguments: Any) -> dict[str, float]:
-        measured = measure(*arguments)
-        assert trainer._experience is not None
+    def wrap(measure: Any) -> Any:
+        return partial(noted, measure)
+
+    def noted(measure: Any, *arguments: Any, **named: Any) -> dict[str, float]:
+        measured = measure(*arguments, **named)
+        assert trainer.loop.state.rollout is not None
         with host_memory():
             gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
-            tokens = trainer._experience.trajectory.actions.flat.clone()
+            tokens = trainer.loop.state.rollout.trajectory.actions.flat.clone()
         notes.append({"gradient": gradient, "tokens": tokens})
         return measured
 
-    trainer._measure = noted  # type: ignore[method-assign]
+    rewire(trainer, "learner", "measure", wrap)
     return notes
 
 
@@ -108,9 +111,9 @@ class Faults:
         self.again_after: int | None = None
         self._chosen: tuple[int, int] | None = None
         self._stretches: list[tuple[Phase, int]] = []
-        self._phase, self._record = trainer._tracker.phase, trainer._tracker.record
-        trainer._tracker.phase = self.phase  # type: ignore[method-assign]
-        trainer._tracker.record = self.record  # type: ignore[method-assign]
+        self._phase, self._record = trainer.setup.memory.phase, trainer.setup.memory.record
+        trainer.setup.memory.phase = self.phase  # type: ignore[method-assign]
+        trainer.setup.memory.record = self.record  # type: ignore[method-assign]
 
     def choose(self, phase: Phase, dice: random.Random, *, again: bool) -> None:
         """Chooses an allocation of the next run from those of the last."""
@@ -161,7 +164,7 @@ def storm(folder: Path, case: str, rank: int, seed: int) -> dict[str, Any]:
                 return {"outcome": outcome, "runs": runs}
             runs.append(
                 {
-                    "faults": sum(trainer._ranks.gather([device.refusals - refused])),
+                    "faults": sum(trainer.setup.parallel.gather([device.refusals - refused])),
                     "phases": [str(event["phase"]) for event in trainer.memory_events if event["event"] == "failure"],
                     "fallbacks": sum(event["event"] == "fallback" for event in trainer.memory_events),
                     "notes": list(notes),
@@ -272,7 +275,7 @@ def end(folder: Path, rank: int, ending: Ending) -> dict[str, Any]:
         trainer = build(folder, "lora", **settings)
         spoil = At(ending.event, ending.step, lambda: ending.how(trainer, device))
         if rank == ending.rank:
-            trainer._callbacks.add_callback(spoil)
+            trainer.loop.callbacks.add_callback(spoil)
         outcome = outcome_of(trainer.train)
         found = {
             "outcome": outcome,

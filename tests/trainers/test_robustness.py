@@ -20,7 +20,7 @@ from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.types import RolloutPlan, UpdatePlan
 from memsafe_rl.units import format_bytes
 from tests.tiny import tiny_model
-from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, weights
+from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, rewire, weights
 from tests.trainers.test_training import StopAt
 
 EVALUATION = Dataset.from_dict({"prompt": PROMPTS[:2]})
@@ -187,7 +187,7 @@ def test_columns_and_prompts_of_a_rollout_func_are_used(tmp_path: Path) -> None:
         tmp_path, rollout_func=with_extra, reward_funcs=paid_by_environment, max_steps=1, num_iterations=2
     )
     trainer.train()
-    trajectory = trainer._experience.trajectory
+    trajectory = trainer.loop.state.rollout.trajectory
     assert [row.tolist() for row in trajectory.conditions.rows()] == [[7, 8, 9], [7, 8, 10]]
     assert trajectory.condition_of_row == (0, 0, 0, 0, 1, 1, 1, 1)
     assert trainer.history[0]["reward"] == pytest.approx(0.35)
@@ -321,13 +321,15 @@ def test_a_policy_must_answer_the_kind_of_plan_it_is_asked_for(tmp_path: Path, p
 
 def fails_always(trainer: GRPOTrainer, device: SimulatedMemory) -> None:
     """Refuses every update whatever its plan: the device is as full as it may be when the gradient begins."""
-    begin = trainer._plan_update
 
-    def full(*arguments: Any) -> None:
-        begin(*arguments)
-        device.set_capacity(device.live_bytes + 16_384)
+    def wrap(begin: Any) -> Any:
+        def full(*arguments: Any) -> None:
+            begin(*arguments)
+            device.set_capacity(device.live_bytes + 16_384)
 
-    trainer._plan_update = full  # type: ignore[method-assign]
+        return full
+
+    rewire(trainer, "learner", "plan", wrap)
 
 
 def test_a_policy_that_goes_in_circles_is_stopped_and_one_that_gives_up_early_is_told_what_is_left(

@@ -13,6 +13,7 @@ from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.training.loop import collect
 from memsafe_rl.types import MemoryState, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, cut, make_trainer, relative, weights
@@ -22,21 +23,21 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM
 
 def gradient_of(trainer: GRPOTrainer) -> torch.Tensor:
     """Runs a trainer's first step up to the commit and gives its gradient."""
-    trainer._begin(None)
-    trainer._experience = trainer._roll_out()
-    trajectory, rows = trainer._experience.trajectory, trainer._rows()
-    terms = trainer._fix_terms(trainer._experience, rows)
-    mine = trainer._mine(trajectory, rows)
-    trainer._plan_update(trajectory, mine)
-    trainer._gradient(trainer._experience, mine, terms)
+    trainer.loop.begin(None)
+    trainer.loop.state.rollout = trainer.loop.collect()
+    trajectory, rows = trainer.loop.state.rollout.trajectory, trainer.loop.learner.rows(trainer.loop.state.cursor)
+    terms = trainer.loop.learner.fix_terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
+    mine = trainer.loop.learner.local_rows(trajectory, rows)
+    trainer.loop.learner.plan(trajectory, mine)
+    trainer.loop.learner.gradient(trainer.loop.state.rollout, mine, terms, step=trainer.state.global_step)
     return torch.cat([p.grad.flatten().double() for p in trainer.model.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce++"])
 def test_a_run_takes_its_advantages_from_the_estimator_it_names(estimator: str, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, advantage_estimator=estimator, per_device_train_batch_size=16)
-    trainer._begin(None)
-    experience = trainer._roll_out()
+    trainer.loop.begin(None)
+    experience = trainer.loop.collect()
     rewards = torch.tensor([row["count_digits"] for row in experience.table], dtype=torch.float64)
     groups = rewards.view(-1, 4)
     expected = {
@@ -185,11 +186,11 @@ def test_old_logprobs_scored_ahead_equal_those_kept_from_the_first_update(tmp_pa
     settings: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 4, "steps_per_generation": 2}
     trainer = make_trainer(tmp_path, max_steps=1, num_iterations=2, beta=0.1, **settings)
     trainer.train()
-    trajectory = trainer._experience.trajectory
+    trajectory = trainer.loop.state.rollout.trajectory
     assert all(trajectory.has_old)
     fresh = make_trainer(tmp_path, max_steps=1, num_iterations=2, beta=0.1, **settings)
-    fresh._begin(None)
-    experience = fresh._maker.make(fresh._source, rollout=0, position=0, later_rows=range(8))
+    fresh.loop.begin(None)
+    experience = collect(fresh.loop.collector, fresh.loop.state, range(8))
     gap = experience.trajectory.old_logprobs.flat - trajectory.old_logprobs.flat
     assert gap.abs().max() < 1e-5
 
@@ -207,7 +208,7 @@ def test_rows_without_advantage_are_skipped_without_a_trace(tmp_path: Path) -> N
         assert relative(mine, gradient_of(whole)) < 1e-6
     finally:
         del type(whole.args).every_row_learns
-    assert len(skipping._mine(skipping._experience.trajectory, range(8))) == 4
+    assert len(skipping.loop.learner.local_rows(skipping.loop.state.rollout.trajectory, range(8))) == 4
 
 
 def test_a_row_that_nobody_scored_counts_for_nothing(tmp_path: Path) -> None:
@@ -218,11 +219,11 @@ def test_a_row_that_nobody_scored_counts_for_nothing(tmp_path: Path) -> None:
 
     trainer = make_trainer(tmp_path, reward_funcs=some, loss_type="grpo", beta=0.1)
     gradient_of(trainer)
-    trajectory = trainer._experience.trajectory
-    terms = trainer._fix_terms(trainer._experience, range(8))
+    trajectory = trainer.loop.state.rollout.trajectory
+    terms = trainer.loop.learner.fix_terms(trainer.loop.state.rollout, range(8), trainer.loop.state.controllers)
     assert terms.denominators.rows == 7
     assert terms.denominators.tokens == sum(trajectory.actions.lengths) - trajectory.actions.lengths[2]
-    assert 2 not in trainer._mine(trajectory, range(8))
+    assert 2 not in trainer.loop.learner.local_rows(trajectory, range(8))
 
 
 def test_kl_stop_ends_the_passes_over_this_rollout_only(tmp_path: Path) -> None:
@@ -241,7 +242,7 @@ def test_dynamic_sampling_replaces_flat_groups_and_consumes_their_prompts(tmp_pa
         tmp_path, reward_funcs=flat_for_zero, dynamic_sampling=True, shuffle_dataset=False, max_steps=1
     )
     trainer.train()
-    assert trainer._cursor.position > 2
+    assert trainer.loop.state.cursor.position > 2
     assert trainer.history[0]["frac_reward_zero_std"] == 0.0
     limited = make_trainer(
         tmp_path,
@@ -251,7 +252,7 @@ def test_dynamic_sampling_replaces_flat_groups_and_consumes_their_prompts(tmp_pa
         max_steps=1,
     )
     limited.train()
-    assert limited._cursor.position == 6
+    assert limited.loop.state.cursor.position == 6
 
 
 def test_lora_trains_only_the_adapter_and_its_reference_is_the_base(tmp_path: Path) -> None:
@@ -330,14 +331,14 @@ def test_gradients_are_clipped_to_the_norm_asked_for(tmp_path: Path) -> None:
 
 def test_an_fp16_overflow_leaves_weights_and_schedule_alone(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, fp16=True, max_steps=2, lr_scheduler_type="linear")
-    trainer._begin(None)
-    trainer._committed.scaler.scale(torch.ones(1))
-    trainer._committed.scaler._scale.fill_(2.0**120)
+    trainer.loop.begin(None)
+    trainer.setup.committed.scaler.scale(torch.ones(1))
+    trainer.setup.committed.scaler._scale.fill_(2.0**120)
     before = weights(trainer)
-    trainer._train_step()
+    trainer.loop.step()
     assert torch.equal(weights(trainer), before)
-    assert trainer._committed.learning_rate == 1e-2
-    assert trainer._committed.scaler.get_scale() == 2.0**119
+    assert trainer.setup.committed.learning_rate == 1e-2
+    assert trainer.setup.committed.scaler.get_scale() == 2.0**119
 
 
 def test_a_gradient_that_is_not_finite_moves_no_weight_and_is_told(tmp_path: Path) -> None:
@@ -465,7 +466,7 @@ def test_a_users_logprobs_only_correct_importance(tmp_path: Path) -> None:
         tmp_path, rollout_func=shifted, max_steps=1, vllm_importance_sampling_mode="token_truncate", num_iterations=2
     )
     trainer.train()
-    trajectory = trainer._experience.trajectory
+    trajectory = trainer.loop.state.rollout.trajectory
     expected = (trajectory.old_logprobs.flat + 5.0).exp().clamp(max=3.0)
     assert torch.allclose(trajectory.importance_weights.flat, expected)
     assert trainer.history[0]["approx_kl/k3_token"] < 1e-9

@@ -41,7 +41,7 @@ def without_times(history: list[dict[str, float]]) -> list[dict[str, float]]:
 
 def test_three_plans_are_equal_and_differently_cut(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, policy=cut(**LEAN), reward_funcs=never)
-    found = verify_plan(trainer)
+    found = verify_plan(trainer.loop)
     assert found.passed
     assert found.sentence().startswith("EQUAL: the plain plan, the chosen plan, and the chosen plan with failures")
     assert (found.plain.micro_batches, found.chosen.micro_batches) == (1, 4)
@@ -88,7 +88,7 @@ def test_bytes_saved_and_genuine_failures_on_a_simulated_device(tmp_path: Path, 
         trainer = make_trainer(tmp_path, model=model, policy=cut(**LEAN), max_completion_length=12)
         live = device.live_bytes
         refusals = device.refusals
-        found = verify_plan(trainer)
+        found = verify_plan(trainer.loop)
         assert found.passed, found.sentence()
         assert found.exact_bytes
         assert found.failing.failures == 2
@@ -106,9 +106,9 @@ def test_a_plain_plan_that_does_not_fit_is_replaced_by_half_the_chosen_one(tmp_p
     with SimulatedMemory() as device:
         model = tiny_model(vocab_size=2000)
         trainer = make_trainer(tmp_path, model=model, policy=cut(40, 4, logprob_tile=8), max_completion_length=12)
-        verify_plan(trainer)
+        verify_plan(trainer.loop)
         device.set_capacity(device.live_bytes + 3 * 2**19)
-        found = verify_plan(trainer)
+        found = verify_plan(trainer.loop)
     assert found.passed, found.sentence()
     assert found.plain.name == "halved"
     assert "the halved plan" in found.sentence()
@@ -120,8 +120,8 @@ def test_a_plain_plan_that_does_not_fit_is_replaced_by_half_the_chosen_one(tmp_p
 
 def test_a_machine_that_kills_is_not_tried_with_what_cannot_fit(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, policy=cut(**LEAN))
-    trainer._tracker.budget_bytes = 1
-    found = verify_plan(trainer)
+    trainer.setup.memory.budget_bytes = 1
+    found = verify_plan(trainer.loop)
     assert found.plain.name == "halved"
     assert "of the 0 B that are left. So the chosen plan" in found.notes[0]
 
@@ -129,11 +129,11 @@ def test_a_machine_that_kills_is_not_tried_with_what_cannot_fit(tmp_path: Path) 
 def test_a_chosen_plan_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     with SimulatedMemory() as device:
         trainer = make_trainer(tmp_path, policy=cut(**LEAN))
-        verify_plan(trainer)
+        verify_plan(trainer.loop)
         before = weights(trainer)
         device.set_capacity(device.live_bytes + 1000)
         with pytest.raises(MemoryBudgetError):
-            verify_plan(trainer)
+            verify_plan(trainer.loop)
         device.set_capacity(None)
     assert torch.equal(weights(trainer), before)
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
@@ -151,8 +151,8 @@ def test_rows_that_run_out_under_every_plan_but_the_smallest_are_recovered(tmp_p
     with SimulatedMemory() as device:
         policy = Halving(RolloutPlan(rows_in_flight=8), UpdatePlan(micro_batch_tokens=256, logprob_tile=32))
         trainer = make_trainer(tmp_path, model=tiny_model(vocab_size=2000), policy=policy, max_completion_length=12)
-        device.set_capacity(verify_plan(trainer).chosen.peak_bytes - 2**16)
-        found = verify_plan(trainer)
+        device.set_capacity(verify_plan(trainer.loop).chosen.peak_bytes - 2**16)
+        found = verify_plan(trainer.loop)
     assert found.passed, found.sentence()
     assert found.chosen.failures > 0
     assert found.chosen.update_plan.micro_batch_tokens < 256
@@ -178,7 +178,7 @@ def test_denominators_of_micro_batches_are_caught(
 ) -> None:
     monkeypatch.setattr(update_module, "policy_loss", per_micro_batch(update_module.policy_loss))
     trainer = make_trainer(tmp_path, policy=cut(**LEAN), verify_plan=True)
-    found = verify_plan(trainer)
+    found = verify_plan(trainer.loop)
     assert not found.passed
     assert found.difference > 1e-2
     assert found.sentence().startswith("NOT EQUAL: the chosen plan's gradient differs from that of the plain plan by")
@@ -195,16 +195,16 @@ def test_a_gradient_that_a_failed_attempt_leaves_behind_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(tmp_path, policy=cut(**LEAN))
-    trainer._make_optimizer(2)
-    drop = trainer._committed.drop_gradients
+    trainer.loop.make_optimizer()
+    drop = trainer.setup.committed.drop_gradients
 
     def forgetful() -> None:
         """Drops gradients, but not where recovery asks for it."""
         if sys._getframe(1).f_code.co_name != "_clear":
             drop()
 
-    monkeypatch.setattr(trainer._committed, "drop_gradients", forgetful)
-    found = verify_plan(trainer)
+    monkeypatch.setattr(trainer.setup.committed, "drop_gradients", forgetful)
+    found = verify_plan(trainer.loop)
     assert found.chosen.gradient_difference is not None
     assert found.chosen.gradient_difference < 1e-6
     assert found.failing.gradient_difference is not None
@@ -274,23 +274,23 @@ def test_a_verified_run_learns_bitwise_what_another_does(tmp_path: Path, setting
 
 def test_everything_is_as_before_afterwards(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, policy=cut(**LEAN), beta=0.1)
-    trainer._make_optimizer(2)
+    trainer.loop.make_optimizer()
     trainer.model.model.layers[0].train()  # a mode of the user's own
     modes = [module.training for module in trainer.model.modules()]
     states = [torch.clone(value) for value in trainer.model.state_dict().values()]
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in trainer.model.modules()]
     random = capture_random_state()
-    cursor, history = trainer._cursor, list(trainer.history)
+    cursor, history = trainer.loop.state.cursor, list(trainer.history)
     names = ("_plans", "_planned_at", "_corrections", "_failures", "_peak_bytes", "phase_peaks", "phase_seconds")
-    remembered = copy.deepcopy([vars(trainer._tracker)[name] for name in names])
-    verify_plan(trainer)
+    remembered = copy.deepcopy([vars(trainer.setup.memory)[name] for name in names])
+    verify_plan(trainer.loop)
     assert [module.training for module in trainer.model.modules()] == modes
     assert all(torch.equal(*pair) for pair in zip(states, trainer.model.state_dict().values(), strict=True))
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     now = capture_random_state()
     assert (now.python, now.torch) == (random.python, random.torch)
-    assert (trainer._cursor, trainer.history, trainer.memory_events) == (cursor, history, [])
-    assert [vars(trainer._tracker)[name] for name in names] == remembered
+    assert (trainer.loop.state.cursor, trainer.history, trainer.memory_events) == (cursor, history, [])
+    assert [vars(trainer.setup.memory)[name] for name in names] == remembered
     assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in trainer.model.modules()] == hooks
     assert trainer.args.disable_dropout
 
@@ -395,7 +395,7 @@ def test_every_arm_begins_with_the_optimizer_on_the_device(tmp_path: Path) -> No
     with SimulatedMemory() as device:
         policy = FixedPolicy(RolloutPlan(3, park_optimizer=True), UpdatePlan(24, park_optimizer=True))
         trainer = make_trainer(tmp_path, policy=policy)
-        found = verify_plan(trainer)
+        found = verify_plan(trainer.loop)
         held = device.live_by_component()
     weights_bytes = sum(parameter.nbytes for parameter in trainer.model.parameters())
     assert found.plain.phase_peaks["rollout"] > 3 * weights_bytes

@@ -7,7 +7,7 @@ order, not to tell seconds.
 from __future__ import annotations
 
 from memsafe_rl.memory.planning.estimator import kept_bytes, wave_rows
-from memsafe_rl.memory.planning.slices import measure_slices, packed_tokens
+from memsafe_rl.slices import measure_slices, packed_tokens
 from memsafe_rl.types import ModelGeometry, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 BAND = 1.1

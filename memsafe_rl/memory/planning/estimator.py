@@ -15,7 +15,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 
-from memsafe_rl.memory.planning.slices import measure_slices, measure_sources, packing_saves
+from memsafe_rl.slices import measure_slices, measure_sources, packing_saves
 from memsafe_rl.types import (
     SCORE_ELEMENTS,
     Component,

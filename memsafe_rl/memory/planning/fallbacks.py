@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.estimator import kept_bytes, read_tokens, rollout_parts, wave_rows
-from memsafe_rl.memory.planning.slices import measure_slices, packed_tokens
+from memsafe_rl.slices import measure_slices, packed_tokens
 from memsafe_rl.types import Component, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 Plan = TypeVar("Plan", RolloutPlan, UpdatePlan)

@@ -29,7 +29,7 @@ from memsafe_rl.memory.planning.costs import (
 )
 from memsafe_rl.memory.planning.fallbacks import FINE_STEPS, LOSSLESS, Fallback, Plan, fallbacks_named, leaner
 from memsafe_rl.memory.planning.search import Room, fastest_that_fits, first_that_fits, next_plan, with_prediction
-from memsafe_rl.memory.planning.slices import packing_saves
+from memsafe_rl.slices import packing_saves
 from memsafe_rl.types import MemoryFailure, MemoryState, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 

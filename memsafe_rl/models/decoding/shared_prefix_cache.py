@@ -179,7 +179,6 @@ class SharedPrefixState:
         values: per layer, likewise.
         capacity: slots of a suffix, where no window makes it shorter.
         bases: for each row, the tokens of its prompt that it has read; all of them where nothing is given.
-        joins: always true: rows of several caches can be put together, and a cache outlives a selection from it.
     """
 
     windows: tuple[int | None, ...]
@@ -217,7 +216,7 @@ class SharedPrefixState:
 
     def tensors(self) -> Iterator[Tensor]:
         """Gives all keys and values held."""
-        for block in {id(block): block for block in self.blocks}.values():
+        for block in self.prompt_blocks():
             yield from block.tensors()
         yield from (*self.keys, *self.values)
 
@@ -225,14 +224,31 @@ class SharedPrefixState:
         """Bytes of all keys and values held."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
 
+    def prompt_blocks(self) -> list[PromptBlock]:
+        """Gives the blocks that the rows follow, each once."""
+        return list({id(block): block for block in self.blocks}.values())
+
     def prompt_bytes(self) -> int:
         """Bytes of the prompts' keys and values."""
-        return sum(block.nbytes() for block in {id(block): block for block in self.blocks}.values())
+        return sum(block.nbytes() for block in self.prompt_blocks())
+
+    def keep_whole(self, whole: bool) -> None:
+        """Says whether rows may still begin at these prompts, so that nothing of them may be given up."""
+        for block in self.blocks:
+            block.kept_whole = whole
 
     def select(self, rows: Sequence[int]) -> SharedPrefixState:
         """Keeps, drops, repeats or reorders rows; suffixes shrink to the longest that is left."""
+        state = self._of(rows)
+        if state.capacity:
+            state._refill([(self, torch.tensor(rows, device=self.device))])
+        state.give_up_idle_prompts()
+        return state
+
+    def _of(self, rows: Sequence[int]) -> SharedPrefixState:
+        """Gives a state of some rows, with no suffixes yet."""
         lengths = [self.lengths[row] for row in rows]
-        state = SharedPrefixState(
+        return SharedPrefixState(
             windows=self.windows,
             blocks=tuple(self.blocks[row] for row in rows),
             prompts=tuple(self.prompts[row] for row in rows),
@@ -241,9 +257,6 @@ class SharedPrefixState:
             capacity=whole_blocks(max(lengths, default=0)),
             bases=tuple(self.bases[row] for row in rows),
         )
-        if state.capacity:
-            state._refill([(self, torch.tensor(rows, device=self.device))])
-        return state
 
     def join(self, other: SharedPrefixState) -> SharedPrefixState:
         """Puts the rows of another state behind this one's."""
@@ -262,16 +275,7 @@ class SharedPrefixState:
 
     def set_aside(self, leaving: Mapping[int, int], staying: Sequence[int]) -> tuple[SharedPrefixState, list[RowCache]]:
         """Takes rows out, to wait outside of any state, a tensor at a time, so that no more is ever there twice."""
-        lengths = [self.lengths[row] for row in staying]
-        rest = SharedPrefixState(
-            windows=self.windows,
-            blocks=tuple(self.blocks[row] for row in staying),
-            prompts=tuple(self.prompts[row] for row in staying),
-            lengths=lengths,
-            device=self.device,
-            capacity=whole_blocks(max(lengths, default=0)),
-            bases=tuple(self.bases[row] for row in staying),
-        )
+        rest = self._of(staying)
         aside = [
             RowCache(self.blocks[row], self.prompts[row], self.bases[row], length) for row, length in leaving.items()
         ]
@@ -286,6 +290,8 @@ class SharedPrefixState:
                     if index is not None:
                         getattr(rest, name).append(held[:, :, : rest.slots_of(layer)].index_select(0, index))
                     store[layer] = held.new_empty(0)
+        if staying:
+            rest.give_up_idle_prompts()
         return rest, aside
 
     def reserve(self, tokens: int | Sequence[int]) -> None:
@@ -299,7 +305,7 @@ class SharedPrefixState:
             before = replace(self)
             self.keys, self.values = [], []
             self._refill([(before, None)])
-        for block in {id(block): block for block in self.blocks}.values():
+        for block in self.prompt_blocks():
             if not block.stays_whole:
                 block.trim(self.windows, self._least_drawn(block))
 
@@ -313,10 +319,11 @@ class SharedPrefixState:
         """Has every row follow the only prompt of another block."""
         self.blocks, self.bases, self._segments = (block,) * self.rows, block.lengths * self.rows, None
 
-    def stretch(self, tokens: int) -> None:
+    def stretch(self, tokens: int) -> bool:
         """Widens every row by so many tokens, with keys and values that mean nothing."""
         self.reserve(tokens)
         self.lengths = [length + tokens for length in self.lengths]
+        return True
 
     def slots_of(self, layer: int) -> int:
         """Slots of a layer's suffixes: a window is a ring."""
@@ -351,7 +358,7 @@ class SharedPrefixState:
 
     def give_up_idle_prompts(self) -> None:
         """Gives up prompts that no row follows any more, where they are half of a block at least."""
-        for block in {id(block): block for block in self.blocks}.values():
+        for block in self.prompt_blocks():
             used = sorted({self.prompts[row] for row in range(self.rows) if self.blocks[row] is block})
             if block.stays_whole or 2 * len(used) > len(block.lengths):
                 continue

@@ -24,12 +24,14 @@ from torch import Tensor, nn
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.blocks import recomputed
+from memsafe_rl.models.cuts import step_micro_batches, step_work
 from memsafe_rl.models.diffusion.condition_cache import EmbeddingCache, prompt_key
 from memsafe_rl.models.diffusion.pair_bytes import blocks_of, measured_pair
 from memsafe_rl.models.diffusion.schedulers import DenoisingScheduler, as_scheduler
 from memsafe_rl.models.geometry import autocast_bytes, weight_bytes
 from memsafe_rl.models.language.base import as_reference
-from memsafe_rl.types import GaussianDistribution, ModelGeometry, Trajectory, UnitBytes
+from memsafe_rl.slices import MicroBatch
+from memsafe_rl.types import GaussianDistribution, ModelGeometry, Trajectory, UnitBytes, UpdateWork
 
 _APART, _APART_NARROW = 1e-4, 5e-2
 """How far a denoiser's answers in two batches may lie apart, of their norm, in 32 bits and below."""
@@ -376,8 +378,9 @@ class DiffusionAdapter:
     """A `DiffusionPolicy`, plain or under PEFT, as the loops use it."""
 
     time_separable = True
+    closed_form_kl = True
     packs_prompts = False
-    joins = False
+    reads_alike = False
 
     def __init__(self, model: nn.Module, *, reference_denoiser: nn.Module | None = None) -> None:
         self.model = model
@@ -496,6 +499,25 @@ class DiffusionAdapter:
             reduction=self.policy.reduce,
             elements=condition.elements,
         )
+
+    def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:  # noqa: ARG002
+        """Gives the shape of rows, as a memory policy may know it."""
+        return step_work(trajectory, rows, self.geometry)
+
+    def micro_batches(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        tokens: int,
+        *,
+        columns: Sequence[int] | None = None,
+        packed: bool = False,  # noqa: ARG002
+    ) -> list[list[MicroBatch]]:
+        """Cuts rows × columns into rectangles; see `ScoringAdapter.micro_batches`."""
+        return step_micro_batches(trajectory, rows, tokens, columns)
+
+    def take_sources(self) -> None:
+        """Does nothing: prompts have been embedded."""
 
     def entries(
         self, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int]

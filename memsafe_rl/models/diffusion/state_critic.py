@@ -10,7 +10,7 @@ condition; ``...`` stands for the axes of a state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,10 +22,11 @@ from memsafe_rl.accounting import charge, hold, host_memory, weights_of
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.blocks import recomputed
 from memsafe_rl.models.critic import Critic, ValueLayer
+from memsafe_rl.models.cuts import step_work
 from memsafe_rl.models.diffusion.pair_bytes import blocks_of, measured_pair
 from memsafe_rl.models.diffusion.policy import Condition, DiffusionAdapter
 from memsafe_rl.models.geometry import autocast_bytes, weight_bytes
-from memsafe_rl.types import Component, ModelGeometry, StateFeatures, Trajectory
+from memsafe_rl.types import Component, ModelGeometry, StateFeatures, Trajectory, UpdateWork
 
 _WIDTH = 128
 """Hidden width of the built-in critic."""
@@ -91,17 +92,19 @@ class StateNetwork:
     """A critic's network behind the `ScoringAdapter` protocol: it scores states, and draws none."""
 
     time_separable = True
+    closed_form_kl = False
     packs_prompts = False
 
     def __init__(self, adapter: DiffusionAdapter, model: nn.Module) -> None:
         self.model = model
-        self._adapter = adapter
+        self.adapter = adapter
+        self.micro_batches, self.read_together = adapter.micro_batches, adapter.read_together  # the chains are the same
         self._geometry: ModelGeometry | None = None
 
     @property
     def device(self) -> torch.device:
         """Where the network computes."""
-        return self._adapter.device
+        return self.adapter.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,11 +116,11 @@ class StateNetwork:
         """Sizes from which bytes are counted; what a pair holds is measured for the first who asks."""
         if self._geometry is None:
             own, width = (*self.model.parameters(), *self.model.buffers()), autocast_bytes(self.device)
-            unit, elements = measured_pair(self._one_pair, own, blocks_of(self.model), 0, width or self.dtype.itemsize)
-            policy = self._adapter.policy
+            unit, elements = measured_pair(self.one_pair, own, blocks_of(self.model), 0, width or self.dtype.itemsize)
+            policy = self.adapter.policy
             unit = replace(unit, state=self.dtype.itemsize * math.prod(policy.sample_shape))
             self._geometry = replace(
-                self._adapter.geometry,
+                self.adapter.geometry,
                 layers=len(blocks_of(self.model)),
                 hidden_size=elements,
                 intermediate_size=elements,
@@ -127,14 +130,15 @@ class StateNetwork:
             )
         return self._geometry
 
-    def _one_pair(self) -> Tensor:
-        policy = self._adapter.policy
-        condition = self._adapter.condition([torch.zeros(policy.condition_shape)])
+    def one_pair(self) -> Tensor:
+        """Runs the network on one state of zeros."""
+        policy = self.adapter.policy
+        condition = self.adapter.condition([torch.zeros(policy.condition_shape)])
         return self.features(torch.zeros(1, *policy.sample_shape, device=self.device), [0], condition)
 
     def features(self, states: Tensor, columns: Sequence[int], condition: Condition) -> Tensor:
         """Runs the network on states."""
-        timesteps_M = self._adapter.policy.scheduler.timesteps[torch.tensor(columns)].to(self.device)
+        timesteps_M = self.adapter.policy.scheduler.timesteps[torch.tensor(columns)].to(self.device)
         found: Any = self.model(states.to(self.dtype), timesteps_M, _as_type(condition, self.dtype))
         if isinstance(found, Tensor) and isinstance(self.model, StateEncoder):
             return found
@@ -161,17 +165,12 @@ class StateNetwork:
     ) -> StateFeatures:
         """Runs the network once on the states before some steps of some rows."""
         wanted = range(trajectory.actions.lengths[0]) if columns is None else columns
-        before, _, condition = self._adapter.entries(trajectory, rows, wanted)
+        before, _, condition = self.adapter.entries(trajectory, rows, wanted)
         return StateFeatures(self.features(before, list(wanted) * len(rows), condition), (len(wanted),) * len(rows))
 
-    def read_together(
-        self,
-        trajectory: Trajectory,  # noqa: ARG002
-        rows: Sequence[int],  # noqa: ARG002
-        forward: Callable[[], AbstractContextManager[object]],  # noqa: ARG002
-    ) -> AbstractContextManager[None]:
-        """Does nothing: prompts have been embedded."""
-        return nullcontext()
+    def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:  # noqa: ARG002
+        """Gives the shape of rows, as a memory policy may know it."""
+        return step_work(trajectory, rows, self.geometry)
 
     def reference(self) -> AbstractContextManager[StateNetwork]:
         """Gives the network itself: a critic has no reference."""
@@ -236,7 +235,7 @@ class StateCritic(Critic):
 
 def check_state_critic(network: StateNetwork) -> None:
     """Values states together and alone, which must come to the same: chains are cut into rectangles."""
-    adapter, device = network._adapter, network.device
+    adapter, device = network.adapter, network.device
     policy = adapter.policy
     with torch.random.fork_rng(devices=[]), host_memory():
         generator = torch.Generator().manual_seed(0)
@@ -259,7 +258,7 @@ def check_state_critic(network: StateNetwork) -> None:
         )
     torch.clear_autocast_cache()  # it keeps weights that were cast above, without a graph
     with torch.random.fork_rng(enabled=device.type == "cpu"), torch.enable_grad():
-        if not network._one_pair().requires_grad:
+        if not network.one_pair().requires_grad:
             raise ConfigError(
                 "The critic's values carry no gradient, so that it could not learn. Remove torch.no_grad or detach "
                 "from its forward."

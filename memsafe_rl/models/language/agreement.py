@@ -46,7 +46,7 @@ def settle_path(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Ten
     if adapter.path != first:
         logger.warning(
             "%s computes its logits in a way of its own; log-probs go through %r (logit scale %g, soft-cap %s). %s",
-            type(adapter._lm).__name__,
+            type(adapter.lm).__name__,
             adapter.path.route.value,
             adapter.path.logit_map.scale,
             adapter.path.logit_map.soft_cap,
@@ -85,7 +85,7 @@ def settle_generate(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV:
         others.append(other)
     else:
         raise ConfigError(
-            f"{type(adapter._lm).__name__} gives prompts that are decoded together other logits than alone: {reason}. "
+            f"{type(adapter.lm).__name__} gives prompts that are decoded together other logits than alone: {reason}. "
             f"transformers' own generate does not give those logits either: {others[0]} with a cache, {others[1]} "
             "without one. Use a model that can be sampled token by token."
         )
@@ -93,7 +93,7 @@ def settle_generate(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV:
     logger.warning(
         "%s cannot be decoded by this library's engine (%s). Rollouts run transformers' generate%s, in waves of rows "
         "of one length: the same draws, but slower, and with every prompt read once per completion.",
-        type(adapter._lm).__name__,
+        type(adapter.lm).__name__,
         reason,
         "" if cached else " without a cache",
     )
@@ -121,9 +121,9 @@ def relative_difference(got: Tensor, wanted: Tensor) -> float:
 
 def tolerance_of(adapter: LanguageAdapter, device: torch.device) -> float:
     """Gives what two orders of the same sums may differ by, relative to the largest logit."""
-    if getattr(adapter._lm, "is_quantized", False):
+    if getattr(adapter.lm, "is_quantized", False):
         return 5e-2
-    dtype = adapter._lm.get_input_embeddings().weight.dtype
+    dtype = adapter.lm.get_input_embeddings().weight.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     if dtype is torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
@@ -133,7 +133,7 @@ def tolerance_of(adapter: LanguageAdapter, device: torch.device) -> float:
 
 def probe_rows(adapter: LanguageAdapter, prompts: tuple[int, int] = (5, 2)) -> Trajectory:
     """Makes two rows, of 7 and 4 tokens after their prompts, of ids spread over the vocabulary, on the host."""
-    vocabulary, read = adapter._lm.get_input_embeddings().weight.shape[0], sum(prompts)
+    vocabulary, read = adapter.lm.get_input_embeddings().weight.shape[0], sum(prompts)
     ids = torch.tensor([(17 + 61 * place) % vocabulary for place in range(read + 11)])
     actions = Ragged(ids[read:], (7, 4))
     return Trajectory(

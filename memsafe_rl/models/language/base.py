@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -25,6 +25,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.attention_implementations import attention_configs
 from memsafe_rl.models.blocks import find_blocks, recomputed
+from memsafe_rl.models.cuts import token_micro_batches, token_work
 from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
 from memsafe_rl.models.decoding.shared_prefix_cache import (
@@ -36,6 +37,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
 )
 from memsafe_rl.models.geometry import autocast_bytes, read_geometry
 from memsafe_rl.models.language.heads import LogitMap, head_of, naive_logits
+from memsafe_rl.slices import MicroBatch
 from memsafe_rl.types import (
     CACHE_SCALE_BYTES,
     Component,
@@ -44,6 +46,7 @@ from memsafe_rl.types import (
     ModelGeometry,
     TokenDistribution,
     Trajectory,
+    UpdateWork,
 )
 
 logger = logging.getLogger(__name__)
@@ -82,6 +85,7 @@ class LanguageAdapter(ABC):
     """A network of transformers that draws tokens one after another; its kind says how it reads them."""
 
     time_separable = False
+    closed_form_kl = False
 
     def __init__(
         self,
@@ -105,7 +109,7 @@ class LanguageAdapter(ABC):
         self.in_8_bits = False
         self._key_bytes: int | None = None
         self.reference_adapter: Self | None = reference_adapter
-        self._lm = lm
+        self.lm = lm
         self.start_token_id = start_token_id
         self._cross_layers = cross_layers
         self._attention_configs = attention_configs(lm)
@@ -129,8 +133,8 @@ class LanguageAdapter(ABC):
         """Reads prompts and fills a cache; see `ModelAdapter.prefill`."""
 
     @abstractmethod
-    def stretch(self, state: DecodeState, tokens: int) -> bool:
-        """Widens a cache without reading; see `ModelAdapter.stretch`."""
+    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
+        """Appends one token to every row of a cache, in place; see `ModelAdapter.decode_step`."""
 
     @abstractmethod
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
@@ -150,6 +154,25 @@ class LanguageAdapter(ABC):
     def measure_cache(self, state: DecodeState) -> None:
         """Notes the bytes of a token in a cache that prompts have just been read into."""
 
+    @property
+    @abstractmethod
+    def reads_alike(self) -> bool:
+        """Whether an encoder reads prompts alike for policy and reference; see `ModelAdapter.reads_alike`."""
+
+    @abstractmethod
+    def take_sources(self) -> None:
+        """Reads prompts from trajectories from now on, where these hold what this very encoder made of them."""
+
+    @abstractmethod
+    def read_sources(self, prompts: Sequence[Tensor]) -> list[Tensor]:
+        """Gives what the encoder makes of prompts; see `ModelAdapter.read_sources`."""
+
+    @abstractmethod
+    def read_together(
+        self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
+    ) -> AbstractContextManager[None]:
+        """Reads prompts once for several forwards; see `ScoringAdapter.read_together`."""
+
     @abstractmethod
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
         """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
@@ -157,7 +180,7 @@ class LanguageAdapter(ABC):
     @property
     def device(self) -> torch.device:
         """Where the network takes its tokens."""
-        return cast(torch.device, self._lm.get_input_embeddings().weight.device)
+        return cast(torch.device, self.lm.get_input_embeddings().weight.device)
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -168,7 +191,7 @@ class LanguageAdapter(ABC):
         key = self.slot_bytes, autocast_bytes(self.device), self.joins, self.in_8_bits
         if key not in self._geometries:
             copies = () if self.reference_adapter is None else (self.reference_adapter.model,)
-            geometry = read_geometry(self._lm, copies=copies, slot_bytes=self.slot_bytes)
+            geometry = read_geometry(self.lm, copies=copies, slot_bytes=self.slot_bytes)
             geometry = replace(geometry, shares_prompts=self.joins)
             self._geometries[key] = self._rounded_cache(geometry) if self.in_8_bits else geometry
         return self._geometries[key]
@@ -177,50 +200,47 @@ class LanguageAdapter(ABC):
         """Forgets the sizes read so far, after weights were added or frozen."""
         self._geometries.clear()
 
-    @torch.no_grad()
-    def select(self, state: DecodeState, rows: Sequence[int]) -> DecodeState:
-        """Keeps, drops, repeats or reorders rows of a cache."""
-        selected = cast(SharedPrefixState, state).select(rows)
-        selected.give_up_idle_prompts()
-        return selected
-
-    @torch.no_grad()
-    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
-        """Appends one token to every row of a cache, in place."""
-        grouped = cast(SharedPrefixState, state)
-        grouped.reserve(1)
-        hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(grouped))
-        grouped.lengths = [length + 1 for length in grouped.lengths]
-        return self._logits(hidden_B1D[:, -1])
-
-    @torch.no_grad()
-    def join(self, first: DecodeState, second: DecodeState) -> DecodeState:
-        """Puts the rows of one cache behind those of another; only where the adapter `joins`."""
-        return cast(SharedPrefixState, first).join(cast(SharedPrefixState, second))
+    @property
+    def decodes(self) -> bool:
+        """Whether this library's loop decodes rows together; if not, transformers' `generate` decodes them."""
+        return self.path.decodes
 
     @property
-    def can_cache_in_8_bits(self) -> bool:
-        """Whether this library keeps the caches itself; known after the check at start."""
+    def kv_retention(self) -> bool:
+        """Whether rows can wait between turns, and caches be in 8 bits: this library keeps the caches itself."""
         return self.joins and self.path.decodes
+
+    @property
+    def caches(self) -> bool:
+        """Whether transformers' `generate` may keep a cache."""
+        return self.path.caches
+
+    def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:
+        """Gives the shape of rows, as a memory policy may know it."""
+        return token_work(trajectory, rows, self.geometry, packs=packable and self.packs_prompts)
+
+    def micro_batches(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        tokens: int,
+        *,
+        columns: Sequence[int] | None = None,
+        packed: bool = False,
+    ) -> list[list[MicroBatch]]:
+        """Cuts rows by tokens; see `ScoringAdapter.micro_batches`."""
+        if columns is not None:
+            raise ConfigError(f"columns={columns}: a language model scores whole rows. Leave columns out.")
+        return token_micro_batches(self.work(trajectory, rows, packable=packed), tokens)
 
     def cache_in_8_bits(self, wanted: bool) -> None:
         """Says how the caches to come are kept: in the network's own type, or rounded to 8 bits, which is lossy."""
-        if wanted and not self.can_cache_in_8_bits:
+        if wanted and not self.kv_retention:
             raise ConfigError(
-                f"cache_implementation='quantized', but {type(self._lm).__name__} is decoded with transformers' own "
+                f"cache_implementation='quantized', but {type(self.lm).__name__} is decoded with transformers' own "
                 "cache (the log says why), which is kept as it is. Leave cache_implementation out."
             )
         self.in_8_bits = wanted
-
-    def keep_whole(self, state: DecodeState, whole: bool) -> None:
-        """Says whether rows may still begin at the prompts of a cache, so that nothing of them may be given up."""
-        if isinstance(state, SharedPrefixState):
-            for block in state.blocks:
-                block.kept_whole = whole
-
-    def prompt_bytes(self, state: DecodeState) -> int:
-        """Counts the keys and values of prompts that are kept once for all their rows."""
-        return state.prompt_bytes() if isinstance(state, SharedPrefixState) else 0
 
     @torch.no_grad()
     def extend(self, state: DecodeState, tokens: Sequence[Tensor], chunk_tokens: int) -> Tensor:
@@ -237,16 +257,6 @@ class LanguageAdapter(ABC):
             rows.lengths = [length + count for length, count in zip(rows.lengths, counts, strict=True)]
             last = [hidden_BND[row, count - 1] if count else last[row] for row, count in enumerate(counts)]
         return self._logits(torch.stack(last))
-
-    @torch.no_grad()
-    def set_aside(
-        self, state: SharedPrefixState, leaving: Mapping[int, int], staying: Sequence[int]
-    ) -> tuple[SharedPrefixState, list[RowCache]]:
-        """Takes rows out of a cache, to wait; see `SharedPrefixState.set_aside`."""
-        rest, aside = state.set_aside(leaving, staying)
-        if staying:
-            rest.give_up_idle_prompts()
-        return rest, aside
 
     @torch.no_grad()
     def resume(
@@ -286,18 +296,9 @@ class LanguageAdapter(ABC):
         with as_reference(self.model):
             yield self
 
-    def read_together(
-        self,
-        trajectory: Trajectory,  # noqa: ARG002
-        rows: Sequence[int],  # noqa: ARG002
-        forward: Callable[[], AbstractContextManager[object]],  # noqa: ARG002
-    ) -> AbstractContextManager[None]:
-        """Does nothing where a prompt and its completion are one sequence; see `ScoringAdapter.read_together`."""
-        return nullcontext()
-
     def recompute(self, enabled: bool) -> AbstractContextManager[None]:
         """Recomputes each block's activations in the backward pass of what is run inside, in any mode."""
-        return recomputed(find_blocks(self._lm)) if enabled else nullcontext()
+        return recomputed(find_blocks(self.lm)) if enabled else nullcontext()
 
     def _rounded_cache(self, geometry: ModelGeometry) -> ModelGeometry:
         """Gives the sizes of a network whose cache is in 8 bits."""
@@ -311,9 +312,17 @@ class LanguageAdapter(ABC):
         self._key_bytes = max(part.shape[1] * (part.shape[3] + CACHE_SCALE_BYTES) for part in keys)
 
     def _head(self) -> LinearHead | LogitsHead:
-        bias_1V = getattr(self._lm, "final_logits_bias", None)
+        bias_1V = getattr(self.lm, "final_logits_bias", None)
         bias_V = None if bias_1V is None else bias_1V[0]
-        return head_of(self._lm.get_output_embeddings(), self.path.logit_map, bias_V)
+        return head_of(self.lm.get_output_embeddings(), self.path.logit_map, bias_V)
+
+    def _step_together(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
+        """Appends one token to every row that follows a shared prompt."""
+        rows = cast(SharedPrefixState, state)
+        rows.reserve(1)
+        hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(rows))
+        rows.lengths = [length + 1 for length in rows.lengths]
+        return self._logits(hidden_B1D[:, -1])
 
     def _reading(self, state: SharedPrefixState, counts: Sequence[int] | None = None) -> Reading:
         sources = SourceMarks(self._cross_layers, self.device) if self._cross_layers else None

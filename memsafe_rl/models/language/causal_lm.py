@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,8 @@ from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
-from memsafe_rl.models.decoding.cache import CausalDecodeState, growing_cache, is_trimmable, transit_cache
+from memsafe_rl.models.decoding.cache import is_trimmable, transit_cache
+from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading, shared_prefix_attention
 from memsafe_rl.models.decoding.shared_prefix_cache import (
     SharedPrefixCache,
@@ -68,7 +70,7 @@ class CausalLMAdapter(LanguageAdapter):
             joins=_can_share_prompts(lm, path.route),
             reference_adapter=copy,
         )
-        self._accepted = frozenset(inspect.signature(lm.forward).parameters)
+        self._padded = PaddedDecoder(lm)
         _warn_of_rope_that_reads_lengths(lm.config)
 
     def distribution(
@@ -88,7 +90,7 @@ class CausalLMAdapter(LanguageAdapter):
             raise ConfigError(f"columns={columns}: a causal LM scores whole rows; leave columns out.")
         if packed and not self.packs_prompts:
             raise ConfigError(
-                f"packed=True, but {type(self._lm).__name__} gives packed rows other log-probs, or check_head has not "
+                f"packed=True, but {type(self.lm).__name__} gives packed rows other log-probs, or check_head has not "
                 "been run. Leave packed out."
             )
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
@@ -99,7 +101,7 @@ class CausalLMAdapter(LanguageAdapter):
             return self._packed_distribution(trajectory, rows)
         tokens_M = trajectory.actions.take(rows).flat.to(self.device)
         if self.path.route is Route.WHOLE:
-            return TokenDistribution(self.row_logits(self._lm, trajectory, rows), tokens_M, lengths, given_logits)
+            return TokenDistribution(self.row_logits(self.lm, trajectory, rows), tokens_M, lengths, given_logits)
         ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
         hidden_BLD = self._trunk(ids_BL, [prompt + length for prompt, length in zip(prompts, lengths, strict=True)])
         places_M = _predicting_places(prompts, lengths, width=ids_BL.shape[1]).to(hidden_BLD.device)
@@ -111,7 +113,7 @@ class CausalLMAdapter(LanguageAdapter):
         if not self.path.decodes:
             raise AssertionError("rows of this network are decoded by memsafe_rl.rollout.native.by_transformers")
         if not self.joins:
-            return self._prefill_padded_left(prompts)
+            return self._padded.prefill(prompts, self.pad_token_id, self.device)
         chunk = max(int(prompt.shape[0]) for prompt in prompts)
         if len(prompts) == 1 and chunk_tokens is not None:
             chunk = min(chunk, chunk_tokens)
@@ -119,7 +121,7 @@ class CausalLMAdapter(LanguageAdapter):
         lengths = [min(int(prompt.shape[0]), chunk) for prompt in prompts]
         windows = self.geometry.windows
         cache = SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits, lengths=lengths, windows=windows)
-        output = self._lm.base_model(input_ids=ids_PL.to(self.device), past_key_values=cache, use_cache=True)
+        output = self.lm.base_model(input_ids=ids_PL.to(self.device), past_key_values=cache, use_cache=True)
         last_PD = _last_hidden(output[0], lengths)
         del output
         state = SharedPrefixState(
@@ -135,24 +137,32 @@ class CausalLMAdapter(LanguageAdapter):
         return self._logits(last_PD), state
 
     @torch.no_grad()
-    def select(self, state: DecodeState, rows: Sequence[int]) -> DecodeState:
-        """Keeps, drops, repeats or reorders rows of a cache."""
-        return state.select(rows) if isinstance(state, CausalDecodeState) else super().select(state, rows)
-
-    @torch.no_grad()
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
         """Appends one token to every row of a cache, in place."""
-        if isinstance(state, CausalDecodeState):
-            return self._next_logits(state, tokens_B.to(self.device)[:, None])
-        return super().decode_step(state, tokens_B)
+        if self.joins:
+            return self._step_together(state, tokens_B)
+        return self._padded.read(cast(PaddedState, state), tokens_B.to(self.device)[:, None])
 
-    @torch.no_grad()
-    def stretch(self, state: DecodeState, tokens: int) -> bool:
-        """Widens a cache in place as if every row had drawn so many more tokens; to measure, not to decode."""
-        if isinstance(state, SharedPrefixState):
-            state.stretch(tokens)
-            return True
-        return cast(CausalDecodeState, state).stretch(tokens)
+    def read_together(
+        self,
+        trajectory: Trajectory,  # noqa: ARG002
+        rows: Sequence[int],  # noqa: ARG002
+        forward: Callable[[], AbstractContextManager[object]],  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
+        """Does nothing where a prompt and its completion are one sequence; see `ScoringAdapter.read_together`."""
+        return nullcontext()
+
+    @property
+    def reads_alike(self) -> bool:
+        """No encoder reads the prompts."""
+        return False
+
+    def take_sources(self) -> None:
+        """Does nothing: prompts are read with their completions."""
+
+    def read_sources(self, prompts: Sequence[Tensor]) -> list[Tensor]:  # noqa: ARG002
+        """Refuses: there is no encoder."""
+        raise AssertionError("prompts are read with their completions")
 
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Gives a model's own logits at completion tokens, row by row without padding."""
@@ -169,28 +179,29 @@ class CausalLMAdapter(LanguageAdapter):
         cached: bool,
     ) -> None:
         """Has transformers' `generate` decode rows of one length."""
-        generate_plainly(self._lm, ids_BL, choose, max_new_tokens=max_new_tokens, cached=cached)
+        generate_plainly(self.lm, ids_BL, choose, max_new_tokens=max_new_tokens, cached=cached)
 
     def candidate_paths(self) -> Iterator[ScoringPath]:
         """Gives the ways of scoring that the model's structure allows, the leanest first and a sure one last."""
-        maps, first = logit_maps(self._lm.config), _first_route(self._lm)
+        maps, first = logit_maps(self.lm.config), _first_route(self.lm)
         routes = {Route.LEAN: (Route.LEAN, Route.MASKED), Route.MASKED: (Route.MASKED,), Route.WHOLE: ()}[first]
         yield from (ScoringPath(route, logit_map) for route in routes for logit_map in maps)
         yield ScoringPath(Route.WHOLE, maps[0])
 
     def measure_cache(self, state: DecodeState) -> None:
         """Notes the bytes of a token in the cache of all layers, unless a window may have hidden some."""
-        if isinstance(state, SharedPrefixState):
-            width = max(state.blocks[0].lengths)
-            self._note_heads(state.blocks[0].keys)
+        if self.joins:
+            block = state.prompt_blocks()[0]
+            width = max(block.lengths)
+            self._note_heads(block.keys)
         else:
-            width = cast(CausalDecodeState, state).width
+            width = cast(PaddedState, state).width
         if not any(window is not None and window <= width for window in self.geometry.windows):
             self.slot_bytes = state.nbytes() // (state.rows * width)
 
     def _trunk(self, ids_BL: Tensor, lengths: Sequence[int]) -> Tensor:
         """Gives hidden states (B, L, D) of rows padded on the right."""
-        trunk = self._lm.base_model
+        trunk = self.lm.base_model
         if self.path.route is Route.LEAN:
             output = trunk(input_ids=ids_BL, past_key_values=transit_cache(), use_cache=False)
         else:
@@ -198,16 +209,6 @@ class CausalLMAdapter(LanguageAdapter):
             mask_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device)[None] < ends_B1
             output = trunk(input_ids=ids_BL, attention_mask=mask_BL.long(), use_cache=False)
         return cast(Tensor, output[0])
-
-    def _prefill_padded_left(self, prompts: Sequence[Tensor]) -> tuple[Tensor, CausalDecodeState]:
-        """Reads prompts into transformers' own cache."""
-        width = max(int(prompt.shape[0]) for prompt in prompts)
-        pads = tuple(width - int(prompt.shape[0]) for prompt in prompts)
-        ids_PL = pad_sequence(list(prompts), True, self.pad_token_id, "left")
-        cache = growing_cache(self._lm.config)
-        pads_P = torch.tensor(pads, device=self.device)
-        state = CausalDecodeState(cache, pads_P, pads, width=0, trimmable=is_trimmable(cache))
-        return self._next_logits(state, ids_PL.to(self.device)), state
 
     def _read_on(self, state: SharedPrefixState, ids_N: Tensor) -> Tensor:
         """Reads the next tokens of a state's only prompt, and gives the last hidden state (1, D)."""
@@ -224,7 +225,7 @@ class CausalLMAdapter(LanguageAdapter):
         starts_B1 = torch.tensor(reading.state.positions, device=self.device)[:, None]
         positions_BN = starts_B1 + torch.arange(ids_BN.shape[1], device=self.device)
         with shared_prefix_attention(self._attention_configs, reading):
-            output = self._lm.base_model(
+            output = self.lm.base_model(
                 input_ids=ids_BN, position_ids=positions_BN, past_key_values=reading.cache, use_cache=True
             )
         return cast(Tensor, output[0])
@@ -234,29 +235,11 @@ class CausalLMAdapter(LanguageAdapter):
         packed = pack_rows(trajectory, rows, self.geometry.windows, self.device)
         tokens_M = trajectory.actions.take(rows).flat.to(self.device)
         with attending(self._attention_configs, packed.layout):
-            output = self._lm.base_model(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
+            output = self.lm.base_model(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
         hidden_ND = output[0][0]
         places_M = packed.places.to(hidden_ND.device)
         lengths = trajectory.action_lengths(rows)
         return TokenDistribution(hidden_ND.index_select(0, places_M), tokens_M, lengths, self._head())
-
-    def _next_logits(self, state: CausalDecodeState, ids_BL: Tensor) -> Tensor:
-        """Reads L more tokens of every row into the cache and gives logits after the last one."""
-        width = state.width + ids_BL.shape[1]
-        inputs: dict[str, Any] = {"input_ids": ids_BL, "past_key_values": state.cache, "use_cache": True}
-        if "logits_to_keep" in self._accepted:
-            inputs["logits_to_keep"] = 1
-        if state.padded:
-            slots_1L = torch.arange(width, device=ids_BL.device)[None]
-            inputs["attention_mask"] = (slots_1L >= state.pads_B[:, None]).long()
-            if "position_ids" in self._accepted:
-                inputs["position_ids"] = (slots_1L[:, state.width :] - state.pads_B[:, None]).clamp_min(0)
-        logits_BLV = self._lm(**inputs).logits
-        claim(Component.LOGITS, [logits_BLV])
-        if not state.trimmable:
-            claim(Component.KV_CACHE, state.tensors())  # states of recurrent layers, which no update marks
-        state.width = width
-        return cast(Tensor, logits_BLV[:, -1])
 
 
 def check_head(adapter: CausalLMAdapter) -> None:
@@ -319,14 +302,14 @@ def _settle_packing(adapter: CausalLMAdapter) -> None:
     reason = _packing_disagreement(adapter, trajectory, wanted_MV)
     adapter.packs_prompts = reason is None
     if reason is not None:
-        logger.info("%s learns from every row with its own copy of the prompt: %s.", type(adapter._lm).__name__, reason)
+        logger.info("%s learns from every row with its own copy of the prompt: %s.", type(adapter.lm).__name__, reason)
 
 
 def _packing_disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
     """Says why rows cannot share a prompt, or None; out-of-memory errors pass through."""
     if adapter.path.route is not Route.LEAN:
         return f"{adapter.path.route.value} has no packed form"
-    if "position_ids" not in inspect.signature(adapter._lm.base_model.forward).parameters:
+    if "position_ids" not in inspect.signature(adapter.lm.base_model.forward).parameters:
         return "positions cannot be given"
     try:
         return difference(lambda: adapter._packed_distribution(trajectory, range(len(trajectory))), adapter, wanted_MV)
@@ -346,7 +329,7 @@ def _check_sampling(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV:
         adapter.joins = False
         logger.warning(
             "%s attends in a way of its own, so rollouts keep a prompt once per completion, in waves. %s",
-            type(adapter._lm).__name__,
+            type(adapter.lm).__name__,
             reason,
         )
     reason = sampling_disagreement(adapter, trajectory, wanted_MV)
@@ -363,7 +346,7 @@ def _can_share_prompts(lm: Any, route: Route) -> bool:
 
 def _shared_probe(adapter: CausalLMAdapter) -> Trajectory:
     """Makes five rows of two prompts, those of a prompt apart from each other and unlike in length."""
-    vocabulary = adapter._lm.get_input_embeddings().weight.shape[0]
+    vocabulary = adapter.lm.get_input_embeddings().weight.shape[0]
     lengths = (4, 3, 7, 1, 5)
     ids = torch.tensor([(31 + 59 * place) % vocabulary for place in range(9 + sum(lengths))])
     actions = Ragged(ids[9:], lengths)

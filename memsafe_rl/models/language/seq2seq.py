@@ -126,7 +126,7 @@ class Seq2SeqAdapter(LanguageAdapter):
                 raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the eos token.")
         tokens_M = trajectory.actions.take(rows).flat.to(self.device)
         if self.path.route is Route.WHOLE:
-            return TokenDistribution(self.row_logits(self._lm, trajectory, rows), tokens_M, lengths, given_logits)
+            return TokenDistribution(self.row_logits(self.lm, trajectory, rows), tokens_M, lengths, given_logits)
         hidden_BND = self._decoded(trajectory, rows)
         width = hidden_BND.shape[1]
         places = [
@@ -145,7 +145,7 @@ class Seq2SeqAdapter(LanguageAdapter):
         hidden_PLD, mask_PL = self._encoded(prompts)
         own, cross = (SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits) for _ in range(2))
         start_P1 = torch.full((len(prompts), 1), self.start_token_id, device=self.device)
-        last_P1D = self._lm.get_decoder()(
+        last_P1D = self.lm.get_decoder()(
             input_ids=start_P1,
             encoder_hidden_states=hidden_PLD,
             encoder_attention_mask=mask_PL,
@@ -166,10 +166,9 @@ class Seq2SeqAdapter(LanguageAdapter):
         return self._logits(last_P1D[:, -1]), state
 
     @torch.no_grad()
-    def stretch(self, state: DecodeState, tokens: int) -> bool:
-        """Widens a cache in place as if every row had drawn so many more tokens; to measure, not to decode."""
-        cast(SharedPrefixState, state).stretch(tokens)
-        return True
+    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
+        """Appends one token to every row of a cache, in place."""
+        return self._step_together(state, tokens_B)
 
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Gives a model's own logits at completion tokens, row by row without padding."""
@@ -193,7 +192,7 @@ class Seq2SeqAdapter(LanguageAdapter):
         prompts_BL, drawn_BN = ids_BL[:, :prompt_tokens], ids_BL[:, prompt_tokens:]
         start_B1 = ids_BL.new_full((len(ids_BL), 1), self.start_token_id)
         generate_plainly(
-            self._lm,
+            self.lm,
             prompts_BL,
             choose,
             max_new_tokens=max_new_tokens,
@@ -203,13 +202,13 @@ class Seq2SeqAdapter(LanguageAdapter):
 
     def candidate_paths(self) -> Iterator[ScoringPath]:
         """Gives the ways of scoring: the stacks and then the head, or the whole model."""
-        maps = logit_maps(self._lm.config)
+        maps = logit_maps(self.lm.config)
         yield from (ScoringPath(Route.MASKED, logit_map) for logit_map in maps)
         yield ScoringPath(Route.WHOLE, maps[0])
 
     def measure_cache(self, state: DecodeState) -> None:
         """Notes the bytes of a token in the decoder's layers; a prompt's token has as many in cross-attention."""
-        block = cast(SharedPrefixState, state).blocks[0]
+        block = state.prompt_blocks()[0]
         own = sum(part.nbytes for part in (*block.keys, *block.values)) // len(block.lengths)
         read = 0 if block.source is None else block.source.nbytes() // (state.rows * max(block.source.lengths))
         self.slot_bytes = max(own, read)
@@ -218,7 +217,7 @@ class Seq2SeqAdapter(LanguageAdapter):
     @property
     def reads_alike(self) -> bool:
         """Whether the encoder is frozen and has no PEFT layers, so that policy and reference read a prompt alike."""
-        encoder = self._lm.get_encoder()
+        encoder = self.lm.get_encoder()
         learns = any(weight.requires_grad for weight in encoder.parameters())
         return not learns and not any(isinstance(module, BaseTunerLayer) for module in encoder.modules())
 
@@ -263,7 +262,7 @@ class Seq2SeqAdapter(LanguageAdapter):
         """Gives what the encoder makes of prompts (P, L, D), and their mask (P, L); None without padding."""
         ids_PL = pad_sequence(list(prompts), True, self.pad_token_id).to(self.device)
         mask_PL = self._mask([int(prompt.shape[0]) for prompt in prompts])
-        return self._lm.get_encoder()(input_ids=ids_PL, attention_mask=mask_PL)[0], mask_PL
+        return self.lm.get_encoder()(input_ids=ids_PL, attention_mask=mask_PL)[0], mask_PL
 
     def _mask(self, lengths: Sequence[int]) -> Tensor | None:
         """Gives the mask (P, L) of padded prompts; None without padding."""
@@ -293,7 +292,7 @@ class Seq2SeqAdapter(LanguageAdapter):
         if order != list(range(len(read.prompts))):
             hidden_BLD = hidden_BLD[:, : max(lengths)].index_select(0, torch.tensor(order, device=hidden_BLD.device))
         ids_BN = pad_sequence(self._decoder_rows(trajectory, rows), True, self.pad_token_id)
-        output = self._lm.get_decoder()(
+        output = self.lm.get_decoder()(
             input_ids=ids_BN.to(self.device),
             encoder_hidden_states=hidden_BLD,
             encoder_attention_mask=self._mask(lengths),
@@ -309,7 +308,7 @@ class Seq2SeqAdapter(LanguageAdapter):
 
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
         """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
-        decoder, sources = self._lm.get_decoder(), cast(Any, reading.sources)
+        decoder, sources = self.lm.get_decoder(), cast(Any, reading.sources)
         starts_B1 = torch.tensor(reading.state.positions, device=self.device)[:, None]
         positions_BN = starts_B1 + torch.arange(ids_BN.shape[1], device=self.device)
         cache = EncoderDecoderCache(reading.cache, sources)

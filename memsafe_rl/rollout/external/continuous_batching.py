@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,20 @@ from memsafe_rl.memory.runtime.random_state import capture_random_state, set_ran
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
-from memsafe_rl.rollout.engine import Progress
+from memsafe_rl.rollout.engine import EngineCapabilities, LiveKeys, Progress, RolloutScope
 from memsafe_rl.rollout.external.kv_pool import pool_for
+from memsafe_rl.rollout.external.limits import drawn_by_limit
 from memsafe_rl.rollout.external.request import EngineRequest, request_of
-from memsafe_rl.rollout.external.sampling_support import check_options, is_filtered, refuse_settings
+from memsafe_rl.rollout.external.sampling_support import (
+    check_options,
+    is_filtered,
+    refuse_begun,
+    refuse_rounding,
+    refuse_settings,
+)
 from memsafe_rl.rollout.external.seeds import seed_of
 from memsafe_rl.rollout.native.generation import eval_mode
+from memsafe_rl.rollout.scope import opened
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", "top_p", "top_k"})
@@ -52,7 +60,7 @@ class ContinuousEngine:
     """
 
     name = "continuous"
-    is_external = True
+    supports = EngineCapabilities(is_external=True)
     cache_dtype: str | None = None
 
     def __init__(self, adapter: ModelAdapter, options: Mapping[str, Any], *, room: Callable[[], int]) -> None:
@@ -65,8 +73,16 @@ class ContinuousEngine:
         """Refuses sampling settings that continuous batching would drop."""
         refuse_settings(self.name, settings, HONOURED)
 
+    def round_cache(self) -> None:
+        """Refuses: the cache is the other library's."""
+        refuse_rounding(self.name)
+
     def synchronise(self, version: int) -> None:
         """Does nothing: the weights are the trained ones."""
+
+    def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
+        """Opens a scope in which every turn is read anew."""
+        return opened(live_keys, lambda _: self.generate)
 
     def release(self) -> None:
         """Does nothing: every call gives its bytes back."""
@@ -81,18 +97,24 @@ class ContinuousEngine:
         settings: SamplingSettings,
         attempt: Attempt[RolloutPlan],
         progress: Progress | None = None,
+        *,
+        limits: Sequence[int] | None = None,
+        begun: Sequence[Sequence[Completion | None]] | None = None,
     ) -> list[Completion]:
         """Draws one completion for every key."""
-        asked = request_of(prompts, keys, settings, self._adapter.geometry)
-        if not asked.rows:
-            return []
-        prompt, sample = asked.rows[0]
-        seed = seed_of(keys[prompt][sample]) % 2**31
+        refuse_begun(self.name, begun)
 
-        def draw(plan: RolloutPlan) -> list[Completion]:
-            return self._draw(asked, seed, settings, plan, progress)
+        def draw(
+            some: Sequence[Tensor], names: Sequence[Sequence[SequenceKey]], own: SamplingSettings
+        ) -> list[Completion]:
+            asked = request_of(some, names, own, self._adapter.geometry)
+            if not asked.rows:
+                return []
+            prompt, sample = asked.rows[0]
+            seed = seed_of(names[prompt][sample]) % 2**31
+            return attempt(lambda plan: self._draw(asked, seed, own, plan, progress))
 
-        return attempt(draw)
+        return drawn_by_limit(draw, prompts, keys, settings, limits)
 
     def _draw(
         self, asked: EngineRequest, seed: int, settings: SamplingSettings, plan: RolloutPlan, progress: Progress | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import ContinuousBatchingConfig
 
@@ -55,6 +55,23 @@ def refuse_settings(engine: str, settings: SamplingSettings, honoured: Collectio
                 f"{field.name} is {value!r}, which the rollout engine {engine!r} cannot honour. Leave it out, or leave "
                 "the choice of the engine out: the library's own has every sampling setting."
             )
+
+
+def refuse_begun(engine: str, begun: object) -> None:
+    """Refuses completions that another call has begun, where an engine draws them whole."""
+    if begun is not None:
+        raise ConfigError(
+            f"The rollout engine {engine!r} draws completions whole and cannot resume them. Leave "
+            "partial_rollout_tokens out, or leave the choice of the engine out: the library's own resumes completions."
+        )
+
+
+def refuse_rounding(engine: str) -> NoReturn:
+    """Refuses a cache in 8 bits, where an engine keeps one of its own."""
+    raise ConfigError(
+        f"cache_implementation='quantized' with the engine {engine!r}, which keeps its own cache. Leave one of the two "
+        "out."
+    )
 
 
 def is_filtered(settings: SamplingSettings) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.memory.planning.plan_checks import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
-from memsafe_rl.models.language.base import LanguageAdapter
+from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.rollout.engine import Progress
 from memsafe_rl.rollout.native.drawing import Drawer, key_tensor, refuse_broken
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
@@ -25,7 +25,7 @@ _Place = tuple[int, int]
 
 
 def generate_by_transformers(
-    adapter: LanguageAdapter,
+    adapter: ModelAdapter,
     prompts: Sequence[Tensor],
     keys: Sequence[Sequence[SequenceKey]],
     settings: SamplingSettings,
@@ -83,13 +83,13 @@ def next_wave(
     waiting: Sequence[_Place],
     lengths: Sequence[int],
     max_new_tokens: int,
-    adapter: LanguageAdapter,
+    adapter: ModelAdapter,
     plan: RolloutPlan,
 ) -> list[_Place]:
     """Cuts the next wave from the head of the rows that wait."""
     alike = sum(1 for length in lengths if length == lengths[0])
     limits = [plan.rows_in_flight, plan.prefill_tokens // lengths[0], alike]
-    if plan.kv_bytes is not None and adapter.path.caches:
+    if plan.kv_bytes is not None and adapter.caches:
         limits.append(plan.kv_bytes // max(1, adapter.geometry.kv_bytes(lengths[0] + max_new_tokens)))
     most = max(1, min(limits))
     # Waves of even size take as many steps as full ones and a short last one, at a lower peak.
@@ -146,7 +146,7 @@ class _Row:
         return Completion(ids, logprobs, own if keeps_model_logprobs else logprobs, self.finished, ties)
 
 
-def _run_wave(adapter: LanguageAdapter, rows: Sequence[_Row], settings: SamplingSettings) -> None:
+def _run_wave(adapter: ModelAdapter, rows: Sequence[_Row], settings: SamplingSettings) -> None:
     """Draws rows of one length to their ends; what they have drawn is all that is left of it."""
     draw, eos = Drawer(settings, adapter.start_token_id), frozenset(settings.eos_token_ids)
     steps = [row.limit - row.position for row in rows]
@@ -180,7 +180,7 @@ def _run_wave(adapter: LanguageAdapter, rows: Sequence[_Row], settings: Sampling
         choose,
         prompt_tokens=rows[0].prompt_tokens,
         max_new_tokens=max(steps),
-        cached=adapter.path.caches,
+        cached=adapter.caches,
     )
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 
 from torch import Tensor
 
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.models.language.base import LanguageAdapter
-from memsafe_rl.rollout.engine import Progress
+from memsafe_rl.rollout.engine import EngineCapabilities, LiveKeys, Progress, RolloutScope
 from memsafe_rl.rollout.native.generation import generate
-from memsafe_rl.rollout.native.kv_retention import KeptCaches
+from memsafe_rl.rollout.scope import opened
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 
 class NativeEngine:
-    """Runs `memsafe_rl.rollout.native.generation.generate`; holds nothing between two calls."""
+    """Runs `memsafe_rl.rollout.native.generation.generate`; what lasts from call to call belongs to its scopes."""
 
     name = "native"
 
@@ -25,27 +25,20 @@ class NativeEngine:
         self._adapter = adapter
 
     @property
+    def supports(self) -> EngineCapabilities:
+        """What the engine can do; a rounded cache makes its log-probs another sampler's."""
+        keeps = self._adapter.kv_retention
+        return EngineCapabilities(
+            is_external=self.cache_dtype is not None, kv_retention=keeps, int8_cache=keeps, resumes_completions=True
+        )
+
+    @property
     def cache_dtype(self) -> str | None:
         """Element type of the cache, as in `RolloutPlan.cache_dtype`."""
-        return "int8" if isinstance(self._adapter, LanguageAdapter) and self._adapter.in_8_bits else None
-
-    @property
-    def is_external(self) -> bool:
-        """Whether the cache is rounded, so that log-probs are not quite those of the network that learns."""
-        return self.cache_dtype is not None
-
-    @property
-    def can_round_cache(self) -> bool:
-        """Whether `round_cache` would do it."""
-        return isinstance(self._adapter, LanguageAdapter) and self._adapter.can_cache_in_8_bits
+        return "int8" if self._adapter.in_8_bits else None
 
     def round_cache(self) -> None:
         """Keeps the caches to come in 8 bits."""
-        if not isinstance(self._adapter, LanguageAdapter):
-            raise ConfigError(
-                f"cache_implementation='quantized', but {type(self._adapter.model).__name__} keeps no keys and values. "
-                "Leave cache_implementation out."
-            )
         self._adapter.cache_in_8_bits(True)
 
     def check(self, settings: SamplingSettings) -> None:
@@ -53,6 +46,10 @@ class NativeEngine:
 
     def synchronise(self, version: int) -> None:
         """Does nothing: the weights are the trained ones."""
+
+    def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
+        """Opens a scope whose bytes for waiting caches the agent and all other roles share."""
+        return opened(live_keys, lambda kept: partial(generate, self._adapter, kept=kept))
 
     def generate(
         self,
@@ -63,10 +60,10 @@ class NativeEngine:
         progress: Progress | None = None,
         *,
         limits: Sequence[int] | None = None,
-        kept: KeptCaches | None = None,
+        begun: Sequence[Sequence[Completion | None]] | None = None,
     ) -> list[Completion]:
-        """Draws one completion for every key, as `RolloutEngine.generate` says."""
-        return generate(self._adapter, prompts, keys, settings, attempt, progress, limits=limits, kept=kept)
+        """Draws one completion for every key, as `Generate` says."""
+        return generate(self._adapter, prompts, keys, settings, attempt, progress, limits=limits, begun=begun)
 
     def release(self) -> None:
         """Does nothing: every wave gives its bytes back."""

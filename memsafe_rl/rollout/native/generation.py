@@ -22,13 +22,12 @@ from memsafe_rl.memory.planning.plan_checks import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.decoding.shared_prefix_cache import RowCache
-from memsafe_rl.models.language.base import LanguageAdapter
 from memsafe_rl.rollout.engine import Progress
 from memsafe_rl.rollout.native.admission import Candidate, admit
 from memsafe_rl.rollout.native.by_transformers import generate_by_transformers
 from memsafe_rl.rollout.native.drawing import Drawer, key_tensor, refuse_broken
 from memsafe_rl.rollout.native.kv_retention import KeptCaches, blocks_of, name_of
-from memsafe_rl.rollout.sampling_checks import check_settings
+from memsafe_rl.rollout.sampling_checks import check_settings, checked_limits
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 
 _SPAN_STEPS = 32
@@ -59,9 +58,9 @@ def generate(
     shape moves logits by more than a tie's gap, so another batch may draw other, equally likely tokens; and the edge
     at which top-k, top-p or min-p cuts can move by rounding in any type, which is not marked.
     """
-    limits = _limits(limits, len(prompts), settings.max_new_tokens)
+    limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
     _check([int(prompt.shape[0]) for prompt in prompts], keys, settings, adapter.geometry, limits)
-    if isinstance(adapter, LanguageAdapter) and not adapter.path.decodes:
+    if not adapter.decodes:
         with torch.no_grad(), eval_mode(adapter.model):
             return generate_by_transformers(
                 adapter, prompts, keys, settings, attempt, progress, begun=begun, limits=limits
@@ -174,7 +173,7 @@ class _RunningBatch:
     ) -> None:
         self._caches = kept
         self._kept = None if kept is None else kept.of(adapter)
-        self.draw = Drawer(settings, adapter.start_token_id if isinstance(adapter, LanguageAdapter) else None)
+        self.draw = Drawer(settings, adapter.start_token_id)
         self._adapter, self._sequences, self._settings, self._progress = adapter, sequences, settings, progress
         self._eos = frozenset(settings.eos_token_ids)
         self._most = settings.max_new_tokens if settings.max_step_tokens is None else settings.max_step_tokens
@@ -242,7 +241,7 @@ class _RunningBatch:
             alike = [one for one in alike if one.prompt == template.prompt]
         shared = self._widest(alike) if self._adapter.geometry.shares_prompts else 0
         candidates = [Candidate(one.prompt, len(one.prompt_ids), len(one.ids), max(one.limit, shared)) for one in alike]
-        held = 0 if self._state is None else self._adapter.prompt_bytes(self._state)
+        held = 0 if self._state is None else self._state.prompt_bytes()
         count = admit(candidates, plan, self._adapter.geometry, rows=len(self._rows), prompt_bytes=held)
         return alike[:count]
 
@@ -288,12 +287,12 @@ class _RunningBatch:
         del logits_BV  # its bytes are free before the cache is spread
         going = [place for place, one in enumerate(rows) if not one.ended]
         if spread is not None and self._keeps(plan):
-            state, spread = self._adapter.select(state, spread), None
+            state, spread = state.select(spread), None
         some_wait = len(going) < len(rows) and self._keeps(plan)
         if some_wait:
             state = self._without_ended(state, rows)
         elif going and (spread is not None or len(going) < len(rows)):
-            state = self._adapter.select(state, going if spread is None else [spread[place] for place in going])
+            state = state.select(going if spread is None else [spread[place] for place in going])
         if going:
             self._join(state, [rows[place] for place in going], tokens_B, keys_B4, going)
         if some_wait:
@@ -308,7 +307,7 @@ class _RunningBatch:
         tokens_B, keys_B4 = tokens_B[index], keys_B4[index]
         if self._state is not None and self._tokens_B is not None and self._keys_B4 is not None:
             held, self._state = self._state, None
-            state = self._adapter.join(held, state)
+            state = held.join(state)
             tokens_B, keys_B4 = torch.cat([self._tokens_B, tokens_B]), torch.cat([self._keys_B4, keys_B4])
         self._state, self._tokens_B, self._keys_B4, self._rows = state, tokens_B, keys_B4, self._rows + rows
 
@@ -366,7 +365,7 @@ class _RunningBatch:
             logits_PV, state = adapter.prefill([ids[prompt] for prompt in prompts], plan.prefill_tokens)
         places = [prompts.index(one.prompt) for one in wave]
         if wave[0].ids:
-            state = adapter.select(state, places)
+            state = state.select(places)
             drawn = [torch.tensor(one.ids, dtype=torch.int64) for one in wave]
             return adapter.extend(state, drawn, plan.prefill_tokens), state, None
         self._keep_template(wave, prompts, logits_PV, state)
@@ -380,7 +379,7 @@ class _RunningBatch:
         fresh = sum(1 for one in self._sequences if one.prompt == prompts[0] and not one.ids and not one.ended)
         parted = len(prompts) == 1 and fresh > len(wave) and self._adapter.joins
         self._template = _Template(prompts[0], logits_PV, state) if parted else None
-        self._adapter.keep_whole(state, parted)
+        state.keep_whole(parted)
 
     def _step(self) -> None:
         """Decodes one token of every row."""
@@ -450,7 +449,7 @@ class _RunningBatch:
             self._state = self._without_ended(held, ended)
             self._make_room(plan)
         elif held is not None and going:
-            self._state = self._adapter.select(held, going)
+            self._state = held.select(going)
         if not going or self._tokens_B is None or self._keys_B4 is None:
             self._state = self._tokens_B = self._keys_B4 = None
             return
@@ -503,17 +502,6 @@ def _check(
         limit = geometry.max_positions
         if limit is not None and geometry.positions(length, limits[index]) > limit:
             raise DataError(_too_long(index, length, limits[index], limit, geometry.source_bytes is None))
-
-
-def _limits(limits: Sequence[int] | None, prompts: int, max_new_tokens: int) -> Sequence[int]:
-    """Gives each prompt's longest completion; refuses limits that the settings do not allow."""
-    if limits is None:
-        return [max_new_tokens] * prompts
-    if len(limits) != prompts or not all(1 <= limit <= max_new_tokens for limit in limits):
-        raise DataError(
-            f"limits {list(limits)} for {prompts} prompts; give each one from 1 to max_new_tokens ({max_new_tokens})."
-        )
-    return limits
 
 
 def _too_long(index: int, length: int, new_tokens: int, limit: int, one_sequence: bool) -> str:

@@ -8,15 +8,16 @@ of memory gives all of it up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache, SharedPrefixState
-from memsafe_rl.models.language.base import LanguageAdapter
+from memsafe_rl.rollout.engine import LiveKeys
 from memsafe_rl.types import SequenceKey
 
 _WORTH = 2
@@ -53,15 +54,15 @@ class _Reader:
         adapters: names of its PEFT adapters that are on.
     """
 
-    adapter: LanguageAdapter
+    adapter: ModelAdapter
     adapters: tuple[str, ...]
 
 
 class KeptCaches:
     """Rows of all roles that wait; empty between rollouts."""
 
-    def __init__(self, live: Callable[[], Container[RowName]] | None = None) -> None:
-        self._live = live
+    def __init__(self, live_keys: LiveKeys | None = None) -> None:
+        self._live_keys = live_keys
         self._rows: dict[_Reader, dict[RowName, _Waiting]] = {}
         self._weights: dict[_Reader, int] = {}
 
@@ -72,7 +73,7 @@ class KeptCaches:
 
     def of(self, adapter: ModelAdapter) -> KeptRows | None:
         """Gives the rows that a network can read on as it is now; those of episodes that are over are given up."""
-        if not isinstance(adapter, LanguageAdapter) or not adapter.joins or not adapter.path.decodes:
+        if not adapter.kv_retention:
             return None
         reader, weights = _Reader(adapter, adapter.peft_adapters_on()), adapter.weights_mark()
         if self._weights.get(reader) != weights:
@@ -103,9 +104,9 @@ class KeptCaches:
             del rows[name]
 
     def _give_up_ended(self) -> None:
-        if self._live is None:
+        if self._live_keys is None:
             return
-        live = self._live()
+        live = {name_of(key) for key in self._live_keys()}
         for rows in self._rows.values():
             for name in [name for name in rows if name not in live]:
                 del rows[name]
@@ -118,7 +119,7 @@ class KeptCaches:
 class KeptRows:
     """Rows of one role."""
 
-    def __init__(self, everything: KeptCaches, adapter: LanguageAdapter, rows: dict[RowName, _Waiting]) -> None:
+    def __init__(self, everything: KeptCaches, adapter: ModelAdapter, rows: dict[RowName, _Waiting]) -> None:
         self.everything = everything
         self._adapter = adapter
         self._rows = rows
@@ -169,16 +170,15 @@ class KeptRows:
         self, state: DecodeState, leaving: Sequence[tuple[int, RowName, Tensor]], staying: Sequence[int]
     ) -> DecodeState:
         """Takes rows that have ended out of a state, and keeps them if they can be read on."""
-        if not isinstance(state, SharedPrefixState):
-            raise AssertionError("only caches of this library's own are kept")
-        positions, windows = state.positions, self._adapter.geometry.windows
+        rows = cast(SharedPrefixState, state)  # as of every adapter with `kv_retention`
+        positions, windows = rows.positions, self._adapter.geometry.windows
         wanted: dict[int, int] = {}
         for row, _, ids in leaving:
             tokens = min(positions[row], len(ids))
             moved_on = any(window is not None and positions[row] >= window for window in windows)
             if tokens == positions[row] or not moved_on:
-                wanted[row] = tokens - state.bases[row]
-        rest, caches = self._adapter.set_aside(state, wanted, staying)
+                wanted[row] = tokens - rows.bases[row]
+        rest, caches = rows.set_aside(wanted, staying)
         told = {row: (name, ids) for row, name, ids in leaving}
         for row, cache in zip(wanted, caches, strict=True):
             name, ids = told[row]
@@ -188,6 +188,4 @@ class KeptRows:
 
 def blocks_of(state: DecodeState | None) -> list[PromptBlock]:
     """Gives the prompts that the rows of a state follow."""
-    if not isinstance(state, SharedPrefixState):
-        return []
-    return list({id(block): block for block in state.blocks}.values())
+    return [] if state is None else state.prompt_blocks()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +17,21 @@ from memsafe_rl.memory.runtime.random_state import capture_random_state, set_ran
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
-from memsafe_rl.rollout.engine import Progress
+from memsafe_rl.rollout.engine import EngineCapabilities, LiveKeys, Progress, RolloutScope
 from memsafe_rl.rollout.external.kv_pool import Pool, pool_for
-from memsafe_rl.rollout.external.request import Row, request_of
+from memsafe_rl.rollout.external.limits import drawn_by_limit
+from memsafe_rl.rollout.external.request import EngineRequest, Row, request_of
 from memsafe_rl.rollout.external.sampling_support import (
     FILTERS,
     is_filtered,
+    refuse_begun,
     refuse_missing_vllm,
+    refuse_rounding,
     refuse_settings,
 )
 from memsafe_rl.rollout.external.seeds import seed_of
 from memsafe_rl.rollout.native.generation import eval_mode
+from memsafe_rl.rollout.scope import opened
 from memsafe_rl.rollout.vllm.hosting import (
     Hosted,
     build,
@@ -77,7 +82,7 @@ class VLLMEngine:
     """
 
     name = "vllm"
-    is_external = True
+    supports = EngineCapabilities(is_external=True)
     cache_dtype: str | None = None
 
     def __init__(
@@ -105,6 +110,10 @@ class VLLMEngine:
         """Refuses sampling settings that vLLM does not have."""
         refuse_settings(self.name, settings, HONOURED)
 
+    def round_cache(self) -> None:
+        """Refuses: the cache is the other library's."""
+        refuse_rounding(self.name)
+
     def synchronise(self, version: int) -> None:
         """Hands the weights over if they have moved; a later `generate` does it where nothing is built or awake."""
         if version == self._version:
@@ -125,30 +134,30 @@ class VLLMEngine:
         settings: SamplingSettings,
         attempt: Attempt[RolloutPlan],
         progress: Progress | None = None,
+        *,
+        limits: Sequence[int] | None = None,
+        begun: Sequence[Sequence[Completion | None]] | None = None,
     ) -> list[Completion]:
         """Draws one completion for every key.
 
         A failure ends the engine; the next attempt builds it again, under the plan then in force.
         """
-        asked = request_of(prompts, keys, settings, self._adapter.geometry)
-        if not asked.rows:
-            return []
+        refuse_begun(self.name, begun)
 
-        def draw(plan: RolloutPlan) -> dict[Row, Completion]:
-            random = capture_random_state()  # which vLLM draws from, though every sequence has its own seed
-            try:
-                with failures_named("failed while it drew completions"):
-                    self._prepare(plan, asked.row_tokens, len(asked.rows))
-                    self._check_weights(asked.ids[asked.rows[0][0]])
-                    return _Run(self._engine, asked.ids, keys, settings, plan, progress).completions()
-            except BaseException:
-                self._end()
-                raise
-            finally:
-                set_random_state(random)
+        def draw(
+            some: Sequence[Tensor], names: Sequence[Sequence[SequenceKey]], own: SamplingSettings
+        ) -> list[Completion]:
+            asked = request_of(some, names, own, self._adapter.geometry)
+            if not asked.rows:
+                return []
+            ended = attempt(lambda plan: self._draw(asked, names, own, plan, progress))
+            return [ended[row] for row in asked.rows]
 
-        ended = attempt(draw)
-        return [ended[row] for row in asked.rows]
+        return drawn_by_limit(draw, prompts, keys, settings, limits)
+
+    def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
+        """Opens a scope; what vLLM keeps of earlier turns, its prefix cache holds."""
+        return opened(live_keys, lambda _: self.generate)
 
     def release(self) -> None:
         """Puts vLLM to sleep where the run asks for it: weights and pool leave the device; otherwise they stay."""
@@ -161,6 +170,26 @@ class VLLMEngine:
         """Ends vLLM; a later `generate` would build it anew, with the weights of that moment."""
         self._end()
         self._version = None
+
+    def _draw(
+        self,
+        asked: EngineRequest,
+        keys: Sequence[Sequence[SequenceKey]],
+        settings: SamplingSettings,
+        plan: RolloutPlan,
+        progress: Progress | None,
+    ) -> dict[Row, Completion]:
+        random = capture_random_state()  # which vLLM draws from, though every sequence has its own seed
+        try:
+            with failures_named("failed while it drew completions"):
+                self._prepare(plan, asked.row_tokens, len(asked.rows))
+                self._check_weights(asked.ids[asked.rows[0][0]])
+                return _Run(self._engine, asked.ids, keys, settings, plan, progress).completions()
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            set_random_state(random)
 
     # ------------------------------------------------------------------ the engine
 

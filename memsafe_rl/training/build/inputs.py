@@ -26,7 +26,6 @@ from memsafe_rl.memory.planning.policies import AdaptivePolicy, LadderPolicy, Me
 from memsafe_rl.memory.planning.presets import PRESETS, preset
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.models.language.seq2seq import Seq2SeqAdapter
 from memsafe_rl.models.loading import ModelFacts, read_config
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rollout.engine import RolloutEngine
@@ -236,7 +235,7 @@ def chosen_policy(given: MemoryPolicy | str | None, config: TrainerConfig) -> Me
 
 def rollout_engine(config: TrainerConfig, adapter: ModelAdapter, tracker: MemoryTracker) -> RolloutEngine:
     """Gives the engine that draws completions."""
-    if isinstance(adapter, Seq2SeqAdapter):
+    if adapter.geometry.source_bytes is not None:
         for name in ("use_vllm", "use_transformers_continuous_batching"):
             if getattr(config, name):
                 raise ConfigError(

@@ -210,7 +210,7 @@ def test_rows_of_episodes_that_are_over_go_first() -> None:
     adapter = adapter_of()
     over: set[tuple[int, int, int]] = set()
     names = [(0, prompt, sample) for prompt in range(PROMPTS) for sample in range(GROUP)]
-    kept = KeptCaches(live=lambda: set(names) - over)
+    kept = KeptCaches(lambda: [SequenceKey(0, *name) for name in names if name not in over])
     converse(adapter, under(ROOMY), kept, 2)
     found = kept.of(adapter)
     assert found is not None

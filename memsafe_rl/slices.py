@@ -33,6 +33,22 @@ class Slices(NamedTuple):
     total: int
 
 
+class MicroBatch(NamedTuple):
+    """What one forward pass takes of the rows that were cut.
+
+    Args:
+        places: the rows, by their place among those that were cut.
+        columns: the columns of each, ascending; None for all.
+        packed: whether rows lie behind one copy of each prompt.
+        tokens: tokens that are run, padding included, or (row, column) pairs.
+    """
+
+    places: tuple[int, ...]
+    columns: tuple[int, ...] | None
+    packed: bool
+    tokens: int
+
+
 def cut_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Cuts rows into slices of like length, the longest rows first, as many rows to a slice as the budget holds."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
