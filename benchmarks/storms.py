@@ -588,7 +588,7 @@ class Standing:
                 for owner, state in optimizer.state.items()
             ]
             self._random = capture_random_state()
-            self._pending = copy.deepcopy(dict(trainer.loop.pending))
+            self._pending = copy.deepcopy(dict(trainer.loop.report.pending))
         self._rates = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
         self._schedule = copy.deepcopy(trainer.lr_scheduler.state_dict())
         self._facts = {name: getattr(trainer.loop.state, name) for name in _FACTS}
@@ -616,9 +616,9 @@ class Standing:
             setattr(trainer.loop.state, name, value)
         for name, value in self._copied.items():
             setattr(trainer.loop.state, name, copy.deepcopy(value))
-        trainer.loop.control = copy.deepcopy(self._control)
-        trainer.loop.pending.clear()
-        trainer.loop.pending.update(copy.deepcopy(self._pending))
+        trainer.loop.report.control = copy.deepcopy(self._control)
+        trainer.loop.report.pending.clear()
+        trainer.loop.report.pending.update(copy.deepcopy(self._pending))
         trainer.setup.memory.load_state_dict(self._memory)
         set_random_state(self._random)
 

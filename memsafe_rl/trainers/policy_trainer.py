@@ -136,7 +136,7 @@ class PolicyTrainer:
         )
         for callback in (*self._own_callbacks(setup), *_listed(callbacks)):
             handler.add_callback(callback)
-        self._loop.control = handler.on_init_end(self.args, self.state, self.control)
+        self._loop.report.fire("on_init_end", self._loop.state)
         if setup.parallel.is_main and not self.args.disable_tqdm:
             banner(self._facts())
 
@@ -209,7 +209,7 @@ class PolicyTrainer:
             start_time: without effect; `train_runtime` is logged at the end.
         """
         del start_time
-        self._loop.log(logs)
+        self._loop.report.log(self._loop.state, logs)
 
     # ------------------------------------------------------------------ what scripts read
 
@@ -285,7 +285,7 @@ class PolicyTrainer:
     @property
     def control(self) -> TrainerControl:
         """What callbacks ask for."""
-        return self._loop.control
+        return self._loop.report.control
 
     @property
     def history(self) -> list[dict[str, float]]:
@@ -302,19 +302,19 @@ class PolicyTrainer:
     @property
     def callback_handler(self) -> CallbackHandler:
         """Calls the callbacks."""
-        return self._loop.callbacks
+        return self._loop.report.callbacks
 
     def add_callback(self, callback: Any) -> None:
         """Adds a callback of transformers' `TrainerCallback` form."""
-        self._loop.callbacks.add_callback(callback)
+        self._loop.report.callbacks.add_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
         """Removes a callback, given as an instance or a class."""
-        self._loop.callbacks.remove_callback(callback)
+        self._loop.report.callbacks.remove_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
         """Removes a callback, given as an instance or a class, and gives it back."""
-        return self._loop.callbacks.pop_callback(callback)
+        return self._loop.report.callbacks.pop_callback(callback)
 
     def is_world_process_zero(self) -> bool:
         """Tells whether this is the first of all processes."""

@@ -5,35 +5,32 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import TrainerControl
 from transformers.trainer_callback import CallbackHandler
 
 from memsafe_rl.callbacks.callbacks import summary
 from memsafe_rl.checkpoint.store import checkpoint_folder, find_checkpoint
 from memsafe_rl.config.degradation import Degradation, degrade, next_degradation
-from memsafe_rl.data.prompts import check_dataset
 from memsafe_rl.diagnostics.run_figures import run_figures
-from memsafe_rl.errors import ConfigError, DataError, MemoryBudgetError, MemsafeError
+from memsafe_rl.errors import MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter
 from memsafe_rl.memory.runtime.random_state import capture_random_state
 from memsafe_rl.memory.runtime.recovery import flush_autograd
 from memsafe_rl.memory.runtime.stages import Stage
-from memsafe_rl.rewards.base import RewardScores
 from memsafe_rl.training.checkpoints import Checkpoints
 from memsafe_rl.training.collector import Collector
+from memsafe_rl.training.evaluation import evaluate, track_best
 from memsafe_rl.training.learner import Learner, make_committer
+from memsafe_rl.training.run_log import RunLog
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.training.state import RunState
-from memsafe_rl.training.step_metrics import averages
 from memsafe_rl.training.weight_sample import WeightSample
 from memsafe_rl.types import Phase
 
@@ -95,15 +92,11 @@ class TrainingLoop:
     ) -> None:
         self._optimizers = optimizers
         self._before_training = before_training
-        self.callbacks = callbacks
         self.eval_dataset = eval_dataset
-        self.control = TrainerControl()
-        self.pending: dict[str, list[float]] = defaultdict(list)
-        self._reward_seconds: dict[str, float] = {}
-        self._table: tuple[dict[str, Any], ...] = ()
+        self.report = RunLog(setup.config, callbacks, setup.memory, setup.parallel)
         self._step_started = 0.0
         self._learning_rate = 0.0
-        self.use(replace(setup, events=self))
+        self.use(replace(setup, events=self.report))
         self.state = RunState.at_start(setup.config, is_main=setup.parallel.is_main)
         setup.holdings.trajectory = self._trajectory_tensors
 
@@ -121,7 +114,7 @@ class TrainingLoop:
         try:
             self.begin(resume or self.config.resume_from_checkpoint)
             first = len(self.state.history)
-            while not self.control.should_training_stop:
+            while not self.report.control.should_training_stop:
                 degradation = self._step_or_degradation()
                 if degradation is not None:
                     self.degrade(degradation)
@@ -131,7 +124,7 @@ class TrainingLoop:
         finally:
             self.collector.close()
             self.setup.memory.release()
-            self._notify("close")
+            self.report.notify("close")
         return self._end(started, first)
 
     def step(self) -> None:
@@ -151,7 +144,7 @@ class TrainingLoop:
             state.rollout = result.rollout
             metrics = self._account(result.metrics, result.micro_batches)
             self._advance(metrics)
-            self._note(metrics)
+            self.report.note(state, metrics, self._epoch())
             state.random = None
         return metrics if result.sample is None else metrics | self._lost_updates(result.sample)
 
@@ -161,7 +154,7 @@ class TrainingLoop:
         first = set(self.learner.rows(state.cursor))
         later = [row for row in range(self.config.rollout_rows) if row not in first]
         rollout = collect(self.collector, state, later)
-        self._table = rollout.table
+        self.report.table = rollout.table
         state.random = self.setup.recovery.repeat(Stage.PREPARE, capture_random_state)
         return rollout
 
@@ -170,10 +163,9 @@ class TrainingLoop:
         setup, state = self.setup, self.state
         self._step_started = time.perf_counter()
         setup.memory.step = state.step
-        self._reward_seconds.clear()  # an evaluation's rewards may take longer
         state.random = setup.recovery.repeat(Stage.PREPARE, capture_random_state)
         self._learning_rate = setup.committed.learning_rate
-        self.control = self.callbacks.on_step_begin(self.config, state.progress, self.control)
+        self.report.begin_step(state)
 
     def _advance(self, metrics: Mapping[str, float]) -> None:
         """Moves to the next optimizer step; the KL stop ends the passes over this rollout only."""
@@ -203,37 +195,39 @@ class TrainingLoop:
 
     def _finish_step(self, metrics: dict[str, float]) -> None:
         """Logs, evaluates, saves and stops as callbacks say."""
-        progress, epoch = self.state.progress, self._epoch()
-        crossed = int(epoch) > int(progress.epoch)
-        progress.epoch = epoch
-        self._notify("on_progress", self.state.step, metrics)
-        self.control = self.callbacks.on_step_end(self.config, progress, self.control)
+        state, report, epoch = self.state, self.report, self._epoch()
+        crossed = int(epoch) > int(state.progress.epoch)
+        state.progress.epoch = epoch
+        report.notify("on_progress", state.step, metrics)
+        report.fire("on_step_end", state)
         if self._used_up():
-            self.control.should_training_stop = True
+            report.control.should_training_stop = True
         self._obey()
-        if crossed or self.control.should_training_stop:
-            self.control = self.callbacks.on_epoch_end(self.config, progress, self.control)
+        if crossed or report.control.should_training_stop:
+            report.fire("on_epoch_end", state)
             self._obey()
-            if not self.control.should_training_stop:
-                self.control = self.callbacks.on_epoch_begin(self.config, progress, self.control)
+            if not report.control.should_training_stop:
+                report.fire("on_epoch_begin", state)
         self.setup.memory.end_step(self.setup.holdings.tensors, steps_per_rollout=self._steps_per_rollout)
 
     def _obey(self) -> None:
         """Does what the control flags ask for."""
-        if self.control.should_log:
-            self.control.should_log = False
-            self.log(averages(self.pending))
-            self.pending.clear()
-            if self.config.log_completions and self.setup.parallel.is_main and self._table:
-                self._notify("on_completions", self.state.step, self._table)
-                self._table = ()
-        if self.control.should_evaluate:
-            self.control.should_evaluate = False
+        report = self.report
+        if report.control.should_log:
+            report.control.should_log = False
+            report.flush(self.state)
+        if report.control.should_evaluate:
+            report.control.should_evaluate = False
             if self.eval_dataset is not None:
-                self._track_best(self.evaluate())
-        if self.control.should_save:
-            self.control.should_save = False
+                track_best(self.config, report, self.state, self.evaluate())
+        if report.control.should_save:
+            report.control.should_save = False
             self.save_checkpoint()
+
+    def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
+        """Evaluates on the run's own evaluation prompts, or on others."""
+        dataset = self.eval_dataset if dataset is None else dataset
+        return evaluate(self.collector, self.config, self.report, self.state, dataset, prefix)
 
     # ------------------------------------------------------------------ when memory or the run ends
 
@@ -307,21 +301,6 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------ metrics and events
 
-    def rewarded(self, scores: RewardScores) -> None:
-        """Takes what reward functions logged through `log_metric`, and their seconds."""
-        for name, values in scores.metrics.items():
-            self.pending[name].append(sum(values) / len(values))
-        for name, seconds in scores.seconds.items():
-            metric = f"time/reward/{name}_seconds"
-            self.pending[metric].append(seconds)
-            self._reward_seconds[metric] = self._reward_seconds.get(metric, 0.0) + seconds
-        for name, timeouts in scores.timeouts.items():
-            self.pending[f"rewards/{name}/timeouts"].append(timeouts)
-
-    def sampling(self, ended: int, total: int) -> None:
-        """Tells progress bars how many of a rollout's completions have ended."""
-        self._notify("on_sampling", ended, total)
-
     def _account(self, measured: Mapping[str, float], micro_batches: int) -> dict[str, float]:
         """Adds to the step's numbers what is known on the host, and moves what follows from them."""
         state, memory, metrics = self.state, self.setup.memory, dict(measured)
@@ -342,85 +321,13 @@ class TrainingLoop:
         metrics["step_time"] = time.perf_counter() - self._step_started
         return metrics
 
-    def _note(self, metrics: Mapping[str, float]) -> None:
-        """Writes a step down that is done, and sounds alarms whose rules it broke."""
-        state = self.state
-        state.history.append({"step": float(state.step), "epoch": self._epoch(), **metrics})
-        for name, value in metrics.items():
-            self.pending[name].append(value)
-        seen = {**metrics, **self._reward_seconds}
-        self._sound(state.alarms.observe(state.step, seen, self.setup.memory.events))
-
     def _lost_updates(self, sample: WeightSample) -> dict[str, float]:
         """Notes which share of half-precision weights the step just done did not move."""
         share = self.setup.recovery.repeat(Stage.MEASURE, sample.lost_share)
         if share is None:
             return {}
-        state = self.state
-        state.history[-1]["lost_updates"] = share
-        self.pending["lost_updates"].append(share)
-        self._sound(state.alarms.observe_weights(state.step, share, self._learning_rate))
+        self.report.note_lost_updates(self.state, share, self._learning_rate)
         return {"lost_updates": share}
-
-    def _sound(self, events: Sequence[dict[str, Any]]) -> None:
-        """Records alarms and shows them."""
-        for event in events:
-            self.setup.memory.events.append(event)
-            if self.setup.parallel.is_main:
-                logger.warning("step %d: %s", event["step"], event["sentence"])
-
-    def log(self, logs: Mapping[str, Any]) -> None:
-        """Adds a record to `log_history` and hands it to the callbacks."""
-        progress = self.state.progress
-        record = {name: None if _is_nan(value) else value for name, value in logs.items()} | {"epoch": progress.epoch}
-        progress.log_history.append({**record, "step": self.state.step})
-        self.control = self.callbacks.on_log(self.config, progress, self.control, record)
-
-    def _notify(self, event: str, *arguments: Any) -> None:
-        """Tells the callbacks that know an event of ours beside transformers' own."""
-        for callback in self.callbacks.callbacks:
-            handler = getattr(callback, event, None)
-            if handler is not None:
-                handler(*arguments)
-
-    # ------------------------------------------------------------------ evaluation
-
-    def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
-        """Draws and rewards completions for the evaluation prompts; moves no weight and no random stream."""
-        dataset = self.eval_dataset if dataset is None else dataset
-        if dataset is None:
-            raise ConfigError("evaluate() needs prompts. Pass eval_dataset to the trainer or to evaluate().")
-        if isinstance(dataset, Mapping):
-            merged: dict[str, float] = {}
-            for name, part in dataset.items():
-                merged |= self.evaluate(part, f"{prefix}_{name}")
-            return merged
-        examples = list(check_dataset(dataset, "eval_dataset"))
-        if not examples:
-            raise DataError("eval_dataset is empty. Pass at least one example with a 'prompt' column.")
-        values = self.collector.evaluate(examples, self.config.eval_generations, self.state)
-        values.pop("step_tokens")
-        metrics = {f"{prefix}_{name}": value for name, value in values.items()}
-        self.log(metrics)
-        self.control = self.callbacks.on_evaluate(self.config, self.state.progress, self.control, metrics)
-        return metrics
-
-    def _track_best(self, metrics: Mapping[str, float]) -> None:
-        """Remembers the best evaluation, for `load_best_model_at_end`."""
-        name, progress = self.config.metric_for_best_model, self.state.progress
-        if name is None:
-            return
-        name = name if name.startswith("eval_") else f"eval_{name}"
-        if name not in metrics:
-            raise ConfigError(
-                f"metric_for_best_model is {name!r}, which evaluation does not give. Use one of {sorted(metrics)}."
-            )
-        value, best = metrics[name], progress.best_metric
-        if math.isnan(value):
-            return
-        if best is None or (value > best if self.config.greater_is_better else value < best):
-            progress.best_metric, progress.best_global_step = value, self.state.step
-            self.control.should_save = self.control.should_save or self.config.save_strategy == "best"
 
     # ------------------------------------------------------------------ beginning, end, checkpoints
 
@@ -442,10 +349,10 @@ class TrainingLoop:
         progress.train_batch_size = config.per_device_train_batch_size
         progress.compute_steps(config, max_steps)
         self._before_training(self)
-        self.control = self.callbacks.on_train_begin(config, progress, self.control)
-        self.control = self.callbacks.on_epoch_begin(config, progress, self.control)
+        self.report.fire("on_train_begin", self.state)
+        self.report.fire("on_epoch_begin", self.state)
         if self.state.step >= max_steps:
-            self.control.should_training_stop = True
+            self.report.control.should_training_stop = True
         if config.eval_on_start and not resume and self.eval_dataset is not None:
             self.evaluate()
 
@@ -454,10 +361,12 @@ class TrainingLoop:
         committer = make_committer(self.setup, self._optimizers, self.setup.planned_steps)
         self.use(replace(self.setup, committer=committer))
         self.learner.make_state()
-        self.callbacks.optimizer, self.callbacks.lr_scheduler = committer.optimizer, committer.scheduler
+        callbacks = self.report.callbacks
+        callbacks.optimizer, callbacks.lr_scheduler = committer.optimizer, committer.scheduler
 
     def _drop_optimizer(self) -> None:
-        self.callbacks.optimizer = self.callbacks.lr_scheduler = self.setup.holdings.optimizer = None
+        callbacks = self.report.callbacks
+        callbacks.optimizer = callbacks.lr_scheduler = self.setup.holdings.optimizer = None
         self.use(replace(self.setup, committer=None))
 
     def _go_to_start(self) -> None:
@@ -465,10 +374,8 @@ class TrainingLoop:
         degradations = self.state.degradations  # the settings stay changed
         self.state = RunState.at_start(self.config, is_main=self.setup.parallel.is_main)
         self.state.degradations = degradations
-        self.control = TrainerControl()
         self.setup.advantages.reset()
-        self._table = ()
-        self.pending.clear()
+        self.report.reset()
 
     def _resume(self, folder: Path) -> None:
         """Puts weights, optimizer, data position, rollout and random state back as they were."""
@@ -486,7 +393,7 @@ class TrainingLoop:
             if self.setup.parallel.is_main:
                 self.setup.recovery.repeat(Stage.CHECKPOINT, self.checkpoints.write, self.state)
             self.setup.parallel.wait()
-        self.control = self.callbacks.on_save(self.config, progress, self.control)
+        self.report.fire("on_save", self.state)
 
     def save_model(self, folder: Path) -> None:
         """Writes the weights (the adapter's, when there is one) and the tokenizer."""
@@ -507,8 +414,8 @@ class TrainingLoop:
         }
         if self.config.load_best_model_at_end:
             self._load_best()
-        self.log(dict(totals))
-        self.control = self.callbacks.on_train_end(self.config, state.progress, self.control)
+        self.report.log(state, totals)
+        self.report.fire("on_train_end", state)
         if setup.parallel.is_main and not self.config.disable_tqdm:
             rows = self.config.rollout_rows
             summary(run_figures(state.history[first:], setup.memory.events, rollout_rows=rows))
@@ -550,7 +457,3 @@ class TrainingLoop:
     def _trajectory_tensors(self) -> list[torch.Tensor]:
         rollout = self.state.rollout
         return [] if rollout is None else rollout.trajectory.tensors()
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)

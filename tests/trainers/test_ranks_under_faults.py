@@ -275,7 +275,7 @@ def end(folder: Path, rank: int, ending: Ending) -> dict[str, Any]:
         trainer = build(folder, "lora", **settings)
         spoil = At(ending.event, ending.step, lambda: ending.how(trainer, device))
         if rank == ending.rank:
-            trainer.loop.callbacks.add_callback(spoil)
+            trainer.loop.report.callbacks.add_callback(spoil)
         outcome = outcome_of(trainer.train)
         found = {
             "outcome": outcome,

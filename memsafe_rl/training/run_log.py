@@ -1,0 +1,115 @@
+"""What a run logs and whom it informs: metrics until the next record, alarms, and callbacks of transformers' form."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import TrainerControl
+from transformers.trainer_callback import CallbackHandler
+
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.parallel.protocol import Parallel
+from memsafe_rl.rewards.base import RewardScores
+from memsafe_rl.training.state import RunState
+from memsafe_rl.training.step_metrics import averages
+
+logger = logging.getLogger(__name__)
+
+
+class RunLog:
+    """Collects a run's metrics and informs its callbacks, whose wishes stand in `control`."""
+
+    def __init__(
+        self, config: TrainerConfig, callbacks: CallbackHandler, memory: MemoryTracker, parallel: Parallel
+    ) -> None:
+        self.callbacks = callbacks
+        self.control = TrainerControl()
+        self.pending: dict[str, list[float]] = defaultdict(list)
+        self.table: tuple[dict[str, Any], ...] = ()
+        self._config, self._memory, self._parallel = config, memory, parallel
+        self._reward_seconds: dict[str, float] = {}
+
+    def reset(self) -> None:
+        """Forgets what an earlier call of `train` left."""
+        self.control, self.table = TrainerControl(), ()
+        self.pending.clear()
+
+    def fire(self, event: str, state: RunState, *arguments: Any) -> None:
+        """Calls an event of transformers' callbacks; they may change `control`."""
+        self.control = getattr(self.callbacks, event)(self._config, state.progress, self.control, *arguments)
+
+    def notify(self, event: str, *arguments: Any) -> None:
+        """Informs the callbacks that know an event of ours beside transformers' own."""
+        for callback in self.callbacks.callbacks:
+            handler = getattr(callback, event, None)
+            if handler is not None:
+                handler(*arguments)
+
+    # ------------------------------------------------------------------ inside a step
+
+    def sampling(self, ended: int, total: int) -> None:
+        """Tells progress bars how many of a rollout's completions have ended."""
+        self.notify("on_sampling", ended, total)
+
+    def rewarded(self, scores: RewardScores) -> None:
+        """Takes what reward functions logged through `log_metric`, and their seconds."""
+        for name, values in scores.metrics.items():
+            self.pending[name].append(sum(values) / len(values))
+        for name, seconds in scores.seconds.items():
+            metric = f"time/reward/{name}_seconds"
+            self.pending[metric].append(seconds)
+            self._reward_seconds[metric] = self._reward_seconds.get(metric, 0.0) + seconds
+        for name, timeouts in scores.timeouts.items():
+            self.pending[f"rewards/{name}/timeouts"].append(timeouts)
+
+    def begin_step(self, state: RunState) -> None:
+        """Begins a step's own figures: an evaluation's rewards may have taken longer."""
+        self._reward_seconds.clear()
+        self.fire("on_step_begin", state)
+
+    def note(self, state: RunState, metrics: Mapping[str, float], epoch: float) -> None:
+        """Writes a step down that is done, and sounds alarms whose rules it broke."""
+        state.history.append({"step": float(state.step), "epoch": epoch, **metrics})
+        for name, value in metrics.items():
+            self.pending[name].append(value)
+        seen = {**metrics, **self._reward_seconds}
+        self._sound(state.alarms.observe(state.step, seen, self._memory.events))
+
+    def note_lost_updates(self, state: RunState, share: float, learning_rate: float) -> None:
+        """Writes down which share of half-precision weights the step just done did not move."""
+        state.history[-1]["lost_updates"] = share
+        self.pending["lost_updates"].append(share)
+        self._sound(state.alarms.observe_weights(state.step, share, learning_rate))
+
+    def _sound(self, events: Sequence[dict[str, Any]]) -> None:
+        """Records alarms and shows them."""
+        for event in events:
+            self._memory.events.append(event)
+            if self._parallel.is_main:
+                logger.warning("step %d: %s", event["step"], event["sentence"])
+
+    # ------------------------------------------------------------------ records
+
+    def log(self, state: RunState, logs: Mapping[str, Any]) -> None:
+        """Adds a record to `log_history` and hands it to the callbacks."""
+        progress = state.progress
+        record = {name: None if _is_nan(value) else value for name, value in logs.items()} | {"epoch": progress.epoch}
+        progress.log_history.append({**record, "step": state.step})
+        self.control = self.callbacks.on_log(self._config, progress, self.control, record)
+
+    def flush(self, state: RunState) -> None:
+        """Logs the averages since the last record, and shows the completions of the last rollout."""
+        self.log(state, averages(self.pending))
+        self.pending.clear()
+        if self._config.log_completions and self._parallel.is_main and self.table:
+            self.notify("on_completions", state.step, self.table)
+            self.table = ()
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
