@@ -28,11 +28,24 @@ if TYPE_CHECKING:
     from memsafe_rl.rollout.multi_turn.users import CallableUser, ModelUser
     from memsafe_rl.trainers.grpo import GRPOTrainer
     from memsafe_rl.trainers.ppo import PPOTrainer
+    from memsafe_rl.training.build.factory import TrainingRequest, prepare
+    from memsafe_rl.training.collector import Collector
+    from memsafe_rl.training.learner import Learner
+    from memsafe_rl.training.loop import collect
+    from memsafe_rl.training.setup import TrainingSetup
+    from memsafe_rl.training.state import RunState
     from memsafe_rl.types import RolloutPlan, UpdatePlan
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
+    "prepare": "memsafe_rl.training.build.factory",
+    "collect": "memsafe_rl.training.loop",
+    "Learner": "memsafe_rl.training.learner",
+    "Collector": "memsafe_rl.training.collector",
+    "RunState": "memsafe_rl.training.state",
+    "TrainingSetup": "memsafe_rl.training.setup",
+    "TrainingRequest": "memsafe_rl.training.build.factory",
     "Action": "memsafe_rl.rollout.multi_turn.protocol",
     "AdaptivePolicy": "memsafe_rl.memory.planning.policies",
     "CallableUser": "memsafe_rl.rollout.multi_turn.users",
@@ -75,6 +88,7 @@ __all__ = [
     "Action",
     "AdaptivePolicy",
     "CallableUser",
+    "Collector",
     "Condition",
     "ConfigError",
     "DDIMScheduler",
@@ -90,6 +104,7 @@ __all__ = [
     "GymEnvironment",
     "HalfDuplex",
     "LadderPolicy",
+    "Learner",
     "MemoryBudget",
     "MemoryBudgetError",
     "MemoryPolicy",
@@ -99,15 +114,20 @@ __all__ = [
     "PPOTrainer",
     "Patience",
     "RolloutPlan",
+    "RunState",
     "SimulatedMemory",
     "Step",
     "TimeoutPolicy",
     "ToolCall",
     "ToolEnvironment",
     "TrainedSteps",
+    "TrainingRequest",
+    "TrainingSetup",
     "UpdatePlan",
+    "collect",
     "draw_samples",
     "forecast_memory",
+    "prepare",
 ]
 
 

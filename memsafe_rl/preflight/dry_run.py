@@ -42,7 +42,7 @@ from memsafe_rl.preflight.worst_case import (
 )
 from memsafe_rl.preflight.worst_rows import meets_gradients
 from memsafe_rl.rewards.scoring import reward_model_name
-from memsafe_rl.training.build.factory import Inputs, Machine, Request, build_setup, machine_for, read_inputs
+from memsafe_rl.training.build.factory import Inputs, Machine, TrainingRequest, build_setup, machine_for, read_inputs
 from memsafe_rl.training.build.factory import check_adapter as check_by_factory
 from memsafe_rl.training.build.protocol import ModelFactory
 from memsafe_rl.training.learner import Learner, make_committer
@@ -177,7 +177,7 @@ class DryRun:
             self._evaluation = Dataset.from_dict({"prompt": ["a"] * config.rollout_rows})
             self._assumes_evaluation = True
         functions = _no_rewards(config, [reward_model_name(one) for one in reward_models])
-        request = Request(
+        request = TrainingRequest(
             model,
             [*functions, *reward_models],
             train_dataset=dataset,

@@ -27,7 +27,7 @@ from memsafe_rl.preflight.worst_rows import later_rows, tried_places, widest_sli
 from memsafe_rl.rollout.native.admission import Candidate, admit
 from memsafe_rl.rollout.native.generation import eval_mode, generate
 from memsafe_rl.rollout.scoring import score_all, value_all
-from memsafe_rl.training.collector import Collector, served_by
+from memsafe_rl.training.collector import Collector, by_reward_rows, served_by
 from memsafe_rl.training.controllers import Controllers
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.loop import TrainingLoop
@@ -352,9 +352,7 @@ def _try_reward_models(setup: TrainingSetup, collector: Collector, drawing: Draw
     work = collector.work(prompts, drawing.group_size)
     attempt = collector.scorer.attempt_in(Stage.REWARD_PASS, work, nullcontext)
     with setup.memory.phase(Phase.REWARD if drawing.phase is Phase.ROLLOUT else drawing.phase):
-        setup.rewards.rehearse(
-            drawing.longest.row_tokens, rows, lambda unit: attempt(lambda plan: unit(plan.reward_rows))
-        )
+        setup.rewards.rehearse(drawing.longest.row_tokens, rows, by_reward_rows(attempt))
 
 
 def _in_flight(adapter: ModelAdapter, waiting: Sequence[Candidate], plan: RolloutPlan) -> int:

@@ -35,7 +35,7 @@ from memsafe_rl.preflight.worst_case import check_worst_case
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.trainers.run_files import save_metrics, show_metrics
-from memsafe_rl.training.build.factory import Request, build_setup, facts_of, machine_for, read_inputs
+from memsafe_rl.training.build.factory import TrainingRequest, build_setup, facts_of, machine_for, read_inputs
 from memsafe_rl.training.build.inputs import own_config
 from memsafe_rl.training.loop import TrainingLoop, TrainResult
 from memsafe_rl.training.optim.optimizer import given_optimizers
@@ -88,7 +88,7 @@ class PolicyTrainer:
         environment_factory: Any = None,
         memory_policy: MemoryPolicy | str | None = None,
     ) -> None:
-        request = Request(
+        request = TrainingRequest(
             model,
             reward_funcs,
             train_dataset,
@@ -106,7 +106,7 @@ class PolicyTrainer:
 
     def _build(
         self,
-        request: Request,
+        request: TrainingRequest,
         args: TrainerConfig | None,
         callbacks: Sequence[Any] | None,
         optimizers: tuple[Any, Any] | None,

@@ -13,7 +13,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
-from memsafe_rl.training.build.factory import Request
+from memsafe_rl.training.build.factory import TrainingRequest
 
 
 class PPOTrainer(PolicyTrainer):
@@ -79,7 +79,7 @@ class PPOTrainer(PolicyTrainer):
                 "critic is the model itself. Leave critic out for a head on the model's own hidden states, or give a "
                 "copy of the model."
             )
-        request = Request(
+        request = TrainingRequest(
             model,
             reward_funcs,
             train_dataset,

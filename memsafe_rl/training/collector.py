@@ -25,6 +25,7 @@ from memsafe_rl.data.partial_rollouts import (
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.plan_checks import check_rollout_plan
+from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.ops.advantages import estimated_advantages, zero_spread_groups
 from memsafe_rl.ops.evaluation import sample_metrics
@@ -405,7 +406,7 @@ class Collector:
             self._setup.models.plain(given.completions),
             columns,
             trainer_state=state.progress,
-            attempt=lambda unit: attempt(lambda plan: unit(plan.reward_rows)),
+            attempt=by_reward_rows(attempt),
         )
 
     def _rewarded(self, samples: Samples, answers: Answers) -> Samples:
@@ -498,6 +499,18 @@ def served_by(engine: RolloutEngine, plan: Any) -> Any:
             "run does not allow. Leave RolloutPlan.cache_dtype out, or set cache_implementation='quantized'."
         )
     return replace(plan, engine=engine.name, cache_dtype=engine.cache_dtype)
+
+
+def by_reward_rows(attempt: Attempt[RolloutPlan]) -> Callable[[Callable[[int], Made]], Made]:
+    """Runs a unit of a reward model by the rows that the plan in force lets it pass."""
+
+    def run(unit: Callable[[int], Made]) -> Made:
+        def planned(plan: RolloutPlan) -> Made:
+            return unit(plan.reward_rows)
+
+        return attempt(planned)
+
+    return run
 
 
 def _estimate(

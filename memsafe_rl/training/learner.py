@@ -113,6 +113,11 @@ class Learner:
             Stage.PREPARE, rows_of_step, cursor, config.rollout_rows, config.step_rows, config.order_seed
         )
 
+    def later_rows(self, cursor: Cursor) -> list[int]:
+        """Gives the samples that no optimizer step reads before the weights first move."""
+        first = set(self.rows(cursor))
+        return [row for row in range(self._config.rollout_rows) if row not in first]
+
     def fix_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers) -> StepTerms:
         """Fixes every denominator and threshold over the whole step and all ranks."""
         trajectory, config = rollout.trajectory, self._config

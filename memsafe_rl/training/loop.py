@@ -151,9 +151,7 @@ class TrainingLoop:
     def collect(self) -> Rollout:
         """Collects the next rollout; reward functions may draw random numbers."""
         state = self.state
-        first = set(self.learner.rows(state.cursor))
-        later = [row for row in range(self.config.rollout_rows) if row not in first]
-        rollout = collect(self.collector, state, later)
+        rollout = collect(self.collector, state, self.learner.later_rows(state.cursor))
         self.report.table = rollout.table
         state.random = self.setup.recovery.repeat(Stage.PREPARE, capture_random_state)
         return rollout
@@ -169,21 +167,12 @@ class TrainingLoop:
 
     def _advance(self, metrics: Mapping[str, float]) -> None:
         """Moves to the next optimizer step; the KL stop ends the passes over this rollout only."""
-        state, before = self.state, self.state.cursor
         stop = self._kl_stops(metrics)
         if stop:
-            self.setup.memory.record("kl_stop", step=state.step + 1, **stop)
-        state.cursor = before.advance(
-            steps=self.config.updates_per_epoch,
-            epochs=self.config.num_iterations,
-            consumed=state.consumed,
-            stop=bool(stop),
-        )
-        if state.cursor.rollout != before.rollout:
-            if state.rollout is not None:
-                self.setup.advantages.end_rollout(state.rollout.metrics)
-            state.leave_rollout()
-        state.progress.global_step += 1
+            self.setup.memory.record("kl_stop", step=self.state.step + 1, **stop)
+        used_up = self.state.advance(self.config, stop=bool(stop))
+        if used_up is not None:
+            self.setup.advantages.end_rollout(used_up.metrics)
 
     def _kl_stops(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Gives the KL against the old model and its bound when the bound is passed, else nothing."""

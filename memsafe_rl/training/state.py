@@ -62,6 +62,26 @@ class RunState:
         """Prompts that the present rollout has taken from the source."""
         return 0 if self.rollout is None else self.rollout.consumed
 
+    def advance(self, config: TrainerConfig, *, stop: bool = False) -> Rollout | None:
+        """Moves to the next optimizer step; `stop` leaves the rest of the rollout out.
+
+        Args:
+            config: the run's settings.
+            stop: whether the passes over this rollout end here.
+
+        Returns:
+            The rollout that is used up with this step; None while it is still trained on.
+        """
+        before, rollout = self.cursor, self.rollout
+        self.cursor = before.advance(
+            steps=config.updates_per_epoch, epochs=config.num_iterations, consumed=self.consumed, stop=stop
+        )
+        self.progress.global_step += 1
+        if self.cursor.rollout == before.rollout:
+            return None
+        self.leave_rollout()
+        return rollout
+
     def leave_rollout(self) -> None:
         """Lets go of a rollout that is used up; its unfinished groups wait for the next one."""
         self.waiting = () if self.rollout is None else self.rollout.waiting
