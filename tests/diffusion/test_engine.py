@@ -11,6 +11,7 @@ from memsafe_rl.memory.planning.estimator import rollout_parts, update_parts
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, LadderPolicy
 from memsafe_rl.memory.runtime.meters import SimulatedMeter
 from memsafe_rl.memory.runtime.recovery import Recovery, under
+from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.diffusion.policy import (
@@ -205,7 +206,7 @@ def test_running_out_of_memory_changes_nothing(fail_at):
     work = RolloutWork((2, 2), 3, 6, adapter.geometry)
     with SimulatedMemory(fail_at=fail_at, exact=False) as memory:
         tracker, recovery = recovering(memory, LadderPolicy())
-        attempts = recovery.attempts(RolloutPlan(rows_in_flight=4), work)
+        attempts = recovery.attempts(Stage.DRAW, RolloutPlan(rows_in_flight=4), work)
         drawn = DenoisingEngine(adapter).generate(embedded, keys_of(2, 3), SamplingSettings(6, ()), attempts)
         assert memory.refusals == 1
         assert [event["event"] for event in tracker.events] == ["failure", "retry"]
@@ -213,7 +214,9 @@ def test_running_out_of_memory_changes_nothing(fail_at):
         torch.testing.assert_close(one.ids, other.ids, rtol=0, atol=2e-5)
     with SimulatedMemory(fail_at=fail_at, exact=False) as memory:
         tracker, recovery = recovering(memory, LadderPolicy())
-        attempts = recovery.attempts(UpdatePlan(micro_batch_tokens=9), update_work(adapter, trajectory, range(6)))
+        attempts = recovery.attempts(
+            Stage.ACCUMULATE, UpdatePlan(micro_batch_tokens=9), update_work(adapter, trajectory, range(6))
+        )
         attempts(accumulate, undo=lambda: adapter.model.zero_grad(set_to_none=True))
         assert memory.refusals == 1
     assert distance(gradient_of(adapter), gradient) <= 1e-6
@@ -230,7 +233,7 @@ def test_a_small_device_is_served_by_smaller_waves_and_rectangles():
         lean = memory.peak_bytes
     with SimulatedMemory(capacity_bytes=2 * lean, exact=False) as memory:
         tracker, recovery = recovering(memory, AdaptivePolicy())
-        attempts = recovery.attempts(RolloutPlan(rows_in_flight=32), work)
+        attempts = recovery.attempts(Stage.DRAW, RolloutPlan(rows_in_flight=32), work)
         with tracker.phase(Phase.ROLLOUT):
             drawn = DenoisingEngine(adapter).generate(embedded, keys_of(2, 16), SamplingSettings(6, ()), attempts)
         assert attempts.plan.rows_in_flight < 32
@@ -253,7 +256,9 @@ def test_a_small_device_is_served_by_smaller_waves_and_rectangles():
             peaks.append(memory.peak_bytes)
     with SimulatedMemory(capacity_bytes=sum(peaks) // 2, exact=False) as memory:
         tracker, recovery = recovering(memory, AdaptivePolicy())
-        attempts = recovery.attempts(UpdatePlan(micro_batch_tokens=160), update_work(adapter, trajectory, range(32)))
+        attempts = recovery.attempts(
+            Stage.ACCUMULATE, UpdatePlan(micro_batch_tokens=160), update_work(adapter, trajectory, range(32))
+        )
         with tracker.phase(Phase.UPDATE):
             attempts(accumulate, undo=lambda: adapter.model.zero_grad(set_to_none=True))
         assert attempts.plan.micro_batch_tokens < 160

@@ -17,6 +17,7 @@ from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import FixedPolicy, MemoryPolicy
 from memsafe_rl.memory.runtime.meters import SimulatedMeter
 from memsafe_rl.memory.runtime.recovery import SAME_PLAN_TRIES, UNPLANNED_TRIES, Recovery, under
+from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.types import Component, MemoryFailure, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
@@ -57,7 +58,7 @@ class Device:
     recovery: Recovery
 
     def attempts(self, plan: Any = PLAN, work: Any = WORK) -> Any:
-        return self.recovery.attempts(plan, work)
+        return self.recovery.attempts(Stage.ACCUMULATE, plan, work)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.tracker.events if event["event"] == kind]
@@ -155,7 +156,7 @@ def test_a_rollout_plan_shrinks_alike(device: Device) -> None:
     recovery = Recovery(device.tracker, FewerRows())
     work = RolloutWork(prompt_tokens=(3,), group_size=4, max_new_tokens=5, geometry=GEOMETRY)
     unit = Failing(2)
-    recovery.attempts(RolloutPlan(rows_in_flight=4), work)(unit)
+    recovery.attempts(Stage.ACCUMULATE, RolloutPlan(rows_in_flight=4), work)(unit)
     assert [plan.rows_in_flight for plan in unit.plans] == [4, 4, 3]
     assert device.tracker.rollout_plan.rows_in_flight == 3
 
@@ -196,7 +197,7 @@ def test_a_policy_that_answers_the_plan_that_failed_is_refused(device: Device) -
 
     recovery = Recovery(device.tracker, Stubborn())
     with pytest.raises(ConfigError, match=r"Stubborn.after_oom answered a plan that had failed already"):
-        recovery.attempts(PLAN, WORK)(Failing(99))
+        recovery.attempts(Stage.ACCUMULATE, PLAN, WORK)(Failing(99))
 
 
 def test_a_policy_that_goes_in_circles_is_refused_and_one_that_never_ends_is_ended(device: Device) -> None:
@@ -209,11 +210,13 @@ def test_a_policy_that_goes_in_circles_is_refused_and_one_that_never_ends_is_end
             return replace(plan, micro_batch_tokens=plan.micro_batch_tokens + 1)
 
     with pytest.raises(ConfigError, match=r"Circling.after_oom answered a plan that had failed already"):
-        Recovery(device.tracker, Circling()).attempts(replace(PLAN, micro_batch_tokens=1), WORK)(Failing(10**9))
+        Recovery(device.tracker, Circling()).attempts(Stage.ACCUMULATE, replace(PLAN, micro_batch_tokens=1), WORK)(
+            Failing(10**9)
+        )
     recovery, unit = Recovery(device.tracker, Growing()), Failing(10**9)
     told = r"60 plan\(s\) were tried.*Growing gave no further plan"
     with device.tracker.phase(Phase.UPDATE), pytest.raises(MemoryBudgetError, match=told):
-        recovery.attempts(PLAN, WORK)(unit)
+        recovery.attempts(Stage.ACCUMULATE, PLAN, WORK)(unit)
     assert len(unit.plans) == 60 * SAME_PLAN_TRIES
 
 
@@ -223,7 +226,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(device: Device) -> None:
             return replace(plan, micro_batch_tokens=0)
 
     with pytest.raises(ConfigError, match="micro_batch_tokens"):
-        Recovery(device.tracker, Absurd()).attempts(PLAN, WORK)(Failing(99))
+        Recovery(device.tracker, Absurd()).attempts(Stage.ACCUMULATE, PLAN, WORK)(Failing(99))
 
 
 def test_what_a_policy_raises_comes_out(device: Device) -> None:
@@ -232,16 +235,16 @@ def test_what_a_policy_raises_comes_out(device: Device) -> None:
             raise ValueError("not today")
 
     with pytest.raises(ValueError, match="not today"):
-        Recovery(device.tracker, Broken()).attempts(PLAN, WORK)(Failing(99))
+        Recovery(device.tracker, Broken()).attempts(Stage.ACCUMULATE, PLAN, WORK)(Failing(99))
 
 
 def test_work_without_a_plan_is_repeated_a_few_times(device: Device) -> None:
     unit = Failing(UNPLANNED_TRIES - 1)
-    assert device.recovery.repeat(unit) == "done"
+    assert device.recovery.repeat(Stage.STORE, unit) == "done"
     assert len(unit.plans) == UNPLANNED_TRIES
     hopeless = Failing(UNPLANNED_TRIES)
     with pytest.raises(MemoryBudgetError, match="there is nothing in it to cut") as caught:
-        device.recovery.repeat(hopeless)
+        device.recovery.repeat(Stage.STORE, hopeless)
     assert len(hopeless.plans) == UNPLANNED_TRIES
     assert device.policy.asked == []
     assert (caught.value.failure.plan, caught.value.failure.work) == (None, None)
@@ -252,10 +255,10 @@ def test_an_error_of_an_inner_piece_of_work_is_not_tried_again_by_the_outer_one(
 
     def unit() -> None:
         outer.append(1)
-        device.recovery.repeat(inner)
+        device.recovery.repeat(Stage.STORE, inner)
 
     with pytest.raises(MemoryBudgetError):
-        device.recovery.repeat(unit)
+        device.recovery.repeat(Stage.STORE, unit)
     assert len(outer) == 1
 
 
@@ -309,7 +312,7 @@ def test_bytes_that_a_failed_unit_leaves_behind_are_reported(device: Device) -> 
             kept.append(torch.zeros(MIB // 4))
             raise torch.OutOfMemoryError("")
 
-    device.recovery.repeat(careless)
+    device.recovery.repeat(Stage.STORE, careless)
     assert device.events("failure")[0]["pinned_bytes"] == MIB
     assert device.events("failure")[0]["message"] == "OutOfMemoryError"
     assert device.events("failure")[0]["requested_bytes"] is None
@@ -333,7 +336,7 @@ def test_a_failed_attempt_is_undone_before_the_next(device: Device) -> None:
 def test_the_last_failure_is_undone_too(device: Device) -> None:
     undone: list[int] = []
     with pytest.raises(MemoryBudgetError):
-        device.recovery.repeat(Failing(99), undo=lambda: undone.append(1))
+        device.recovery.repeat(Stage.STORE, Failing(99), undo=lambda: undone.append(1))
     assert len(undone) == UNPLANNED_TRIES
 
 
@@ -474,21 +477,21 @@ def test_what_a_failed_backward_leaves_in_autograds_queue_is_freed(device: Devic
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_clearing_up_works_where_gradients_are_off(device: Device, mode: Any) -> None:
     with mode():
-        assert device.recovery.repeat(Failing(1)) == "done"
+        assert device.recovery.repeat(Stage.STORE, Failing(1)) == "done"
 
 
 def test_the_random_state_itself_may_not_fit(device: Device) -> None:
     """Reading a generator's state allocates."""
     state = torch.get_rng_state()
     device.memory.fail_after(1)
-    assert device.recovery.repeat(Failing(0)) == "done"
+    assert device.recovery.repeat(Stage.STORE, Failing(0)) == "done"
     assert device.memory.refusals == 1
     assert torch.equal(torch.get_rng_state(), state)
     assert len(device.events("failure")) == 1
     with SimulatedMemory(capacity_bytes=1, exact=True) as full:
         tracker = MemoryTracker("cpu", SimulatedMeter(full), 1)
         with pytest.raises(MemoryBudgetError, match="could not be allocated"):
-            Recovery(tracker, Halving()).repeat(Failing(0))
+            Recovery(tracker, Halving()).repeat(Stage.STORE, Failing(0))
 
 
 def test_clearing_up_needs_no_memory_of_the_device(device: Device) -> None:
@@ -504,7 +507,7 @@ def test_clearing_up_needs_no_memory_of_the_device(device: Device) -> None:
     def undo() -> None:
         torch.zeros(1)
 
-    assert device.recovery.repeat(unit, undo=undo) == "done"
+    assert device.recovery.repeat(Stage.STORE, unit, undo=undo) == "done"
     assert device.memory.refusals == 0
 
 
@@ -540,7 +543,7 @@ def test_every_other_error_passes_untouched(device: Device, error: BaseException
     assert caught.value is error
     assert caught.value.__context__ is None
     with pytest.raises(type(error)):
-        device.recovery.repeat(unit)
+        device.recovery.repeat(Stage.STORE, unit)
     assert len(runs) == 2
     assert device.tracker.events == []
 
@@ -553,7 +556,7 @@ def test_an_error_of_the_users_own_that_follows_an_allocation_failure_passes(dev
             raise UsersError from error
 
     with pytest.raises(UsersError):
-        device.recovery.repeat(unit)
+        device.recovery.repeat(Stage.STORE, unit)
     assert device.tracker.events == []
 
 
@@ -566,6 +569,6 @@ def test_an_interrupt_after_a_failure_passes_with_the_failure_undone(device: Dev
         raise torch.OutOfMemoryError("CUDA out of memory.") if len(calls) == 1 else KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as caught:
-        device.recovery.repeat(unit, undo=lambda: undone.append(1))
+        device.recovery.repeat(Stage.STORE, unit, undo=lambda: undone.append(1))
     assert undone == [1]
     assert caught.value.__context__ is None

@@ -21,7 +21,7 @@ from memsafe_rl.config.alarm_rules import ALARMS, AlarmRules
 from memsafe_rl.config.base import GRPOConfig
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.training import learning
+from memsafe_rl.training import learner
 from memsafe_rl.training.alarms import STEPS_TO_END, WINDOW_STEPS, AlarmWatch
 from memsafe_rl.training.weight_sample import is_due, sample_weights
 from tests.tiny import tiny_model
@@ -440,14 +440,14 @@ def test_a_slow_judge_is_heard_in_training_and_not_in_evaluation(tmp_path: Path)
 
 
 def test_failed_allocations_are_counted_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    accumulate, calls = learning.accumulate_gradient, itertools.count()
+    accumulate, calls = learner.accumulate_gradient, itertools.count()
 
     def failing_twice(*arguments: Any, **named: Any) -> Any:
         if next(calls) in (0, 2):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return accumulate(*arguments, **named)
 
-    monkeypatch.setattr(learning, "accumulate_gradient", failing_twice)
+    monkeypatch.setattr(learner, "accumulate_gradient", failing_twice)
     trainer = make_trainer(tmp_path, max_steps=3, alarms={"truncation": None, "retries": 2})
     trainer.train()
     assert [(alarm["kind"], alarm["step"], alarm["value"]) for alarm in alarms_of(trainer)] == [("retries", 2, 2)]

@@ -29,7 +29,7 @@ from memsafe_rl.ops.advantages import group_advantages
 from memsafe_rl.ops.merging import MERGES, merge_weights
 from memsafe_rl.rewards import calls
 from memsafe_rl.training import gradient as update
-from memsafe_rl.training import learning
+from memsafe_rl.training import learner
 from memsafe_rl.training.objectives import BetaControl, as_seen_by, judge, objective_advantages, steered
 from memsafe_rl.types import Component, Phase, UpdatePlan, UpdateWork
 from tests.diffusion.small import PROMPTS as DIFFUSION_PROMPTS
@@ -271,7 +271,7 @@ def test_an_objective_that_runs_out_of_memory_is_begun_again_and_the_others_are_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calm = gradient_of(make_trainer(tmp_path, policy=cut(30), gradient_merge="pcgrad", **TWO))
-    honest, begun = learning.accumulate_gradient, []
+    honest, begun = learner.accumulate_gradient, []
 
     def failing(adapter: Any, trajectory: Any, rows: Any, *others: Any, **named: Any) -> Any:
         begun.append(tuple(rows))
@@ -280,7 +280,7 @@ def test_an_objective_that_runs_out_of_memory_is_begun_again_and_the_others_are_
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return found
 
-    monkeypatch.setattr(learning, "accumulate_gradient", failing)
+    monkeypatch.setattr(learner, "accumulate_gradient", failing)
     assert torch.equal(gradient_of(make_trainer(tmp_path, policy=cut(30), gradient_merge="pcgrad", **TWO)), calm)
     first, failed, again = begun
     assert failed == again != first
