@@ -37,8 +37,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.machine import describe_machine
-from benchmarks.storms import SCENES, Findings, Scene, storm_over
-from benchmarks.upsets import UPSETS, upset
+from tests.faults.scenes import SCENES, Scene
+from tests.faults.storms import Findings, storm_over
+from tests.faults.upsets import UPSETS, upset
 
 _COLUMNS = ("faults", "leaner plans", "steps", "bitwise", "gradient", "final weights", "seconds lost")
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.storms import GRADIENT_TOLERANCE, SCENES, Scene, storm_over, sweep
-from benchmarks.upsets import UPSETS, upset
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.training.optim.optimizer import Committer
+from tests.faults.scenes import SCENES, Scene
+from tests.faults.storms import GRADIENT_TOLERANCE, storm_over, sweep
+from tests.faults.upsets import UPSETS, upset
 from tests.trainers.helpers import make_trainer, weights
 
 FAULTS = 100
