@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memsafe_rl.rollout.multi_turn.users import CallableUser, ModelUser
     from memsafe_rl.trainers.grpo import GRPOTrainer
     from memsafe_rl.trainers.ppo import PPOTrainer
-    from memsafe_rl.training.build.factory import TrainingRequest, prepare
+    from memsafe_rl.training.assembly.factory import TrainingRequest, prepare
     from memsafe_rl.training.collector import Collector
     from memsafe_rl.training.learner import Learner
     from memsafe_rl.training.loop import collect
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "prepare": "memsafe_rl.training.build.factory",
+    "prepare": "memsafe_rl.training.assembly.factory",
     "collect": "memsafe_rl.training.loop",
     "Learner": "memsafe_rl.training.learner",
     "Collector": "memsafe_rl.training.collector",
     "RunState": "memsafe_rl.training.state",
     "TrainingSetup": "memsafe_rl.training.setup",
-    "TrainingRequest": "memsafe_rl.training.build.factory",
+    "TrainingRequest": "memsafe_rl.training.assembly.factory",
     "Action": "memsafe_rl.rollout.multi_turn.protocol",
     "AdaptivePolicy": "memsafe_rl.memory.planning.policies",
     "CallableUser": "memsafe_rl.rollout.multi_turn.users",

@@ -25,7 +25,7 @@ from memsafe_rl.models.loading import load_tokenizer
 from memsafe_rl.preflight.forecast import forecast_memory
 from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.preflight.search import Job, Scout
-from memsafe_rl.training.build.inputs import chosen_policy
+from memsafe_rl.training.assembly.inputs import chosen_policy
 from memsafe_rl.types import Component, Phase, UpdatePlan
 from memsafe_rl.units import format_bytes, parse_bytes
 

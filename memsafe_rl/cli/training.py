@@ -32,7 +32,7 @@ from memsafe_rl.rewards import REWARD_FACTORIES, REWARD_FUNCTIONS, resolve_rewar
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer
-from memsafe_rl.training.build.inputs import chosen_policy
+from memsafe_rl.training.assembly.inputs import chosen_policy
 from memsafe_rl.units import parse_bytes
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}

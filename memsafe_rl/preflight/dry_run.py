@@ -42,9 +42,9 @@ from memsafe_rl.preflight.worst_case import (
 )
 from memsafe_rl.preflight.worst_rows import meets_gradients
 from memsafe_rl.rewards.scoring import reward_model_name
-from memsafe_rl.training.build.factory import Inputs, Machine, TrainingRequest, build_setup, machine_for, read_inputs
-from memsafe_rl.training.build.factory import check_adapter as check_by_factory
-from memsafe_rl.training.build.protocol import ModelFactory
+from memsafe_rl.training.assembly.factory import Inputs, Machine, TrainingRequest, build_setup, machine_for, read_inputs
+from memsafe_rl.training.assembly.factory import check_adapter as check_by_factory
+from memsafe_rl.training.assembly.protocol import ModelFactory
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.optim.optimizer import Committer
 from memsafe_rl.training.setup import TrainingSetup

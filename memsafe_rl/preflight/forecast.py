@@ -30,7 +30,7 @@ from memsafe_rl.preflight.fake.families import config_for
 from memsafe_rl.preflight.fake.networks import fake_language_model, fake_reward_model, hollow_copy, shallow_copy
 from memsafe_rl.preflight.fake.sharding import read_sharding
 from memsafe_rl.preflight.outcome import MemoryForecast
-from memsafe_rl.training.build.factory import Inputs, Machine
+from memsafe_rl.training.assembly.factory import Inputs, Machine
 from memsafe_rl.types import Component, Phase
 from memsafe_rl.units import parse_bytes
 

@@ -35,8 +35,8 @@ from memsafe_rl.preflight.worst_case import check_worst_case
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.trainers.run_files import save_metrics, show_metrics
-from memsafe_rl.training.build.factory import TrainingRequest, build_setup, facts_of, machine_for, read_inputs
-from memsafe_rl.training.build.inputs import own_config
+from memsafe_rl.training.assembly.factory import TrainingRequest, build_setup, facts_of, machine_for, read_inputs
+from memsafe_rl.training.assembly.inputs import own_config
 from memsafe_rl.training.loop import TrainingLoop, TrainResult
 from memsafe_rl.training.optim.optimizer import given_optimizers
 from memsafe_rl.training.setup import TrainingSetup

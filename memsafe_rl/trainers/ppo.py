@@ -13,7 +13,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
-from memsafe_rl.training.build.factory import TrainingRequest
+from memsafe_rl.training.assembly.factory import TrainingRequest
 
 
 class PPOTrainer(PolicyTrainer):

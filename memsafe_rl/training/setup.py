@@ -26,7 +26,7 @@ from memsafe_rl.rewards.base import RewardRunner, RewardScores
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.training.advantages import Advantages
-from memsafe_rl.training.build.protocol import ModelFactory
+from memsafe_rl.training.assembly.protocol import ModelFactory
 from memsafe_rl.training.combiner import Combiner
 from memsafe_rl.training.holdings import Holdings
 from memsafe_rl.training.optim.optimizer import Committer

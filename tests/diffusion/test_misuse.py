@@ -20,7 +20,7 @@ from memsafe_rl.models.diffusion.policy import Condition, DiffusionAdapter, Trai
 from memsafe_rl.models.diffusion.schedulers import DDIMScheduler, FlowSDEScheduler
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.trainers.grpo import GRPOTrainer
-from memsafe_rl.training.build.denoisers import _FOR_TOKENS, Denoisers
+from memsafe_rl.training.assembly.denoisers import _FOR_TOKENS, Denoisers
 from tests.diffusion.small import PROMPTS, SHAPE, WIDTH, Denoiser, draw, make_policy
 
 

@@ -183,7 +183,7 @@ def test_a_run_that_cannot_fit_is_refused_before_its_weights_are_loaded(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("weights are loaded")
 
-    monkeypatch.setattr("memsafe_rl.training.build.language_models.load_model", never)
+    monkeypatch.setattr("memsafe_rl.training.assembly.language_models.load_model", never)
     with SimulatedMemory(ROOM), pytest.raises(MemoryBudgetError, match=r"before loading weights: the run does not fit"):
         trainer_for(folder, memory_budget=3 * 2**20)
 

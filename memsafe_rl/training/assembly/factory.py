@@ -1,0 +1,371 @@
+"""The one place that builds a `TrainingSetup`: first everything that is known before a weight is loaded, then the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from peft import PeftModel
+
+from memsafe_rl.accounting import weights_of
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.config.ppo import PPOConfig
+from memsafe_rl.data.environments import ENVIRONMENTS, EnvironmentPool, environment_pool_for, with_prompts
+from memsafe_rl.data.prompts import PromptSource
+from memsafe_rl.errors import ConfigError, MemoryBudgetError
+from memsafe_rl.memory.budget import MemoryBudget
+from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.memory.runtime.meters import meter_for
+from memsafe_rl.memory.runtime.recovery import Recovery
+from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.models.diffusion.policy import DiffusionPolicy
+from memsafe_rl.models.language.causal_lm import autocast
+from memsafe_rl.models.loading import LoadedModel
+from memsafe_rl.parallel.protocol import Parallel
+from memsafe_rl.parallel.replicas import connect
+from memsafe_rl.rewards.base import RewardRunner
+from memsafe_rl.rewards.calls import TimeoutPolicy
+from memsafe_rl.rollout.multi_turn.roles import ModelRoles
+from memsafe_rl.training.advantages import Advantages, GroupAdvantages
+from memsafe_rl.training.assembly.critics import bound_prompts, make_critic
+from memsafe_rl.training.assembly.denoisers import Denoisers
+from memsafe_rl.training.assembly.inputs import (
+    check_together,
+    chosen_policy,
+    evaluation_prompts,
+    text_dataset,
+    training_prompts,
+)
+from memsafe_rl.training.assembly.language_models import LanguageModels
+from memsafe_rl.training.assembly.protocol import ModelFactory
+from memsafe_rl.training.combiner import combiner_of
+from memsafe_rl.training.critic_advantages import CriticAdvantages
+from memsafe_rl.training.holdings import Holdings
+from memsafe_rl.training.learner import Learner, make_committer
+from memsafe_rl.training.setup import DrawRollout, TrainingSetup
+from memsafe_rl.types import Phase
+from memsafe_rl.units import format_bytes
+
+
+@dataclass(frozen=True)
+class TrainingRequest:
+    """What a user passes to a trainer, under the trainer's names.
+
+    Args:
+        model: a name, a folder, or a model.
+        reward_funcs: reward functions and reward models.
+        train_dataset: prompts; None where environments give them.
+        eval_dataset: prompts for evaluation, or a mapping of such.
+        processing_class: the tokenizer; None to load it with the model.
+        reward_processing_classes: tokenizers of the reward models.
+        quantization_config: of the base; None for none.
+        peft_config: of a new adapter; None for none.
+        tools: functions the model may call.
+        rollout_func: draws completions; None for the run's engine.
+        environment_factory: makes environments.
+        memory_policy: a policy, or the name of one.
+        critic: as `PPOTrainer` takes it.
+    """
+
+    model: Any
+    reward_funcs: Any
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    processing_class: Any = None
+    reward_processing_classes: Any = None
+    quantization_config: Any = None
+    peft_config: Any = None
+    tools: Sequence[Callable[..., Any]] | None = None
+    rollout_func: Any = None
+    environment_factory: Any = None
+    memory_policy: Any = None
+    critic: Any = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A request that was checked, as far as that goes before any weight is loaded.
+
+    Args:
+        request: what the user passed.
+        config: the run's settings.
+        models: reads prompts, loads and shows what this kind of model needs.
+        environments: where episodes are played; None where a completion is one turn.
+        train_dataset: the prompts, checked.
+        eval_dataset: prompts for evaluation, checked.
+        source: the prompts by position.
+        rewards: the reward functions, their models not on the device yet.
+        memory_policy: makes the plans.
+    """
+
+    request: TrainingRequest
+    config: TrainerConfig
+    models: ModelFactory
+    environments: EnvironmentPool | None
+    train_dataset: Any
+    eval_dataset: Any
+    source: PromptSource
+    rewards: RewardRunner
+    memory_policy: MemoryPolicy
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a setup is built.
+
+    Args:
+        device: where the weights go.
+        parallel: the processes of the run.
+        recovery: repeats stages that run out of memory, and tracks the run's memory.
+        holdings: filled in as parts are made.
+    """
+
+    device: torch.device
+    parallel: Parallel
+    recovery: Recovery
+    holdings: Holdings
+
+
+def read_inputs(config: TrainerConfig, request: TrainingRequest) -> Inputs:
+    """Checks everything a user passes to a trainer before any weight is loaded."""
+    models = factory_of(request.model)(config, request.model, request.processing_class)
+    bound_prompts(config, request.critic, models.reader)
+    given = {
+        "tools": request.tools,
+        "rollout_func": request.rollout_func,
+        "environment_factory": request.environment_factory,
+    }
+    models.check_given(given)
+    pool = environment_pool_for(config, models.processing_class, request.tools, request.environment_factory)
+    train_dataset, eval_dataset = request.train_dataset, request.eval_dataset
+    if pool is not None:
+        train_dataset = with_prompts(config, train_dataset, pool)
+        eval_dataset = with_prompts(config, eval_dataset, pool, evaluates=True)
+    train_dataset = text_dataset(config, train_dataset, "train_dataset")
+    source = training_prompts(config, train_dataset, models.reader)
+    rewards = _reward_runner(config, request, pool)
+    check_together(config, train_dataset, rewards, request.rollout_func, pool)
+    return Inputs(
+        request=request,
+        config=config,
+        models=models,
+        environments=pool,
+        train_dataset=train_dataset,
+        eval_dataset=evaluation_prompts(config, eval_dataset, models.reader, rewards),
+        source=source,
+        rewards=rewards,
+        memory_policy=chosen_policy(request.memory_policy, config),
+    )
+
+
+def prepare(
+    config: TrainerConfig,
+    request: TrainingRequest,
+    optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+) -> TrainingSetup:
+    """Makes everything a training step needs, for a loop of one's own.
+
+    Args:
+        config: the run's settings.
+        request: model, rewards and prompts, under the trainers' names.
+        optimizers: an optimizer and a schedule; None for those the configuration names.
+
+    Returns:
+        The setup, its weights loaded and its optimizer's state made.
+
+    Raises:
+        ConfigError: a setting cannot work.
+        DataError: the dataset cannot be used.
+        MemoryBudgetError: weights or optimizer state do not fit.
+    """
+    config.validate()
+    set_seed(config.seed)
+    inputs = read_inputs(config, request)
+    accelerator = Accelerator(cpu=config.use_cpu)
+    setup = build_setup(inputs, machine_for(inputs, accelerator.device, connect(accelerator)))
+    setup = replace(setup, committer=make_committer(setup, optimizers, setup.planned_steps))
+    Learner(setup).make_state()
+    return setup
+
+
+def machine_for(inputs: Inputs, device: torch.device, parallel: Parallel, *, kind: str | None = None) -> Machine:
+    """Opens a device for a run: its meter, its budget and the recovery that watches over both.
+
+    Args:
+        inputs: what was read.
+        device: where the weights go.
+        parallel: the processes of the run.
+        kind: type of the device the plans are for; None for this one's own.
+
+    Returns:
+        The machine.
+    """
+    meter, holdings = meter_for(device), Holdings(device)
+    total_bytes, free_bytes = meter.total_bytes(), meter.free_bytes()
+    budget = MemoryBudget.parse(inputs.config.memory_budget)
+    budget_bytes = budget.resolve(total_bytes=total_bytes, free_bytes=free_bytes)
+    tracker = MemoryTracker(kind or device.type, meter, budget_bytes, holdings.by_component, holdings.optimizer_bytes)
+    return Machine(device, parallel, Recovery(tracker, inputs.memory_policy, parallel.may_repeat), holdings)
+
+
+def build_setup(
+    inputs: Inputs,
+    machine: Machine,
+    *,
+    load: Callable[[Inputs, Machine], LoadedModel] | None = None,
+    check: Callable[[TrainerConfig, ModelFactory, Any], None] | None = None,
+    draw_rollout: DrawRollout | None = None,
+) -> TrainingSetup:
+    """Loads the weights and puts the parts of a training step together.
+
+    Args:
+        inputs: what was read.
+        machine: where.
+        load: gives the model; None to load what the user named or passed.
+        check: compares an adapter's own paths with the network's; None for the factory's way.
+        draw_rollout: draws completions in place of the engine.
+
+    Returns:
+        The setup, without what moves the weights.
+
+    Raises:
+        ConfigError: the model cannot be trained as the settings say.
+        MemoryBudgetError: the weights do not fit.
+    """
+    config, models, recovery = inputs.config, inputs.models, machine.recovery
+    check = check or check_adapter
+    with recovery.tracker.phase(Phase.LOAD):
+        loaded = (load or _load)(inputs, machine)
+        _refuse_half_weights(loaded.model)
+        loaded.model.eval()
+        recovery.repeat(Stage.LOAD, inputs.rewards.to, machine.device)
+        adapter = models.adapt(loaded)
+        recovery.repeat(Stage.LOAD, check, config, models, adapter)
+        advantages = _advantages(inputs, machine, adapter, check)
+    engine, sampling = models.engine(adapter, recovery.tracker), models.sampling_settings(adapter)
+    if inputs.environments is not None and (adapter.time_separable or adapter.geometry.source_bytes is not None):
+        raise ConfigError(
+            f"{type(adapter.model).__name__} cannot play episodes, where a prompt grows by what was said: that "
+            "takes a causal language model. Leave tools and environment_factory out."
+        )
+    engine.check(sampling)
+    adapter.take_sources()
+    setup = TrainingSetup(
+        config=config,
+        adapter=adapter,
+        reference_model=loaded.reference_model,
+        models=models,
+        engine=engine,
+        sampling=sampling,
+        rewards=inputs.rewards,
+        memory_policy=inputs.memory_policy,
+        recovery=recovery,
+        holdings=machine.holdings,
+        parallel=machine.parallel,
+        advantages=advantages,
+        combiner=combiner_of(config.objective_list, config.gradients_aside),
+        source=inputs.source,
+        dataset=inputs.train_dataset,
+        roles=ModelRoles(adapter),
+        environments=inputs.environments,
+        draw_rollout=draw_rollout,
+    )
+    machine.holdings.networks = setup.networks
+    return setup
+
+
+def factory_of(model: Any) -> type[ModelFactory]:
+    """Gives the factory for a kind of model, to be called with configuration, model and ``processing_class``."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    return Denoisers if isinstance(inner, DiffusionPolicy) else LanguageModels
+
+
+def check_adapter(config: TrainerConfig, models: ModelFactory, adapter: Any) -> None:
+    """Compares an adapter's own paths with the network's; it may take another path."""
+    with autocast(adapter.device, config.autocast_dtype):
+        models.check(adapter)
+
+
+def _advantages(
+    inputs: Inputs, machine: Machine, adapter: Any, check: Callable[[TrainerConfig, ModelFactory, Any], None]
+) -> Advantages:
+    """Makes what turns rewards into advantages; a critic that was passed as an object is prepared once."""
+    config, wanted = inputs.config, inputs.request.critic
+    if not isinstance(config, PPOConfig):
+        return GroupAdvantages()
+    values = config, inputs.models, adapter, wanted, machine.device, check
+    repeats = wanted is None or isinstance(wanted, str)
+    made = machine.recovery.repeat(Stage.LOAD, make_critic, *values) if repeats else make_critic(*values)
+    return CriticAdvantages(config, made)
+
+
+def _load(inputs: Inputs, machine: Machine) -> LoadedModel:
+    """Loads what the user named, or prepares what the user passed."""
+    request, recovery = inputs.request, machine.recovery
+    more = {"quantization_config": request.quantization_config, "peft_config": request.peft_config}
+    # An adapter goes into a model object in place, so that only a model loaded by name can be loaded again.
+    if isinstance(request.model, str):
+        return recovery.repeat(Stage.LOAD, inputs.models.load, request.model, machine.device, **more)
+    try:
+        return recovery.once(Stage.ADOPT, inputs.models.load, request.model, machine.device, **more)
+    except MemoryBudgetError as error:
+        storages = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in weights_of(request.model)}
+        size = format_bytes(sum(storage.nbytes() for storage in storages.values()))
+        raise MemoryBudgetError(
+            f"The weights of the {type(request.model).__name__} that was given are {size}. {error}",
+            failure=error.failure,
+            held_bytes=error.held_bytes,
+        ) from None
+
+
+def _reward_runner(config: TrainerConfig, request: TrainingRequest, pool: EnvironmentPool | None) -> RewardRunner:
+    functions, tokenizers, weights = request.reward_funcs, request.reward_processing_classes, config.reward_weights
+    if pool is not None:
+        functions, tokenizers, weights = pool.beside(functions, tokenizers, weights)
+    return RewardRunner(
+        functions,
+        tokenizers,
+        weights,
+        model_init_kwargs=config.model_init_kwargs,
+        trust_remote_code=config.trust_remote_code,
+        chat_template_kwargs=config.chat_template_kwargs,
+        patience=TimeoutPolicy(
+            config.reward_timeout_seconds, config.reward_retries, config.reward_timeout_result == "none"
+        ),
+        rollout_columns=() if pool is None else (ENVIRONMENTS,),
+    )
+
+
+def _refuse_half_weights(model: Any) -> None:
+    """Refuses to move float16 weights, whose updates are lost to rounding or overflow without a word."""
+    name = next((name for name, w in model.named_parameters() if w.requires_grad and w.dtype == torch.float16), None)
+    if name is not None:
+        raise ConfigError(
+            f"{name} is to be trained in float16, in which updates vanish or overflow. Load the model in float32 "
+            "(model.float(), or model_init_kwargs={'dtype': 'float32'}) and set fp16=True or bf16=True for the forward "
+            "passes, or train an adapter (peft_config)."
+        )
+
+
+def facts_of(setup: TrainingSetup) -> Mapping[str, str]:
+    """Says what a run is: what the start banner and the run's folder show."""
+    config, geometry = setup.config, setup.adapter.geometry
+    lora = getattr(setup.model, "peft_config", {})
+    adapters = ", ".join(f"{type(one).__name__} r={getattr(one, 'r', '-')}" for one in lora.values())
+    passes = "once" if config.num_iterations == 1 else f"{config.num_iterations} times"
+    return {
+        "effective batch": f"{config.step_rows} completions per optimizer step",
+        "group size": f"{config.num_generations} completions per prompt",
+        "generations": f"{config.rollout_rows} per rollout, trained on {passes}",
+        **setup.models.facts(),
+        "adapter": adapters or "none, all weights are trained",
+        "weights": f"{format_bytes(geometry.parameter_bytes)}, trained {format_bytes(geometry.trainable_bytes)}",
+        "device": str(setup.holdings.device),
+        "memory budget": format_bytes(setup.memory.budget_bytes),
+        "memory policy": type(setup.memory_policy).__name__,
+    }

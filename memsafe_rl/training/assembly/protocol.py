@@ -1,0 +1,153 @@
+"""What every kind of model gives to the one place that builds a training setup."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.data.prompts import PromptReader, Prompts
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.models.loading import LoadedModel
+from memsafe_rl.rollout.engine import RolloutEngine
+from memsafe_rl.types import Completion, SamplingSettings
+
+
+class ModelFactory(Protocol):
+    """One kind of model: how its prompts are read, its weights loaded and written, its samples drawn and shown.
+
+    Attributes:
+        processing_class: the tokenizer; None where there is none.
+        reader: turns prompts into what the network is conditioned on.
+    """
+
+    processing_class: Any
+    reader: PromptReader
+
+    def __init__(self, config: TrainerConfig, model: Any, processing_class: Any) -> None:
+        """Reads what must be known before any weight is loaded, and refuses what cannot be trained."""
+
+    def load(self, model: Any, device: torch.device, *, quantization_config: Any, peft_config: Any) -> LoadedModel:
+        """Loads what is trained, and a frozen copy where the reference needs one.
+
+        Args:
+            model: as a trainer takes it.
+            device: where the weights go.
+            quantization_config: of the base; None for none.
+            peft_config: of a new adapter; None for none.
+
+        Returns:
+            The model, its reference copy if it needs one.
+        """
+
+    def adapt(self, loaded: LoadedModel) -> Any:
+        """Wraps a loaded model for the loops.
+
+        Args:
+            loaded: from `load`.
+
+        Returns:
+            The adapter, a `ScoringAdapter` with what the engine of this kind needs besides, not checked yet.
+        """
+
+    def check(self, adapter: Any) -> None:
+        """Compares an adapter's own paths with the network's.
+
+        Args:
+            adapter: from `adapt`; it may take another path.
+        """
+
+    def sampling_settings(self, adapter: Any) -> SamplingSettings:
+        """Gives how samples are drawn.
+
+        Args:
+            adapter: from `adapt`.
+
+        Returns:
+            The settings.
+        """
+
+    def engine(self, adapter: Any, tracker: MemoryTracker) -> RolloutEngine:
+        """Gives the engine that draws samples.
+
+        Args:
+            adapter: from `adapt`.
+            tracker: knows what the run may still hold.
+
+        Returns:
+            The engine, not started yet.
+        """
+
+    def shown(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:
+        """Gives samples as reward functions and people see them.
+
+        Args:
+            prompts: the rollout's prompts.
+            completions: the samples.
+
+        Returns:
+            One entry a sample.
+        """
+
+    def plain(self, completions: Sequence[Completion]) -> list[Any]:
+        """Gives samples as reward functions get them by the name ``completion_ids``.
+
+        Args:
+            completions: the samples.
+
+        Returns:
+            One entry a sample.
+        """
+
+    def told(self, shown: Any) -> Any:
+        """Gives a sample as tables and files can hold it.
+
+        Args:
+            shown: an entry of `shown`.
+
+        Returns:
+            Text, messages or numbers.
+        """
+
+    def run_facts(self) -> dict[str, Any]:
+        """Says what of the model's own settings a resumed run must share with the one that wrote its checkpoint.
+
+        Returns:
+            Values that JSON has a form for, by name.
+        """
+
+    def check_given(self, given: Mapping[str, Any]) -> None:
+        """Refuses arguments of the trainer that this kind has no use for.
+
+        Args:
+            given: values by name, those that were left out too.
+
+        Raises:
+            ConfigError: one of them is given and cannot be used.
+        """
+
+    def facts(self) -> dict[str, str]:
+        """Says what the start banner says of samples.
+
+        Returns:
+            Sentences by name.
+        """
+
+    def save(self, model: Any, folder: Path) -> None:
+        """Writes the trained weights in the form that users load.
+
+        Args:
+            model: the trained model.
+            folder: made if missing.
+        """
+
+    def restore(self, model: Any, folder: Path) -> None:
+        """Copies saved weights into a model, in place and bit for bit.
+
+        Args:
+            model: the trained model.
+            folder: written by `save`.
+        """
