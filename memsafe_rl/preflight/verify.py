@@ -31,8 +31,8 @@ from memsafe_rl.preflight.synthetic import lay_down
 from memsafe_rl.preflight.worst_case import untouched
 from memsafe_rl.rollout.scoring import update_work
 from memsafe_rl.slices import measure_slices
+from memsafe_rl.training.algorithms.controllers import Controllers
 from memsafe_rl.training.collector import Collector
-from memsafe_rl.training.controllers import Controllers
 from memsafe_rl.training.gradient import StepTerms
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.loop import TrainingLoop

@@ -32,8 +32,8 @@ from memsafe_rl.ops.evaluation import sample_metrics
 from memsafe_rl.rewards.base import PendingScores
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.multi_turn.lockstep import EpisodeBatch
+from memsafe_rl.training.algorithms.objectives import judge, reward_metrics
 from memsafe_rl.training.episodes import Episodes
-from memsafe_rl.training.objectives import judge, reward_metrics
 from memsafe_rl.training.samples import (
     Answers,
     Rollout,

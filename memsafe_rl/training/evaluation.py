@@ -10,7 +10,7 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.prompts import check_dataset
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.training.collector import Collector
-from memsafe_rl.training.run_log import RunLog
+from memsafe_rl.training.metrics.run_log import RunLog
 from memsafe_rl.training.state import RunState
 
 

@@ -17,15 +17,15 @@ from memsafe_rl.memory.planning.plan_checks import check_packing
 from memsafe_rl.memory.runtime.attribution import watch_gradients
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.rollout.scoring import update_work
-from memsafe_rl.training.controllers import Controllers
+from memsafe_rl.training.algorithms.controllers import Controllers
 from memsafe_rl.training.gradient import StepGradient, StepTerms, accumulate_gradient, contributes, entropy_masks
+from memsafe_rl.training.metrics.step_metrics import read_step, step_metrics
+from memsafe_rl.training.metrics.weight_sample import WeightSample, is_due, rounds_to_nearest, sample_weights
 from memsafe_rl.training.optim.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler, check_holds
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.scorer import Scorer
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.training.state import RunState
-from memsafe_rl.training.step_metrics import read_step, step_metrics
-from memsafe_rl.training.weight_sample import WeightSample, is_due, rounds_to_nearest, sample_weights
 from memsafe_rl.types import Component, Denominators, Phase, Trajectory, UpdatePlan, UpdateWork
 
 

@@ -17,7 +17,7 @@ from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.host_memory import to_device, to_host
 from memsafe_rl.rewards.base import PendingScores
-from memsafe_rl.training.objectives import objective_advantages
+from memsafe_rl.training.algorithms.objectives import objective_advantages
 from memsafe_rl.types import AdvantageResult, Completion, Component, Phase, Ragged, Trajectory
 
 

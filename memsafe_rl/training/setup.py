@@ -25,9 +25,9 @@ from memsafe_rl.parallel.protocol import Parallel
 from memsafe_rl.rewards.base import RewardRunner, RewardScores
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
-from memsafe_rl.training.advantages import Advantages
+from memsafe_rl.training.algorithms.advantages import Advantages
+from memsafe_rl.training.algorithms.combiner import Combiner
 from memsafe_rl.training.assembly.protocol import ModelFactory
-from memsafe_rl.training.combiner import Combiner
 from memsafe_rl.training.holdings import Holdings
 from memsafe_rl.training.optim.optimizer import Committer
 from memsafe_rl.types import Component, ModelGeometry, SamplingSettings, UpdatePlan, UpdateWork

@@ -1,4 +1,4 @@
-"""The one place that builds a `TrainingSetup`: first everything that is known before a weight is loaded, then the rest."""
+"""The one place that builds a `TrainingSetup`: first all that is known before a weight is loaded, then the rest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ from memsafe_rl.parallel.replicas import connect
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
-from memsafe_rl.training.advantages import Advantages, GroupAdvantages
+from memsafe_rl.training.algorithms.advantages import Advantages, GroupAdvantages
+from memsafe_rl.training.algorithms.combiner import combiner_of
+from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
 from memsafe_rl.training.assembly.critics import bound_prompts, make_critic
 from memsafe_rl.training.assembly.denoisers import Denoisers
 from memsafe_rl.training.assembly.inputs import (
@@ -43,8 +45,6 @@ from memsafe_rl.training.assembly.inputs import (
 )
 from memsafe_rl.training.assembly.language_models import LanguageModels
 from memsafe_rl.training.assembly.protocol import ModelFactory
-from memsafe_rl.training.combiner import combiner_of
-from memsafe_rl.training.critic_advantages import CriticAdvantages
 from memsafe_rl.training.holdings import Holdings
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.setup import DrawRollout, TrainingSetup

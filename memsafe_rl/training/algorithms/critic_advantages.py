@@ -27,7 +27,7 @@ from memsafe_rl.ops.gae import (
     whiten,
 )
 from memsafe_rl.rollout.scoring import value_all
-from memsafe_rl.training.advantages import ScoringNeeds
+from memsafe_rl.training.algorithms.advantages import ScoringNeeds
 from memsafe_rl.training.gradient import ValueTerms
 from memsafe_rl.types import Component, LossSettings, ModelGeometry, Ragged, Trajectory, UnitBytes, UpdateWork
 

@@ -14,8 +14,7 @@ from memsafe_rl.config.objectives import Objective
 from memsafe_rl.data.order import merge_orders
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.ops.merging import merge_weights
-from memsafe_rl.training.gradient import StepGradient, StepTerms, joined
-from memsafe_rl.training.objectives import (
+from memsafe_rl.training.algorithms.objectives import (
     GradientsAside,
     as_seen_by,
     gradient_metrics,
@@ -23,8 +22,9 @@ from memsafe_rl.training.objectives import (
     objective_metrics,
     with_objectives,
 )
+from memsafe_rl.training.gradient import StepGradient, StepTerms, joined
+from memsafe_rl.training.metrics.step_metrics import read_step, step_metrics
 from memsafe_rl.training.samples import Rollout
-from memsafe_rl.training.step_metrics import read_step, step_metrics
 from memsafe_rl.types import Trajectory
 
 if TYPE_CHECKING:

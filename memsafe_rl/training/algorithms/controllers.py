@@ -9,7 +9,7 @@ from typing import Any
 
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.ops.losses import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
-from memsafe_rl.training.objectives import BetaControl, first_betas, steered
+from memsafe_rl.training.algorithms.objectives import BetaControl, first_betas, steered
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.parallel.protocol import Parallel
 from memsafe_rl.rewards.base import RewardScores
+from memsafe_rl.training.metrics.step_metrics import averages
 from memsafe_rl.training.state import RunState
-from memsafe_rl.training.step_metrics import averages
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""What GRPO, RLOO and PPO, one objective and several differ in."""

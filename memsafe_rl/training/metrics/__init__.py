@@ -1,0 +1,1 @@
+"""What a step measures and a run logs: metrics, alarms, and who is informed of them."""
