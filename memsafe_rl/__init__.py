@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         DiffusersScheduler,
         FlowSDEScheduler,
     )
+    from memsafe_rl.ops.advantages import AdvantageEstimator, register_advantage_estimator
+    from memsafe_rl.ops.losses import Loss, LossTraits, Ratios, register_loss
     from memsafe_rl.rewards.calls import Patience, TimeoutPolicy
     from memsafe_rl.rollout.denoising import draw_samples
     from memsafe_rl.rollout.multi_turn.other_libraries import GymEnvironment, HalfDuplex
@@ -34,6 +36,7 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "Action": "memsafe_rl.rollout.multi_turn.protocol",
+    "AdvantageEstimator": "memsafe_rl.ops.advantages",
     "AdaptivePolicy": "memsafe_rl.memory.planning.policies",
     "CallableUser": "memsafe_rl.rollout.multi_turn.users",
     "Condition": "memsafe_rl.models.diffusion.policy",
@@ -51,6 +54,8 @@ _HOMES = {
     "GymEnvironment": "memsafe_rl.rollout.multi_turn.other_libraries",
     "HalfDuplex": "memsafe_rl.rollout.multi_turn.other_libraries",
     "LadderPolicy": "memsafe_rl.memory.planning.policies",
+    "Loss": "memsafe_rl.ops.losses",
+    "LossTraits": "memsafe_rl.ops.losses",
     "MemoryBudget": "memsafe_rl.memory.budget",
     "MemoryBudgetError": "memsafe_rl.errors",
     "MemoryPolicy": "memsafe_rl.memory.planning.policies",
@@ -60,6 +65,7 @@ _HOMES = {
     "PPOTrainer": "memsafe_rl.trainers.ppo",
     "Patience": "memsafe_rl.rewards.calls",
     "TimeoutPolicy": "memsafe_rl.rewards.calls",
+    "Ratios": "memsafe_rl.ops.losses",
     "RolloutPlan": "memsafe_rl.types",
     "SimulatedMemory": "memsafe_rl.memory.simulated.device",
     "Step": "memsafe_rl.rollout.multi_turn.protocol",
@@ -69,11 +75,14 @@ _HOMES = {
     "UpdatePlan": "memsafe_rl.types",
     "draw_samples": "memsafe_rl.rollout.denoising",
     "forecast_memory": "memsafe_rl.trainers.forecast_memory",
+    "register_advantage_estimator": "memsafe_rl.ops.advantages",
+    "register_loss": "memsafe_rl.ops.losses",
 }
 
 __all__ = [
     "Action",
     "AdaptivePolicy",
+    "AdvantageEstimator",
     "CallableUser",
     "Condition",
     "ConfigError",
@@ -90,6 +99,8 @@ __all__ = [
     "GymEnvironment",
     "HalfDuplex",
     "LadderPolicy",
+    "Loss",
+    "LossTraits",
     "MemoryBudget",
     "MemoryBudgetError",
     "MemoryPolicy",
@@ -98,6 +109,7 @@ __all__ = [
     "PPOConfig",
     "PPOTrainer",
     "Patience",
+    "Ratios",
     "RolloutPlan",
     "SimulatedMemory",
     "Step",
@@ -108,6 +120,8 @@ __all__ = [
     "UpdatePlan",
     "draw_samples",
     "forecast_memory",
+    "register_advantage_estimator",
+    "register_loss",
 ]
 
 
