@@ -187,7 +187,7 @@ class EnvironmentPool:
 
     def _check_loss(self) -> None:
         settings = self._config.loss_settings()
-        traits = LOSSES.find(settings.loss_type).traits
+        traits = LOSSES[settings.loss_type].traits
         if traits.adds_up_over_parts and settings.importance_sampling_level == "token":
             return
         raise ConfigError(

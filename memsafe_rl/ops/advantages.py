@@ -40,20 +40,8 @@ class AdvantageEstimator:
 ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage_estimator", AdvantageEstimator)
 """Every estimator by its name in the configuration."""
 
-
-def register_advantage_estimator(estimator: AdvantageEstimator) -> AdvantageEstimator:
-    """Makes an estimator known by name, for run files and for settings read back from a file.
-
-    Args:
-        estimator: the estimator; passing it as ``advantage_estimator`` registers it too.
-
-    Returns:
-        The estimator.
-
-    Raises:
-        ConfigError: If the name belongs to another estimator.
-    """
-    return ESTIMATORS.add(estimator)
+register_advantage_estimator = ESTIMATORS.add
+"""Makes an estimator known by name, for run files and settings read back."""
 
 
 def group_advantages(
@@ -133,7 +121,7 @@ def estimated_advantages(
     if estimator == "group":
         return group_advantages(rewards_BF, weights_F, group_size, scale_rewards, aggregation)
     _check(rewards_BF, group_size, scale_rewards, aggregation)
-    compare = ESTIMATORS.find(estimator).function
+    compare = ESTIMATORS[estimator].function
     scores_BF, weights_F = rewards_BF.double(), weights_F.to(rewards_BF.device).double()
     unscored_B = scores_BF.isnan().all(1)
     rewards_B = _weighted_sum(scores_BF, weights_F, unscored_B)
@@ -220,7 +208,7 @@ for _estimator in (
     AdvantageEstimator("reinforce++", normalised_in_batch, least_group=1),
     AdvantageEstimator("reinforce++-baseline", group_baseline_normalised_in_batch),
 ):
-    register_advantage_estimator(_estimator)
+    ESTIMATORS.add(_estimator)
 
 
 def zero_spread_groups(rewards: Tensor, group_size: int) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from memsafe_rl.errors import ConfigError
 
@@ -23,8 +23,8 @@ class Named(Protocol):
 Part = TypeVar("Part", bound=Named)
 
 
-class Registry(Mapping[str, Part], Generic[Part]):
-    """The parts that one setting chooses from, by name.
+class Registry(dict[str, Part]):
+    """The parts that one setting chooses from, by name; an unknown name is a `ConfigError` that lists them.
 
     Args:
         setting: the setting's name, for messages.
@@ -32,37 +32,14 @@ class Registry(Mapping[str, Part], Generic[Part]):
     """
 
     def __init__(self, setting: str, kind: type[Part]) -> None:
+        super().__init__()
         self._setting, self._kind = setting, kind
-        self._parts: dict[str, Part] = {}
 
-    def __getitem__(self, name: str) -> Part:
-        return self._parts[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def find(self, name: str) -> Part:
-        """Gives the part of a name.
-
-        Args:
-            name: as in the configuration.
-
-        Returns:
-            The part.
-
-        Raises:
-            ConfigError: If there is none.
-        """
-        if name not in self._parts:
-            known = ", ".join(self._parts)
-            raise ConfigError(f"`{self._setting}` is {name!r}, which is not known. Set it to one of {known}.")
-        return self._parts[name]
+    def __missing__(self, name: str) -> NoReturn:
+        raise ConfigError(f"`{self._setting}` is {name!r}, which is not known. Set it to one of {', '.join(self)}.")
 
     def add(self, part: Part) -> Part:
-        """Enters a part under its name; a function defined anew, as in a notebook, replaces the one before.
+        """Makes a part known by name; a function defined anew, as in a notebook, replaces the one before.
 
         Args:
             part: what to enter.
@@ -73,20 +50,20 @@ class Registry(Mapping[str, Part], Generic[Part]):
         Raises:
             ConfigError: If the name belongs to another part.
         """
-        known = self._parts.get(part.name, part)
+        known = self.get(part.name, part)
         if known != part and not _is_redefinition(known.function, part.function):
             raise ConfigError(f"{self._setting} {part.name!r} is taken by {known.function!r}. Give yours another name.")
-        self._parts[part.name] = part
+        self[part.name] = part
         return part
 
     def name_of(self, given: object) -> object:
-        """Enters what a user passes in place of a name.
+        """Enters a part, or a function under its own name, that a user passes in place of a name.
 
         Args:
-            given: a part, a function, which is entered under its own name, or anything else.
+            given: what the user passes.
 
         Returns:
-            The name of the part; anything else as it is.
+            The name of the part; anything that is neither part nor function as it is.
 
         Raises:
             ConfigError: If a function has no name of its own, or its name belongs to another part.
@@ -97,9 +74,9 @@ class Registry(Mapping[str, Part], Generic[Part]):
             return given
         name = getattr(given, "__name__", "")
         if not name.isidentifier():
-            kind = self._kind.__name__
             raise ConfigError(
-                f"{self._setting} is {given!r}, which has no name for logs and checkpoints. Pass {kind}('name', it)."
+                f"{self._setting} is {given!r}, which has no name for logs and checkpoints. "
+                f"Pass {self._kind.__name__}('name', it)."
             )
         return self.add(self._kind(name, given)).name  # type: ignore[call-arg]
 

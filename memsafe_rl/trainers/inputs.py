@@ -185,7 +185,7 @@ def check_together(
         _check_partial(config, alone=not foreign and rollout_func is None)
     foreign = foreign or config.caches_in_8_bits
     corrected = (foreign or partly or rollout_func is not None) and config.vllm_importance_sampling_correction
-    loss = LOSSES.find(config.loss_settings().loss_type)
+    loss = LOSSES[config.loss_settings().loss_type]
     if loss.traits.weighs_sampler and corrected and mode.startswith("sequence"):
         raise ConfigError(
             f"vllm_importance_sampling_mode is {mode!r} with loss_type {loss.name!r} and another sampler. Set it to "

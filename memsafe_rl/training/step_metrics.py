@@ -65,7 +65,7 @@ def step_metrics(numbers: StepNumbers, terms: StepTerms, ranks: Ranks) -> dict[s
     if terms.entropy_coef or terms.values is not None:
         metrics["policy_loss"] = totals.get("policy_loss", 0.0)
     ratios = tokens if terms.settings.importance_sampling_level == "token" else rows
-    for name, (key, count) in LOSSES.find(terms.settings.loss_type).metrics.items():
+    for name, (key, count) in LOSSES[terms.settings.loss_type].metrics.items():
         if key in totals:
             metrics[name] = totals[key] / (ratios if count is None else max(1.0, totals[count]))
     for name, value in _merged([part.lows for part in parts], min).items():

@@ -73,19 +73,6 @@ class LossTraits:
         return self.separable and self.aggregation == "token-mean"
 
 
-def measure_nothing(ratios: Ratios) -> Measures:
-    """Reports nothing beyond what every loss does.
-
-    Args:
-        ratios: the micro-batch.
-
-    Returns:
-        The measures.
-    """
-    del ratios
-    return Measures({})
-
-
 @dataclass(frozen=True)
 class Loss:
     """A policy loss, built in or a user's own: ``GRPOConfig(loss_type=Loss("mine", my_function))``.
@@ -104,7 +91,7 @@ class Loss:
     name: str
     function: Callable[[Ratios], Tensor]
     traits: LossTraits = LossTraits()
-    measure: Callable[[Ratios], Measures] = measure_nothing
+    measure: Callable[[Ratios], Measures] = lambda _: Measures({})
     metrics: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -118,20 +105,8 @@ class Loss:
 LOSSES: Registry[Loss] = Registry("loss_type", Loss)
 """Every loss by its name in the configuration."""
 
-
-def register_loss(loss: Loss) -> Loss:
-    """Makes a loss known by name, for run files and for settings read back from a file.
-
-    Args:
-        loss: the loss; passing it as ``loss_type`` registers it too.
-
-    Returns:
-        The loss.
-
-    Raises:
-        ConfigError: If the name belongs to another loss.
-    """
-    return LOSSES.add(loss)
+register_loss = LOSSES.add
+"""Makes a loss known by name, for run files and settings read back; passing it as ``loss_type`` does so too."""
 
 
 def by_sign(positive: Tensor, if_positive: float, otherwise: float, ratios: Ratios) -> Tensor:

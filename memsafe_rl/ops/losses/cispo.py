@@ -40,7 +40,7 @@ def measure_cispo(ratios: Ratios) -> Measures:
     )
 
 
-CISPO = register_loss(
+register_loss(
     Loss(
         "cispo",
         cispo_surrogate,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.ops.entropy import active_mask, entropy_bonus
-from memsafe_rl.ops.losses.aggregation import AGGREGATIONS, ActionLosses, row_mean
+from memsafe_rl.ops.losses.aggregation import aggregate, row_mean
 from memsafe_rl.ops.losses.base import LOSSES, Ratios
 from memsafe_rl.types import Denominators, LossInputs, LossResult, LossSettings
 
@@ -48,7 +48,7 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, denominators: Denomi
     Raises:
         ConfigError: If the loss or the ratio level is unknown, or a tensor that the settings need is missing.
     """
-    loss = LOSSES.find(settings.loss_type)
+    loss = LOSSES[settings.loss_type]
     ratios = _ratios(inputs, settings)
     losses = loss.function(ratios)
     if settings.off_policy_mask_threshold is not None:
@@ -60,8 +60,8 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, denominators: Denomi
     kl_BT = reference_kl(inputs, ratios) if settings.beta != 0.0 else None
     if kl_BT is not None:
         losses = losses + settings.beta * kl_BT
-    aggregate, slots = AGGREGATIONS[loss.traits.aggregation], settings.max_completion_length
-    policy_share = aggregate(ActionLosses(losses, inputs.mask_BT, _row_counts(inputs), denominators, slots))
+    how, slots = loss.traits.aggregation, settings.max_completion_length
+    policy_share = aggregate(how, losses, inputs.mask_BT, _row_counts(inputs), denominators, slots)
     share = policy_share
     if inputs.entropy_coef != 0.0:
         share = share - inputs.entropy_coef * entropy_bonus(inputs, denominators)
@@ -85,7 +85,7 @@ def needs_whole_rows(settings: LossSettings) -> list[str]:
     """
     whole = {
         "importance_sampling_level": settings.importance_sampling_level == "sequence",
-        "loss_type": not LOSSES.find(settings.loss_type).traits.separable,
+        "loss_type": not LOSSES[settings.loss_type].traits.separable,
         "off_policy_mask_threshold": settings.off_policy_mask_threshold is not None,
     }
     return [name for name, is_needed in whole.items() if is_needed]

@@ -3,12 +3,10 @@
 ``sum_b sum_t -min(r A, clip(r) A) / (N_rows · max_completion_length)`` (Liu et al. 2025, arXiv:2503.20783).
 """
 
-from __future__ import annotations
-
 from memsafe_rl.ops.losses.base import Loss, LossTraits, register_loss
 from memsafe_rl.ops.losses.clipping import CLIPPING_METRICS, clipped_surrogate, measure_clipping
 
-DR_GRPO = register_loss(
+register_loss(
     Loss(
         "dr_grpo",
         clipped_surrogate,

@@ -4,12 +4,10 @@
 row it is GSPO (Zheng et al. 2025, arXiv:2507.18071, eq. 5).
 """
 
-from __future__ import annotations
-
 from memsafe_rl.ops.losses.base import Loss, LossTraits, register_loss
 from memsafe_rl.ops.losses.clipping import CLIPPING_METRICS, clipped_surrogate, measure_clipping
 
-GRPO = register_loss(
+register_loss(
     Loss(
         "grpo",
         clipped_surrogate,

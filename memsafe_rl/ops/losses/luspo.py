@@ -3,12 +3,10 @@
 ``sum_b |o_b| · -min(s_b A, clip(s_b) A) / N_rows``, s_b the one ratio of a row (arXiv:2602.05261).
 """
 
-from __future__ import annotations
-
 from memsafe_rl.ops.losses.base import Loss, LossTraits, register_loss
 from memsafe_rl.ops.losses.clipping import CLIPPING_METRICS, clipped_surrogate, measure_clipping
 
-LUSPO = register_loss(
+register_loss(
     Loss(
         "luspo",
         clipped_surrogate,

@@ -21,4 +21,4 @@ def sapo_surrogate(ratios: Ratios) -> Tensor:
     return -(tau * (ratios.ratio - 1)).sigmoid() * 4 / tau * ratios.advantages
 
 
-SAPO = register_loss(Loss("sapo", sapo_surrogate, LossTraits(separable=True, aggregation="seq-mean-token-mean")))
+register_loss(Loss("sapo", sapo_surrogate, LossTraits(separable=True, aggregation="seq-mean-token-mean")))

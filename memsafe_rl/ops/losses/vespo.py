@@ -66,7 +66,7 @@ def measure_vespo(ratios: Ratios) -> Measures:
     return Measures({"vespo_phi": total(phi, ratios.mask_BT), "ratios": total(torch.ones_like(phi), ratios.mask_BT)})
 
 
-VESPO = register_loss(
+register_loss(
     Loss(
         "vespo",
         vespo_surrogate,
