@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         DiffusersScheduler,
         FlowSDEScheduler,
     )
+    from memsafe_rl.ops.advantages import AdvantageEstimator, register_advantage_estimator
+    from memsafe_rl.ops.losses import Loss, LossTraits, Ratios, register_loss
     from memsafe_rl.preflight.forecast import forecast_memory
     from memsafe_rl.rewards.calls import Patience, TimeoutPolicy
     from memsafe_rl.rollout.denoising import draw_samples
@@ -47,6 +49,7 @@ _HOMES = {
     "TrainingSetup": "memsafe_rl.training.setup",
     "TrainingRequest": "memsafe_rl.training.assembly.factory",
     "Action": "memsafe_rl.rollout.multi_turn.protocol",
+    "AdvantageEstimator": "memsafe_rl.ops.advantages",
     "AdaptivePolicy": "memsafe_rl.memory.planning.policies",
     "CallableUser": "memsafe_rl.rollout.multi_turn.users",
     "Condition": "memsafe_rl.models.diffusion.policy",
@@ -64,6 +67,8 @@ _HOMES = {
     "GymEnvironment": "memsafe_rl.rollout.multi_turn.other_libraries",
     "HalfDuplex": "memsafe_rl.rollout.multi_turn.other_libraries",
     "LadderPolicy": "memsafe_rl.memory.planning.policies",
+    "Loss": "memsafe_rl.ops.losses",
+    "LossTraits": "memsafe_rl.ops.losses",
     "MemoryBudget": "memsafe_rl.memory.budget",
     "MemoryBudgetError": "memsafe_rl.errors",
     "MemoryPolicy": "memsafe_rl.memory.planning.policies",
@@ -73,6 +78,7 @@ _HOMES = {
     "PPOTrainer": "memsafe_rl.trainers.ppo",
     "Patience": "memsafe_rl.rewards.calls",
     "TimeoutPolicy": "memsafe_rl.rewards.calls",
+    "Ratios": "memsafe_rl.ops.losses",
     "RolloutPlan": "memsafe_rl.types",
     "SimulatedMemory": "memsafe_rl.memory.simulated.device",
     "Step": "memsafe_rl.rollout.multi_turn.protocol",
@@ -82,11 +88,14 @@ _HOMES = {
     "UpdatePlan": "memsafe_rl.types",
     "draw_samples": "memsafe_rl.rollout.denoising",
     "forecast_memory": "memsafe_rl.preflight.forecast",
+    "register_advantage_estimator": "memsafe_rl.ops.advantages",
+    "register_loss": "memsafe_rl.ops.losses",
 }
 
 __all__ = [
     "Action",
     "AdaptivePolicy",
+    "AdvantageEstimator",
     "CallableUser",
     "Collector",
     "Condition",
@@ -105,6 +114,8 @@ __all__ = [
     "HalfDuplex",
     "LadderPolicy",
     "Learner",
+    "Loss",
+    "LossTraits",
     "MemoryBudget",
     "MemoryBudgetError",
     "MemoryPolicy",
@@ -113,6 +124,7 @@ __all__ = [
     "PPOConfig",
     "PPOTrainer",
     "Patience",
+    "Ratios",
     "RolloutPlan",
     "RunState",
     "SimulatedMemory",
@@ -128,6 +140,8 @@ __all__ = [
     "draw_samples",
     "forecast_memory",
     "prepare",
+    "register_advantage_estimator",
+    "register_loss",
 ]
 
 

@@ -33,6 +33,7 @@ from memsafe_rl.config.values import (
     CHOICES,
     ESTIMATORS_OF_KL,
     OPTIMIZERS,
+    REGISTRIES,
     UNITS_OF_KL,
     check_choice,
     check_range,
@@ -40,6 +41,8 @@ from memsafe_rl.config.values import (
 )
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.budget import MemoryBudget
+from memsafe_rl.ops.advantages import ESTIMATORS
+from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.ops.merging import MOST_CAGRAD_OBJECTIVES
 from memsafe_rl.rollout.external.sampling_support import check_options, refuse_missing_vllm
 from memsafe_rl.rollout.native.drawing import text_stops
@@ -202,6 +205,7 @@ class TrainerConfig(TrainerFields, ABC):
         self._filled.clear()
         for name, hint in _hints(type(self)).items():
             value = getattr(self, name)
+            value = REGISTRIES[name].name_of(value) if name in REGISTRIES else value
             spelled = _SPELLINGS.get(name, {})
             key = value.lower() if isinstance(value, str) and not isinstance(value, Enum) else value
             plain = spelled[key] if isinstance(key, (str, bool, type(None))) and key in spelled else value
@@ -745,8 +749,8 @@ class GRPOConfig(RefusedFields, TrainerConfig, GRPOFields):
 
     @property
     def _least_group(self) -> int:
-        """Completions of a prompt that its advantages compare; REINFORCE++ compares those of the whole rollout."""
-        return 1 if self.advantage_estimator == "reinforce++" else 2
+        """Completions of a prompt that its advantages compare."""
+        return ESTIMATORS[self.advantage_estimator].least_group
 
     @property
     def objective_list(self) -> tuple[Objective, ...]:
@@ -796,21 +800,11 @@ class GRPOConfig(RefusedFields, TrainerConfig, GRPOFields):
                 )
 
     def _check_level(self) -> None:
-        sequence = self.importance_sampling_level == "sequence"
-        if self.loss_type == "luspo" and not sequence:
+        level, levels = self.importance_sampling_level, LOSSES[self.loss_type].traits.levels
+        if level not in levels:
             _warn(
-                "loss_type is 'luspo' with importance_sampling_level 'token'; the paper's loss has one ratio per "
-                "sequence. Set importance_sampling_level='sequence'."
-            )
-        if self.loss_type == "vespo" and sequence:
-            _warn(
-                "loss_type is 'vespo', which takes its weights per sequence by itself, with importance_sampling_level "
-                "'sequence'. Set importance_sampling_level='token'."
-            )
-        if sequence and self.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
-            _warn(
-                f"importance_sampling_level is 'sequence' and loss_type {self.loss_type!r} sums over tokens, so that "
-                "long completions weigh more. Set loss_type='grpo' for the loss of the GSPO paper."
+                f"importance_sampling_level is {level!r} with loss_type {self.loss_type!r}, which is defined for "
+                f"{levels[0]!r}. Set importance_sampling_level={levels[0]!r}, or loss_type='grpo', which suits both."
             )
 
     def advantage_settings(self) -> dict[str, str]:

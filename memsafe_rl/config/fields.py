@@ -338,8 +338,8 @@ class GRPOFields(TrainerFields):
 
     advantage_estimator: str = option(
         "group",
-        "Advantages of rewards: 'group' (as scale_rewards says), 'rloo', 'dr_grpo', 'reinforce++' or "
-        "'reinforce++-baseline'.",
+        "Advantages of rewards, by the name of an estimator, such as 'group' (as scale_rewards says), 'rloo' or "
+        "'reinforce++'; in a script also a function of your own.",
     )
     scale_rewards: str = option(
         "group", "Divide advantages by the deviation of the 'group', of the 'batch', or not at all ('none')."
@@ -359,7 +359,9 @@ class GRPOFields(TrainerFields):
     cagrad_c: float = option(
         0.2, "How far CAGrad goes from the mean gradient, as a share of its length, for the objective that gains least."
     )
-    loss_type: str = option("dapo", "Loss: grpo, dr_grpo, dapo, bnpo, cispo, sapo, luspo or vespo.")
+    loss_type: str = option(
+        "dapo", "Loss, by the name of a file in memsafe_rl/ops/losses, such as grpo; in a script also your own."
+    )
     importance_sampling_level: str = option("token", "Ratios per 'token' or per 'sequence' (GSPO).")
     off_policy_mask_threshold: float | None = option(
         None, "Drop rows with a negative advantage and a greater mean KL to the sampler, in nats; None: keep all."

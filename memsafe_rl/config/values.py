@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin
 
 from memsafe_rl.config.refusals import nearest
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.ops.advantages import ESTIMATORS
+from memsafe_rl.ops.losses import LOSSES
+from memsafe_rl.ops.registry import Registry
 
 _TRUE, _FALSE, _NONE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}, {"none", "null", ""}
 
@@ -150,10 +153,10 @@ RANGES: dict[str, Range] = {
 }
 """The numbers that make sense; a setting that is None is not looked at."""
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+CHOICES: dict[str, Collection[str]] = {
+    "loss_type": LOSSES,
     "importance_sampling_level": ("token", "sequence"),
-    "advantage_estimator": ("group", "rloo", "dr_grpo", "reinforce++", "reinforce++-baseline"),
+    "advantage_estimator": ESTIMATORS,
     "gradient_merge": ("sum", "pcgrad", "cagrad"),
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
@@ -181,6 +184,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "log_level_replica": ("passive", "detail", "debug", "info", "warning", "error", "critical"),
 }
 """The words that make sense."""
+
+REGISTRIES: dict[str, Registry[Any]] = {"loss_type": LOSSES, "advantage_estimator": ESTIMATORS}
+"""Settings that also take a user's own part, which is entered under its name."""
 
 OPTIMIZERS: dict[str, str] = {
     "adamw_torch": "torch",
@@ -321,7 +327,7 @@ def check_in(told: str, value: float, allowed: Range) -> None:
     raise ConfigError(f"{told} is {value!r}; it must be {finite}{wanted}.")
 
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     """Refuses a word that is not among some choices, and names the nearest one."""
     if value not in choices:
         close = nearest(str(value), choices)

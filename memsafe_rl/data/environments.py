@@ -15,6 +15,7 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.external_rollout import ExternalRollout, Piece
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.rollout.multi_turn.calls import Call, Caller
 from memsafe_rl.rollout.multi_turn.chat import Chat, check_tools
 from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, Segment
@@ -29,7 +30,6 @@ EnvironmentFactory = Callable[[], Any]
 ENVIRONMENTS = "environments"
 """What reward functions know the environments of their completions by."""
 
-_TOKEN_LOSSES = ("bnpo", "cispo", "dapo", "sapo", "vespo")
 """Losses whose denominator counts tokens alone."""
 
 
@@ -186,7 +186,8 @@ class EnvironmentPool:
 
     def _check_loss(self) -> None:
         settings = self._config.loss_settings()
-        if settings.loss_type in _TOKEN_LOSSES and settings.importance_sampling_level == "token":
+        traits = LOSSES[settings.loss_type].traits
+        if traits.adds_up_over_parts and settings.importance_sampling_level == "token":
             return
         raise ConfigError(
             "An episode became several sequences, for the chat template changes what was said before once more is said "

@@ -7,16 +7,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.ops.registry import Registry
 from memsafe_rl.types import AdvantageResult
 
 SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 _EPSILON = 1e-4
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """A way to compare rewards, built in or a user's own: ``GRPOConfig(advantage_estimator=my_function)``.
+
+    Args:
+        name: its name in configurations, logs and checkpoints.
+        function: gives advantages (P, G) from the weighted sums of rewards of the whole rollout on all ranks, (P, G)
+            float64, NaN for a row without any score; an advantage that is NaN becomes 0.
+        least_group: fewest rows of a group that it can compare.
+    """
+
+    name: str
+    function: Callable[[Tensor], Tensor]
+    least_group: int = 2
+
+
+ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage_estimator", AdvantageEstimator)
+"""Every estimator by its name in the configuration."""
+
+register_advantage_estimator = ESTIMATORS.add
+"""Makes an estimator known by name, for run files and settings read back."""
 
 
 def group_advantages(
@@ -82,7 +107,7 @@ def estimated_advantages(
         rewards_BF: (B, F), groups one after the other; NaN where a function gave None.
         weights_F: (F,).
         group_size: rows G of a group; B is a multiple of it.
-        estimator: "group" for `group_advantages`, or a key of `ESTIMATORS`, given the weighted sums in float64.
+        estimator: a key of `ESTIMATORS`; "group" is `group_advantages`.
         scale_rewards: for "group" alone.
         aggregation: for "group" alone.
 
@@ -96,14 +121,28 @@ def estimated_advantages(
     if estimator == "group":
         return group_advantages(rewards_BF, weights_F, group_size, scale_rewards, aggregation)
     _check(rewards_BF, group_size, scale_rewards, aggregation)
-    _known("advantage_estimator", estimator, ("group", *ESTIMATORS))
+    compare = ESTIMATORS[estimator].function
     scores_BF, weights_F = rewards_BF.double(), weights_F.to(rewards_BF.device).double()
     unscored_B = scores_BF.isnan().all(1)
     rewards_B = _weighted_sum(scores_BF, weights_F, unscored_B)
     groups_PG = rewards_B.view(-1, group_size)
-    advantages_B = ESTIMATORS[estimator](groups_PG).reshape(-1)
+    advantages_B = compare(groups_PG).reshape(-1)
     std_B = _nanstd(groups_PG).expand(groups_PG.shape).reshape(-1)
     return AdvantageResult(advantages_B.nan_to_num(nan=0.0).float(), rewards_B.float(), std_B.float(), unscored_B)
+
+
+def normalised_in_group(rewards_PG: Tensor) -> Tensor:
+    """Compares each row with its group: ``A_i = (r_i - mean r) / (std r + 1e-4)``.
+
+    GRPO (arXiv:2402.03300, section 4.1.2); `group_advantages` has its other scales and aggregations.
+
+    Args:
+        rewards_PG: (P, G), NaN for a row that was not scored.
+
+    Returns:
+        (P, G).
+    """
+    return _centred(rewards_PG) / (_nanstd(rewards_PG) + _EPSILON)
 
 
 def leave_one_out(rewards_PG: Tensor) -> Tensor:
@@ -162,13 +201,14 @@ def group_baseline_normalised_in_batch(rewards_PG: Tensor) -> Tensor:
     return normalised_in_batch(_centred(rewards_PG))
 
 
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "rloo": leave_one_out,
-    "dr_grpo": centred_in_group,
-    "reinforce++": normalised_in_batch,
-    "reinforce++-baseline": group_baseline_normalised_in_batch,
-}
-"""Estimators by their names in the configuration, from rewards in groups to advantages; "group" is none of them."""
+for _estimator in (
+    AdvantageEstimator("group", normalised_in_group),
+    AdvantageEstimator("rloo", leave_one_out),
+    AdvantageEstimator("dr_grpo", centred_in_group),
+    AdvantageEstimator("reinforce++", normalised_in_batch, least_group=1),
+    AdvantageEstimator("reinforce++-baseline", group_baseline_normalised_in_batch),
+):
+    ESTIMATORS.add(_estimator)
 
 
 def zero_spread_groups(rewards: Tensor, group_size: int) -> Tensor:

@@ -45,7 +45,7 @@ _ABSENT = {
     "push_to_hub": "nothing is pushed to a hub; save_model() writes a folder that huggingface_hub can upload",
     "hub_model_id": "nothing is pushed to a hub",
     "create_model_card": "no model card is written; save_model() writes weights and tokenizer",
-    "compute_loss": "losses are pure functions; pass one as `loss_type`",
+    "compute_loss": "losses are pure functions; pass your own as loss_type (docs/extending.md)",
     "predict": "use evaluate(), or model.generate()",
     "get_train_dataloader": "prompts are read by position, without a dataloader; pass train_dataset",
     "get_eval_dataloader": "prompts are read by position, without a dataloader; pass eval_dataset",

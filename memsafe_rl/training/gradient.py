@@ -18,8 +18,9 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.host_memory import offloaded, to_device, to_host
 from memsafe_rl.models.adapter import ScoringAdapter
 from memsafe_rl.models.critic import Critic
+from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
 from memsafe_rl.ops.gae import value_loss
-from memsafe_rl.ops.losses import entropy_threshold, high_entropy_mask, policy_loss
+from memsafe_rl.ops.losses import LOSSES, needs_whole_rows, policy_loss
 from memsafe_rl.rollout.scoring import score_rows, update_work, value_rows
 from memsafe_rl.slices import cut_columns, cut_groups, packed_tokens, telling
 from memsafe_rl.types import (
@@ -182,17 +183,13 @@ def _learn_from(
 
 
 def check_separable(settings: LossSettings) -> None:
-    """Refuses losses that need all columns of a row at once, which are run one by one where a network allows it."""
-    wrong = {
-        "importance_sampling_level": settings.importance_sampling_level == "sequence",
-        "loss_type": settings.loss_type == "vespo",
-        "off_policy_mask_threshold": settings.off_policy_mask_threshold is not None,
-    }
-    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+    """Refuses losses that need all columns of a row at once, where a network's columns are learnt one by one."""
+    for name in needs_whole_rows(settings):
+        separable = ", ".join(loss.name for loss in LOSSES.values() if loss.traits.separable)
         raise ConfigError(
             f"{name} is {getattr(settings, name)!r}, which weighs or masks whole rows, but the steps of a denoising "
-            "chain are learnt from one by one. Set importance_sampling_level='token', off_policy_mask_threshold=None "
-            "and a loss_type other than 'vespo'."
+            "chain are learnt one by one. Set importance_sampling_level='token', off_policy_mask_threshold=None "
+            f"and a loss_type whose traits are separable: {separable}."
         )
 
 

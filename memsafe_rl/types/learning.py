@@ -32,7 +32,7 @@ class LossSettings:
     """The part of the configuration that the loss reads; TRL's names and meanings.
 
     Args:
-        loss_type: "grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo" or "vespo".
+        loss_type: name of a loss in `memsafe_rl.ops.losses`.
         importance_sampling_level: "token" or "sequence" (GSPO).
         epsilon_low: clip range below 1.
         epsilon_high: clip range above 1.

@@ -11,15 +11,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.ops.losses import (
-    LOSSES,
+from memsafe_rl.ops.entropy import (
     EntropyControl,
     adaptive_entropy_coef,
     applied_entropy_coef,
     entropy_threshold,
     high_entropy_mask,
-    policy_loss,
 )
+from memsafe_rl.ops.losses import LOSSES, policy_loss
 from memsafe_rl.types import Denominators, LossInputs, LossSettings
 from tests.naive_losses import counts_of, naive_loss, rows_of
 

@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from memsafe_rl.ops.losses import LOSSES, entropy_threshold, high_entropy_mask, policy_loss
+from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
+from memsafe_rl.ops.losses import LOSSES, policy_loss
 from memsafe_rl.ops.masking import pad_rows
 from memsafe_rl.types import Denominators, LossSettings
 from tests.naive_losses import naive_loss

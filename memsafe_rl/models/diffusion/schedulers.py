@@ -9,7 +9,9 @@ a state.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -70,16 +72,16 @@ class Step(NamedTuple):
     std: float
 
 
-class LinearScheduler:
+class LinearScheduler(ABC):
     """A scheduler of linear steps; a kind of it says what the steps are."""
 
     timesteps: Tensor
     stds: Tensor
     _steps: tuple[Step, ...] = ()
 
+    @abstractmethod
     def set_timesteps(self, num_inference_steps: int) -> None:
         """Lays the steps of a chain out."""
-        raise NotImplementedError
 
     def mean(self, model_output: Tensor, columns: Sequence[int], sample: Tensor) -> Tensor:
         """Gives the mean of the next states, ``a_s x + b_s f(x)``."""
@@ -93,49 +95,27 @@ class LinearScheduler:
         self.stds = torch.tensor([step.std for step in steps], dtype=torch.float64)
 
 
-class DDIMScheduler(LinearScheduler):
-    """Denoising diffusion implicit models with noise (Song et al. 2020, arXiv:2010.02502, eq. 12 and 16).
+@dataclass(eq=False)
+class DiffusionScheduler(LinearScheduler):
+    """What DDIM and DDPM share: a table of cumulative alphas, and the timesteps that a chain visits."""
 
-    ``x' = sqrt(p) x_0 + sqrt(1 - p - s^2) e + s z`` with ``s = eta sqrt((1 - p) / (1 - a)) sqrt(1 - a / p)``; a and p
-    are the cumulative alphas of this timestep and the next, x_0 and e what the denoiser says of them.
+    num_train_timesteps: int = 1000
+    beta_start: float = 1e-4
+    beta_end: float = 0.02
+    beta_schedule: str = "linear"
+    prediction_type: str = "epsilon"
+    timestep_spacing: str = "leading"
+    steps_offset: int = 0
 
-    Args:
-        num_train_timesteps: timesteps that the denoiser was trained with.
-        beta_start: the first beta.
-        beta_end: the last beta.
-        beta_schedule: "linear", "scaled_linear" (linear in the root) or "squaredcos_cap_v2" (the cosine schedule of
-            Nichol and Dhariwal 2021, arXiv:2102.09672, eq. 17), which takes no betas.
-        prediction_type: what the denoiser predicts: the noise ("epsilon"), x_0 ("sample") or "v_prediction".
-        timestep_spacing: "leading", "trailing" or "linspace": which timesteps a chain visits.
-        steps_offset: added to the timesteps of "leading".
-        eta: noise, above 0; at 1 the chain is DDPM's.
-
-    Raises:
-        ConfigError: a value is not one of those, or eta is not above 0.
-    """
-
-    def __init__(
-        self,
-        num_train_timesteps: int = 1000,
-        beta_start: float = 1e-4,
-        beta_end: float = 0.02,
-        beta_schedule: str = "linear",
-        prediction_type: str = "epsilon",
-        timestep_spacing: str = "leading",
-        steps_offset: int = 0,
-        eta: float = 1.0,
-    ) -> None:
-        _check("prediction_type", prediction_type, PREDICTIONS)
-        _check("timestep_spacing", timestep_spacing, SPACINGS)
-        check_eta(eta)
-        if not isinstance(steps_offset, int) or steps_offset < 0:
-            raise ConfigError(f"steps_offset is {steps_offset!r}. Set it to 0 or a whole number above.")
-        self.num_train_timesteps = num_train_timesteps
-        self.alphas_cumprod = cumulative_alphas(num_train_timesteps, beta_start, beta_end, beta_schedule)
-        self.prediction_type = prediction_type
-        self.timestep_spacing = timestep_spacing
-        self.steps_offset = steps_offset
-        self.eta = eta
+    def __post_init__(self) -> None:
+        _check("prediction_type", self.prediction_type, PREDICTIONS)
+        _check("timestep_spacing", self.timestep_spacing, SPACINGS)
+        if not isinstance(self.steps_offset, int) or self.steps_offset < 0:
+            raise ConfigError(f"steps_offset is {self.steps_offset!r}. Set it to 0 or a whole number above.")
+        self._check_noise()
+        self.alphas_cumprod = cumulative_alphas(
+            self.num_train_timesteps, self.beta_start, self.beta_end, self.beta_schedule
+        )
 
     def set_timesteps(self, num_inference_steps: int) -> None:
         """Lays the steps of a chain out.
@@ -156,11 +136,48 @@ class DDIMScheduler(LinearScheduler):
         pairs = pairwise([*alphas, 1.0])
         self._lay_out(torch.tensor(visited), [self._step(alpha, after) for alpha, after in pairs])
 
+    @abstractmethod
+    def _check_noise(self) -> None:
+        """Refuses a noise that this kind does not have."""
+
+    @abstractmethod
+    def _step(self, alpha: float, after: float) -> Step:
+        """Gives the step from one cumulative alpha to the next."""
+
+
+@dataclass(eq=False)
+class DDIMScheduler(DiffusionScheduler):
+    """Denoising diffusion implicit models with noise (Song et al. 2020, arXiv:2010.02502, eq. 12 and 16).
+
+    ``x' = sqrt(p) x_0 + sqrt(1 - p - s^2) e + s z`` with ``s = eta sqrt((1 - p) / (1 - a)) sqrt(1 - a / p)``; a and p
+    are the cumulative alphas of this timestep and the next, x_0 and e what the denoiser says of them.
+
+    Args:
+        num_train_timesteps: timesteps that the denoiser was trained with.
+        beta_start: the first beta.
+        beta_end: the last beta.
+        beta_schedule: "linear", "scaled_linear" (linear in the root) or "squaredcos_cap_v2" (the cosine schedule of
+            Nichol and Dhariwal 2021, arXiv:2102.09672, eq. 17), which takes no betas.
+        prediction_type: what the denoiser predicts: the noise ("epsilon"), x_0 ("sample") or "v_prediction".
+        timestep_spacing: "leading", "trailing" or "linspace": which timesteps a chain visits.
+        steps_offset: added to the timesteps of "leading".
+        eta: noise, above 0; at 1 the chain is DDPM's.
+
+    Raises:
+        ConfigError: a value is not one of those, or eta is not above 0.
+    """
+
+    eta: float = 1.0
+
+    def _check_noise(self) -> None:
+        _check_positive("eta", self.eta)
+
     def _step(self, alpha: float, after: float) -> Step:
         return diffusion_step(alpha, after, self.eta, self.prediction_type)
 
 
-class DDPMScheduler(DDIMScheduler):
+@dataclass(eq=False)
+class DDPMScheduler(DiffusionScheduler):
     """Denoising diffusion probabilistic models (Ho et al. 2020, arXiv:2006.11239, eq. 6 and 7), at any spacing.
 
     Args:
@@ -177,28 +194,10 @@ class DDPMScheduler(DDIMScheduler):
         ConfigError: a value is not one of those.
     """
 
-    def __init__(
-        self,
-        num_train_timesteps: int = 1000,
-        beta_start: float = 1e-4,
-        beta_end: float = 0.02,
-        beta_schedule: str = "linear",
-        prediction_type: str = "epsilon",
-        timestep_spacing: str = "leading",
-        steps_offset: int = 0,
-        variance_type: str = "fixed_small",
-    ) -> None:
-        super().__init__(
-            num_train_timesteps,
-            beta_start,
-            beta_end,
-            beta_schedule,
-            prediction_type,
-            timestep_spacing,
-            steps_offset,
-        )
-        _check("variance_type", variance_type, VARIANCES)
-        self.variance_type = variance_type
+    variance_type: str = "fixed_small"
+
+    def _check_noise(self) -> None:
+        _check("variance_type", self.variance_type, VARIANCES)
 
     def _step(self, alpha: float, after: float) -> Step:
         step = diffusion_step(alpha, after, 1.0, self.prediction_type)
@@ -206,6 +205,7 @@ class DDPMScheduler(DDIMScheduler):
         return step._replace(std=math.sqrt(1 - alpha / after)) if large else step
 
 
+@dataclass(eq=False)
 class FlowSDEScheduler(LinearScheduler):
     """Rectified flow sampled as a stochastic differential equation (Liu et al. 2025, Flow-GRPO, arXiv:2505.05470).
 
@@ -227,23 +227,17 @@ class FlowSDEScheduler(LinearScheduler):
         ConfigError: a value is out of its range.
     """
 
-    def __init__(
-        self,
-        noise_level: float = 0.7,
-        noise_shape: str = "rising",
-        shift: float = 1.0,
-        time_scale: float = 1000.0,
-        noisy_steps: tuple[int, int] | None = None,
-    ) -> None:
-        _check("noise_shape", noise_shape, NOISE_SHAPES)
-        _check_positive("noise_level", noise_level)
-        if not _is_positive(shift):
-            raise ConfigError(f"shift is {shift!r}. Set it to a finite number above 0; 1 leaves timesteps even.")
-        self.noise_level = noise_level
-        self.noise_shape = noise_shape
-        self.shift = shift
-        self.time_scale = time_scale
-        self.noisy_steps = noisy_steps
+    noise_level: float = 0.7
+    noise_shape: str = "rising"
+    shift: float = 1.0
+    time_scale: float = 1000.0
+    noisy_steps: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        _check("noise_shape", self.noise_shape, NOISE_SHAPES)
+        _check_positive("noise_level", self.noise_level)
+        if not _is_positive(self.shift):
+            raise ConfigError(f"shift is {self.shift!r}. Set it to a finite number above 0; 1 leaves timesteps even.")
 
     def set_timesteps(self, num_inference_steps: int) -> None:
         """Lays the steps of a chain out, from t = 1 to t = 0.
@@ -262,12 +256,11 @@ class FlowSDEScheduler(LinearScheduler):
         even = [1 - step / num_inference_steps for step in range(num_inference_steps + 1)]
         times = [self.shift * time / (1 + (self.shift - 1) * time) for time in even]
         told = torch.tensor(times[:-1], dtype=torch.float64) * self.time_scale
-        self._lay_out(told.float(), flow_steps(times, self._noise(times[1]), self.noisy_steps))
-
-    def _noise(self, second: float) -> Callable[[float], float]:
-        return flow_noise(self.noise_level, self.noise_shape, second)
+        noise = flow_noise(self.noise_level, self.noise_shape, times[1])
+        self._lay_out(told.float(), flow_steps(times, noise, self.noisy_steps))
 
 
+@dataclass(eq=False)
 class DiffusersScheduler(LinearScheduler):
     """A scheduler object of the diffusers library, whose tables are read and whose ``step`` is not called.
 
@@ -284,13 +277,16 @@ class DiffusersScheduler(LinearScheduler):
         ConfigError: it has no table that can be read, clips what the denoiser predicts, or learns its variance.
     """
 
-    def __init__(self, scheduler: Any, eta: float = 1.0, noise_level: float = 0.7, noise_shape: str = "rising") -> None:
-        check_eta(eta)
-        _check_positive("noise_level", noise_level)
-        _check("noise_shape", noise_shape, NOISE_SHAPES)
-        self.scheduler = scheduler
-        self.eta, self.noise_level, self.noise_shape = eta, noise_level, noise_shape
-        config = scheduler.config
+    scheduler: Any
+    eta: float = 1.0
+    noise_level: float = 0.7
+    noise_shape: str = "rising"
+
+    def __post_init__(self) -> None:
+        _check_positive("eta", self.eta)
+        _check_positive("noise_level", self.noise_level)
+        _check("noise_shape", self.noise_shape, NOISE_SHAPES)
+        scheduler, config = self.scheduler, self.scheduler.config
         for name in ("clip_sample", "thresholding"):
             if getattr(config, name, False):
                 raise ConfigError(
@@ -415,11 +411,6 @@ def cumulative_alphas(count: int, beta_start: float, beta_end: float, beta_sched
         bars = [math.cos((step / count + 0.008) / 1.008 * math.pi / 2) ** 2 for step in range(count + 1)]
         betas = torch.tensor([min(1 - after / before, 0.999) for before, after in pairwise(bars)], dtype=torch.float64)
     return (1 - betas).cumprod(0)
-
-
-def check_eta(eta: float) -> None:
-    """Refuses a chain without noise."""
-    _check_positive("eta", eta)
 
 
 def _visited(count: int, steps: int, spacing: str, offset: int) -> list[int]:

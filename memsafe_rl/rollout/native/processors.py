@@ -1,8 +1,9 @@
 """What may change a row's logits before a token is drawn, in the order in which transformers' `generate` applies it.
 
 Each processor gives a row what it would give it alone, without padding, whatever other rows share the batch. Those of
-transformers that look at one row of logits only are used as they are; those that look at a position or at the tokens
-so far are written for rows of different lengths, and read no tensor of the device.
+transformers that look at one row of logits only are called on all rows at once, and rare ones that look at the tokens
+so far on rows of one length together. Written here are those that look at a position, for rows of different lengths;
+repetition penalties, for speed; and filters whose counterpart in transformers reads tensors of the device.
 
 Axes: ``B`` rows, ``V`` vocabulary, ``L`` tokens so far, ``K`` listed tokens.
 """
@@ -14,6 +15,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,22 +129,12 @@ def _history(settings: SamplingSettings) -> Iterable[Processor]:
             needs_history=True,
         )
     if settings.no_repeat_ngram_size > 0:
-        yield Processor(
-            lambda scores_BV, rows: _ban_ngrams(
-                scores_BV, rows.histories, rows.histories, settings.no_repeat_ngram_size
-            ),
-            theirs.NoRepeatNGramLogitsProcessor,
-            needs_history=True,
-        )
+        kind: type = theirs.NoRepeatNGramLogitsProcessor
+        yield Processor(partial(_on_tokens, _built(kind, settings.no_repeat_ngram_size)), kind, needs_history=True)
     if settings.encoder_no_repeat_ngram_size > 0:
-        yield Processor(
-            lambda scores_BV, rows: _ban_ngrams(
-                scores_BV, rows.prompts(), rows.histories, settings.encoder_no_repeat_ngram_size
-            ),
-            theirs.EncoderNoRepeatNGramLogitsProcessor,
-            needs_history=True,
-            needs_lengths=True,
-        )
+        kind = theirs.EncoderNoRepeatNGramLogitsProcessor
+        ban = partial(_on_prompts, partial(kind, settings.encoder_no_repeat_ngram_size))
+        yield Processor(ban, kind, needs_history=True, needs_lengths=True)
     bad = {word: -math.inf for word in settings.bad_words_ids if word not in {(eos,) for eos in settings.eos_token_ids}}
     if bad:
         yield _bias(bad, theirs.NoBadWordsLogitsProcessor)
@@ -178,10 +171,7 @@ def _forced(settings: SamplingSettings) -> Iterable[Processor]:
             theirs.ForcedEOSTokenLogitsProcessor,
         )
     if settings.remove_invalid_values:
-        yield Processor(
-            lambda scores_BV, _: scores_BV.nan_to_num_(0.0, torch.finfo().max, torch.finfo().min),
-            theirs.InfNanRemoveLogitsProcessor,
-        )
+        yield _theirs(theirs.InfNanRemoveLogitsProcessor)
     if settings.exponential_decay_length_penalty is not None and settings.eos_token_ids:
         start, factor = settings.exponential_decay_length_penalty
         ends = _Listed(settings.eos_token_ids)
@@ -193,11 +183,7 @@ def _forced(settings: SamplingSettings) -> Iterable[Processor]:
 
 def _suppressed(settings: SamplingSettings) -> Iterable[Processor]:
     if settings.suppress_tokens:
-        never = _Listed(settings.suppress_tokens)
-        yield Processor(
-            lambda scores_BV, rows: never.fill(scores_BV, rows.positions_B >= 0, -math.inf),
-            theirs.SuppressTokensLogitsProcessor,
-        )
+        yield _theirs(theirs.SuppressTokensLogitsProcessor, settings.suppress_tokens)
     if settings.begin_suppress_tokens:
         first = _Listed(settings.begin_suppress_tokens)
         forced = settings.forced_bos_token_id is not None
@@ -242,28 +228,35 @@ def _with_own(chosen: list[Processor], given: Sequence[Callable[..., Tensor]]) -
 
 
 def _own(processor: Callable[..., Tensor]) -> Processor:
-    """Calls a user's processor on rows of equal length together, with their exact tokens."""
+    """Checks a user's processor."""
     if not callable(processor):
         raise ConfigError(
             f"logits_processor holds {processor!r}, which cannot be called. Give objects that take (input_ids, scores) "
             "and return scores, such as transformers' LogitsProcessor."
         )
     _check_parameters(processor)
+    return Processor(partial(_on_tokens, processor), type(processor), needs_history=True)
 
-    def apply(scores_BV: Tensor, rows: Rows) -> Tensor:
-        places: dict[int, list[int]] = defaultdict(list)
-        for place, history in enumerate(rows.histories):
-            places[len(history)].append(place)
-        for alike in places.values():
-            ids = torch.stack([rows.histories[place] for place in alike]).to(scores_BV.device, non_blocking=True)
-            if len(places) == 1:
-                return _checked(processor, processor(ids, scores_BV), scores_BV.shape).to(scores_BV.dtype)
-            index = torch.tensor(alike).to(scores_BV.device, non_blocking=True)
-            part = scores_BV[index]
-            scores_BV.index_copy_(0, index, _checked(processor, processor(ids, part), part.shape).to(scores_BV.dtype))
-        return scores_BV
 
-    return Processor(apply, type(processor), needs_history=True)
+def _on_tokens(processor: Callable[..., Tensor], scores_BV: Tensor, rows: Rows) -> Tensor:
+    """Calls a processor on rows of one length together, with their exact tokens."""
+    places: dict[int, list[int]] = defaultdict(list)
+    for place, history in enumerate(rows.histories):
+        places[len(history)].append(place)
+    for alike in places.values():
+        ids = torch.stack([rows.histories[place] for place in alike]).to(scores_BV.device, non_blocking=True)
+        if len(places) == 1:
+            return _checked(processor, processor(ids, scores_BV), scores_BV.shape).to(scores_BV.dtype)
+        index = torch.tensor(alike).to(scores_BV.device, non_blocking=True)
+        part = scores_BV[index]
+        scores_BV.index_copy_(0, index, _checked(processor, processor(ids, part), part.shape).to(scores_BV.dtype))
+    return scores_BV
+
+
+def _on_prompts(build: Callable[[Tensor], Callable[..., Tensor]], scores_BV: Tensor, rows: Rows) -> Tensor:
+    """Calls on each row a processor that is built from the row's prompt, and that reads tokens on the host."""
+    together = zip(rows.prompts(), rows.histories, torch.split(scores_BV, 1), strict=True)
+    return torch.cat([build(prompt[None])(history[None], scores_1V) for prompt, history, scores_1V in together])
 
 
 def _check_parameters(processor: Callable[..., Tensor]) -> None:
@@ -299,13 +292,17 @@ def _checked(processor: Callable[..., Tensor], scores: Tensor, shape: torch.Size
     )
 
 
-def _theirs(kind: type, value: float) -> Processor:
-    """Wraps one of transformers' that looks at one row of scores alone and returns new scores."""
+def _built(kind: type, *values: Any) -> Any:
+    """Builds one of transformers', whose complaints are about the settings."""
     try:
-        warper = kind(value)
+        return kind(*values)
     except ValueError as error:
         raise ConfigError(f"Sampling cannot be set up: {error}.") from None
-    nobody = torch.empty(0, dtype=torch.int64)
+
+
+def _theirs(kind: type, *values: Any) -> Processor:
+    """Wraps one of transformers' that looks at one row of scores alone and returns new scores."""
+    warper, nobody = _built(kind, *values), torch.empty(0, dtype=torch.int64)
     return Processor(lambda scores_BV, _: warper(nobody, scores_BV), kind, in_place=False)
 
 
@@ -354,60 +351,21 @@ def _penalise(scores_BV: Tensor, seen: Sequence[Tensor], penalty: float) -> Tens
     return scores_BV.scatter_(1, seen_BL, torch.where(scores_BL < 0, scores_BL * penalty, scores_BL / penalty))
 
 
-def _ban_ngrams(scores_BV: Tensor, sources: Sequence[Tensor], histories: Sequence[Tensor], size: int) -> Tensor:
-    """Bans tokens that would end a history with ``size`` tokens that its source holds, in place."""
-    banned: dict[tuple[int, int], float] = {}
-    for row, (source, history) in enumerate(zip(sources, histories, strict=True)):
-        if len(source) < size or len(history) + 1 < size:
-            continue
-        windows = source.unfold(0, size, 1)
-        same = (windows[:, :-1] == history[len(history) + 1 - size :]).all(1)
-        banned |= dict.fromkeys(((row, token) for token in windows[same, -1].tolist()), -math.inf)
-    return _add_at(scores_BV, banned)
-
-
 def _bias(sequences: dict[tuple[int, ...], float], kind: type) -> Processor:
     """Adds a bias to the last token of a sequence wherever the row ends with the tokens before it."""
-    by_length: dict[int, dict[tuple[int, ...], dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for sequence, bias in sequences.items():
-        if not sequence:
-            raise ConfigError("sequence_bias and bad_words_ids hold an empty sequence. Leave it out.")
-        by_length[len(sequence) - 1][sequence[:-1]][sequence[-1]] = min(float(bias), _CERTAIN)
-    anywhere = by_length.pop(0, {}).get((), {})
-    listed, biases_K = _Listed(tuple(anywhere)), torch.tensor(list(anywhere.values()))
-    longest = max((max(sequence) for sequence in sequences), default=0)
+    biases = {sequence: min(float(bias), _CERTAIN) for sequence, bias in sequences.items()}
+    processor, nobody = _built(theirs.SequenceBiasLogitsProcessor, biases), torch.empty(0, dtype=torch.int64)
+    longest = max(max(sequence) for sequence in sequences)
+    needs_history = any(len(sequence) > 1 for sequence in sequences)
 
     def apply(scores_BV: Tensor, rows: Rows) -> Tensor:
         if longest >= scores_BV.shape[1]:
             raise ConfigError(
                 f"sequence_bias or bad_words_ids names token {longest}; the vocabulary has {scores_BV.shape[1]}."
             )
-        added: dict[tuple[int, int], float] = defaultdict(float)
-        for length, biases in by_length.items():
-            for row, history in enumerate(rows.histories):
-                if len(history) >= length:
-                    for token, bias in biases.get(tuple(history[-length:].tolist()), {}).items():
-                        added[row, token] += bias
-        if anywhere:
-            columns_K = listed._columns(scores_BV)
-            scores_BV.index_add_(
-                1, columns_K, biases_K.to(scores_BV.device, non_blocking=True).expand(len(scores_BV), -1)
-            )
-        return _add_at(scores_BV, added)
+        return _on_tokens(processor, scores_BV, rows) if needs_history else processor(nobody, scores_BV)
 
-    return Processor(apply, kind, needs_history=bool(by_length))
-
-
-def _add_at(scores_BV: Tensor, added: dict[tuple[int, int], float]) -> Tensor:
-    """Adds to single scores, in place; tokens outside the vocabulary are left out."""
-    inside = [(row, token, bias) for (row, token), bias in added.items() if token < scores_BV.shape[1]]
-    if not inside:
-        return scores_BV
-    rows, tokens, biases = zip(*inside, strict=True)
-    device = scores_BV.device
-    places = tuple(torch.tensor(index).to(device, non_blocking=True) for index in (rows, tokens))
-    wanted = torch.tensor(biases, dtype=scores_BV.dtype).to(device, non_blocking=True)
-    return scores_BV.index_put_(places, scores_BV[places] + wanted)
+    return Processor(apply, kind, needs_history=needs_history)
 
 
 def _top_h(share: float) -> Processor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.ops.losses import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
+from memsafe_rl.ops.entropy import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
 from memsafe_rl.training.algorithms.objectives import BetaControl, first_betas, steered
 
 

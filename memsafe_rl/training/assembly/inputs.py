@@ -27,6 +27,7 @@ from memsafe_rl.memory.planning.presets import PRESETS, preset
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.loading import ModelFacts, read_config
+from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.external.continuous_batching import ContinuousEngine
@@ -183,9 +184,10 @@ def check_together(
         _check_partial(config, alone=not foreign and rollout_func is None)
     foreign = foreign or config.caches_in_8_bits
     corrected = (foreign or partly or rollout_func is not None) and config.vllm_importance_sampling_correction
-    if config.loss_settings().loss_type == "vespo" and corrected and mode.startswith("sequence"):
+    loss = LOSSES[config.loss_settings().loss_type]
+    if loss.traits.weighs_sampler and corrected and mode.startswith("sequence"):
         raise ConfigError(
-            f"vllm_importance_sampling_mode is {mode!r} with loss_type 'vespo' and another sampler. Set it to "
+            f"vllm_importance_sampling_mode is {mode!r} with loss_type {loss.name!r} and another sampler. Set it to "
             "'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False."
         )
 

@@ -9,15 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.parallel.protocol import Parallel
 from memsafe_rl.training.gradient import StepGradient, StepTerms
-
-_CLIPPING = {
-    "clip_low": "clip_ratio/low_mean",
-    "clip_high": "clip_ratio/high_mean",
-    "clip_region": "clip_ratio/region_mean",
-}
-_PER_RATIO = {**_CLIPPING, "cispo_clip": "cispo_clip_ratio"}
 
 
 class StepNumbers(NamedTuple):
@@ -71,9 +65,9 @@ def step_metrics(numbers: StepNumbers, terms: StepTerms, parallel: Parallel) -> 
     if terms.entropy_coef or terms.values is not None:
         metrics["policy_loss"] = totals.get("policy_loss", 0.0)
     ratios = tokens if terms.settings.importance_sampling_level == "token" else rows
-    metrics |= {name: totals[key] / ratios for key, name in _PER_RATIO.items() if key in totals}
-    if "vespo_phi" in totals:
-        metrics["vespo/phi_seq_mean"] = totals["vespo_phi"] / max(1.0, totals["ratios"])
+    for name, (key, count) in LOSSES[terms.settings.loss_type].metrics.items():
+        if key in totals:
+            metrics[name] = totals[key] / (ratios if count is None else max(1.0, totals[count]))
     for name, value in _merged([part.lows for part in parts], min).items():
         metrics[f"{name.replace('clip_', 'clip_ratio/')}_min"] = value
     for name, value in _merged([part.highs for part in parts], max).items():

@@ -1,0 +1,12 @@
+"""BNPO in TRL's sense: PPO's clipped objective, averaged over the tokens of the batch.
+
+``sum_b sum_t -min(r A, clip(r) A) / N_tokens``. Departure from TRL: the batch is the whole optimizer step, so that no
+micro-batch has a denominator of its own, and the loss equals DAPO's.
+"""
+
+from memsafe_rl.ops.losses.base import Loss, LossTraits, register_loss
+from memsafe_rl.ops.losses.clipping import CLIPPING_METRICS, clipped_surrogate, measure_clipping
+
+register_loss(
+    Loss("bnpo", clipped_surrogate, LossTraits(("token",), separable=True), measure_clipping, CLIPPING_METRICS)
+)

@@ -1,0 +1,17 @@
+"""Dr. GRPO: PPO's clipped objective over a constant, which no completion's length biases.
+
+``sum_b sum_t -min(r A, clip(r) A) / (N_rows · max_completion_length)`` (Liu et al. 2025, arXiv:2503.20783).
+"""
+
+from memsafe_rl.ops.losses.base import Loss, LossTraits, register_loss
+from memsafe_rl.ops.losses.clipping import CLIPPING_METRICS, clipped_surrogate, measure_clipping
+
+register_loss(
+    Loss(
+        "dr_grpo",
+        clipped_surrogate,
+        LossTraits(("token",), separable=True, aggregation="seq-mean-token-sum-norm"),
+        measure_clipping,
+        CLIPPING_METRICS,
+    )
+)

@@ -1,0 +1,18 @@
+"""GRPO: PPO's clipped objective, averaged over each completion and then over completions.
+
+``sum_b (1 / |o_b|) sum_t -min(r A, clip(r) A) / N_rows`` (Shao et al. 2024, arXiv:2402.03300, eq. 3); with one ratio a
+row it is GSPO (Zheng et al. 2025, arXiv:2507.18071, eq. 5).
+"""
+
+from memsafe_rl.ops.losses.base import Loss, LossTraits, register_loss
+from memsafe_rl.ops.losses.clipping import CLIPPING_METRICS, clipped_surrogate, measure_clipping
+
+register_loss(
+    Loss(
+        "grpo",
+        clipped_surrogate,
+        LossTraits(separable=True, aggregation="seq-mean-token-mean"),
+        measure_clipping,
+        CLIPPING_METRICS,
+    )
+)

@@ -1,0 +1,17 @@
+"""LUSPO: GSPO's clipped objective, each completion weighed by its length.
+
+``sum_b |o_b| · -min(s_b A, clip(s_b) A) / N_rows``, s_b the one ratio of a row (arXiv:2602.05261).
+"""
+
+from memsafe_rl.ops.losses.base import Loss, LossTraits, register_loss
+from memsafe_rl.ops.losses.clipping import CLIPPING_METRICS, clipped_surrogate, measure_clipping
+
+register_loss(
+    Loss(
+        "luspo",
+        clipped_surrogate,
+        LossTraits(("sequence",), separable=True, aggregation="seq-mean-token-sum"),
+        measure_clipping,
+        CLIPPING_METRICS,
+    )
+)
