@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from memsafe_rl.config.base import GRPOConfig, TrainerConfig
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy
