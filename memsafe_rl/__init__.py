@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memsafe_rl.config.base import GRPOConfig
+    from memsafe_rl.config.grpo import GRPOConfig
     from memsafe_rl.config.ppo import PPOConfig
     from memsafe_rl.errors import ConfigError, DataError, MemoryBudgetError, MemsafeError
     from memsafe_rl.memory.budget import MemoryBudget
@@ -62,7 +62,7 @@ _HOMES = {
     "DiffusionPolicy": "memsafe_rl.models.diffusion.policy",
     "FixedPolicy": "memsafe_rl.memory.planning.policies",
     "FlowSDEScheduler": "memsafe_rl.models.diffusion.schedulers",
-    "GRPOConfig": "memsafe_rl.config.base",
+    "GRPOConfig": "memsafe_rl.config.grpo",
     "GRPOTrainer": "memsafe_rl.trainers.grpo",
     "GymEnvironment": "memsafe_rl.rollout.multi_turn.other_libraries",
     "HalfDuplex": "memsafe_rl.rollout.multi_turn.other_libraries",

@@ -23,9 +23,9 @@ from memsafe_rl.cli import app
 from memsafe_rl.cli import training as training_module
 from memsafe_rl.cli import verifying as verifying_module
 from memsafe_rl.cli.arguments import RUN_NAMES, SETTING_NAMES, RunFields, parse_flags
-from memsafe_rl.config.base import GRPOConfig
-from memsafe_rl.config.fields import GROUPS
+from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
+from memsafe_rl.config.settings import GROUPS
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, LadderPolicy
 from memsafe_rl.memory.planning.presets import PRESETS

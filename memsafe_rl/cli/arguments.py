@@ -3,110 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, ClassVar, get_args
 
 import yaml
 
-from memsafe_rl.config.fields import GRPOFields, PPOFields, option
-from memsafe_rl.config.refusals import ALIASES, REFUSED, Refusal, admit
+from memsafe_rl.config.declaring import Setting, declare, setting
+from memsafe_rl.config.refusals import ALIASES, REFUSED, REFUSED_ENTRIES, admit
+from memsafe_rl.config.settings import GRPOSettings, PPOSettings
 from memsafe_rl.errors import ConfigError
-
-# ruff: noqa: RUF009  (`option` is `dataclasses.field` with a help text)
 
 TRUTH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
-@dataclass
+@declare()
 class RunFields:
     """What a run needs beside the settings of the trainer."""
 
-    trainer: str = option("grpo", "What trains: 'grpo' or 'ppo', each with settings of its own.")
-    model: str | None = option(None, "Model to train: a folder, or a name where a hub is reachable.")
-    dataset: str | None = option(
+    declared: ClassVar[Mapping[str, Setting]]
+
+    trainer: str = setting("grpo", "What trains: 'grpo' or 'ppo', each with settings of its own.")
+    model: str | None = setting(None, "Model to train: a folder, or a name where a hub is reachable.")
+    dataset: str | None = setting(
         None, "File of prompts (.json, .jsonl, .csv, .parquet; column 'prompt'), or a folder that datasets saved."
     )
-    dataset_name: str | None = option(None, "Instead of a file: name of a dataset where a hub is reachable.")
-    dataset_config: str | None = option(None, "Configuration of that dataset.")
-    dataset_split: str = option("train", "Split to train on, where the dataset has splits.")
-    eval_dataset: str | None = option(None, "File or folder of prompts to evaluate on.")
-    eval_dataset_split: str | None = option(None, "Instead of a file: split of the dataset to evaluate on.")
-    reward_funcs: list[Any] | str | None = option(
+    dataset_name: str | None = setting(None, "Instead of a file: name of a dataset where a hub is reachable.")
+    dataset_config: str | None = setting(None, "Configuration of that dataset.")
+    dataset_split: str = setting("train", "Split to train on, where the dataset has splits.")
+    eval_dataset: str | None = setting(None, "File or folder of prompts to evaluate on.")
+    eval_dataset_split: str | None = setting(None, "Instead of a file: split of the dataset to evaluate on.")
+    reward_funcs: list[Any] | str | None = setting(
         None,
         "Rewards, comma-separated or a list: ready-made ones by name, 'package.module:function', or a reward model's "
         "folder; {name: settings} calls one that is made from settings.",
     )
-    peft: dict[str, Any] | str | None = option(
+    peft: dict[str, Any] | str | None = setting(
         None, "Train an adapter only: 'lora:16' for LoRA of rank 16 on all linear layers, or fields of LoraConfig."
     )
-    quantization: dict[str, Any] | str | None = option(
+    quantization: dict[str, Any] | str | None = setting(
         None, "Load the base model as '4bit' or '8bit' (needs peft), or fields of BitsAndBytesConfig."
     )
-    critic: str | None = option(
+    critic: str | None = setting(
         None,
         "With 'trainer: ppo': a critic's folder or name, or 'adapter' for a second adapter on the model (needs peft); "
         "not set: a head on the model itself.",
     )
-    memory_policy: str | None = option(
+    memory_policy: str | None = setting(
         None,
         "Who plans: 'adaptive' (the default), 'ladder' (from large plans down, one fallback at a time), or a card: "
         "24GB+, 12-24GB, 8-12GB or under-8GB.",
     )
 
 
-RUN_NAMES = tuple(setting.name for setting in fields(RunFields))
-SETTING_NAMES = tuple(dict.fromkeys(setting.name for cls in (GRPOFields, PPOFields) for setting in fields(cls)))
-_KINDS: dict[str, tuple[Any, ...]] = {
-    name: (hint, *get_args(hint))
-    for name, hint in (get_type_hints(RunFields) | get_type_hints(PPOFields) | get_type_hints(GRPOFields)).items()
-}
-
-
-def _elsewhere(reason: str, remedy: str, *names: str) -> dict[str, Refusal]:
-    return {name: Refusal(reason, remedy, (None, False)) for name in names}
-
-
-SCRIPT_NAMES: dict[str, Refusal] = {
-    **_elsewhere("it is called model here", "Set model.", "model_name_or_path", "model_name", "model_id"),
-    **_elsewhere(
-        "arguments of from_pretrained stand together",
-        "Set model_init_kwargs, such as {dtype: bfloat16, revision: main, attn_implementation: sdpa}.",
-        "dtype",
-        "torch_dtype",
-        "model_revision",
-        "attn_implementation",
-    ),
-    **_elsewhere("one entry says all of the adapter", "Write 'peft: lora:16'.", "use_peft", "peft_config", "use_lora"),
-    **_elsewhere(
-        "one entry says all of the adapter",
-        "Set peft to 'lora:16' or to fields of LoraConfig, such as {r: 16, target_modules: all-linear}.",
-        "lora_r",
-        "lora_alpha",
-        "lora_dropout",
-        "lora_target_modules",
-        "lora_target_parameters",
-        "lora_modules_to_save",
-        "lora_task_type",
-        "use_rslora",
-        "use_dora",
-    ),
-    **_elsewhere(
-        "one entry says all of the loading", "Write 'quantization: 4bit'.", "load_in_4bit", "use_bnb_nested_quant"
-    ),
-    **_elsewhere("one entry says all of the loading", "Write 'quantization: 8bit'.", "load_in_8bit"),
-    **_elsewhere(
-        "the run file stands without a flag", "Write `memsafe-rl train CONFIG.yaml`.", "config", "config_file"
-    ),
-    **_elsewhere("it is a flag of the command, not a part of the run", "Write --simulate 2GiB.", "simulate"),
-    **_elsewhere("it is called dataset here", "Set dataset to the file or folder.", "dataset_path", "train_dataset"),
-    **_elsewhere("it is called dataset_split here", "Set dataset_split.", "dataset_train_split"),
-    **_elsewhere("it is called eval_dataset_split here", "Set eval_dataset_split.", "dataset_test_split"),
-    **_elsewhere(
-        "rewards of all kinds stand together", "Set reward_funcs.", "reward_model_name_or_path", "reward_model"
-    ),
-}
-"""What scripts of TRL call an entry of `RunFields`, with where it stands here."""
+RUN_NAMES = tuple(RunFields.declared)
+SETTING_NAMES = tuple(dict.fromkeys((*GRPOSettings.declared, *PPOSettings.declared)))
+_DECLARED = {**RunFields.declared, **PPOSettings.declared, **GRPOSettings.declared}
 
 
 @dataclass(frozen=True)
@@ -125,7 +77,7 @@ class RunRequest:
 def read_request(tokens: Sequence[str]) -> RunRequest:
     """Reads a command line: a run file, if any, and flags that override it."""
     file, flags = parse_flags(tokens)
-    known, refused = (*RUN_NAMES, *SETTING_NAMES), REFUSED | SCRIPT_NAMES
+    known, refused = (*RUN_NAMES, *SETTING_NAMES), REFUSED | REFUSED_ENTRIES
     written = admit(read_run_file(Path(file)), known, refused) if file is not None else {}
     merged = written | admit(flags, known, refused)
     run = {name: value for name, value in merged.items() if name in RUN_NAMES}
@@ -189,15 +141,20 @@ def parse_flags(tokens: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
     return file, flags
 
 
+def _kinds(name: str) -> tuple[Any, ...]:
+    hint = _DECLARED[name].hint if name in _DECLARED else None
+    return () if hint is None else (hint, *get_args(hint))
+
+
 def _flag(word: str, waiting: list[str]) -> tuple[str, Any]:
     written, equals, value = word.partition("=")
     name = written.replace("-", "_")
     if equals:
         return name, value
-    kinds = _KINDS.get(ALIASES.get(name, name), ())
+    kinds = _kinds(ALIASES.get(name, name))
     if bool in kinds:
         return name, waiting.pop(0) if waiting and waiting[0].lower() in TRUTH_WORDS else True
-    if not kinds and bool in _KINDS.get(name.removeprefix("no_"), ()):
+    if not kinds and bool in _kinds(name.removeprefix("no_")):
         return name.removeprefix("no_"), False
     values = [waiting.pop(0)] if waiting and not waiting[0].startswith("--") else []
     while name in ("reward_funcs", "reward_weights", "report_to") and waiting and not waiting[0].startswith("--"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import Field, fields
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -14,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from memsafe_rl.cli.arguments import RunFields
-from memsafe_rl.config.fields import GROUPS, GRPOFields, PPOFields, help_text
+from memsafe_rl.config.declaring import Setting, grouped
+from memsafe_rl.config.settings import GROUPS, GRPOSettings, PPOSettings
 
 EXAMPLE = """\
 model: Qwen/Qwen3-0.6B              # or a folder
@@ -43,8 +43,8 @@ _SIMULATE = (
 
 _STORY = (
     "Trains a language model with GRPO inside a memory budget. Everything below may stand in the run file, as "
-    "'name: value', or be given as a flag, which goes before the file. You say what to learn; how it is cut to fit "
-    "memory is decided by the library and never changes the result."
+    "'name: value', or be given as a flag, which overrides the file. You say what to learn; the library decides how "
+    "it is cut to fit memory, which never changes the result."
 )
 
 
@@ -79,12 +79,12 @@ def show_train_help(console: Console) -> None:
     console.print(_STORY, highlight=False)
     console.print()
     console.print(_panel("Example of a run file", Syntax(EXAMPLE, "yaml", background_color="default")))
-    settings = {setting.name: setting for setting in fields(GRPOFields)}
-    console.print(_panel("What to train, and on what", _table(fields(RunFields))))
-    for title, names in GROUPS.items():
-        console.print(_panel(title, _table(settings[name] for name in names)))
-    known = {setting.name: setting.default for setting in settings.values()}
-    ppo = [setting for setting in fields(PPOFields) if known.get(setting.name, setting) != setting.default]
+    console.print(_panel("What to train, and on what", _table(RunFields.declared.values())))
+    groups = grouped(GRPOSettings)
+    for title in GROUPS:
+        console.print(_panel(title, _table(groups[title])))
+    grpo = GRPOSettings.declared
+    ppo = [one for name, one in PPOSettings.declared.items() if name not in grpo or one.default != grpo[name].default]
     console.print(_panel("With 'trainer: ppo', in place of a group's advantages and losses", _table(ppo)))
     own = Table.grid(padding=(0, 2))
     own.add_row("--simulate SIZE", _SIMULATE)
@@ -98,15 +98,15 @@ def _panel(title: str, body: RenderableType) -> Panel:
     return Panel(Group(body), title=escape(title), title_align="left", border_style="dim")
 
 
-def _table(settings: Iterable[Field[Any]]) -> Table:
+def _table(settings: Iterable[Setting]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="cyan")
     table.add_column()
-    for setting in settings:
-        text = Text(help_text(setting))
-        if setting.default not in (None, ()):
-            text.append(f" [default: {_shown(setting.default)}]", style="dim")
-        table.add_row(f"--{setting.name.replace('_', '-')}", text)
+    for one in settings:
+        text = Text(one.help)
+        if one.default not in (None, ()):
+            text.append(f" [default: {_shown(one.default)}]", style="dim")
+        table.add_row(f"--{one.name.replace('_', '-')}", text)
     return table
 
 

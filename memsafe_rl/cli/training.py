@@ -22,10 +22,10 @@ from transformers import BitsAndBytesConfig
 
 from memsafe_rl.cli.arguments import RunFields, RunRequest
 from memsafe_rl.cli.simulation import show_simulation
-from memsafe_rl.config.base import GRPOConfig, TrainerConfig
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
-from memsafe_rl.config.refusals import unknown
-from memsafe_rl.config.values import check_choice, read
+from memsafe_rl.config.values import check_choice, read, unknown
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.rewards import REWARD_FACTORIES, REWARD_FUNCTIONS, resolve_reward

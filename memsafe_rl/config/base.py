@@ -1,135 +1,71 @@
-"""The configuration of a run: every field is honoured, every other name refused, and nothing is swallowed."""
+"""What the configurations of all trainers do: keep settings, answer callbacks, and write themselves down."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import logging
 import math
 import os
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
 import torch
 from accelerate import PartialState
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
-from transformers.training_args import OptimizerNames, ParallelMode
+from transformers.training_args import ParallelMode
 from transformers.utils import logging as transformers_logging
 
-from memsafe_rl.config.alarm_rules import NO_ALARMS, AlarmRules, read_rules
-from memsafe_rl.config.degradation import LOSSY_REMEDIES, QUANTISED_CACHE
-from memsafe_rl.config.fields import GRPOFields, TrainerFields, describe
-from memsafe_rl.config.generation_options import OPTIONS, eos_tokens, generation_fields, stop_strings
-from memsafe_rl.config.objectives import Objective, read_objectives
-from memsafe_rl.config.refusals import ALIASES, REFUSED, RefusedFields, admit, unknown
-from memsafe_rl.config.values import (
-    CHOICES,
-    ESTIMATORS_OF_KL,
-    OPTIMIZERS,
-    REGISTRIES,
-    UNITS_OF_KL,
-    check_choice,
-    check_range,
-    read,
-)
-from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.budget import MemoryBudget
-from memsafe_rl.ops.advantages import ESTIMATORS
-from memsafe_rl.ops.losses import LOSSES
-from memsafe_rl.ops.merging import MOST_CAGRAD_OBJECTIVES
-from memsafe_rl.rollout.external.sampling_support import check_options, refuse_missing_vllm
-from memsafe_rl.rollout.native.drawing import text_stops
-from memsafe_rl.rollout.sampling_checks import check_least_tokens
+from memsafe_rl.config.alarm_rules import AlarmRules, read_rules
+from memsafe_rl.config.degradation import QUANTISED_CACHE
+from memsafe_rl.config.generation_options import sampling_settings
+from memsafe_rl.config.objectives import Objective
+from memsafe_rl.config.refusals import ALIASES, REFUSED, admit
+from memsafe_rl.config.settings import TrainerSettings
+from memsafe_rl.config.validation import validate
+from memsafe_rl.config.views import KLStop, loss_settings, read_kl_stop
 from memsafe_rl.types import LossSettings, SamplingSettings
 
 logger = logging.getLogger(__name__)
 
-_Config = TypeVar("_Config", bound=type)
-
-_SPELLINGS: dict[str, dict[Any, str]] = {
-    "scale_rewards": {True: "group", "true": "group", False: "none", "false": "none"},
-    "eval_strategy": {False: "no", "false": "no"},
-    "save_strategy": {False: "no", "false": "no"},
-    "logging_strategy": {False: "no", "false": "no"},
-    "resume_from_checkpoint": {True: "true", False: "none"},
-    "memory_budget": {None: "auto"},
-    "alarms": {
-        **dict.fromkeys((False, "false", "off", "no"), NO_ALARMS),
-        **dict.fromkeys((True, "true", "on", "yes"), "none"),
-    },
-}
-"""Other ways to write a value: TRL's booleans, and YAML's reading of a bare ``no``."""
-
-_ENUMS: dict[str, type[Enum]] = {
-    "eval_strategy": IntervalStrategy,
-    "logging_strategy": IntervalStrategy,
-    "save_strategy": SaveStrategy,
-    "lr_scheduler_type": SchedulerType,
-    "optim": OptimizerNames,
-}
-"""Settings whose words transformers' callbacks, optimizers and schedules expect as members of an enumeration."""
+_Config = TypeVar("_Config", bound="type[TrainerConfig]")
 
 
-@dataclass(frozen=True)
-class KLStop:
-    """When the passes over a rollout end early.
+@dataclass_transform()
+def configuration(cls: _Config) -> _Config:
+    """Makes a dataclass that refuses unknown names and describes its settings in its docstring.
 
-    Args:
-        target: KL to the model before the first update on that rollout, in nats, above which they end.
-        unit: "token" (mean over tokens) or "sequence" (sum over a row, mean over rows).
-        estimator: "k3" or "k1" (Schulman 2020, "Approximating KL divergence").
+    Refused settings become fields at their off values, for parsers that read the fields of a dataclass.
     """
-
-    target: float
-    unit: str = "token"
-    estimator: str = "k3"
-
-
-def _settings(cls: Any) -> list[Field[Any]]:
-    """Gives the fields that are honoured; the others are there for parsers alone."""
-    return [setting for setting in fields(cls) if setting.name not in REFUSED]
-
-
-def named(cls: _Config) -> _Config:
-    """Makes a configuration class refuse names that it does not know, and describes its fields in its docstring."""
-    generated = cls.__init__  # type: ignore[misc]
-    known = {setting.name for setting in _settings(cls)}
+    for name, refusal in REFUSED.items():
+        if refusal.off:
+            told = {"help": f"Refused: {refusal.reason}.".replace("%", "%%"), "nargs": "?", "const": "True"}
+            cls.__annotations__[name] = str
+            setattr(cls, name, field(default=refusal.off[0], metadata=told, repr=False, compare=False, kw_only=True))
+    made = dataclass(cls)
+    generated = made.__init__
 
     @functools.wraps(generated)
     def init(self: Any, *values: Any, **named: Any) -> None:
-        generated(self, *values, **admit(named, known))
+        generated(self, *values, **admit(named, cls.declared))
 
-    cls.__init__ = init  # type: ignore[misc]
-    cls.__doc__ = "\n\n    ".join((cls.__doc__ or "", "\n    ".join(describe(_settings(cls))))) + "\n    "
-    return cls
-
-
-@functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    return {setting.name: hints[setting.name] for setting in _settings(cls)}
+    made.__init__ = init  # type: ignore[method-assign]
+    lines = (f"{one.name}: {one.help} Default: {one.default!r}." for one in cls.declared.values())
+    made.__doc__ = "\n        ".join((f"{cls.__doc__}\n    Args:", *lines)) + "\n    "
+    return cast(_Config, made)
 
 
-@functools.cache
-def _say_once(message: str) -> None:
-    logger.warning(message)
+class TrainerConfig(TrainerSettings, ABC):
+    """The settings of a trainer: mutable, filled in and checked when built and again by the trainer.
 
-
-class TrainerConfig(TrainerFields, ABC):
-    """What the configurations of all trainers do: fill in defaults, check, and answer callbacks.
-
-    A subclass is a dataclass that adds its fields and `_check_algorithm`.
+    An algorithm's configuration is a dataclass under `configuration` that adds its settings and what is abstract here.
     """
 
     algorithm: ClassVar[str]
-    _assumed_world_size: int | None = None
+    _world_size: int | None = None
 
     def __post_init__(self) -> None:
         self._filled: dict[str, Any] = {}
@@ -137,48 +73,59 @@ class TrainerConfig(TrainerFields, ABC):
 
     def assume_world_size(self, ranks: int) -> None:
         """Takes so many ranks for granted, whatever the launcher says; a forecast stands for one of them."""
-        self._assumed_world_size = ranks
+        self._world_size = ranks
 
     def was_left_open(self, name: str) -> bool:
         """Tells whether a setting was filled in rather than given."""
         return name in self._filled
 
     def __copy__(self) -> Self:
-        """Gives the same settings, which remember by themselves what was filled in: setting one makes it given."""
+        """Gives the same settings with a memory of its own of what was filled in."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__, _filled=dict(self._filled))
         return twin
 
-    @abstractmethod
-    def _check_algorithm(self) -> None:
-        """Checks what only this trainer has."""
+    # What an algorithm says of itself
 
     @abstractmethod
-    def loss_settings(self) -> LossSettings:
-        """Gives the part of the configuration that the loss reads."""
+    def check_algorithm(self) -> None:
+        """Checks what only this algorithm has."""
 
     @abstractmethod
     def advantage_settings(self) -> dict[str, str]:
         """Gives what `ops.advantages.estimated_advantages` reads: estimator, scale_rewards and aggregation."""
 
+    @abstractmethod
+    def merge_settings(self) -> dict[str, Any]:
+        """Gives what `ops.merging.merge_weights` reads: method and cagrad_c."""
+
     @property
+    @abstractmethod
+    def least_group(self) -> int:
+        """Completions of a prompt that its advantages compare."""
+
+    @property
+    @abstractmethod
+    def objective_list(self) -> tuple[Objective, ...]:
+        """What is learnt at once, each with a gradient of its own; empty where there is but one."""
+
+    @property
+    @abstractmethod
     def has_reference(self) -> bool:
         """Whether a reference is needed."""
-        return self.loss_has_kl
 
     @property
-    def _least_group(self) -> int:
-        """Completions of a prompt that its advantages compare."""
-        return 1
+    @abstractmethod
+    def every_row_learns(self) -> bool:
+        """Whether the loss has a term without the advantage in it, so that rows whose advantage is 0 count too."""
 
-    # Names: setting an unknown one would otherwise do nothing at all.
+    # Settings: setting an unknown one would otherwise do nothing at all.
 
     def __setattr__(self, name: str, value: Any) -> None:
-        hints = _hints(type(self))
         if name.startswith("_"):
             object.__setattr__(self, name, value)
             return
-        for target, admitted in admit({name: value}, hints).items():
+        for target, admitted in admit({name: value}, self.declared).items():
             self.__dict__.get("_filled", {}).pop(target, None)
             object.__setattr__(self, target, admitted)
 
@@ -192,290 +139,33 @@ class TrainerConfig(TrainerFields, ABC):
                 return REFUSED[name].off[0]
             raise AttributeError(f"{type(self).__name__} has no setting {name!r}.")
 
-    # Filling in and checking
-
     def validate(self) -> None:
         """Reads every setting as its type, fills in what was left open, and checks all of it.
 
-        A configuration may be changed after it was made; the trainer calls this again. What was filled in before is
+        A configuration may be changed after it was made; the trainer calls this again, and what was filled in before is
         filled in anew.
         """
         for name, given in self._filled.items():
             object.__setattr__(self, name, given)
         self._filled.clear()
-        for name, hint in _hints(type(self)).items():
-            value = getattr(self, name)
-            value = REGISTRIES[name].name_of(value) if name in REGISTRIES else value
-            spelled = _SPELLINGS.get(name, {})
-            key = value.lower() if isinstance(value, str) and not isinstance(value, Enum) else value
-            plain = spelled[key] if isinstance(key, (str, bool, type(None))) and key in spelled else value
-            object.__setattr__(self, name, read(name, plain.value if isinstance(plain, Enum) else plain, hint))
-        self._check_ranges()
-        self._check_words()
-        self._fill_batches()
-        self._fill_precision()
-        self._fill_evaluation()
-        self._fill_rest()
-        self._check_sampling()
-        self._check_engine()
-        self._check_reference()
-        self._check_saving()
-        self._check_memory()
-        self._check_algorithm()
+        validate(self)
 
-    def _fill(self, name: str, value: Any) -> None:
-        """Sets a field that the user left open, and remembers that it was."""
+    def fill(self, name: str, value: Any) -> None:
+        """Sets a setting that the user left open, and remembers that it was."""
         self._filled.setdefault(name, getattr(self, name))
         object.__setattr__(self, name, value)
 
-    def _check_ranges(self) -> None:
-        for name in _hints(type(self)):
-            value = getattr(self, name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                check_range(name, value)
+    def left_open(self, name: str) -> bool:
+        """Whether the user left a setting open, so that its value was filled in."""
+        return name in self._filled
 
-    def _check_words(self) -> None:
-        for name in _hints(type(self)):
-            value = getattr(self, name)
-            if name in CHOICES and value is not None:
-                check_choice(name, value, CHOICES[name])
-        check_choice("optim", self.optim, tuple(OPTIMIZERS))
-        package = OPTIMIZERS[self.optim]
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"optim is {str(self.optim)!r}, which needs the package {package}. "
-                f"Install it with `pip install {package}`, or set optim='adamw_torch_fused'."
-            )
-        for name, kind in _ENUMS.items():
-            object.__setattr__(self, name, kind(getattr(self, name)))
-
-    def _fill_batches(self) -> None:
-        if self.num_generations < self._least_group:
-            raise ConfigError(
-                f"num_generations is {self.num_generations}; advantages compare the completions of one prompt, so "
-                f"that at least {self._least_group} are needed. Set num_generations=8."
-            )
-        batch = self.per_device_train_batch_size * self.world_size
-        written = f"per_device_train_batch_size {self.per_device_train_batch_size} x {self.world_size} rank(s)"
-        if self.steps_per_generation is None and self.generation_batch_size is not None:
-            if self.generation_batch_size % batch:
-                raise ConfigError(
-                    f"generation_batch_size is {self.generation_batch_size}, not a multiple of {written} = {batch}. "
-                    f"Set generation_batch_size={batch * math.ceil(self.generation_batch_size / batch)}."
-                )
-            self._fill("steps_per_generation", self.generation_batch_size // batch)
-        if self.steps_per_generation is None:
-            self._fill("steps_per_generation", self.gradient_accumulation_steps)
-        steps = self._steps_per_generation
-        if self.generation_batch_size is None:
-            self._fill("generation_batch_size", batch * steps)
-        if self.generation_batch_size != batch * steps:
-            raise ConfigError(
-                f"generation_batch_size is {self.generation_batch_size}, but {written} x steps_per_generation "
-                f"{steps} = {batch * steps}. Set only one of the two."
-            )
-        self._check_rollout(batch, steps, written)
-
-    def _check_rollout(self, batch: int, steps: int, written: str) -> None:
-        group, accumulation = self.num_generations, self.gradient_accumulation_steps
-        whole_groups = group // math.gcd(group, batch)
-        fitting = math.lcm(accumulation, whole_groups)
-        remedy = f"Set steps_per_generation={fitting * math.ceil(steps / fitting)} (and leave generation_batch_size)."
-        if batch * steps % group:
-            raise ConfigError(
-                f"The generation batch, {written} x steps_per_generation {steps} = {batch * steps} completions, is "
-                f"not a multiple of num_generations {group}. {remedy}"
-            )
-        if steps % accumulation:
-            raise ConfigError(
-                f"steps_per_generation is {steps}, not a multiple of gradient_accumulation_steps {accumulation}: an "
-                f"optimizer step would straddle two rollouts. {remedy}"
-            )
-
-    def _fill_precision(self) -> None:
-        if self.fp16 and self.bf16:
-            raise ConfigError("fp16 and bf16 are both True. Set one of them to False.")
-        on_cuda = self.device.type == "cuda"
-        supported = on_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-        if self.bf16 and on_cuda and not supported:
-            raise ConfigError("bf16 is True, but this CUDA device does not support it. Set fp16=True, bf16=False.")
-        if self.bf16 is None:
-            self._fill("bf16", supported and not self.fp16)
-            if not supported and not self.fp16:
-                _say_once(f"bf16 is off: on this device ({self.device.type}) the forward passes run in float32.")
-
-    def _fill_evaluation(self) -> None:
-        if self.eval_strategy != "no" and not self.do_eval:
-            self._fill("do_eval", True)
-        if self.eval_strategy == "steps" and not self.eval_steps:
-            self._fill("eval_steps", self.logging_steps)
-        for name in ("eval_steps", "save_steps", "logging_steps"):
-            steps = getattr(self, name)
-            if steps is not None and steps > 1 and not float(steps).is_integer():
-                raise ConfigError(f"{name} is {steps}; above 1 it must be a whole number of optimizer steps.")
-        for k in self.eval_pass_at or ():
-            if not 1 <= k <= self.eval_generations:
-                raise ConfigError(
-                    f"eval_pass_at has {k}, but an evaluation draws {self.eval_generations} completion(s) a prompt. "
-                    f"Set num_generations_eval={max(1, k)}, or lower k."
-                )
-        if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
-            self._fill("metric_for_best_model", "reward")
-        if self.metric_for_best_model is not None and self.greater_is_better is None:
-            self._fill("greater_is_better", not self.metric_for_best_model.endswith("loss"))
-
-    def _fill_rest(self) -> None:
-        for name, default in (("output_dir", "trainer_output"), ("allow_lossy", ())):
-            if getattr(self, name) is None:
-                self._fill(name, default)
-        self._fill("output_dir", os.path.expanduser(self.output_dir))
-        if self.disable_tqdm is None:
-            self._fill("disable_tqdm", transformers_logging.get_verbosity() > logging.WARNING)
-        self._fill("report_to", self._trackers())
-        if str(self.resume_from_checkpoint).lower() == "true":
-            self._fill("resume_from_checkpoint", True)
-
-    def _trackers(self) -> list[str]:
-        asked = [tracker for tracker in self.trackers if tracker.lower() != "none"]
-        if "all" in asked:
-            return sorted(str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers())
-        for tracker in asked:
-            check_choice("report_to", tracker, ("none", "all", *LOGGER_TYPE_TO_CLASS))
-        return asked
-
-    def _check_sampling(self) -> None:
-        for key, value in self._generation().items():
-            if key not in OPTIONS and key in _hints(type(self)):
-                raise ConfigError(f"generation_kwargs has {key}={value!r}, which the loss reads too. Set {key} itself.")
-        check_least_tokens(self._drawing_fields().get("min_new_tokens", 0), self.max_completion_length)
-        stop_strings(self._generation())
-        eos_tokens(self._generation(), ())
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
-            raise ConfigError(
-                f"vllm_importance_sampling_clip_min is {low}, not below vllm_importance_sampling_clip_max {high}. "
-                "Lower the first or raise the second."
-            )
-        if low is None and high is None and self.vllm_importance_sampling_mode.endswith("truncate"):
-            raise ConfigError(
-                f"vllm_importance_sampling_mode is {self.vllm_importance_sampling_mode!r}, but it has no bound. "
-                "Set vllm_importance_sampling_clip_max=3.0."
-            )
-
-    @property
-    def autocast_dtype(self) -> torch.dtype | None:
-        """Type in which forward passes compute what can be narrower than the weights; None for the weights' own."""
-        if self.bf16:
-            return torch.bfloat16
-        return torch.float16 if self.fp16 else None
-
-    @property
-    def caches_in_8_bits(self) -> bool:
-        """Whether rollouts keep their keys and values in 8 bits."""
-        return self.cache_implementation == QUANTISED_CACHE
-
-    def _check_engine(self) -> None:
-        chosen = [name for name in ("use_vllm", "use_transformers_continuous_batching") if getattr(self, name)]
-        if self.caches_in_8_bits:
-            self._check_rounded_cache(chosen)
-        if not chosen:
-            return
-        if len(chosen) > 1:
-            raise ConfigError(f"{' and '.join(chosen)} are both True. Set one of them, for there is one engine.")
-        for name in ("verify_plan", "probe_worst_case"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{name} is True with {chosen[0]}; it looks at the library's own engine. Leave one of the two out."
-                )
-        if self.use_vllm:
-            self._check_vllm()
-        check_options(self.transformers_continuous_batching_config or {})
-
-    def _check_rounded_cache(self, engines: Sequence[str]) -> None:
-        told = f"cache_implementation is {self.cache_implementation!r}"
-        if engines:
-            raise ConfigError(f"{told} with {engines[0]}, which keeps its own cache. Leave one of the two out.")
-        if self.verify_plan:
-            raise ConfigError(
-                f"{told} with verify_plan, which proves that plans change no token; a cache in 8 bits may, where "
-                "rounding tips a number over. Leave one of the two out."
-            )
-        if self.partial_rollout_tokens is not None:
-            raise ConfigError(
-                f"{told} with partial_rollout_tokens={self.partial_rollout_tokens}, whose completions go on under "
-                "newer weights; only one of these corrections can be made. Leave one of the two out."
-            )
-
-    def _check_vllm(self) -> None:
-        refuse_missing_vllm()
-        if self.world_size > 1:
-            raise ConfigError(
-                f"use_vllm is True in a run of {self.world_size} ranks; vLLM would take over their process group. "
-                "Run one process, or leave use_vllm out."
-            )
-        longest = self.vllm_max_model_length
-        if longest is not None and longest <= self.max_completion_length:
-            raise ConfigError(
-                f"vllm_max_model_length is {longest}, which leaves no prompt beside max_completion_length "
-                f"{self.max_completion_length}. Raise it to the longest prompt plus {self.max_completion_length}."
-            )
-
-    def _check_reference(self) -> None:
-        if self.sync_ref_model and not self.has_reference:
-            raise ConfigError(
-                "sync_ref_model is True, but beta is 0, so that there is no reference. "
-                "Set beta above 0 or sync_ref_model=False."
-            )
-        if self.use_adaptive_entropy and not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
-            raise ConfigError(
-                f"entropy_coef is {self.entropy_coef}, outside entropy_coef_min {self.entropy_coef_min} and "
-                f"entropy_coef_max {self.entropy_coef_max}. Set it between them."
-            )
-        if self.router_aux_loss_coef:
-            raise ConfigError(
-                f"router_aux_loss_coef is {self.router_aux_loss_coef}; the balance loss of a mixture of experts "
-                "depends on how a batch is cut. Set router_aux_loss_coef=0.0."
-            )
-        _ = self.kl_stop_rule
-        _ = self.alarm_rules
-
-    def _check_saving(self) -> None:
-        if not self.load_best_model_at_end or self.save_strategy == "best":
-            return
-        if self.eval_strategy != self.save_strategy:
-            raise ConfigError(
-                f"load_best_model_at_end needs equal strategies, but save_strategy is {self.save_strategy.value!r} "  # type: ignore[attr-defined]
-                f"and eval_strategy {self.eval_strategy.value!r}. Set eval_strategy={self.save_strategy.value!r}."  # type: ignore[attr-defined]
-            )
-        if self.eval_strategy == "steps" and not _is_multiple(self.save_steps, self.eval_steps or 0):
-            raise ConfigError(
-                f"load_best_model_at_end needs every checkpoint to be evaluated, but save_steps {self.save_steps} is "
-                f"not a multiple of eval_steps {self.eval_steps}. Set save_steps={self.eval_steps}."
-            )
-
-    def _check_memory(self) -> None:
-        try:
-            MemoryBudget.parse(self.memory_budget)
-        except ConfigError as error:
-            told = str(error) if "memory_budget" in str(error) else f"memory_budget is {self.memory_budget!r}: {error}"
-            raise ConfigError(f"{told} 'auto' leaves the choice to the library.") from None
-        for remedy in self.allow_lossy:
-            check_choice("allow_lossy", remedy, tuple(LOSSY_REMEDIES))
-        for key, value in (self.gradient_checkpointing_kwargs or {}).items():
-            if key != "use_reentrant" or value not in (False, "false", "False"):
-                raise ConfigError(
-                    f"gradient_checkpointing_kwargs has {key}={value!r}; recomputation here is not reentrant and has "
-                    "no other settings. Set gradient_checkpointing_kwargs=None."
-                )
-        if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":
-            self._fill("pad_to_multiple_of", read("pad_to_multiple_of", self.pad_to_multiple_of, int | None))
-            self._check_ranges()
+    def on_ranks(self, ranks: int) -> Self:
+        """Gives a copy that counts as many ranks, whatever was launched."""
+        twin = self.__copy__()
+        twin._world_size = ranks
+        return twin
 
     # What the numbers mean
-
-    @property
-    def _steps_per_generation(self) -> int:
-        return self.steps_per_generation or self.gradient_accumulation_steps
 
     @property
     def order_seed(self) -> int:
@@ -490,7 +180,8 @@ class TrainerConfig(TrainerFields, ABC):
     @property
     def rollout_rows(self) -> int:
         """Rows (completions) of one rollout, over all ranks."""
-        return self.per_device_train_batch_size * self.world_size * self._steps_per_generation
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        return self.per_device_train_batch_size * self.world_size * steps
 
     @property
     def prompts_per_rollout(self) -> int:
@@ -500,7 +191,7 @@ class TrainerConfig(TrainerFields, ABC):
     @property
     def updates_per_epoch(self) -> int:
         """Optimizer steps of one epoch: one pass over a rollout, of which there are `num_iterations`."""
-        return self._steps_per_generation // self.gradient_accumulation_steps
+        return self.rollout_rows // self.step_rows
 
     @property
     def eval_generations(self) -> int:
@@ -516,11 +207,6 @@ class TrainerConfig(TrainerFields, ABC):
         return [] if group == 1 else sorted({*(2**power for power in range(group.bit_length())), group})
 
     @property
-    def every_row_learns(self) -> bool:
-        """Whether the loss has a term without the advantage in it, so that rows whose advantage is 0 count too."""
-        return self.loss_has_kl or self.gives_entropy_bonus
-
-    @property
     def loss_has_kl(self) -> bool:
         """Whether the loss, or that of an objective, has a KL to the reference in it."""
         objectives = self.objective_list
@@ -532,18 +218,21 @@ class TrainerConfig(TrainerFields, ABC):
         return self.entropy_coef != 0 or self.use_adaptive_entropy
 
     @property
-    def objective_list(self) -> tuple[Objective, ...]:
-        """What is learnt at once, each with a gradient of its own; empty where there is but one."""
-        return ()
-
-    def merge_settings(self) -> dict[str, Any]:
-        """Gives what `ops.merging.merge_weights` reads: method and cagrad_c."""
-        return {"method": "sum"}
-
-    @property
     def gradients_aside(self) -> int:
         """Whole gradients that wait for those of further objectives."""
         return max(0, len(self.objective_list) - 1)
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """Type in which forward passes compute what can be narrower than the weights; None for the weights' own."""
+        if self.bf16:
+            return torch.bfloat16
+        return torch.float16 if self.fp16 else None
+
+    @property
+    def caches_in_8_bits(self) -> bool:
+        """Whether rollouts keep their keys and values in 8 bits."""
+        return self.cache_implementation == QUANTISED_CACHE
 
     @property
     def trackers(self) -> list[str]:
@@ -553,55 +242,22 @@ class TrainerConfig(TrainerFields, ABC):
     @property
     def kl_stop_rule(self) -> KLStop | None:
         """What `kl_stop` means; None when the passes over a rollout never end early."""
-        given = self.kl_stop
-        if given is None:
-            return None
-        parts: dict[str, Any] = dict(given) if isinstance(given, dict) else {"target": given}
-        for key in parts:
-            if key not in ("target", "unit", "estimator"):
-                raise unknown(key, ("target", "unit", "estimator"), "key of kl_stop")
-        if "target" not in parts:
-            raise ConfigError(f"kl_stop is {given!r}, without a target. Set kl_stop={{'target': 0.02}} (nats).")
-        rule = KLStop(**{**parts, "target": read("kl_stop", parts["target"], float)})
-        if not rule.target > 0:
-            raise ConfigError(f"kl_stop is {rule.target!r}; it must be more than 0 nats. None switches it off.")
-        check_choice("unit of kl_stop", rule.unit, UNITS_OF_KL)
-        check_choice("estimator of kl_stop", rule.estimator, ESTIMATORS_OF_KL)
-        return rule
+        return read_kl_stop(self.kl_stop)
 
     @property
     def alarm_rules(self) -> AlarmRules:
         """What `alarms` means."""
         return read_rules(cast(dict[str, Any] | None, self.alarms), has_reference=self.has_reference)
 
-    def _generation(self) -> dict[str, Any]:
-        return self.generation_kwargs or {}
-
-    def _drawing_fields(self, declared: Any = None) -> dict[str, Any]:
-        own = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
-        own["repetition_penalty"] = self.repetition_penalty
-        return generation_fields({**own, **self._generation()}, declared)
+    def loss_settings(self) -> LossSettings:
+        """Gives the part of the configuration that the loss reads."""
+        return loss_settings(self)
 
     def sampling_settings(
         self, eos_token_ids: Iterable[int], *, greedy: bool = False, tokenizer: Any = None, declared: Any = None
     ) -> SamplingSettings:
         """Gives the settings by which completions are drawn."""
-        fields = self._drawing_fields(declared)
-        strings = stop_strings(self._generation(), declared)
-        settings = SamplingSettings(
-            max_new_tokens=self.max_completion_length,
-            eos_token_ids=eos_tokens(self._generation(), eos_token_ids),
-            temperature=0.0 if greedy else self.temperature,
-            stops=text_stops(strings, tokenizer) if strings else None,
-            **fields,
-        )
-        decay = settings.exponential_decay_length_penalty
-        if decay is not None and not settings.eos_token_ids:
-            raise ConfigError(
-                f"exponential_decay_length_penalty is {decay}, which makes an eos likelier, but neither tokenizer nor "
-                "model declares one. Set generation_kwargs['eos_token_id']."
-            )
-        return settings
+        return sampling_settings(self, eos_token_ids, greedy=greedy, tokenizer=tokenizer, declared=declared)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Counts the steps over which the learning rate rises."""
@@ -627,10 +283,8 @@ class TrainerConfig(TrainerFields, ABC):
     @property
     def world_size(self) -> int:
         """Ranks of the run."""
-        return self._assumed_world_size or self._launched_world_size
-
-    @property
-    def _launched_world_size(self) -> int:
+        if self._world_size is not None:
+            return self._world_size
         return torch.distributed.get_world_size() if _ranks_met() else _launched("WORLD_SIZE", 1)
 
     @property
@@ -687,7 +341,7 @@ class TrainerConfig(TrainerFields, ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Gives every setting as plain data; a configuration made from it is equal to this one."""
-        return {name: _plain(getattr(self, name)) for name in _hints(type(self))}
+        return {name: _plain(getattr(self, name)) for name in self.declared}
 
     def to_json_string(self) -> str:
         """Writes every setting as JSON."""
@@ -723,119 +377,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value.to_dict() if hasattr(value, "to_dict") else value
-
-
-def _is_multiple(whole: float, part: float) -> bool:
-    """Tells whether one count of steps is a multiple of another; shares of a run only compare with shares."""
-    if part <= 0 or (whole < 1) != (part < 1):
-        return False
-    quotient = whole / part
-    return round(quotient) >= 1 and math.isclose(quotient, round(quotient), rel_tol=1e-9)
-
-
-@named
-@dataclass
-class GRPOConfig(RefusedFields, TrainerConfig, GRPOFields):
-    """Settings of `GRPOTrainer`, under TRL 1.16's names, with its defaults and meanings.
-
-    Every setting here is honoured; any other one of TRL or transformers is refused by name when the object is made or
-    changed. The object is mutable and is validated when it is made and again by the trainer.
-
-    Differences from TRL's defaults: `disable_dropout` is True, since a batch cut otherwise would draw other masks;
-    `gradient_checkpointing` is None, since the plan decides; `bf16` is False on a device without it.
-    """
-
-    algorithm: ClassVar[str] = "GRPO"
-
-    @property
-    def _least_group(self) -> int:
-        """Completions of a prompt that its advantages compare."""
-        return ESTIMATORS[self.advantage_estimator].least_group
-
-    @property
-    def objective_list(self) -> tuple[Objective, ...]:
-        """What `objectives` means; empty where there is but the weighted sum of all rewards."""
-        return read_objectives(self.objectives, beta=self.beta)
-
-    def _check_algorithm(self) -> None:
-        self._check_objectives()
-        self._check_estimator()
-        scaled = self.advantage_estimator == "group" and self.scale_rewards != "none"
-        if scaled and self.num_generations == 2:
-            _warn(
-                "num_generations is 2 with scaled rewards: every advantage is then 0 or +-0.707, and the size of the "
-                "rewards is lost. Set num_generations to 4 or more, or scale_rewards='none'."
-            )
-        self._check_level()
-
-    def merge_settings(self) -> dict[str, Any]:
-        """Gives the part of the configuration that the merge of the objectives' gradients reads."""
-        return {"method": self.gradient_merge, "cagrad_c": self.cagrad_c}
-
-    def _check_objectives(self) -> None:
-        """Refuses settings that only several objectives read, where there are none, and too many for a merge."""
-        objectives = self.objective_list
-        if not objectives:
-            for name, default in (("gradient_merge", "sum"), ("cagrad_c", 0.2)):
-                if getattr(self, name) != default:
-                    raise ConfigError(
-                        f"{name} is {getattr(self, name)!r} without objectives, whose gradients it would merge. Set "
-                        f"objectives, or leave {name} out."
-                    )
-        if self.gradient_merge == "cagrad" and len(objectives) > MOST_CAGRAD_OBJECTIVES:
-            raise ConfigError(
-                f"gradient_merge is 'cagrad' with {len(objectives)} objectives; it weighs at most "
-                f"{MOST_CAGRAD_OBJECTIVES}. Join some of them, or set gradient_merge='pcgrad'."
-            )
-
-    def _check_estimator(self) -> None:
-        """Refuses settings of the estimator "group" beside another one, which would not read them."""
-        if self.advantage_estimator == "group":
-            return
-        for name, default in (("scale_rewards", "group"), ("multi_objective_aggregation", "sum_then_normalize")):
-            if getattr(self, name) != default:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r} with advantage_estimator={self.advantage_estimator!r}, which "
-                    f"has a scale of its own. Leave {name} out, or set advantage_estimator='group'."
-                )
-
-    def _check_level(self) -> None:
-        level, levels = self.importance_sampling_level, LOSSES[self.loss_type].traits.levels
-        if level not in levels:
-            _warn(
-                f"importance_sampling_level is {level!r} with loss_type {self.loss_type!r}, which is defined for "
-                f"{levels[0]!r}. Set importance_sampling_level={levels[0]!r}, or loss_type='grpo', which suits both."
-            )
-
-    def advantage_settings(self) -> dict[str, str]:
-        """Gives the part of the configuration that advantages read."""
-        return {
-            "estimator": self.advantage_estimator,
-            "scale_rewards": self.scale_rewards,
-            "aggregation": self.multi_objective_aggregation,
-        }
-
-    def loss_settings(self) -> LossSettings:
-        """Gives the part of the configuration that the loss reads."""
-        return LossSettings(
-            loss_type=self.loss_type,
-            importance_sampling_level=self.importance_sampling_level,
-            epsilon_low=self.epsilon,
-            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
-            delta=self.delta,
-            beta=self.beta,
-            use_bias_correction_kl=self.use_bias_correction_kl,
-            off_policy_mask_threshold=self.off_policy_mask_threshold,
-            sapo_temperature_pos=self.sapo_temperature_pos,
-            sapo_temperature_neg=self.sapo_temperature_neg,
-            vespo_k_pos=self.vespo_k_pos,
-            vespo_lambda_pos=self.vespo_lambda_pos,
-            vespo_k_neg=self.vespo_k_neg,
-            vespo_lambda_neg=self.vespo_lambda_neg,
-            max_completion_length=self.max_completion_length,
-        )
-
-
-@functools.cache
-def _warn(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=2)

@@ -6,13 +6,18 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memsafe_rl.config.refusals import Refusal, admit
-from memsafe_rl.config.values import check_range, read
+from memsafe_rl.config.refusals import DECLARED, REFUSED_OPTIONS, admit
+from memsafe_rl.config.values import Range, check_in, read
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.rollout.native.drawing import text_stops
 from memsafe_rl.rollout.native.processors import processors_of
+from memsafe_rl.rollout.sampling_checks import check_least_tokens
 from memsafe_rl.types import SamplingSettings
+
+if TYPE_CHECKING:
+    from memsafe_rl.config.base import TrainerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +53,49 @@ def generation_fields(given: Mapping[str, Any], declared: Any = None) -> dict[st
     return fields
 
 
+def check_generation(config: TrainerConfig) -> None:
+    """Checks `generation_kwargs` and what they must fit."""
+    given = config.generation_kwargs or {}
+    for key, value in given.items():
+        if key not in OPTIONS and key in config.declared:
+            raise ConfigError(f"generation_kwargs has {key}={value!r}, which the loss reads too. Set {key} itself.")
+    check_least_tokens(_drawing_fields(config).get("min_new_tokens", 0), config.max_completion_length)
+    stop_strings(given)
+    eos_tokens(given, ())
+
+
+def sampling_settings(
+    config: TrainerConfig,
+    eos_token_ids: Iterable[int],
+    *,
+    greedy: bool = False,
+    tokenizer: Any = None,
+    declared: Any = None,
+) -> SamplingSettings:
+    """Gives the settings by which completions are drawn."""
+    given = config.generation_kwargs or {}
+    strings = stop_strings(given, declared)
+    settings = SamplingSettings(
+        max_new_tokens=config.max_completion_length,
+        eos_token_ids=eos_tokens(given, eos_token_ids),
+        temperature=0.0 if greedy else config.temperature,
+        stops=text_stops(strings, tokenizer) if strings else None,
+        **_drawing_fields(config, declared),
+    )
+    decay = settings.exponential_decay_length_penalty
+    if decay is not None and not settings.eos_token_ids:
+        raise ConfigError(
+            f"exponential_decay_length_penalty is {decay}, which makes an eos likelier, but neither tokenizer nor "
+            "model declares one. Set generation_kwargs['eos_token_id']."
+        )
+    return settings
+
+
+def _drawing_fields(config: TrainerConfig, declared: Any = None) -> dict[str, Any]:
+    own = {key: getattr(config, key) for key in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    return generation_fields({**own, **(config.generation_kwargs or {})}, declared)
+
+
 def stop_strings(given: Mapping[str, Any], declared: Any = None) -> list[str]:
     """Reads the strings that end a completion."""
     asked = given.get("stop_strings")
@@ -70,20 +118,31 @@ def say_what_is_left_out(declared: Any) -> None:
     """Warns of wishes in the model's own generation config that would draw other tokens and are not followed."""
     if declared is None:
         return
-    asked = {key: getattr(declared, key, None) for key in _TOKENS_DIFFER}
-    ignored = [key for key, value in asked.items() if not REFUSED_OPTIONS[key].admits(value)]
+    refused = {key: refusal for key, refusal in REFUSED_OPTIONS.items() if refusal.draws_otherwise}
+    asked = {key: getattr(declared, key, None) for key in refused}
+    ignored = [key for key, value in asked.items() if not refused[key].admits(value)]
     if ignored:
         wishes = ", ".join(f"{key}={asked[key]!r}" for key in ignored)
         logger.warning(f"The model's generation_config has {wishes}, which rollouts leave out: they sample.")
 
 
-def _number(hint: Any) -> Callable[[str, Any], Any]:
+def _number(hint: Any, allowed: Range | None) -> Callable[[str, Any], Any]:
     def read_number(key: str, value: Any) -> Any:
         number = read(key, value, hint)
-        check_range(key, number)
+        if allowed is not None:
+            check_in(key, number, allowed)
         return float(number) if hint is float else number
 
     return read_number
+
+
+def _numbers(hint: Any, allowed: Range | None, *keys: str) -> dict[str, Option]:
+    return {key: Option(key, _number(hint, allowed)) for key in keys}
+
+
+def _also_settings(hint: Any, *keys: str) -> dict[str, Option]:
+    """Gives keys that are settings as well, within their declared range."""
+    return {key: Option(key, _number(hint, DECLARED[key].range)) for key in keys}
 
 
 def _tokens(key: str, value: Any) -> tuple[int, ...]:
@@ -133,10 +192,13 @@ def _callables(value: Any) -> tuple[Any, ...]:
 
 
 OPTIONS: dict[str, Option] = {
-    **{key: Option(key, _number(float)) for key in ("top_p", "min_p", "repetition_penalty", "top_h", "typical_p")},
-    **{key: Option(key, _number(float)) for key in ("epsilon_cutoff", "eta_cutoff", "encoder_repetition_penalty")},
-    **{key: Option(key, _number(int)) for key in ("top_k", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size")},
-    **{key: Option(key, _number(int)) for key in ("min_length", "min_new_tokens", "forced_bos_token_id")},
+    **_also_settings(float, "top_p", "min_p", "repetition_penalty"),
+    **_numbers(float, Range(0, 1, open_low=True), "top_h", "typical_p"),
+    **_numbers(float, Range(0, 1, open_high=True), "epsilon_cutoff", "eta_cutoff"),
+    **_numbers(float, Range(0, open_low=True), "encoder_repetition_penalty"),
+    **_also_settings(int, "top_k"),
+    **_numbers(int, Range(0), "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    **_numbers(int, Range(0), "min_length", "min_new_tokens", "forced_bos_token_id"),
     "remove_invalid_values": Option("remove_invalid_values", lambda key, value: read(key, value, bool)),
     "forced_eos_token_id": Option("forced_eos_token_ids", _tokens),
     "suppress_tokens": Option("suppress_tokens", _tokens),
@@ -153,129 +215,3 @@ APART = ("eos_token_id", "stop_strings")
 
 HARMLESS = ("pad_token_id", "bos_token_id", "renormalize_logits", "disable_compile", "compile_config")
 """Keys that change no token and no log-prob: rows are not padded, and log-probs are normalised in any case."""
-
-
-def _refused(reason: str, remedy: str, **off: Any) -> dict[str, Refusal]:
-    """Refuses several keys for one reason; each keyword names one, with its off value or a tuple of them."""
-    return {
-        key: Refusal(reason, remedy, values if isinstance(values, tuple) else (None, values))
-        for key, values in off.items()
-    }
-
-
-_BEAMS = _refused(
-    "a search over beams is no sample of the model, so that the loss would have no probability of it to work with",
-    "Leave it out; lower temperature or top_p for likelier completions.",
-    num_beams=1,
-    num_beam_groups=1,
-    diversity_penalty=0.0,
-    early_stopping=False,
-    length_penalty=1.0,
-    constraints=None,
-    force_words_ids=None,
-)
-_OTHER_SEARCHES = _refused(
-    "such a search is no sample of the model, so that the loss would have no probability of it to work with",
-    "Leave it out; lower temperature or top_p for likelier completions.",
-    penalty_alpha=0.0,
-    dola_layers=None,
-    custom_generate=None,
-)
-_TWO_FORWARDS = _refused(
-    "it mixes in a second forward pass without the prompt, which the engine's cache has no rows for",
-    "Leave it out, or draw the completions yourself in rollout_func.",
-    guidance_scale=(None, 1, 1.0),
-    negative_prompt_ids=None,
-    negative_prompt_attention_mask=None,
-)
-_WATERMARK = _refused(
-    "a watermark is a pattern that training would teach the model",
-    "Leave it out; watermark the trained model's texts.",
-    watermarking_config=None,
-)
-_TIME = _refused(
-    "a limit in seconds would make completions depend on how busy the machine is",
-    "Leave it out; set max_completion_length.",
-    max_time=None,
-)
-_HEALING = _refused(
-    "it rewrites the end of the prompt, whose ids the reward functions and the update already hold",
-    "Leave it out; end prompts where a token ends.",
-    token_healing=False,
-)
-
-REFUSED_OPTIONS: dict[str, Refusal] = {
-    **_BEAMS,
-    **_OTHER_SEARCHES,
-    **_TWO_FORWARDS,
-    **_WATERMARK,
-    **_TIME,
-    **_HEALING,
-    **_refused(
-        "one field sets the longest completion for the memory plan and the loss alike",
-        "Set max_completion_length.",
-        max_length=None,
-        max_new_tokens=None,
-    ),
-    **_refused(
-        "greedy decoding would make all completions of a prompt the same, without anything to learn from",
-        "Leave it out; lower temperature.",
-        do_sample=(None, True),
-    ),
-    **_refused("num_generations says how many", "Leave it out; set num_generations.", num_return_sequences=1),
-    **_refused(
-        "the engine keeps a cache of its own, within the memory budget",
-        "Leave it out; the plan decides, see memory_budget.",
-        use_cache=True,
-        cache_config=None,
-        max_cache_len=None,
-        low_memory=False,
-        prefill_chunk_size=None,
-        continuous_batching_config=None,
-        past_key_values=None,
-    ),
-    **_refused(
-        "drafted tokens give the same distribution by other random numbers, and need a cache that can go back",
-        "Leave it out.",
-        use_mtp=False,
-        is_assistant=False,
-        assistant_model=None,
-        assistant_tokenizer=None,
-        num_assistant_tokens=(None, 20),
-        num_assistant_tokens_schedule=(None, "constant"),
-        assistant_confidence_threshold=(None, 0.4),
-        assistant_early_exit=None,
-        assistant_lookbehind=(None, 10),
-        assistant_ensemble_weight=None,
-        target_lookbehind=(None, 10),
-        prompt_lookup_num_tokens=None,
-        max_matching_ngram_size=None,
-        speculation_type=None,
-    ),
-    **_refused(
-        "completions come with ids, log-probs and what the trainer records of them, nothing else",
-        "Leave it out; look at trainer.history.",
-        output_attentions=False,
-        output_hidden_states=False,
-        output_scores=False,
-        output_logits=False,
-        return_dict_in_generate=(None, False, True),
-        streamer=None,
-    ),
-    **_refused(
-        "only eos tokens and stop strings are asked after every token",
-        "Use stop_strings or eos_token_id.",
-        stopping_criteria=None,
-    ),
-    **_refused(
-        "rows of one prompt are not numbered the way it expects",
-        "Pass transformers' PrefixConstrainedLogitsProcessor(function, 1) in logits_processor.",
-        prefix_allowed_tokens_fn=None,
-    ),
-    **_refused("a causal model starts from its prompt", "Leave it out.", decoder_start_token_id=None),
-    **_refused("its keys may be given one by one", "Write them in generation_kwargs.", generation_config=None),
-    **_refused("ranks decode on their own", "Leave it out.", synced_gpus=(None, False)),
-}
-"""Keys of transformers' `generate` that are not honoured, each with the reason and the nearest way."""
-
-_TOKENS_DIFFER = (*_BEAMS, *_OTHER_SEARCHES, *_TWO_FORWARDS, *_WATERMARK, *_TIME, *_HEALING)

@@ -5,42 +5,37 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from memsafe_rl.config.refusals import unknown
-from memsafe_rl.config.values import Range, check_in, read
+from memsafe_rl.config.declaring import Setting, declare, setting
+from memsafe_rl.config.values import unknown
 from memsafe_rl.errors import ConfigError
 
 _BOUNDS_SPAN = 10.0
 """Without bounds, a steered beta goes no further than so many times, or a so-manieth of, where it began."""
 
 
-@dataclass(frozen=True)
+@declare(frozen=True)
 class Objective:
-    """One of several things a run learns at once; its rows are those that its reward functions scored.
+    """One of several things a run learns at once; its rows are those that its reward functions scored."""
 
-    Args:
-        name: what it is called in the configuration and the log.
-        rewards: names of its reward functions.
-        weight: multiplies its gradient before the merge.
-        beta: coefficient of its KL to the reference, in nats; where it begins if it is steered.
-        kl_band: least and greatest KL to the reference, in nats per token, beyond which there is an alarm; None: none.
-        adaptive_beta: whether beta is steered so that the KL stays in its band.
-        beta_bounds: least and greatest beta that steering reaches; None for a tenth of beta and ten times as much.
-        beta_window: measured KLs of which the median is held against the band.
-        beta_factors: multiply beta when that median is below, or above, the band.
-    """
+    declared: ClassVar[Mapping[str, Setting]]
 
     name: str
-    rewards: tuple[str, ...]
-    weight: float = 1.0
-    beta: float = 0.0
-    kl_band: tuple[float, float] | None = None
-    adaptive_beta: bool = False
-    beta_bounds: tuple[float, float] | None = None
-    beta_window: int = 20
-    beta_factors: tuple[float, float] = (0.85, 1.15)
+    rewards: tuple[str, ...] = setting((), "Names of its reward functions.", positional=True)
+    weight: float = setting(1.0, "Multiplies its gradient before the merge.", above=0)
+    beta: float = setting(0.0, "Coefficient of its KL to the reference, in nats; where it begins if it adapts.", low=0)
+    kl_band: tuple[float, float] | None = setting(
+        None, "Least and greatest KL to the reference, in nats per token, beyond which there is an alarm; None: none."
+    )
+    adaptive_beta: bool = setting(False, "Whether beta adapts so that the KL stays in its band.")
+    beta_bounds: tuple[float, float] | None = setting(
+        None, "Least and greatest beta that it adapts to; None: a tenth of beta and ten times as much."
+    )
+    beta_window: int = setting(20, "Measured KLs of which the median is held against the band.", low=1)
+    beta_factors: tuple[float, float] = setting(
+        (0.85, 1.15), "Multiply beta when that median is below, or above, the band."
+    )
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -48,21 +43,6 @@ class Objective:
         return self.beta_bounds or (self.beta / _BOUNDS_SPAN, self.beta * _BOUNDS_SPAN)
 
 
-_KINDS: dict[str, Any] = {
-    "rewards": list[str],
-    "weight": float,
-    "beta": float,
-    "kl_band": list[float] | None,
-    "adaptive_beta": bool,
-    "beta_bounds": list[float] | None,
-    "beta_window": int,
-    "beta_factors": list[float],
-}
-_RANGES = {
-    "weight": Range(0, open_low=True),
-    "beta": Range(0),
-    "beta_window": Range(1),
-}
 _EXAMPLE = "objectives={'fairness': {'rewards': ['unbiased'], 'beta': 0.1}, 'truth': {'rewards': ['factual']}}"
 
 
@@ -100,8 +80,8 @@ def _read_objective(name: str, given: Any, beta: float) -> Objective:
         raise ConfigError(f"{told} is {given!r}; it must be a mapping, as in {_EXAMPLE}.")
     settings: dict[str, Any] = {"beta": beta}
     for key, value in given.items():
-        if key not in _KINDS:
-            raise unknown(key, tuple(_KINDS), f"key of {told}")
+        if key not in Objective.declared:
+            raise unknown(key, tuple(Objective.declared), f"key of {told}")
         settings[key] = _read_part(f"{told}['{key}']", key, value)
     if not settings.get("rewards"):
         raise ConfigError(f"{told} has no reward functions. Name at least one: {told}['rewards']=['...'].")
@@ -117,16 +97,14 @@ def _read_objective(name: str, given: Any, beta: float) -> Objective:
 
 
 def _read_part(told: str, key: str, value: Any) -> Any:
-    part = read(told, value, _KINDS[key])
-    if key in _RANGES:
-        check_in(told, part, _RANGES[key])
+    part = Objective.declared[key].read(value, told)
     if key in ("kl_band", "beta_bounds") and part is not None:
         what, example = ("nats per token", "[0.02, 0.06]") if key == "kl_band" else ("nats", "[0.01, 1.0]")
         if len(part) != 2 or not 0 <= part[0] < part[1] < math.inf:
             raise ConfigError(f"{told} is {value!r}; it must be [low, high] in {what}, such as {example}.")
     if key == "beta_factors" and (len(part) != 2 or not 0 < part[0] < 1 < part[1] < math.inf):
         raise ConfigError(f"{told} is {value!r}; it must be [lower, raise] around 1, such as [0.85, 1.15].")
-    return tuple(part) if isinstance(part, list) else part
+    return part
 
 
 def _check_beta(told: str, objective: Objective) -> None:

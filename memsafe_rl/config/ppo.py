@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from memsafe_rl.config.base import TrainerConfig, named
-from memsafe_rl.config.fields import PPOFields
-from memsafe_rl.config.refusals import RefusedFields
+from memsafe_rl.config.base import TrainerConfig, configuration
+from memsafe_rl.config.objectives import Objective
+from memsafe_rl.config.settings import PPOSettings
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.types import LossSettings
 
 
-@named
-@dataclass
-class PPOConfig(RefusedFields, PPOFields, TrainerConfig):
+@configuration
+class PPOConfig(PPOSettings, TrainerConfig):
     """Settings of `PPOTrainer`: those of `GRPOConfig` where the concept is the same, and those of a critic.
 
     The KL to the reference may stand in the reward of every action (`kl_coef`), in the loss (`beta`), or in both;
@@ -24,22 +21,20 @@ class PPOConfig(RefusedFields, PPOFields, TrainerConfig):
 
     algorithm: ClassVar[str] = "PPO"
 
-    def _check_algorithm(self) -> None:
-        if self.kl_target is not None and not self.has_reference:
-            raise ConfigError(
-                f"kl_target is {self.kl_target} nats a row, but kl_coef and beta are 0, so that there is nothing to "
-                "steer. Set kl_coef=0.05, or kl_target=None."
-            )
-        if self.dynamic_sampling and self.num_generations < 2:
-            raise ConfigError(
-                f"dynamic_sampling replaces groups of equal rewards, but num_generations is {self.num_generations}: a "
-                "completion alone equals itself. Set num_generations to 2 or more, or dynamic_sampling=False."
-            )
+    @property
+    def least_group(self) -> int:
+        """1: the critic needs no group to compare with."""
+        return 1
+
+    @property
+    def objective_list(self) -> tuple[Objective, ...]:
+        """None: the critic knows one score of a row."""
+        return ()
 
     @property
     def has_reference(self) -> bool:
-        """Whether a reference is needed."""
-        return self.beta != 0 or self.kl_coef != 0
+        """Whether a reference is needed: for a KL in the loss or in the rewards of actions."""
+        return self.loss_has_kl or self.kl_coef != 0
 
     @property
     def every_row_learns(self) -> bool:
@@ -50,14 +45,19 @@ class PPOConfig(RefusedFields, PPOFields, TrainerConfig):
         """Gives how rewards are compared for the log; a row's advantages come from its actions' own."""
         return {"estimator": "dr_grpo"}
 
-    def loss_settings(self) -> LossSettings:
-        """Gives what the policy's loss reads: PPO's clipped ratio, averaged over the step's tokens."""
-        return LossSettings(
-            loss_type="dapo",
-            epsilon_low=self.epsilon,
-            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
-            delta=self.delta,
-            beta=self.beta,
-            use_bias_correction_kl=self.use_bias_correction_kl,
-            max_completion_length=self.max_completion_length,
-        )
+    def merge_settings(self) -> dict[str, Any]:
+        """Gives the merge of a single gradient, which is itself."""
+        return {"method": "sum"}
+
+    def check_algorithm(self) -> None:
+        """Checks that there is a KL to steer, and a group to replace."""
+        if self.kl_target is not None and not self.has_reference:
+            raise ConfigError(
+                f"kl_target is {self.kl_target} nats a row, but kl_coef and beta are 0, so that there is nothing to "
+                "steer. Set kl_coef=0.05, or kl_target=None."
+            )
+        if self.dynamic_sampling and self.num_generations < 2:
+            raise ConfigError(
+                f"dynamic_sampling replaces groups of equal rewards, but num_generations is {self.num_generations}: a "
+                "completion alone equals itself. Set num_generations to 2 or more, or dynamic_sampling=False."
+            )

@@ -17,7 +17,8 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from memsafe_rl.accounting import charge, in_phase
-from memsafe_rl.config.base import GRPOConfig, TrainerConfig
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state

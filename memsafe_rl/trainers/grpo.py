@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memsafe_rl.config.base import GRPOConfig
+from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
 
 

@@ -12,15 +12,15 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from memsafe_rl.config.base import GRPOConfig
-from memsafe_rl.config.fields import GROUPS
+from memsafe_rl.config.declaring import grouped
+from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.diffusion.condition_cache import prompt_key
 from memsafe_rl.models.diffusion.policy import Condition, DiffusionAdapter, TrainedSteps, check_denoiser
 from memsafe_rl.models.diffusion.schedulers import DDIMScheduler, FlowSDEScheduler
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.trainers.grpo import GRPOTrainer
-from memsafe_rl.training.assembly.denoisers import _FOR_TOKENS, Denoisers
+from memsafe_rl.training.assembly.denoisers import Denoisers
 from tests.diffusion.small import PROMPTS, SHAPE, WIDTH, Denoiser, draw, make_policy
 
 
@@ -172,9 +172,10 @@ def test_a_length_that_a_chain_does_not_have_is_told(tmp_path: Path, caplog: pyt
 
 def test_every_setting_is_either_used_by_chains_or_known_to_be_of_tokens() -> None:
     """Whoever adds a setting to the groups that speak of tokens says what a chain makes of it."""
-    of_tokens = {name for title in ("Sampling", "Rollout engine", "Prompts") for name in GROUPS[title]}
+    groups = grouped(GRPOConfig)
+    of_tokens = [one for title in ("Sampling", "Rollout engine", "Prompts") for one in groups[title]]
     used = {"shuffle_dataset", "remove_unused_columns", "max_completion_length"}
-    assert of_tokens - used <= set(_FOR_TOKENS)
+    assert {one.name for one in of_tokens if not one.tokens_only} <= used
 
 
 @pytest.mark.parametrize(

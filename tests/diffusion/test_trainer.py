@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from memsafe_rl.config.base import GRPOConfig
+from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.diffusion.policy import Condition, DiffusionAdapter, TrainedSteps

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from memsafe_rl.config.base import GRPOConfig
+from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import FixedPolicy
 from memsafe_rl.memory.runtime.recovery import under

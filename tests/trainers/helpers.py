@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from memsafe_rl.config.base import GRPOConfig
+from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.memory.planning.policies import FixedPolicy
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import HfArgumentParser
 
 from memsafe_rl.config.alarm_rules import ALARMS, AlarmRules
-from memsafe_rl.config.base import GRPOConfig
+from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.training import learner

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memsafe_rl.config.base import GRPOConfig
-from memsafe_rl.config.values import OPTIMIZERS
+from memsafe_rl.config.grpo import GRPOConfig
+from memsafe_rl.config.settings import OPTIMIZERS
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.simulated.counting import CountingAllocator, compiler_available
 from memsafe_rl.memory.simulated.device import SimulatedMemory

@@ -29,16 +29,30 @@ from transformers import (
 from transformers.trainer_utils import IntervalStrategy
 from transformers.training_args import OptimizerNames, ParallelMode
 
-from memsafe_rl.config import base as config_module
-from memsafe_rl.config.base import GRPOConfig, KLStop
-from memsafe_rl.config.fields import GROUPS, GRPOFields, PPOFields, help_text
-from memsafe_rl.config.generation_options import OPTIONS
+from memsafe_rl.config import grpo as grpo_module
+from memsafe_rl.config import validation
+from memsafe_rl.config.declaring import declare, grouped, setting
+from memsafe_rl.config.grpo import GRPOConfig
+from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.config.refusals import ALIASES, REFUSED
-from memsafe_rl.config.values import CHOICES, OPTIMIZERS, RANGES
+from memsafe_rl.config.settings import GROUPS, OPTIMIZERS, GRPOSettings, PPOSettings
+from memsafe_rl.config.validation import ENUMS, REGISTRIES
+from memsafe_rl.config.views import (
+    EntropySettings,
+    ImportanceSettings,
+    KLStop,
+    RolloutSettings,
+    StepSettings,
+    UpdateSettings,
+    critic_settings,
+    rollout_settings,
+    step_settings,
+    update_settings,
+)
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.types import LossSettings, SamplingSettings
 
-OURS = {field.name: field for field in dataclasses.fields(GRPOFields)}
+OURS = {field.name: field for field in dataclasses.fields(GRPOSettings)}
 THEIRS = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
 
 NEW = {
@@ -86,8 +100,8 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 def _fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    config_module._warn.cache_clear()
-    config_module._say_once.cache_clear()
+    grpo_module._warn.cache_clear()
+    validation._say_once.cache_clear()
 
 
 # Every TRL setting has its place
@@ -349,22 +363,29 @@ def test_wrong_values_are_refused_in_one_line(settings: dict[str, Any], parts: t
         assert part in message
 
 
-def test_every_table_names_fields() -> None:
-    every = {*OURS, *(field.name for field in dataclasses.fields(PPOFields))}
-    assert set(RANGES) <= {*every, *OPTIONS}
-    assert set(CHOICES) <= every
-    assert not set(REFUSED) & every
-    assert set(ALIASES.values()) <= every
+def test_every_declaration_fits_its_setting() -> None:
+    every = {**PPOSettings.declared, **GRPOSettings.declared}
+    assert set(every) == {*OURS, *(field.name for field in dataclasses.fields(PPOSettings))}
+    assert not set(REFUSED) & set(every)
+    assert not set(ALIASES) & set(every)
     assert set(OPTIMIZERS) <= {name.value for name in OptimizerNames}
-    assert set(CHOICES["lr_scheduler_type"]) <= {name.value for name in SchedulerType}
+    assert set(every["lr_scheduler_type"].choices) <= {name.value for name in SchedulerType}
+    for name, one in every.items():
+        assert one.name == name
+        assert one.registry in ("", *REGISTRIES)
+        assert one.enum in ("", *ENUMS)
+        assert one.range is None or one.default in (None, "auto") or one.default in one.range
+        words = tuple(REGISTRIES[one.registry]) if one.registry else tuple(one.choices)
+        assert not words or one.default in (None, *words)
 
 
 def test_each_field_is_documented_and_in_one_group() -> None:
-    grouped = [name for names in GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted(OURS)
-    for name, field in OURS.items():
-        assert len(help_text(field)) > 15
-        assert f"{name}: {help_text(field)}" in (GRPOConfig.__doc__ or "")
+    groups = grouped(GRPOSettings)
+    assert set(groups) == set(GROUPS)
+    assert sorted(one.name for settings in groups.values() for one in settings) == sorted(OURS)
+    for name, one in GRPOSettings.declared.items():
+        assert len(one.help) > 15
+        assert f"{name}: {one.help}" in (GRPOConfig.__doc__ or "")
 
 
 # Batches
@@ -715,7 +736,7 @@ def test_optimizers_step(optim: str, optim_args: str | None) -> None:
     assert scheduler.get_last_lr() == pytest.approx([0.1])
 
 
-@pytest.mark.parametrize("name", CHOICES["lr_scheduler_type"])
+@pytest.mark.parametrize("name", GRPOSettings.declared["lr_scheduler_type"].choices)
 def test_schedules_are_made(name: str) -> None:
     needed: dict[str, Any] = {
         "cosine_with_min_lr": {"min_lr": 0.01},
@@ -729,7 +750,7 @@ def test_schedules_are_made(name: str) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_module.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="pip install bitsandbytes"):
         GRPOConfig(optim="adamw_8bit")
 
@@ -747,17 +768,26 @@ HINTS = {
 """Settings that may never change a result, so that nothing needs to read them."""
 
 
+VIEWED = {
+    field.name
+    for view in (LossSettings, SamplingSettings, RolloutSettings, UpdateSettings, EntropySettings, StepSettings)
+    for field in dataclasses.fields(view)
+}
+"""Settings that other rooms read by the name of a view's field."""
+
+
 @pytest.mark.parametrize("name", sorted(set(OURS) - HINTS))
 def test_every_setting_is_read_by_someone(name: str) -> None:
-    package = Path(config_module.__file__).parents[1]
-    ours = [path for path in package.rglob("*.py") if path.name not in ("fields.py", "checks.py", "refusals.py")]
+    package = Path(validation.__file__).parents[1]
     theirs = [inspect.getsource(trainer_callback), inspect.getsource(Trainer.get_optimizer_cls_and_kwargs)]
-    sources = "".join([*(path.read_text() for path in ours), *theirs])
-    assert re.search(rf"\b(self|args|_?config)\.{name}\b", sources)
+    sources = {path: path.read_text() for path in package.rglob("*.py") if path.name != "settings.py"}
+    elsewhere = "".join(text for path, text in sources.items() if path.parent.name != "config")
+    by_view = name in VIEWED and re.search(rf"settings\.{name}\b", elsewhere)
+    assert by_view or re.search(rf"\b(self|args|_?config)\.{name}\b", "".join([*sources.values(), *theirs]))
 
 
 def test_fields_alone_need_nothing_heavy() -> None:
-    assert {field.name for field in dataclasses.fields(GRPOFields)} == set(OURS)
+    assert {field.name for field in dataclasses.fields(GRPOSettings)} == set(OURS)
 
 
 def test_a_copy_remembers_by_itself_what_was_filled_in(tmp_path: Path) -> None:
@@ -780,3 +810,57 @@ def test_another_estimator_has_its_own_scale_and_least_group():
     assert GRPOConfig(advantage_estimator="reinforce++", num_generations=1).num_generations == 1
     with pytest.raises(ConfigError, match="num_generations is 1"):
         GRPOConfig(advantage_estimator="rloo", num_generations=1)
+
+
+@declare()
+class OwnSettings(GRPOSettings):
+    horizon: int | None = setting(
+        4, "Steps ahead, in tokens; None: all.", group="Own", low=1, also=("look_ahead",), tokens_only=True
+    )
+
+
+def test_everything_follows_from_one_declaration() -> None:
+    one = OwnSettings.declared["horizon"]
+    assert OwnSettings().horizon == 4
+    assert [setting.name for setting in grouped(OwnSettings)["Own"]] == ["horizon"]
+    assert (one.read("8"), one.read("none")) == (8, None)
+    with pytest.raises(ConfigError, match=r"horizon is 0; it must be at least 1\."):
+        one.read(0)
+    with pytest.raises(ConfigError, match=r"horizon is 'far'; it must be a whole number or none\."):
+        one.read("far")
+    assert (one.resume, one.tokens_only) == ("must agree", True)
+    help_of_parsers = HfArgumentParser(OwnSettings).format_help()
+    assert "--look_ahead" in help_of_parsers
+    assert "Steps ahead, in tokens" in help_of_parsers
+    assert "horizon" not in GRPOSettings.declared
+
+
+def test_settings_are_given_by_name() -> None:
+    assert GRPOConfig("out").output_dir == "out"
+    with pytest.raises(TypeError, match="positional"):
+        GRPOConfig("out", 4)  # type: ignore[misc]
+
+
+def test_views_follow_the_fields() -> None:
+    config = GRPOConfig(num_generations=4, temperature=0.7, entropy_coef=0.1, num_iterations=2, kl_stop=0.02, beta=0.04)
+    rollout, update, step = rollout_settings(config), update_settings(config), step_settings(config)
+    for view in (rollout, update, update.entropy, step):
+        names = {field.name for field in dataclasses.fields(view)} - {"importance", "loss", "entropy", "eval_tries"}
+        assert all(getattr(view, name) == getattr(config, name) for name in names)
+        assert hash(view) is not None
+    assert rollout.importance == ImportanceSettings(True, "sequence_mask", None, 3.0)
+    assert rollout.eval_tries == (1, 2, 4)
+    assert rollout.visits_rows_again
+    assert update.loss == config.loss_settings()
+    assert update.entropy.gives_bonus
+    assert step.kl_stop_rule == KLStop(0.02)
+    critic = critic_settings(PPOConfig(gamma=0.9))
+    assert (critic.gamma, critic.kl_coef, critic.has_reference, critic.rollout_rows) == (0.9, 0.05, True, 8)
+
+
+def test_a_copy_may_count_other_ranks() -> None:
+    config = GRPOConfig()
+    twin = config.on_ranks(4)
+    assert (twin.world_size, twin.step_rows, config.world_size) == (4, 32, 1)
+    assert twin.left_open("steps_per_generation")
+    assert not GRPOConfig(steps_per_generation=1).left_open("steps_per_generation")

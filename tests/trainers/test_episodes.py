@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from peft import LoraConfig
 
-from memsafe_rl.config.base import GRPOConfig
+from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, LadderPolicy

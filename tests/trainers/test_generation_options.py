@@ -11,14 +11,13 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, MinPLogitsWarper, SuppressTokensLogitsProcessor
 
 from memsafe_rl import GRPOConfig
-from memsafe_rl.config.base import _hints
 from memsafe_rl.config.generation_options import (
     APART,
     HARMLESS,
     OPTIONS,
-    REFUSED_OPTIONS,
     say_what_is_left_out,
 )
+from memsafe_rl.config.refusals import REFUSED_OPTIONS
 from memsafe_rl.config.resume_checks import run_facts
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.rollout.native.drawing import Drawer
@@ -65,7 +64,7 @@ def test_every_key_sets_its_field(key: str) -> None:
 
 def test_every_key_of_transformers_is_known() -> None:
     theirs = {key for key in vars(GenerationConfig()) if not key.startswith("_")} - {"transformers_version"}
-    ours = {*OPTIONS, *APART, *HARMLESS, *REFUSED_OPTIONS, *_hints(GRPOConfig)}
+    ours = {*OPTIONS, *APART, *HARMLESS, *REFUSED_OPTIONS, *GRPOConfig.declared}
     assert not theirs - ours
     assert not set(OPTIONS) & set(REFUSED_OPTIONS)
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from memsafe_rl.config.base import GRPOConfig
 from memsafe_rl.config.degradation import LOSSY_REMEDIES, next_degradation
+from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import FixedPolicy
 from memsafe_rl.memory.simulated.device import SimulatedMemory

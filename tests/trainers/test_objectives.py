@@ -21,7 +21,6 @@ from peft import LoraConfig
 
 from memsafe_rl import GRPOConfig, GRPOTrainer, forecast_memory
 from memsafe_rl.config.objectives import Objective, read_objectives
-from memsafe_rl.config.values import CHOICES
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.estimator import update_parts
 from memsafe_rl.memory.simulated.device import SimulatedMemory
@@ -732,7 +731,7 @@ def test_merges_without_objectives_and_too_many_for_one_are_refused() -> None:
     nine = {str(place): {"rewards": ["digits", str(place)]} for place in range(9)}
     with pytest.raises(ConfigError, match=r"with 9 objectives; it weighs at most 8.*gradient_merge='pcgrad'"):
         GRPOConfig(gradient_merge="cagrad", objectives=nine)
-    assert CHOICES["gradient_merge"] == tuple(MERGES)
+    assert GRPOConfig.declared["gradient_merge"].choices == tuple(MERGES)
     for c, told in ((1.0, "at least 0 and less than 1"), (math.inf, "finite, and at least 0 and less than 1")):
         with pytest.raises(ConfigError, match=f"cagrad_c is {c}; it must be {told}"):
             GRPOConfig(objectives=OBJECTIVES, gradient_merge="cagrad", cagrad_c=c)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -33,48 +32,6 @@ from memsafe_rl.types import Completion, Component, SamplingSettings
 
 logger = logging.getLogger(__name__)
 
-_FOR_TOKENS = (
-    "use_vllm",
-    "vllm_gpu_memory_utilization",
-    "vllm_enable_sleep_mode",
-    "vllm_max_model_length",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
-    "use_transformers_continuous_batching",
-    "transformers_continuous_batching_config",
-    "cache_implementation",
-    "partial_rollout_tokens",
-    "max_tool_calling_iterations",
-    "max_turn_length",
-    "max_episode_turns",
-    "mask_truncated_completions",
-    "missing_eos_penalty",
-    "kl_estimator",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "generation_kwargs",
-    "max_prompt_length",
-    "overlong_prompts",
-    "chat_template_kwargs",
-    "pad_to_multiple_of",
-    "model_init_kwargs",
-    "entropy_coef",
-    "use_adaptive_entropy",
-    "entropy_coef_min",
-    "entropy_coef_max",
-    "entropy_coef_delta",
-    "entropy_target",
-    "top_entropy_quantile",
-    "verify_plan",
-    "probe_worst_case",
-)
-"""Settings that only rows of tokens, or models loaded by name, have a use for; their defaults ask for nothing. Chains
-are alike, so that the first step is the worst case."""
 _SHORTENED_BY_NOTHING = frozenset({"max_completion_length", "cache_implementation"})
 """Remedies of `allow_lossy` that would change nothing of a chain."""
 
@@ -202,12 +159,12 @@ class Denoisers:
 
 
 def _refuse_what_is_for_tokens(config: TrainerConfig) -> None:
-    """Refuses every setting that was changed and would be without effect."""
-    for setting in fields(config):
-        value = getattr(config, setting.name)
-        if setting.name in _FOR_TOKENS and value != setting.default:
+    """Refuses every setting that was changed and would be without effect; chains are alike: the first step is worst."""
+    for name, setting in config.declared.items():
+        value = getattr(config, name)
+        if setting.tokens_only and value != setting.default:
             raise ConfigError(
-                f"{setting.name} is {value!r}, which is for models that draw tokens; a DiffusionPolicy draws states. "
+                f"{name} is {value!r}, which is for models that draw tokens; a DiffusionPolicy draws states. "
                 f"Leave it out (or set it to {setting.default!r})."
             )
     useless = sorted(_SHORTENED_BY_NOTHING.intersection(config.allow_lossy))
@@ -220,7 +177,7 @@ def _refuse_what_is_for_tokens(config: TrainerConfig) -> None:
 
 def _take_steps(config: TrainerConfig, steps: int) -> None:
     """Makes the steps of a chain the length of a row, and says so where another length was asked for."""
-    default = next(setting.default for setting in fields(config) if setting.name == "max_completion_length")
+    default = config.declared["max_completion_length"].default
     if config.max_completion_length not in (default, steps):
         logger.warning(
             "max_completion_length is %d, but a chain of this DiffusionPolicy has %d steps (num_inference_steps): the "

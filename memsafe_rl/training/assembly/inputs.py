@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.objectives import check_reward_names
-from memsafe_rl.config.refusals import unknown
+from memsafe_rl.config.values import unknown
 from memsafe_rl.data.external_rollout import RolloutFunction
 from memsafe_rl.data.prompts import (
     IndexedPrompts,

@@ -1,0 +1,114 @@
+"""The configuration of a GRPO run."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any, ClassVar
+
+from memsafe_rl.config.base import TrainerConfig, configuration
+from memsafe_rl.config.objectives import Objective, read_objectives
+from memsafe_rl.config.settings import GRPOSettings
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.ops.advantages import ESTIMATORS
+from memsafe_rl.ops.losses import LOSSES
+from memsafe_rl.ops.merging import MOST_CAGRAD_OBJECTIVES
+
+
+@configuration
+class GRPOConfig(GRPOSettings, TrainerConfig):
+    """Settings of `GRPOTrainer`, under TRL 1.16's names, with its defaults and meanings.
+
+    Every setting here is honoured; any other one of TRL or transformers is refused by name when the object is made or
+    changed. The object is mutable and is validated when it is made and again by the trainer.
+
+    Differences from TRL's defaults: `disable_dropout` is True, since a batch cut otherwise would draw other masks;
+    `gradient_checkpointing` is None, since the plan decides; `bf16` is False on a device without it.
+    """
+
+    algorithm: ClassVar[str] = "GRPO"
+
+    @property
+    def least_group(self) -> int:
+        """Completions of a prompt that its advantages compare."""
+        return ESTIMATORS[self.advantage_estimator].least_group
+
+    @property
+    def objective_list(self) -> tuple[Objective, ...]:
+        """What `objectives` means; empty where there is but the weighted sum of all rewards."""
+        return read_objectives(self.objectives, beta=self.beta)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference is needed: for a KL in the loss."""
+        return self.loss_has_kl
+
+    @property
+    def every_row_learns(self) -> bool:
+        """Whether the loss has a KL or a bonus on entropy, so that rows whose advantage is 0 count too."""
+        return self.loss_has_kl or self.gives_entropy_bonus
+
+    def advantage_settings(self) -> dict[str, str]:
+        """Gives the part of the configuration that advantages read."""
+        return {
+            "estimator": self.advantage_estimator,
+            "scale_rewards": self.scale_rewards,
+            "aggregation": self.multi_objective_aggregation,
+        }
+
+    def merge_settings(self) -> dict[str, Any]:
+        """Gives the part of the configuration that the merge of the objectives' gradients reads."""
+        return {"method": self.gradient_merge, "cagrad_c": self.cagrad_c}
+
+    def check_algorithm(self) -> None:
+        """Checks objectives, estimator and level, and warns of doubtful choices."""
+        _check_objectives(self)
+        _check_estimator(self)
+        _check_level(self)
+
+
+def _check_objectives(config: GRPOConfig) -> None:
+    """Refuses settings that only several objectives read, where there are none, and too many for a merge."""
+    objectives = config.objective_list
+    if not objectives:
+        why, remedy = "without objectives, whose gradients it would merge", ", or set objectives"
+        _refuse_changed(config, ("gradient_merge", "cagrad_c"), why, remedy)
+    if config.gradient_merge == "cagrad" and len(objectives) > MOST_CAGRAD_OBJECTIVES:
+        raise ConfigError(
+            f"gradient_merge is 'cagrad' with {len(objectives)} objectives; it weighs at most "
+            f"{MOST_CAGRAD_OBJECTIVES}. Join some of them, or set gradient_merge='pcgrad'."
+        )
+
+
+def _check_estimator(config: GRPOConfig) -> None:
+    """Refuses settings of the estimator "group" beside another one, which would not read them."""
+    if config.advantage_estimator != "group":
+        beside = f"with advantage_estimator={config.advantage_estimator!r}, which has a scale of its own"
+        remedy = ", or set advantage_estimator='group'"
+        _refuse_changed(config, ("scale_rewards", "multi_objective_aggregation"), beside, remedy)
+    elif config.scale_rewards != "none" and config.num_generations == 2:
+        _warn(
+            "num_generations is 2 with scaled rewards: every advantage is then 0 or +-0.707, and the size of the "
+            "rewards is lost. Set num_generations to 4 or more, or scale_rewards='none'."
+        )
+
+
+def _check_level(config: GRPOConfig) -> None:
+    level, levels = config.importance_sampling_level, LOSSES[config.loss_type].traits.levels
+    if level not in levels:
+        _warn(
+            f"importance_sampling_level is {level!r} with loss_type {config.loss_type!r}, which is defined for "
+            f"{levels[0]!r}. Set importance_sampling_level={levels[0]!r}, or loss_type='grpo', which suits both."
+        )
+
+
+def _refuse_changed(config: GRPOConfig, names: tuple[str, ...], why: str, remedy: str = "") -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value != config.declared[name].default:
+            raise ConfigError(f"{name} is {value!r} {why}. Leave {name} out{remedy}.")
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=2)

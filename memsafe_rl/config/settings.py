@@ -1,0 +1,539 @@
+"""Every setting of a run, declared once; nothing heavy is imported, so that help is fast."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from memsafe_rl.config.alarm_rules import ALARMS
+from memsafe_rl.config.declaring import Setting, again, declare, setting
+
+if TYPE_CHECKING:  # what a validated configuration holds
+    Settings = dict[str, Any] | None
+    Filled = str
+    Size = int | str
+    Words = tuple[str, ...]
+    Rules = dict[str, Any] | bool | None
+else:  # what a user may write: text on a command line, None where a default is filled in
+    Settings = dict[str, Any] | str | None
+    Filled = str | None
+    Size = int | str | None
+    Words = tuple[str, ...] | str | None
+    Rules = dict[str, Any] | str | None
+
+run = partial(setting, group="Length, randomness, device", resume="may change")
+batch = partial(setting, group="Batches and groups")
+layout = partial(batch, low=1, resume="may change")
+"""How rows are laid out; the rows of a step and of a rollout are compared in their place."""
+prompt = partial(setting, group="Prompts")
+sampling = partial(setting, group="Sampling", tokens_only=True)
+engine = partial(setting, group="Rollout engine", tokens_only=True)
+reward = partial(setting, group="Rewards")
+calls = partial(reward, resume="may change")
+objective = partial(setting, group="Several objectives")
+loss = partial(setting, group="Loss")
+reference = partial(setting, group="Reference and entropy")
+optimizer = partial(setting, group="Optimizer")
+precision = partial(setting, group="Precision and model")
+memory = partial(setting, group="Memory (never changes the result)", resume="may change")
+evaluation = partial(setting, group="Evaluation", resume="may change")
+checkpoint = partial(setting, group="Checkpoints", resume="may change")
+log = partial(setting, group="Log", resume="may change")
+critic = partial(setting, group="Critic")
+
+_PANELS = (run, batch, prompt, sampling, engine, reward, objective, loss, reference, optimizer, precision, memory)
+GROUPS: tuple[str, ...] = tuple(panel.keywords["group"] for panel in (*_PANELS, evaluation, checkpoint, log))
+"""The panels of help, what matters most first; PPO's own settings have one of their own."""
+
+_OFF = {False: "no", "false": "no"}
+"""YAML's reading of a bare ``no``."""
+_INTERVAL: dict[str, Any] = {"choices": ("no", "steps", "epoch"), "enum": "IntervalStrategy", "spellings": _OFF}
+_ALARM_WORDS = {
+    **dict.fromkeys((False, "false", "off", "no"), json.dumps(dict.fromkeys(ALARMS))),
+    **dict.fromkeys((True, "true", "on", "yes"), "none"),
+}
+_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critical")
+_SCHEDULES = (
+    *("linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "polynomial"),
+    *("constant", "constant_with_warmup", "inverse_sqrt", "warmup_stable_decay"),
+)
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adagrad", "rmsprop"), "torch"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"), "bitsandbytes"),
+    **dict.fromkeys(("lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"), "bitsandbytes"),
+    **dict.fromkeys(("ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit"), "bitsandbytes"),
+    **dict.fromkeys(("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"), "bitsandbytes"),
+    **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), "torchao"),
+}
+"""The optimizers that can be named, and the package each needs.
+
+Left out: those that move weights inside the backward pass (layer-wise GaLore and APOLLO, LOMO), which no failed attempt
+could undo; those that need target modules; those whose weights differ between training and evaluation (schedule-free);
+those of other devices.
+"""
+
+
+@declare()
+class RunSettings:
+    """What any training run has: length, optimizer, precision, memory, evaluation, checkpoints, log."""
+
+    declared: ClassVar[Mapping[str, Setting]]
+
+    output_dir: Filled = run(
+        None, "Folder of checkpoints, the final model and the metrics log; None: 'trainer_output'.", positional=True
+    )
+    num_train_epochs: float = run(3.0, "Passes over the prompts; a fraction ends within a pass.", above=0)
+    max_steps: int = run(-1, "Optimizer steps of the run; overrides num_train_epochs; -1: not set.", low=-1)
+    do_train: bool = run(False, "For scripts that ask whether to train; the trainer does not read it.")
+    resume_from_checkpoint: str | None = run(
+        None,
+        "Checkpoint folder to resume from; 'true': the latest in output_dir.",
+        spellings={True: "true", False: "none"},
+    )
+    seed: int = run(
+        42,
+        "Seed of all randomness; samples depend on it, never on how work is cut.",
+        low=0,
+        below=2**63,
+        resume="must agree",
+    )
+    data_seed: int | None = run(
+        None, "Seed of the order of prompts; None: seed.", low=0, below=2**63, resume="must agree"
+    )
+    use_cpu: bool = run(False, "Train on the CPU even where a CUDA device is available.")
+
+    learning_rate: float = optimizer(1e-6, "Highest learning rate.", low=0)
+    lr_scheduler_type: str = optimizer(
+        "linear", "Shape of the learning rate, by transformers' name.", choices=_SCHEDULES, enum="SchedulerType"
+    )
+    lr_scheduler_kwargs: Settings = optimizer(
+        None, 'Further arguments of the schedule, such as {"num_cycles": 1}; JSON on a command line.'
+    )
+    warmup_steps: float = optimizer(
+        0, "Optimizer steps over which the learning rate rises from 0; below 1: that share of the run.", low=0
+    )
+    optim: str = optimizer(
+        "adamw_torch_fused",
+        "Optimizer, by transformers' name, such as 'sgd'.",
+        choices=OPTIMIZERS,
+        enum="OptimizerNames",
+    )
+    optim_args: str | None = optimizer(None, "Further arguments of the optimizer, as 'name=value,name=value'.")
+    weight_decay: float = optimizer(0.0, "Weight decay of all trained weights but biases and norms.", low=0)
+    adam_beta1: float = optimizer(0.9, "Decay of the mean gradient in Adam-like optimizers.", low=0, below=1)
+    adam_beta2: float = optimizer(0.999, "Decay of the mean squared gradient in Adam-like optimizers.", low=0, below=1)
+    adam_epsilon: float = optimizer(1e-8, "Added to the denominator in Adam-like optimizers.", low=0)
+    max_grad_norm: float = optimizer(1.0, "Gradient norm above which the gradient is scaled down; 0: never.", low=0)
+
+    bf16: bool | None = precision(
+        None, "Forward passes in bfloat16; None: on where a CUDA device supports it and fp16 is off, else off."
+    )
+    fp16: bool = precision(False, "Forward passes in float16, with loss scaling.")
+    model_init_kwargs: Settings = precision(
+        None, 'Arguments of from_pretrained when the model is a name, such as {"dtype": "bfloat16"}.', tokens_only=True
+    )
+    trust_remote_code: bool = precision(
+        False, "Whether models and tokenizers may run code that comes with them.", resume="may change"
+    )
+    router_aux_loss_coef: float | None = precision(
+        None, "Weight of a mixture of experts' balance loss; only 0.0 trains such a model (None: refused).", low=0
+    )
+    disable_dropout: bool = precision(
+        True, "Score and update without dropout; with dropout, only retries of the same size are exact."
+    )
+
+    memory_budget: Size = memory(
+        "auto",
+        "Device memory this run may use: 'auto', bytes, '16GiB' or a share such as '80%'.",
+        spellings={None: "auto"},
+    )
+    allow_lossy: Words = memory(
+        (),
+        "Remedies that change the task, taken in this order when no plan fits: 'max_completion_length', "
+        "'num_generations', 'num_iterations', 'cache_implementation', 'optim'.",
+    )
+    trajectory_device: str | None = memory(
+        None,
+        "Where a rollout waits between updates: 'device' or 'host'; None: the plan decides.",
+        choices=("device", "host"),
+    )
+    gradient_checkpointing: bool | None = memory(
+        None, "Hint: recompute activations; None: the plan decides.", also=("activation_checkpointing",)
+    )
+    gradient_checkpointing_kwargs: Settings = memory(
+        None, 'Only {"use_reentrant": false}, which is how it works here.', also=("activation_checkpointing_kwargs",)
+    )
+    torch_empty_cache_steps: int | None = memory(
+        None, "Hint: optimizer steps between two releases of cached device memory; None: the plan decides.", low=1
+    )
+    auto_find_batch_size: bool = memory(
+        False, "Hint without effect on results: a failed allocation makes the micro-batch smaller, never a group."
+    )
+    cache_implementation: str | None = memory(
+        None,
+        "Kind of key/value cache for rollouts, under transformers' names: 'quantized' keeps it in 8 bits, which is "
+        "lossy and corrected by importance weights; others are hints without effect on results; None: the plan "
+        "decides.",
+        tokens_only=True,
+    )
+    pad_to_multiple_of: int | str | None = memory(
+        "auto",
+        "Hint without effect on results: multiple of tokens to pad rows to; 'auto': none.",
+        low=1,
+        tokens_only=True,
+    )
+    memory_forecast: bool | None = memory(
+        None,
+        "Before weights are loaded, run a step on tensors without bytes: plan by what it would hold, and refuse a "
+        "run that cannot fit; costs a few seconds. None: for a model given by name, on a CUDA device or under an "
+        "explicit budget.",
+    )
+    verify_plan: bool = memory(
+        False,
+        "Before the first step, prove on this model that the plan changes neither tokens nor gradient, failures "
+        "included; costs about three rollouts and gradients of one step.",
+        tokens_only=True,
+    )
+    probe_worst_case: bool = memory(
+        False,
+        "Before the first step, try the longest prompt and completion once, so that a run that cannot fit fails in "
+        "its first minute; costs a few long forward passes and two micro-batches.",
+        tokens_only=True,
+    )
+
+    eval_strategy: str = evaluation("no", "When to evaluate: 'no', 'steps' or 'epoch'.", **_INTERVAL)
+    eval_steps: float | None = evaluation(
+        None, "Optimizer steps between evaluations; below 1: share of the run; None: logging_steps.", low=0
+    )
+    eval_delay: float = evaluation(0, "Optimizer steps (or epochs) before the first evaluation.", low=0)
+    eval_on_start: bool = evaluation(False, "Evaluate once before the first optimizer step.")
+    per_device_eval_batch_size: int = evaluation(
+        8, "Completions per rank that an evaluation draws at once; never changes its result.", low=1
+    )
+    do_eval: bool = evaluation(False, "Whether to evaluate; on whenever eval_strategy is not 'no'.")
+    num_generations_eval: int | None = evaluation(
+        None, "Completions per prompt in evaluations; None: num_generations.", low=1
+    )
+    eval_pass_at: list[int] | None = evaluation(
+        None, "Evaluations log pass@k and best@k for these k; None: 1, 2, 4, ... and num_generations_eval, if above 1."
+    )
+    eval_pass_threshold: float = evaluation(
+        1.0, "Reward from which a completion of an evaluation passes.", low=-math.inf
+    )
+    eval_pass_reward: str | None = evaluation(
+        None, "Name of the reward function that decides what passes; None: the weighted sum of all."
+    )
+
+    save_strategy: str = checkpoint(
+        "steps",
+        "When to save a checkpoint: 'no', 'steps', 'epoch' or 'best'.",
+        choices=("no", "steps", "epoch", "best"),
+        enum="SaveStrategy",
+        spellings=_OFF,
+    )
+    save_steps: float = checkpoint(500, "Optimizer steps between checkpoints; below 1: share of the run.", above=0)
+    save_total_limit: int | None = checkpoint(None, "Checkpoints kept, oldest removed first; None: all.", low=1)
+    save_only_model: bool = checkpoint(False, "Save weights only; such a checkpoint cannot be resumed from.")
+    load_best_model_at_end: bool = checkpoint(False, "Load the best checkpoint when the run ends.")
+    metric_for_best_model: str | None = checkpoint(
+        None, "Metric of an evaluation by which checkpoints are compared; None: 'reward', where one is needed."
+    )
+    greater_is_better: bool | None = checkpoint(
+        None, "Whether a larger value of that metric is better; None: unless its name ends in 'loss'."
+    )
+
+    logging_strategy: str = log("steps", "When to log: 'no', 'steps' or 'epoch'.", **_INTERVAL)
+    logging_first_step: bool = log(False, "Log the first optimizer step too.")
+    logging_steps: float = log(10, "Optimizer steps between two lines of the log; below 1: share of the run.", above=0)
+    log_level: str = log("passive", "Least level logged on the main process; 'passive': as it is.", choices=_LEVELS)
+    log_level_replica: str = log("warning", "Least level logged on the other processes.", choices=_LEVELS)
+    disable_tqdm: bool | None = log(None, "No progress bar; None: a bar unless logging is below warnings.")
+    report_to: list[str] | str | None = log(
+        "none", "Trackers, such as 'tensorboard' or 'wandb'; 'all': every one installed; 'none': none."
+    )
+    run_name: str | None = log(None, "Name of the run in trackers.")
+    project: str = log("huggingface", "Name of the project in trackers.")
+    log_completions: bool = log(False, "Show a table of prompts, completions and rewards at every log.")
+    num_completions_to_print: int | None = log(None, "Rows of that table; None: all.", low=1)
+    log_unique_prompts: bool = log(False, "Show each prompt once in that table.")
+    alarms: Rules = log(
+        None,
+        "Limits from which an alarm is raised, once until it clears: truncation (share, 0.05), judge_seconds (6), "
+        "equal_rewards (share of groups, 0.9), kl ([low, high] in nats per token, off), objective_kl (objectives' "
+        "own kl_band, on), lost_updates (share of half-precision weights, 0.5), throughput_drop (share lost, 0.5), "
+        "retries (in 20 steps, 3); null switches one off, false all; None: these.",
+        spellings=_ALARM_WORDS,
+    )
+
+
+@declare()
+class TrainerSettings(RunSettings):
+    """What learning from rewards adds; names, defaults and meanings are TRL 1.16's where the concept is the same."""
+
+    per_device_train_batch_size: int = layout(
+        8, "Completions per rank and accumulation step; sets the effective batch, never what is in memory at once."
+    )
+    gradient_accumulation_steps: int = layout(
+        1, "Accumulation steps per optimizer step; sets the effective batch, nothing else."
+    )
+    num_generations: int = batch(8, "Completions sampled per prompt: the group size G.")
+    steps_per_generation: int | None = layout(
+        None, "Batches (completions per rank and accumulation step) in one rollout; None: gradient_accumulation_steps."
+    )
+    generation_batch_size: int | None = layout(
+        None, "Completions in one rollout over all ranks; None: batch per rank x ranks x steps_per_generation."
+    )
+    num_iterations: int = batch(
+        1, "Epochs K: passes over each rollout, rows reshuffled in every one.", low=1, also=("num_ppo_epochs",)
+    )
+    dynamic_sampling: bool = batch(
+        False, "Replace groups whose rewards are all equal, which have no gradient, by further prompts (DAPO)."
+    )
+    dynamic_sampling_max_rounds: int = batch(3, "Further draws per rollout at most.", low=1)
+
+    shuffle_dataset: bool = prompt(True, "Shuffle the prompts in every pass.")
+    remove_unused_columns: bool = prompt(False, "Keep only the prompt; reward functions then see no other column.")
+    max_prompt_length: int | None = prompt(
+        None,
+        "Longest prompt, in tokens; None: what the context leaves beside max_completion_length.",
+        low=1,
+        tokens_only=True,
+    )
+    overlong_prompts: str = prompt(
+        "error",
+        "What to do with a longer prompt: 'error', 'filter' (drop it) or 'truncate' (keep its end).",
+        choices=("error", "filter", "truncate"),
+        tokens_only=True,
+    )
+    chat_template_kwargs: Settings = prompt(
+        None, 'Further arguments of the chat template, such as {"enable_thinking": false}.', tokens_only=True
+    )
+
+    max_completion_length: int = sampling(
+        512,
+        "Longest completion, in tokens; of an episode, all turns and tool results together.",
+        low=1,
+        also=("response_length",),
+        tokens_only=False,
+    )
+    max_tool_calling_iterations: int | None = sampling(
+        None, "Turns of an episode whose tool calls are answered; None: no limit.", low=0
+    )
+    max_turn_length: int | None = sampling(
+        None, "Longest turn of an episode that the model draws, in tokens; None: what is left of the completion.", low=1
+    )
+    max_episode_turns: int | None = sampling(None, "Turns that the model has in an episode; None: no limit.", low=1)
+    partial_rollout_tokens: int | None = sampling(
+        None,
+        "Most tokens a completion draws in one rollout; an unfinished one is continued in the next, which changes "
+        "the order of the data and needs importance weights; None: every completion is drawn to its end.",
+        low=1,
+    )
+    temperature: float = sampling(
+        1.0, "Sampling temperature; the loss uses log-probs at the same temperature.", above=0
+    )
+    top_p: float = sampling(
+        1.0, "Sample from the likeliest tokens that hold this much probability; 1: all.", above=0, high=1
+    )
+    top_k: int = sampling(0, "Sample from this many likeliest tokens; 0: all.", low=0)
+    min_p: float | None = sampling(
+        None, "Least probability of a token, relative to the likeliest one's; None: none.", low=0, high=1
+    )
+    repetition_penalty: float = sampling(1.0, "Divides the logits of tokens already seen; 1: no penalty.", above=0)
+    generation_kwargs: Settings = sampling(
+        None,
+        "Sampling settings under the names of transformers' GenerationConfig, which override the ones above: top_p, "
+        "eos_token_id, stop_strings, bad_words_ids, min_new_tokens, logits_processor and so on; see docs/trl.md.",
+    )
+    vllm_importance_sampling_correction: bool = sampling(
+        True, "Correct for another sampler's log-probs (an engine's, or rollout_func's) by importance weights."
+    )
+    vllm_importance_sampling_mode: str = sampling(
+        "sequence_mask",
+        "How those weights are bounded: 'token_' or 'sequence_' and 'truncate' (clip) or 'mask' (set to 0).",
+        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    )
+    vllm_importance_sampling_clip_max: float | None = sampling(
+        3.0, "Upper bound of those weights; None: none.", above=0, also=("vllm_importance_sampling_cap",)
+    )
+    vllm_importance_sampling_clip_min: float | None = sampling(None, "Lower bound of those weights; None: none.", low=0)
+
+    use_vllm: bool = engine(
+        False, "Draw completions with vLLM, in this process, with a copy of the weights; needs the package vllm."
+    )
+    vllm_gpu_memory_utilization: float = engine(
+        0.3, "Share of the device that vLLM may fill; the plan and memory_budget hold as well.", above=0, high=1
+    )
+    vllm_enable_sleep_mode: bool = engine(
+        False, "Take vLLM's weights and cache off the device between rollouts; CUDA only."
+    )
+    vllm_max_model_length: int | None = engine(
+        None, "Longest prompt and completion together under vLLM, in tokens; None: what model and cache hold.", low=1
+    )
+    use_transformers_continuous_batching: bool = engine(
+        False, "Draw completions with transformers' continuous batching."
+    )
+    transformers_continuous_batching_config: Settings = engine(
+        None, "Further arguments of transformers' ContinuousBatchingConfig; its sizes follow the plan."
+    )
+
+    reward_weights: list[float] | None = reward(None, "Weight of each reward function; None: 1 each.")
+    reward_timeout_seconds: float | None = calls(
+        None, "Longest call of an async reward function, in seconds; None: no limit.", above=0, none="no limit"
+    )
+    reward_retries: int = calls(0, "Further calls of an async reward function that took longer.", low=0)
+    reward_timeout_result: str = calls(
+        "error",
+        "When every call took longer: 'error' ends the run, 'none' leaves its rewards out.",
+        choices=("error", "none"),
+    )
+    overlap_async_rewards: bool = calls(
+        True, "Score the reference while async reward functions run; False: only once they have answered."
+    )
+
+    mask_truncated_completions: bool = loss(
+        False, "Exclude completions that were cut off from the loss.", tokens_only=True
+    )
+    epsilon: float = loss(
+        0.2, "Clip range of the ratio below 1 (and above, unless epsilon_high is set).", above=0, also=("cliprange",)
+    )
+    epsilon_high: float | None = loss(None, "Clip range of the ratio above 1; None: epsilon.", above=0)
+    kl_stop: float | str | dict[str, Any] | None = loss(
+        None,
+        "KL to the model before the update, in nats, that ends the passes over a rollout: a target per token, or "
+        '{"target": 0.02, "unit": "token" or "sequence", "estimator": "k3" or "k1"}; None: never.',
+    )
+    top_entropy_quantile: float = loss(
+        1.0, "Share of tokens, by entropy, that the loss keeps in a step; 1: all.", low=0, high=1, tokens_only=True
+    )
+    delta: float | None = loss(
+        None, "Upper bound of the ratio before clipping (two-sided clipping); None: none.", above=0
+    )
+
+    beta: float = reference(
+        0.0, "Coefficient of the KL to the reference model, in nats; 0: no reference is loaded.", low=0
+    )
+    sync_ref_model: bool = reference(False, "Move the reference towards the model during training.")
+    ref_model_mixup_alpha: float = reference(0.6, "Share of the model in the new reference.", low=0, high=1)
+    ref_model_sync_steps: int = reference(512, "Optimizer steps between two moves of the reference.", low=1)
+    entropy_coef: float = reference(
+        0.0, "Coefficient of a bonus on the mean entropy per token, in nats; 0: none.", tokens_only=True
+    )
+    use_adaptive_entropy: bool = reference(False, "Adapt that coefficient towards entropy_target.", tokens_only=True)
+    entropy_coef_min: float = reference(0.0, "Least coefficient that it adapts to.", tokens_only=True)
+    entropy_coef_max: float = reference(1.0, "Greatest coefficient that it adapts to.", tokens_only=True)
+    entropy_coef_delta: float = reference(
+        0.005, "Change of the coefficient per optimizer step.", low=0, tokens_only=True
+    )
+    entropy_target: float = reference(
+        0.2, "Entropy per token, in nats, above which the bonus is off.", low=0, tokens_only=True
+    )
+    use_bias_correction_kl: bool = reference(True, "Multiply the KL to the reference by the ratio.")
+
+
+@declare()
+class GRPOSettings(TrainerSettings):
+    """Settings of group-relative policy optimization; names, defaults and meanings are TRL 1.16's."""
+
+    advantage_estimator: str = reward(
+        "group",
+        "Estimator of advantages: 'group' (as scale_rewards says), 'rloo', 'dr_grpo', 'reinforce++' or "
+        "'reinforce++-baseline'; in a script also a function of your own.",
+        registry="estimators",
+    )
+    scale_rewards: str = reward(
+        "group",
+        "Divide advantages by the deviation of the 'group', of the 'batch', or not at all ('none').",
+        choices=("group", "batch", "none"),
+        spellings={True: "group", "true": "group", False: "none", "false": "none"},
+    )
+    multi_objective_aggregation: str = reward(
+        "sum_then_normalize",
+        "Several rewards: 'sum_then_normalize', or 'normalize_then_sum' (GDPO).",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+    )
+    objectives: Settings = objective(
+        None,
+        'Several objectives to learn at once, by name, such as {"fair": {"rewards": ["unbiased"], "beta": 0.1}}, '
+        "each with its own advantages and gradient; keys: rewards, weight, beta, kl_band, adaptive_beta, "
+        "beta_bounds, beta_window, beta_factors; None: the weighted sum of all rewards.",
+    )
+    gradient_merge: str = objective(
+        "sum",
+        "How each step merges the objectives' gradients: 'sum', 'pcgrad' or 'cagrad'.",
+        choices=("sum", "pcgrad", "cagrad"),
+    )
+    cagrad_c: float = objective(
+        0.2, "How far CAGrad moves from the mean gradient, as a share of its length.", low=0, below=1
+    )
+    loss_type: str = loss(
+        "dapo",
+        "Loss, by the name of a file in memsafe_rl/ops/losses, such as grpo; in a script also your own.",
+        registry="losses",
+    )
+    importance_sampling_level: str = loss(
+        "token", "Ratios per 'token' or per 'sequence' (GSPO).", choices=("token", "sequence")
+    )
+    off_policy_mask_threshold: float | None = loss(
+        None, "Drop rows with a negative advantage and a larger mean KL to the sampler, in nats; None: none.", above=0
+    )
+    sapo_temperature_pos: float = loss(1.0, "Temperature of SAPO's gate for positive advantages.", above=0)
+    sapo_temperature_neg: float = loss(1.05, "Temperature of SAPO's gate for the others.", above=0)
+    vespo_k_pos: float = loss(2.0, "Power of VESPO's weight for positive advantages.", low=0)
+    vespo_lambda_pos: float = loss(3.0, "Decay of VESPO's weight for positive advantages.", low=0)
+    vespo_k_neg: float = loss(3.0, "Power of VESPO's weight for negative advantages.", low=0)
+    vespo_lambda_neg: float = loss(2.0, "Decay of VESPO's weight for negative advantages.", low=0)
+
+
+@declare()
+class PPOSettings(TrainerSettings):
+    """Settings of proximal policy optimization; names and meanings are those of TRL's where the concept is the same."""
+
+    num_generations: int = again(
+        TrainerSettings,
+        "num_generations",
+        1,
+        "Completions sampled per prompt; the critic needs no group to compare with.",
+    )
+    num_iterations: int = again(TrainerSettings, "num_iterations", 4)
+    gamma: float = critic(1.0, "Discount per action.", low=0, high=1)
+    gae_lambda: float = critic(
+        0.95,
+        "Lambda of advantage estimation: 0 trusts the critic's next value, 1 rewards alone.",
+        low=0,
+        high=1,
+        also=("lam",),
+    )
+    vf_coef: float = critic(0.1, "Coefficient of the critic's loss.", low=0)
+    vf_clip: float | None = critic(
+        0.2,
+        "Clip range of a value around the rollout's, in units of reward; None: no bound.",
+        above=0,
+        also=("cliprange_value",),
+    )
+    whiten_advantages: bool = critic(True, "Scale advantages to mean 0 and deviation 1 over the whole rollout.")
+    whiten_rewards: bool = critic(
+        False, "Scale the rewards of actions to deviation 1 over the whole rollout; their mean stays."
+    )
+    kl_coef: float = critic(
+        0.05, "Cost of a nat of KL to the reference in an action's reward; `beta` puts it into the loss.", low=0
+    )
+    kl_estimator: str = critic(
+        "k1",
+        "Estimator of the KL in an action's reward: 'k1' or 'k3' (Schulman 2020).",
+        choices=("k1", "k3"),
+        tokens_only=True,
+    )
+    kl_target: float | None = critic(
+        None, "KL to the reference per row, in nats, towards which kl_coef and beta adapt; None: they stay.", above=0
+    )
+    kl_horizon: float = critic(10_000.0, "Rows over which they adapt; fewer adapt faster.", above=0)
+    missing_eos_penalty: float | None = critic(
+        None,
+        "Subtracted from the score of a completion cut off, in units of reward; None: nothing.",
+        low=0,
+        tokens_only=True,
+    )

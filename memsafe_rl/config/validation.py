@@ -1,0 +1,293 @@
+"""Where a configuration is filled in and checked: first every setting by itself, then what must fit together."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.training_args import OptimizerNames
+from transformers.utils import logging as transformers_logging
+
+from memsafe_rl.config.degradation import LOSSY_REMEDIES
+from memsafe_rl.config.generation_options import check_generation
+from memsafe_rl.config.values import check_choice, read
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.budget import MemoryBudget
+from memsafe_rl.ops.advantages import ESTIMATORS
+from memsafe_rl.ops.losses import LOSSES
+from memsafe_rl.ops.registry import Registry
+from memsafe_rl.rollout.external.sampling_support import check_options, refuse_missing_vllm
+
+if TYPE_CHECKING:
+    from memsafe_rl.config.base import TrainerConfig
+
+logger = logging.getLogger(__name__)
+
+ENUMS = {kind.__name__: kind for kind in (IntervalStrategy, SaveStrategy, SchedulerType, OptimizerNames)}
+"""The enumerations of transformers that settings are declared with."""
+
+REGISTRIES: dict[str, Registry[Any]] = {"losses": LOSSES, "estimators": ESTIMATORS}
+"""The registries that settings are declared with; a user's own part is entered under its name."""
+
+
+def validate(config: TrainerConfig) -> None:
+    """Reads every setting as its type, fills in what was left open, and checks all of it."""
+    _read_settings(config)
+    _fill_batches(config)
+    _fill_precision(config)
+    _fill_evaluation(config)
+    _fill_rest(config)
+    check_generation(config)
+    _check_importance(config)
+    _check_engine(config)
+    _check_reference(config)
+    _check_saving(config)
+    _check_memory(config)
+    config.check_algorithm()
+
+
+def _read_settings(config: TrainerConfig) -> None:
+    for name, one in config.declared.items():
+        given = getattr(config, name)
+        registry = REGISTRIES.get(one.registry)
+        value = one.read(given if registry is None else registry.name_of(given))
+        if registry is not None:
+            check_choice(name, value, registry)
+        object.__setattr__(config, name, ENUMS[one.enum](value) if one.enum else value)
+
+
+def _fill_batches(config: TrainerConfig) -> None:
+    if config.num_generations < config.least_group:
+        raise ConfigError(
+            f"num_generations is {config.num_generations}; advantages compare the completions of one prompt, so "
+            f"that at least {config.least_group} are needed. Set num_generations=8."
+        )
+    batch = config.per_device_train_batch_size * config.world_size
+    written = f"per_device_train_batch_size {config.per_device_train_batch_size} x {config.world_size} rank(s)"
+    if config.steps_per_generation is None and config.generation_batch_size is not None:
+        if config.generation_batch_size % batch:
+            raise ConfigError(
+                f"generation_batch_size is {config.generation_batch_size}, not a multiple of {written} = {batch}. "
+                f"Set generation_batch_size={batch * math.ceil(config.generation_batch_size / batch)}."
+            )
+        config.fill("steps_per_generation", config.generation_batch_size // batch)
+    if config.steps_per_generation is None:
+        config.fill("steps_per_generation", config.gradient_accumulation_steps)
+    steps = config.steps_per_generation or 0
+    if config.generation_batch_size is None:
+        config.fill("generation_batch_size", batch * steps)
+    if config.generation_batch_size != batch * steps:
+        raise ConfigError(
+            f"generation_batch_size is {config.generation_batch_size}, but {written} x steps_per_generation "
+            f"{steps} = {batch * steps}. Set only one of the two."
+        )
+    _check_rollout(config, batch, steps, written)
+
+
+def _check_rollout(config: TrainerConfig, batch: int, steps: int, written: str) -> None:
+    group, accumulation = config.num_generations, config.gradient_accumulation_steps
+    whole_groups = group // math.gcd(group, batch)
+    fitting = math.lcm(accumulation, whole_groups)
+    remedy = f"Set steps_per_generation={fitting * math.ceil(steps / fitting)} (and leave generation_batch_size)."
+    if batch * steps % group:
+        raise ConfigError(
+            f"The generation batch, {written} x steps_per_generation {steps} = {batch * steps} completions, is "
+            f"not a multiple of num_generations {group}. {remedy}"
+        )
+    if steps % accumulation:
+        raise ConfigError(
+            f"steps_per_generation is {steps}, not a multiple of gradient_accumulation_steps {accumulation}: an "
+            f"optimizer step would straddle two rollouts. {remedy}"
+        )
+
+
+def _fill_precision(config: TrainerConfig) -> None:
+    if config.fp16 and config.bf16:
+        raise ConfigError("fp16 and bf16 are both True. Set one of them to False.")
+    on_cuda = config.device.type == "cuda"
+    supported = on_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    if config.bf16 and on_cuda and not supported:
+        raise ConfigError("bf16 is True, but this CUDA device does not support it. Set fp16=True, bf16=False.")
+    if config.bf16 is None:
+        config.fill("bf16", supported and not config.fp16)
+        if not supported and not config.fp16:
+            _say_once(f"bf16 is off: on this device ({config.device.type}) the forward passes run in float32.")
+
+
+def _fill_evaluation(config: TrainerConfig) -> None:
+    if config.eval_strategy != "no" and not config.do_eval:
+        config.fill("do_eval", True)
+    if config.eval_strategy == "steps" and not config.eval_steps:
+        config.fill("eval_steps", config.logging_steps)
+    for name in ("eval_steps", "save_steps", "logging_steps"):
+        steps = getattr(config, name)
+        if steps is not None and steps > 1 and not float(steps).is_integer():
+            raise ConfigError(f"{name} is {steps}; above 1 it must be a whole number of optimizer steps.")
+    for k in config.eval_pass_at or ():
+        if not 1 <= k <= config.eval_generations:
+            raise ConfigError(
+                f"eval_pass_at has {k}, but an evaluation draws {config.eval_generations} completion(s) a prompt. "
+                f"Set num_generations_eval={max(1, k)}, or lower k."
+            )
+    if config.metric_for_best_model is None and (config.load_best_model_at_end or config.save_strategy == "best"):
+        config.fill("metric_for_best_model", "reward")
+    if config.metric_for_best_model is not None and config.greater_is_better is None:
+        config.fill("greater_is_better", not config.metric_for_best_model.endswith("loss"))
+
+
+def _fill_rest(config: TrainerConfig) -> None:
+    for name, default in (("output_dir", "trainer_output"), ("allow_lossy", ())):
+        if getattr(config, name) is None:
+            config.fill(name, default)
+    config.fill("output_dir", os.path.expanduser(config.output_dir))
+    if config.disable_tqdm is None:
+        config.fill("disable_tqdm", transformers_logging.get_verbosity() > logging.WARNING)
+    config.fill("report_to", _trackers(config))
+    if str(config.resume_from_checkpoint).lower() == "true":
+        config.fill("resume_from_checkpoint", True)
+
+
+def _trackers(config: TrainerConfig) -> list[str]:
+    asked = [tracker for tracker in config.trackers if tracker.lower() != "none"]
+    if "all" in asked:
+        return sorted(str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers())
+    for tracker in asked:
+        check_choice("report_to", tracker, ("none", "all", *LOGGER_TYPE_TO_CLASS))
+    return asked
+
+
+def _check_importance(config: TrainerConfig) -> None:
+    low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+    if low is not None and high is not None and low >= high:
+        raise ConfigError(
+            f"vllm_importance_sampling_clip_min is {low}, not below vllm_importance_sampling_clip_max {high}. "
+            "Lower the first or raise the second."
+        )
+    if low is None and high is None and config.vllm_importance_sampling_mode.endswith("truncate"):
+        raise ConfigError(
+            f"vllm_importance_sampling_mode is {config.vllm_importance_sampling_mode!r}, but it has no bound. "
+            "Set vllm_importance_sampling_clip_max=3.0."
+        )
+
+
+def _check_engine(config: TrainerConfig) -> None:
+    chosen = [name for name in ("use_vllm", "use_transformers_continuous_batching") if getattr(config, name)]
+    if config.caches_in_8_bits:
+        _check_rounded_cache(config, chosen)
+    if not chosen:
+        return
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} are both True. Set one of them, for there is one engine.")
+    for name in ("verify_plan", "probe_worst_case"):
+        if getattr(config, name):
+            raise ConfigError(
+                f"{name} is True with {chosen[0]}; it looks at the library's own engine. Leave one of the two out."
+            )
+    if config.use_vllm:
+        _check_vllm(config)
+    check_options(config.transformers_continuous_batching_config or {})
+
+
+def _check_rounded_cache(config: TrainerConfig, engines: Sequence[str]) -> None:
+    told = f"cache_implementation is {config.cache_implementation!r}"
+    if engines:
+        raise ConfigError(f"{told} with {engines[0]}, which keeps its own cache. Leave one of the two out.")
+    if config.verify_plan:
+        raise ConfigError(
+            f"{told} with verify_plan, which proves that plans change no token; a cache in 8 bits may, where "
+            "rounding tips a number over. Leave one of the two out."
+        )
+    if config.partial_rollout_tokens is not None:
+        raise ConfigError(
+            f"{told} with partial_rollout_tokens={config.partial_rollout_tokens}, whose completions go on under "
+            "newer weights; only one of these corrections can be made. Leave one of the two out."
+        )
+
+
+def _check_vllm(config: TrainerConfig) -> None:
+    refuse_missing_vllm()
+    if config.world_size > 1:
+        raise ConfigError(
+            f"use_vllm is True in a run of {config.world_size} ranks; vLLM would take over their process group. "
+            "Run one process, or leave use_vllm out."
+        )
+    longest = config.vllm_max_model_length
+    if longest is not None and longest <= config.max_completion_length:
+        raise ConfigError(
+            f"vllm_max_model_length is {longest}, which leaves no prompt beside max_completion_length "
+            f"{config.max_completion_length}. Raise it to the longest prompt plus {config.max_completion_length}."
+        )
+
+
+def _check_reference(config: TrainerConfig) -> None:
+    if config.sync_ref_model and not config.has_reference:
+        raise ConfigError(
+            "sync_ref_model is True, but beta is 0, so that there is no reference. "
+            "Set beta above 0 or sync_ref_model=False."
+        )
+    if config.use_adaptive_entropy and not config.entropy_coef_min <= config.entropy_coef <= config.entropy_coef_max:
+        raise ConfigError(
+            f"entropy_coef is {config.entropy_coef}, outside entropy_coef_min {config.entropy_coef_min} and "
+            f"entropy_coef_max {config.entropy_coef_max}. Set it between them."
+        )
+    if config.router_aux_loss_coef:
+        raise ConfigError(
+            f"router_aux_loss_coef is {config.router_aux_loss_coef}; the balance loss of a mixture of experts "
+            "depends on how a batch is cut. Set router_aux_loss_coef=0.0."
+        )
+    _ = config.kl_stop_rule
+    _ = config.alarm_rules
+
+
+def _check_saving(config: TrainerConfig) -> None:
+    if not config.load_best_model_at_end or config.save_strategy == "best":
+        return
+    if config.eval_strategy != config.save_strategy:
+        raise ConfigError(
+            f"load_best_model_at_end needs equal strategies, but save_strategy is {config.save_strategy.value!r} "  # type: ignore[attr-defined]
+            f"and eval_strategy {config.eval_strategy.value!r}. Set eval_strategy={config.save_strategy.value!r}."  # type: ignore[attr-defined]
+        )
+    if config.eval_strategy == "steps" and not _is_multiple(config.save_steps, config.eval_steps or 0):
+        raise ConfigError(
+            f"load_best_model_at_end needs every checkpoint to be evaluated, but save_steps {config.save_steps} is "
+            f"not a multiple of eval_steps {config.eval_steps}. Set save_steps={config.eval_steps}."
+        )
+
+
+def _check_memory(config: TrainerConfig) -> None:
+    try:
+        MemoryBudget.parse(config.memory_budget)
+    except ConfigError as error:
+        told = str(error) if "memory_budget" in str(error) else f"memory_budget is {config.memory_budget!r}: {error}"
+        raise ConfigError(f"{told} 'auto' leaves the choice to the library.") from None
+    for remedy in config.allow_lossy:
+        check_choice("allow_lossy", remedy, tuple(LOSSY_REMEDIES))
+    for key, value in (config.gradient_checkpointing_kwargs or {}).items():
+        if key != "use_reentrant" or value not in (False, "false", "False"):
+            raise ConfigError(
+                f"gradient_checkpointing_kwargs has {key}={value!r}; recomputation here is not reentrant and has "
+                "no other settings. Set gradient_checkpointing_kwargs=None."
+            )
+    if isinstance(config.pad_to_multiple_of, str) and config.pad_to_multiple_of != "auto":
+        config.fill("pad_to_multiple_of", read("pad_to_multiple_of", config.pad_to_multiple_of, int | None))
+        config.declared["pad_to_multiple_of"].read(config.pad_to_multiple_of)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _is_multiple(whole: float, part: float) -> bool:
+    """Tells whether one count of steps is a multiple of another; shares of a run only compare with shares."""
+    if part <= 0 or (whole < 1) != (part < 1):
+        return False
+    quotient = whole / part
+    return round(quotient) >= 1 and math.isclose(quotient, round(quotient), rel_tol=1e-9)
