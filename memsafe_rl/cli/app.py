@@ -307,5 +307,5 @@ def report(
     Example: memsafe-rl report outputs/run
     """
     with plain_errors():
-        reporting = importlib.import_module("memsafe_rl.cli.reporting")
+        reporting = importlib.import_module("memsafe_rl.cli.report")
         typer.echo(str(reporting.report(run_dir, output)))
