@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from memsafe_rl.callbacks.callbacks import StatusFile
+from memsafe_rl.callbacks.status_file import StatusFile
 from memsafe_rl.cli import app
 from memsafe_rl.cli import monitoring as monitoring_module
 from memsafe_rl.cli.monitoring import Liveness, Sighting, View, advice, as_json, band, look, render

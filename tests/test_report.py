@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from memsafe_rl.callbacks.callbacks import summary
+from memsafe_rl.callbacks.console import summary
 from memsafe_rl.cli import app
 from memsafe_rl.cli.charts import MOST_POINTS, Limit, Mark, Plot, Series, draw, y_ticks
 from memsafe_rl.cli.formats import percent

@@ -15,15 +15,10 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.accounting import weights_of
-from memsafe_rl.callbacks.callbacks import (
-    CompletionsTable,
-    MetricsLog,
-    ProgressBar,
-    RunRecord,
-    StatusFile,
-    Trackers,
-    banner,
-)
+from memsafe_rl.callbacks.console import CompletionsTable, ProgressBar, banner
+from memsafe_rl.callbacks.logs import MetricsLog, RunRecord
+from memsafe_rl.callbacks.status_file import StatusFile
+from memsafe_rl.callbacks.trackers import Trackers
 from memsafe_rl.checkpoint.weights import read_critic, write_critic
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.environments import ENVIRONMENTS, EnvironmentPool, environment_pool_for, with_prompts

@@ -17,7 +17,7 @@ from transformers import DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from memsafe_rl.accounting import charge
-from memsafe_rl.callbacks.callbacks import summary
+from memsafe_rl.callbacks.console import summary
 from memsafe_rl.checkpoint.store import (
     checkpoint_folder,
     drop_old_checkpoints,
