@@ -9,7 +9,7 @@ import os
 import platform
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from rich.text import Text
 from memsafe_rl.cli.arguments import read_request, read_run_file
 from memsafe_rl.cli.explaining import read_log, sizes_of_model
 from memsafe_rl.diagnostics.environment_checks import (
-    Card,
     Environment,
     Expectation,
     Finding,
@@ -34,7 +33,7 @@ from memsafe_rl.diagnostics.environment_checks import (
 )
 from memsafe_rl.diagnostics.launch_checks import check_launch_file, check_launch_memory, check_run_file
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.runtime.cards import read_cards
+from memsafe_rl.memory.runtime.cards import Card, read_cards
 from memsafe_rl.units import format_bytes
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "datasets", "trl", "vllm")
@@ -172,7 +171,7 @@ def gather() -> Environment:
         optional=optional,
         backend=backend,
         usable_gpus=usable,
-        cards=_cards(),
+        cards=tuple(_without(card, os.getpid()) for card in read_cards().cards),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         host_bytes=memory.total,
         host_free_bytes=memory.available,
@@ -217,13 +216,8 @@ def _torch() -> tuple[str, int]:
     return ("mps", 1) if torch.backends.mps.is_available() else ("cpu", 0)
 
 
-def _cards() -> tuple[Card, ...]:
-    """Asks the driver for cards and the other processes on them; empty without one."""
-    found = []
-    for card in read_cards().cards:
-        others = tuple((one.pid, one.used_bytes or 0) for one in card.processes if one.pid != os.getpid())
-        found.append(Card(card.name, card.total_bytes, card.free_bytes, others))
-    return tuple(found)
+def _without(card: Card, pid: int) -> Card:
+    return replace(card, processes=tuple(process for process in card.processes if process.pid != pid))
 
 
 def facts_of(environment: Environment) -> Mapping[str, Any]:

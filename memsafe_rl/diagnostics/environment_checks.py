@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.runtime.cards import Card
 from memsafe_rl.units import format_bytes, parse_bytes
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -95,23 +96,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Card:
-    """A GPU as the driver reports it.
-
-    Args:
-        name: such as ``NVIDIA H100``.
-        total_bytes: int, bytes.
-        free_bytes: int, bytes.
-        others: bytes by process number, other than this process.
-    """
-
-    name: str
-    total_bytes: int
-    free_bytes: int
-    others: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True)
 class Environment:
     """What is known of a machine and its software.
 
@@ -122,7 +106,7 @@ class Environment:
         optional: what it asks for where a feature is used.
         backend: what PyTorch is built for: ``cuda``, ``hip``, ``xpu``, ``mps`` or ``cpu``.
         usable_gpus: int, GPUs that PyTorch can use.
-        cards: GPUs as the driver reports them; empty without a driver.
+        cards: GPUs as the driver reports them, without this process; empty without a driver.
         cores: int, cores that this process may use.
         host_bytes: int, bytes of RAM.
         host_free_bytes: int, bytes of RAM that are available.
@@ -329,10 +313,10 @@ def _is_share(value: str) -> bool:
 def check_devices(environment: Environment) -> Iterator[Finding]:
     """Checks the cards: others on them, a PyTorch that cannot use them, and which of them are visible."""
     for number, card in enumerate(environment.cards):
-        held = sum(size for _, size in card.others)
+        held = sum(process.used_bytes or 0 for process in card.processes)
         used = card.total_bytes - card.free_bytes
-        if card.others and max(held, used) >= _LARGE_SHARE * card.total_bytes:
-            listed = ", ".join(f"{process} ({format_bytes(size)})" for process, size in card.others)
+        if card.processes and max(held, used) >= _LARGE_SHARE * card.total_bytes:
+            listed = ", ".join(f"{process.pid} ({format_bytes(process.used_bytes or 0)})" for process in card.processes)
             yield Finding(
                 "card-shared",
                 Severity.WARNING,
