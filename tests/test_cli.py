@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import memsafe_rl
 from memsafe_rl.cli import app
-from memsafe_rl.cli import training as training_module
-from memsafe_rl.cli import verifying as verifying_module
+from memsafe_rl.cli import train as training_module
+from memsafe_rl.cli import verify as verifying_module
 from memsafe_rl.cli.arguments import RUN_NAMES, SETTING_NAMES, RunFields, parse_flags
 from memsafe_rl.config.base import GRPOConfig
 from memsafe_rl.config.fields import GROUPS

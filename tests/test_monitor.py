@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 from memsafe_rl.callbacks.status_file import StatusFile
 from memsafe_rl.cli import app
-from memsafe_rl.cli import monitoring as monitoring_module
-from memsafe_rl.cli.monitoring import Liveness, Sighting, View, advice, as_json, band, look, render
+from memsafe_rl.cli import monitor as monitoring_module
+from memsafe_rl.cli.monitor import Liveness, Sighting, View, advice, as_json, band, look, render
 from memsafe_rl.diagnostics import status as status_module
 from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, read_json, runs_alive, write_json
 from memsafe_rl.memory.runtime import cards as cards_module

@@ -21,8 +21,8 @@ from memsafe_rl.cli import app
 from memsafe_rl.cli.charts import MOST_POINTS, Limit, Mark, Plot, Series, draw, y_ticks
 from memsafe_rl.cli.formats import percent
 from memsafe_rl.cli.report import page, report
-from memsafe_rl.cli.run_folder import read_run
 from memsafe_rl.diagnostics.run_figures import run_figures
+from memsafe_rl.diagnostics.run_folder import read_run
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.units import format_bytes

@@ -95,7 +95,7 @@ def train(
         request = read_request(words or [])
         if not print_config:
             require(request)
-        training = importlib.import_module("memsafe_rl.cli.training")
+        training = importlib.import_module("memsafe_rl.cli.train")
         run = training.prepare(request, simulate)
         if print_config:
             typer.echo(training.written(run), nl=False)
@@ -113,8 +113,8 @@ def verify(words: Words = None, simulate: Simulate = None) -> None:
     with plain_errors():
         request = read_request(words or [])
         require(request)
-        training = importlib.import_module("memsafe_rl.cli.training")
-        verifying = importlib.import_module("memsafe_rl.cli.verifying")
+        training = importlib.import_module("memsafe_rl.cli.train")
+        verifying = importlib.import_module("memsafe_rl.cli.verify")
         if not verifying.verify(training.prepare(request, simulate), Console()):
             raise typer.Exit(DIFFERENT)
 
@@ -168,7 +168,7 @@ def plan(
     """
     with plain_errors():
         request = read_request(words or [])
-        planning = importlib.import_module("memsafe_rl.cli.planning")
+        planning = importlib.import_module("memsafe_rl.cli.plan")
         wanted = planning.wish(
             request,
             gpu=gpu,
@@ -219,7 +219,7 @@ def explain_oom(
     Example: memsafe-rl explain-oom train.log --vocab 40960 --batch 32 --seq-len 252
     """
     with plain_errors():
-        explaining = importlib.import_module("memsafe_rl.cli.explaining")
+        explaining = importlib.import_module("memsafe_rl.cli.explain_oom")
         sizes = explaining.Sizes(vocab, batch, seq_len, hidden, heads, layers, dtype)
         found = explaining.explain(source, config, sizes)
         if as_json:
@@ -290,7 +290,7 @@ def monitor(
     Example: memsafe-rl monitor --run outputs/run --watch
     """
     with plain_errors():
-        monitoring = importlib.import_module("memsafe_rl.cli.monitoring")
+        monitoring = importlib.import_module("memsafe_rl.cli.monitor")
         monitoring.monitor(pid, run, json_output=as_json, watch=watch, console=Console())
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memsafe_rl.cli.arguments import read_request, read_run_file
-from memsafe_rl.cli.explaining import read_log, sizes_of_model
+from memsafe_rl.cli.explain_oom import read_log, sizes_of_model
 from memsafe_rl.diagnostics.environment_checks import (
     Environment,
     Expectation,
@@ -44,18 +44,11 @@ _NAME = "memsafe-rl"
 
 @dataclass(frozen=True)
 class Examination:
-    """What was looked at, and what was found.
+    """What was looked at, and what was found."""
 
-    Args:
-        findings: what is wrong, errors first.
-        expectations: what was expected of the facts.
-        facts: what is known, by the names that --expect takes; of the environment's variables only a few.
-        summary: the machine in a few words.
-    """
-
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...]  # errors first
     expectations: tuple[Expectation, ...]
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # by the names that --expect takes; only a few environment variables
     summary: str
 
     @property

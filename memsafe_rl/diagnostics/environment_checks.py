@@ -76,52 +76,30 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong.
+    """Something that is wrong."""
 
-    Args:
-        code: short name, for programs.
-        severity: whether a run fails or is another one (error), or is worse than it could be (warning).
-        what: what is wrong, with the value.
-        where: variable, file and key, or package.
-        why: why it hurts.
-        remedy: what to do.
-    """
-
-    code: str
-    severity: Severity
-    what: str
-    where: str
+    code: str  # short name, for programs
+    severity: Severity  # error: the run fails or differs; warning: it costs memory or time
+    what: str  # what is wrong, with the value
+    where: str  # variable, file and key, or package
     why: str
     remedy: str
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What is known of a machine and its software.
-
-    Args:
-        variables: the environment variables.
-        versions: installed versions by package, None for a package that is not installed.
-        requirements: what this library asks for, as in its pyproject.
-        optional: what it asks for where a feature is used.
-        backend: what PyTorch is built for: ``cuda``, ``hip``, ``xpu``, ``mps`` or ``cpu``.
-        usable_gpus: int, GPUs that PyTorch can use.
-        cards: GPUs as the driver reports them, without this process; empty without a driver.
-        cores: int, cores that this process may use.
-        host_bytes: int, bytes of RAM.
-        host_free_bytes: int, bytes of RAM that are available.
-    """
+    """What is known of a machine and its software."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
-    versions: Mapping[str, str | None] = field(default_factory=dict)
-    requirements: Sequence[str] = ()
-    optional: Sequence[str] = ()
-    backend: str = "cpu"
+    versions: Mapping[str, str | None] = field(default_factory=dict)  # by package; None if it is not installed
+    requirements: Sequence[str] = ()  # of this library, as in its pyproject
+    optional: Sequence[str] = ()  # requirements of optional features
+    backend: str = "cpu"  # what PyTorch is built for: ``cuda``, ``hip``, ``xpu``, ``mps`` or ``cpu``
     usable_gpus: int = 0
-    cards: tuple[Card, ...] = ()
+    cards: tuple[Card, ...] = ()  # without this process's own use; empty without a driver
     cores: int = 1
     host_bytes: int = 0
-    host_free_bytes: int = 0
+    host_free_bytes: int = 0  # available RAM
 
 
 def check_environment(environment: Environment) -> tuple[Finding, ...]:
@@ -473,20 +451,12 @@ def _text(node: ast.expr) -> str | None:
 
 @dataclass(frozen=True)
 class Expectation:
-    """A fact that a user expects.
-
-    Args:
-        key: which fact.
-        relation: ``=``, ``>=`` or ``<=``.
-        value: what it should be.
-        actual: what it is; None if there is no such fact.
-        met: whether it is as expected.
-    """
+    """A fact that a user expects."""
 
     key: str
-    relation: str
+    relation: str  # ``=``, ``>=`` or ``<=``
     value: str
-    actual: str | None
+    actual: str | None  # None if there is no such fact
     met: bool
 
 

@@ -56,31 +56,18 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Configuration:
-    """What is known of the network and the batch; None where it is not known.
+    """What is known of the network and the batch; None where it is not known."""
 
-    Args:
-        vocab: int, V, rows of the output head.
-        batch: ints, numbers of sequences that may go through at once.
-        seq_len: ints, tokens of a sequence, the longest first.
-        hidden: int, D.
-        inner: int, I, of the feed-forward part.
-        heads: int, query heads.
-        kv_heads: int, key/value heads.
-        head_dim: int, width of a head.
-        layers: int, blocks.
-        dtypes: bytes of an element by name, the likelier first.
-    """
-
-    vocab: int | None = None
-    batch: tuple[int, ...] = ()
-    seq_len: tuple[int, ...] = ()
-    hidden: int | None = None
-    inner: int | None = None
+    vocab: int | None = None  # V, rows of the output head
+    batch: tuple[int, ...] = ()  # possible numbers of sequences in one pass
+    seq_len: tuple[int, ...] = ()  # possible lengths in tokens, longest first
+    hidden: int | None = None  # D
+    inner: int | None = None  # I, of the feed-forward part
     heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
     layers: int | None = None
-    dtypes: tuple[tuple[str, int], ...] = (("float32", 4), ("bfloat16", 2))
+    dtypes: tuple[tuple[str, int], ...] = (("float32", 4), ("bfloat16", 2))  # element sizes by name, likeliest first
 
     @property
     def width_of_head(self) -> int | None:
@@ -97,27 +84,16 @@ class Configuration:
 
 @dataclass(frozen=True)
 class KnownTensor:
-    """A tensor whose bytes the request may be.
-
-    Args:
-        kind: what it is for.
-        name: what it is, in words.
-        shape: such as ``32 x 252 x 40,960``.
-        dtype: name of the type of an element.
-        bytes: int, its exact bytes.
-        exact: whether batch and length are as configured; else they were solved for.
-        guessed: whether not even the network is known.
-        note: what else of this shape there is.
-    """
+    """A tensor whose bytes the request may be."""
 
     kind: Kind
     name: str
-    shape: str
-    dtype: str
+    shape: str  # such as ``32 x 252 x 40,960``
+    dtype: str  # name of the type of an element
     bytes: int
-    exact: bool = True
-    guessed: bool = False
-    note: str = ""
+    exact: bool = True  # False: batch or length was solved for
+    guessed: bool = False  # True: the network itself is unknown
+    note: str = ""  # what else has this shape
 
     def __str__(self) -> str:
         """Writes name, shape, type and note."""

@@ -56,55 +56,34 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Reason:
-    """One reason of a failure.
-
-    Args:
-        cause: which.
-        sentence: in plain words, with figures.
-        decisive: whether the request would have fitted without it.
-    """
+    """One reason of a failure."""
 
     cause: Cause
     sentence: str
-    decisive: bool = False
+    decisive: bool = False  # whether the request would have fitted otherwise
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something to change.
-
-    Args:
-        action: what, in a few words.
-        here: how in this library.
-        elsewhere: how in other trainers.
-    """
+    """Something to change."""
 
     action: str
-    here: str
-    elsewhere: str
+    here: str  # in this library
+    elsewhere: str  # in other trainers
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a message means.
-
-    Args:
-        message: the message.
-        stranded_share: of the reserved bytes, those that no tensor uses; None where the message does not tell.
-        neighbours_bytes: int, bytes that other processes hold on the device; None where the message does not tell.
-        outside_bytes: int, bytes of this process outside PyTorch's allocator; None where the message does not tell.
-        tensors: tensors that the request may be for, the likeliest first.
-        reasons: why it failed, the weightiest first.
-        remedies: what to change, the best first.
-    """
+    """What a message means."""
 
     message: OutOfMemoryMessage
+    # of the reserved bytes, those that no tensor uses; None where the message does not tell
     stranded_share: float | None
-    neighbours_bytes: int | None
-    outside_bytes: int | None
-    tensors: tuple[KnownTensor, ...]
-    reasons: tuple[Reason, ...]
-    remedies: tuple[Remedy, ...]
+    neighbours_bytes: int | None  # bytes that other processes hold on the device; None where the message does not tell
+    outside_bytes: int | None  # bytes of this process outside PyTorch's allocator; None where the message does not tell
+    tensors: tuple[KnownTensor, ...]  # what the request may be for, likeliest first
+    reasons: tuple[Reason, ...]  # weightiest first
+    remedies: tuple[Remedy, ...]  # best first
 
 
 def explain_message(

@@ -49,15 +49,10 @@ class Place(StrEnum):
 
 @dataclass(frozen=True)
 class Printed:
-    """A byte count as a message prints it: two decimals of a unit.
+    """A byte count as a message prints it: two decimals of a unit."""
 
-    Args:
-        count: int, bytes nearest to what is printed.
-        slack: int, bytes that rounding may hide to either side.
-    """
-
-    count: int
-    slack: int = 0
+    count: int  # nearest to what is printed
+    slack: int = 0  # hidden by rounding, to either side
 
     def __str__(self) -> str:
         """Writes the count as other texts of this library do."""
@@ -66,43 +61,24 @@ class Printed:
 
 @dataclass(frozen=True)
 class OutOfMemoryMessage:
-    """An out-of-memory message, figure by figure; None where it does not tell.
-
-    Args:
-        text: the message itself.
-        allocator: who refused.
-        line: int, line of the log in which it begins, from 1.
-        found: int, out-of-memory messages in the log, of which this is the last.
-        requested: bytes asked for.
-        device: name of the device, such as ``GPU 0``.
-        total: bytes of the device.
-        free: bytes the driver would still give.
-        in_use: bytes of this process by the driver's count, libraries and context included.
-        allocated: bytes in live tensors.
-        stranded: bytes that the allocator holds and no tensor uses.
-        private_pools: bytes of the allocated ones that belong to CUDA graphs and the like.
-        allowed: bytes at which this process was limited.
-        processes: bytes by process number, as the driver counts them.
-        held: bytes by component (in messages of this library).
-        place: what the program was doing; None where no traceback tells.
-    """
+    """An out-of-memory message, figure by figure; None where it does not tell."""
 
     text: str
     allocator: Allocator
-    line: int = 1
-    found: int = 1
+    line: int = 1  # of the log, from 1
+    found: int = 1  # messages in the log; this is the last
     requested: Printed | None = None
-    device: str | None = None
+    device: str | None = None  # such as ``GPU 0``
     total: Printed | None = None
-    free: Printed | None = None
-    in_use: Printed | None = None
+    free: Printed | None = None  # what the driver would still give
+    in_use: Printed | None = None  # of this process, as the driver counts: libraries and context included
     allocated: Printed | None = None
-    stranded: Printed | None = None
-    private_pools: Printed | None = None
-    allowed: Printed | None = None
-    processes: tuple[tuple[int, Printed], ...] = ()
-    held: tuple[tuple[str, Printed], ...] = ()
-    place: Place | None = None
+    stranded: Printed | None = None  # held by the allocator, used by no tensor
+    private_pools: Printed | None = None  # of the allocated bytes, those of CUDA graphs and the like
+    allowed: Printed | None = None  # limit of this process
+    processes: tuple[tuple[int, Printed], ...] = ()  # by process number, as the driver counts
+    held: tuple[tuple[str, Printed], ...] = ()  # by component, in messages of this library
+    place: Place | None = None  # what the program was doing; None where no traceback tells
 
     @property
     def rounded_up(self) -> bool:

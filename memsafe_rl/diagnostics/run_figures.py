@@ -9,39 +9,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunFigures:
-    """A run in a few figures; None where it cannot be known.
-
-    Args:
-        steps: optimizer steps done.
-        seconds: time they took.
-        peak_bytes: int, most bytes held.
-        peak_phase: the phase that held them.
-        budget_bytes: int, bytes that the run might hold.
-        forecast_bytes: int, bytes of the peak forecast before the run.
-        failures: allocations that failed.
-        leaner_plans: times a leaner plan took over.
-        seconds_lost: time that failed work took before it failed.
-        samples: completions drawn.
-        samples_per_second: completions drawn, over the time of all steps.
-        tokens_per_second: tokens of prompts and completions, over the time of all steps.
-        first_reward: mean reward of the first rollout.
-        last_reward: mean reward of the last rollout.
-    """
+    """A run in a few figures; None where it cannot be known."""
 
     steps: int
     seconds: float
     peak_bytes: int | None
     peak_phase: str | None
-    budget_bytes: int | None
-    forecast_bytes: int | None
+    budget_bytes: int | None  # what the run was allowed
+    forecast_bytes: int | None  # peak forecast before the run
     failures: int
-    leaner_plans: int
-    seconds_lost: float
+    leaner_plans: int  # switches to a leaner plan
+    seconds_lost: float  # time spent on work that then failed
     samples: int | None
-    samples_per_second: float | None
-    tokens_per_second: float | None
-    first_reward: float | None
-    last_reward: float | None
+    samples_per_second: float | None  # over the time of all steps
+    tokens_per_second: float | None  # prompts and completions, over the time of all steps
+    first_reward: float | None  # mean reward of the first rollout
+    last_reward: float | None  # mean reward of the last rollout
 
     @property
     def budget_share(self) -> float | None:

@@ -24,57 +24,34 @@ _PROCESS_FIELDS = "gpu_uuid,pid,process_name,used_memory"
 
 @dataclass(frozen=True)
 class CardProcess:
-    """A process that computes on a card.
-
-    Args:
-        pid: its number.
-        name: its program.
-        used_bytes: int, bytes it holds there, context included; None where the driver does not tell.
-    """
+    """A process that computes on a card."""
 
     pid: int
     name: str
-    used_bytes: int | None
+    used_bytes: int | None  # bytes it holds there, context included; None where the driver does not tell
 
 
 @dataclass(frozen=True)
 class Card:
-    """A card as its driver sees it.
+    """A card as its driver sees it."""
 
-    Args:
-        index: its number for the driver.
-        uuid: its identity.
-        name: what it is.
-        capability: its compute capability, such as "9.0"; None where the driver does not tell.
-        total_bytes: int, bytes.
-        used_bytes: int, bytes that all processes and the driver hold.
-        free_bytes: int, bytes that nobody holds.
-        utilization: percent of time in which it computed; None where the driver does not tell.
-        processes: those that compute on it.
-    """
-
-    index: int
+    index: int  # the driver's number
     uuid: str
     name: str
-    capability: str | None
+    capability: str | None  # its compute capability, such as "9.0"; None where the driver does not tell
     total_bytes: int
-    used_bytes: int
-    free_bytes: int
-    utilization: int | None
+    used_bytes: int  # held by all processes and the driver
+    free_bytes: int  # held by nobody
+    utilization: int | None  # percent of time in which it computed; None where the driver does not tell
     processes: tuple[CardProcess, ...] = ()
 
 
 @dataclass(frozen=True)
 class CardsRead:
-    """The cards of this machine.
-
-    Args:
-        cards: as the driver sees them.
-        source: "nvidia-ml-py", "nvidia-smi", or why there are none, in words.
-    """
+    """The cards of this machine."""
 
     cards: tuple[Card, ...]
-    source: str
+    source: str  # "nvidia-ml-py", "nvidia-smi", or why there are none, in words
 
 
 def read_cards() -> CardsRead:

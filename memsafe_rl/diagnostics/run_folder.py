@@ -20,27 +20,16 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Everything a run has written.
-
-    Args:
-        path: its folder.
-        run: settings, device, forecast and versions; empty where they were not written.
-        steps: one record an optimizer step.
-        logs: what was logged, evaluations and totals included.
-        events: plans, failures, alarms.
-        completions: logged completions by step.
-        status: its final status.
-        damaged: unreadable lines, such as one cut off when the machine went down.
-    """
+    """Everything a run has written."""
 
     path: Path
-    run: Record
+    run: Record  # settings, device, forecast and versions; may be empty
     steps: Sequence[Record]
-    logs: Sequence[Record]
+    logs: Sequence[Record]  # evaluations and totals included
     events: Sequence[Record]
-    completions: Mapping[int, Sequence[Record]]
+    completions: Mapping[int, Sequence[Record]]  # by step
     status: Record
-    damaged: int
+    damaged: int  # unreadable lines, such as one cut off by a crash
 
 
 def read_run(folder: Path) -> RunFolder:

@@ -47,32 +47,20 @@ class Liveness(StrEnum):
 
 @dataclass(frozen=True)
 class Sighting:
-    """A run as it was last seen.
-
-    Args:
-        status: what it wrote of itself.
-        age_seconds: how long ago it did.
-        liveness: whether its process is still there.
-    """
+    """A run as it was last seen."""
 
     status: Mapping[str, Any]
     age_seconds: float
-    liveness: Liveness
+    liveness: Liveness  # whether its process still exists
 
 
 @dataclass(frozen=True)
 class View:
-    """What there is to see at one moment.
-
-    Args:
-        cards: the machine's cards.
-        ranks: the run's processes, the first first; none where no run was asked for or found.
-        runs: process and folder of this user's other runs.
-    """
+    """What there is to see at one moment."""
 
     cards: CardsRead
-    ranks: tuple[Sighting, ...] = ()
-    runs: tuple[tuple[int, str], ...] = ()
+    ranks: tuple[Sighting, ...] = ()  # the run's processes in order; empty without a run
+    runs: tuple[tuple[int, str], ...] = ()  # process and folder of this user's live runs
 
     @property
     def run(self) -> Sighting | None:

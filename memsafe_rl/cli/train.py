@@ -18,10 +18,10 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 from peft import LoraConfig
 from rich.console import Console
+from rich.table import Table
 from transformers import BitsAndBytesConfig
 
 from memsafe_rl.cli.arguments import RunFields, RunRequest
-from memsafe_rl.cli.simulation import show_simulation
 from memsafe_rl.config.base import GRPOConfig, TrainerConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.config.refusals import unknown
@@ -33,7 +33,8 @@ from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.trainers.inputs import chosen_policy
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer
-from memsafe_rl.units import parse_bytes
+from memsafe_rl.types import Component, Phase
+from memsafe_rl.units import format_bytes, parse_bytes
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """Kinds of files that hold prompts, and what `datasets` calls them."""
@@ -45,17 +46,11 @@ CONFIGS: dict[str, type[TrainerConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
 
 @dataclass(frozen=True)
 class Run:
-    """A run, checked as far as it can be before anything is loaded.
+    """A run, checked as far as it can be before anything is loaded."""
 
-    Args:
-        fields: what to train, and on what.
-        config: settings of the trainer.
-        simulated_bytes: int, bytes of the simulated device that the run takes place on; None for a real one.
-    """
-
-    fields: RunFields
+    fields: RunFields  # what to train, and on which data
     config: TrainerConfig
-    simulated_bytes: int | None = None
+    simulated_bytes: int | None = None  # size of the simulated device; None for a real one
 
 
 def prepare(request: RunRequest, simulate: str | None = None) -> Run:
@@ -262,3 +257,54 @@ def _split_of(saved: Dataset | DatasetDict, split: str, source: Any) -> Dataset:
             "eval_dataset_split, to one of them."
         )
     return saved[split]
+
+
+# ---------------------------------------------------------------------- what a simulated device held
+
+_LEAST_SHARE = 0.01
+"""Share of a peak under which a component is not worth telling."""
+
+
+def show_simulation(device: SimulatedMemory, console: Console) -> None:
+    """Prints what a simulated device held: its peak, the host's, and the highest moment of every phase."""
+    peaks = device.phase_peaks()
+    # The trainer starts a new peak in every phase, so that the device's own is that of the last one.
+    highest = max((sum(parts.values()) for parts in peaks.values()), default=device.peak_bytes)
+    capacity = device.capacity_bytes
+    of_all = "" if not capacity else f" of {format_bytes(capacity)} ({highest / capacity:.0%})"
+    console.print(
+        f"Simulated device: at most {format_bytes(highest)}{of_all} held, {device.refusals} allocations refused; "
+        f"host memory at most {format_bytes(device.host_peak_bytes)}.",
+        highlight=False,
+    )
+    if not device.exact:
+        console.print("Counted after each operator, since there is no C++ compiler: a kernel's own bytes are not seen.")
+    console.print(_table(device, peaks))
+
+
+def _table(device: SimulatedMemory, peaks: Mapping[Phase, Mapping[Component, int]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("phase", no_wrap=True)
+    for title in ("times", "seconds", "peak"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("held by")
+    for phase, parts in peaks.items():
+        records = [record for record in device.timeline if record.phase is phase]
+        seconds = sum(record.end_seconds - record.start_seconds for record in records)
+        table.add_row(
+            phase.value,
+            str(len(records)),
+            f"{seconds:.1f}",
+            format_bytes(sum(parts.values())),
+            _holders(parts),
+        )
+    return table
+
+
+def _holders(parts: Mapping[Component, int]) -> str:
+    """Names the components that held at least a hundredth, the largest first."""
+    total = max(1, sum(parts.values()))
+    shares = sorted(
+        ((size / total, component.value.replace("_", " ")) for component, size in parts.items()), reverse=True
+    )
+    return ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= _LEAST_SHARE)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memsafe_rl.cli.training import Run, device_of, ingredients, trainer_of
+from memsafe_rl.cli.train import Run, device_of, ingredients, trainer_of
 from memsafe_rl.preflight.verify import PlanRun, Verification, verify_plan
 from memsafe_rl.units import format_bytes
 

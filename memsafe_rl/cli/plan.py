@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memsafe_rl.cli.arguments import RunRequest
-from memsafe_rl.cli.training import Run, adapter, prepare, prompts, quantization
+from memsafe_rl.cli.train import Run, adapter, prepare, prompts, quantization
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.headroom import headroom_of
@@ -50,48 +50,28 @@ _RANKS = (8, 16, 64, 256)
 
 @dataclass(frozen=True)
 class Wish:
-    """What a user wants to know.
-
-    Args:
-        run: the run.
-        device_bytes: int, bytes of the card.
-        prompt_tokens: longest prompt, in tokens; None for what the dataset or the settings say.
-        reward_models: sequence classifiers that reward.
-        ranks: ranks of the run.
-        sharding: what they share.
-    """
+    """What a user wants to know."""
 
     run: Run
     device_bytes: int
-    prompt_tokens: int | None
+    prompt_tokens: int | None  # longest prompt; None: from the dataset or the settings
     reward_models: tuple[str, ...] = ()
     ranks: int = 1
-    sharding: str = "none"
+    sharding: str = "none"  # what the ranks shard
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found beside the forecast itself.
-
-    Args:
-        longest_completion: int, tokens.
-        largest_group: int, completions per prompt.
-        lever: what would lower the peak most, in words.
-        cards: by GiB, the estimated peak, and whether the run fits; empty unless asked for.
-        frontier: longest completion by group size and rank; empty unless asked for.
-        proved: whether forecasts have confirmed the longest completion and the smallest card.
-        smallest_card: GiB of the smallest card that holds the run; None if none does, or nobody asked.
-        confirmed: group size and rank of what forecasts have confirmed of the frontier.
-    """
+    """What was found beside the forecast itself."""
 
     longest_completion: int
     largest_group: int
-    lever: str
-    cards: Mapping[int, tuple[int, bool]]
-    frontier: Sequence[tuple[int, int | None, int]]
-    proved: bool = False
-    smallest_card: int | None = None
-    confirmed: frozenset[tuple[int, int | None]] = frozenset()
+    lever: str  # what would lower the peak most
+    cards: Mapping[int, tuple[int, bool]]  # estimated peak and whether the run fits, by GiB; empty without --find
+    frontier: Sequence[tuple[int, int | None, int]]  # group size, LoRA rank, longest completion; empty without --find
+    proved: bool = False  # whether forecasts confirmed the longest completion
+    smallest_card: int | None = None  # GiB of the smallest card that fits; None if none does, or without --find
+    confirmed: frozenset[tuple[int, int | None]] = frozenset()  # entries of the frontier that forecasts confirmed
 
 
 def wish(
