@@ -14,14 +14,13 @@ from jinja2 import Environment, PackageLoader
 from memsafe_rl.cli import formats
 from memsafe_rl.cli.charts import Drawing, Limit, Mark, Plot, Series, draw_all
 from memsafe_rl.cli.learning import learning_sections
-from memsafe_rl.diagnostics.run_figures import known, number, phase_peaks, run_figures
+from memsafe_rl.diagnostics.run_figures import PHASES, known, number, phase_peaks, run_figures
 from memsafe_rl.diagnostics.run_folder import Record, RunFolder, read_run
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.headroom import headroom_of
 from memsafe_rl.units import format_bytes
 
 REPORT_FILE = "report.html"
-PHASES = ("load", "rollout", "reward", "score", "update", "optimizer", "evaluate", "checkpoint")
 COMPONENTS = ("weights", "optimizer", "gradients", "trajectory", "kv_cache", "logits", "activations", "other")
 """From what stays to what comes and goes, so that the lower layers lie still."""
 

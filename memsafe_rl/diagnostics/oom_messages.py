@@ -1,4 +1,4 @@
-"""Finds out-of-memory messages in a log and reads their figures, in the wordings of PyTorch's versions and devices."""
+"""Finds out-of-memory messages in a log and reads their figures, for all PyTorch versions and devices."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from memsafe_rl.units import format_bytes
 
 _POWERS = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _IMPOSSIBLE_BYTES = 2**60
-"""What no machine has; under WSL the driver reports such figures for a process."""
+"""More than any machine has; under WSL the driver reports such figures for a process."""
 
 _REACH = 1_500
-"""Characters behind the beginning of a message in which its figures stand."""
+"""Characters after the start of a message that hold its figures."""
 
 _BEFORE = 6_000
-"""Characters before a message that are searched for the place it comes from."""
+"""Characters before a message that are searched for its origin."""
 
 
 class Allocator(StrEnum):
-    """Who refused the bytes."""
+    """Who refused the allocation."""
 
     CUDA = "CUDA"
     HIP = "HIP"
@@ -37,7 +37,7 @@ class Allocator(StrEnum):
 
 
 class Place(StrEnum):
-    """What the program was doing, as far as the traceback before a message shows it."""
+    """What the program was doing, judging by the traceback before a message."""
 
     LOAD = "load"
     ROLLOUT = "rollout"
@@ -61,7 +61,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class OutOfMemoryMessage:
-    """An out-of-memory message, figure by figure; None where it does not tell."""
+    """An out-of-memory message, figure by figure; None where it has none."""
 
     text: str
     allocator: Allocator
@@ -82,12 +82,12 @@ class OutOfMemoryMessage:
 
     @property
     def rounded_up(self) -> bool:
-        """Tells whether the size asked for was rounded up to whole pieces by a caching allocator before printing."""
+        """Tells whether a caching allocator rounded the requested size up before printing it."""
         return self.allocator in (Allocator.CUDA, Allocator.HIP, Allocator.XPU, Allocator.OTHER)
 
 
 def _words(pattern: str) -> str:
-    """Lets every space of a pattern be any white space, line ends and the borders of boxes included."""
+    """Lets a space of a pattern match any white space, line breaks and box borders included."""
     return pattern.replace(" ", r"[\s│┃]+").replace("~", r"[\s│┃]*")
 
 
@@ -164,7 +164,7 @@ _PLACES = (
 
 
 def read_printed(text: str) -> Printed | None:
-    """Reads a byte count as PyTorch prints it, with the rounding that it hides.
+    """Reads a byte count as PyTorch prints it, with the rounding it hides.
 
     PyTorch divides by 1024 whether it writes ``MiB`` or, on MPS, ``MB``.
     """
@@ -194,7 +194,7 @@ def find_message(log: str) -> OutOfMemoryMessage | None:
 
 
 def _distinct(heads: Iterator[re.Match[str]]) -> Iterator[re.Match[str]]:
-    """Leaves out a message without a size that only announces or repeats the one before it."""
+    """Skips a message without a size that only repeats the one before it."""
     last: re.Match[str] | None = None
     for head in heads:
         if head["bare"] and last is not None and head.start() - last.end() < _REACH:
@@ -204,7 +204,7 @@ def _distinct(heads: Iterator[re.Match[str]]) -> Iterator[re.Match[str]]:
 
 
 def _read(head: re.Match[str], window: str) -> dict[str, object]:
-    """Reads what stands in and behind the beginning of a message, as arguments of the record."""
+    """Reads a message from its start and the text after it, as arguments of the record."""
     given = head.groupdict()
     if given["budget"] is not None:
         return _read_budget(head)
@@ -262,12 +262,12 @@ def _read_budget(head: re.Match[str]) -> dict[str, object]:
         allocated=head["outside"],
         held=tuple((name, size) for name, size in held if size is not None),
     )
-    # What the allocator itself said comes last and says nothing more.
+    # The allocator's own message comes last and adds nothing.
     return facts | {"text": str(facts["text"]).partition(" The allocator said:")[0]}
 
 
 def _read_caching(head: re.Match[str], window: str) -> dict[str, object]:
-    """Reads a message of a caching allocator: figures in a sentence each, or in brackets up to torch 2.0."""
+    """Reads a caching allocator's message: one sentence per figure, or brackets up to torch 2.0."""
     behind = window[len(head[0]) :]
     following = _HEADS.search(behind)
     behind = behind if following is None else behind[: following.start()]
@@ -298,7 +298,7 @@ def _read_caching(head: re.Match[str], window: str) -> dict[str, object]:
 
 
 def _place(before: str) -> Place | None:
-    """Tells from the last frames of a traceback what was going on: the innermost frame that says it."""
+    """Gives what the program was doing, by the innermost frame of the traceback that shows it."""
     begun = before.rfind("Traceback")
     frames = before[begun:] if begun >= 0 else before
     found = [(match.end(), place) for place, pattern in _PLACES for match in pattern.finditer(frames)]

@@ -1,4 +1,4 @@
-"""What a run comes to in a few figures, from its steps and its memory events alone."""
+"""A run in a few figures, from its steps and memory events alone."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+PHASES = ("load", "rollout", "reward", "score", "update", "optimizer", "evaluate", "checkpoint")
+"""The values of `memsafe_rl.types.Phase`, whose import would take seconds."""
+
 
 @dataclass(frozen=True)
 class RunFigures:
-    """A run in a few figures; None where it cannot be known."""
+    """A run in a few figures; None where unknown."""
 
     steps: int
     seconds: float
@@ -35,7 +38,7 @@ class RunFigures:
 
     @property
     def forecast_error(self) -> float | None:
-        """How far the forecast lies above what was measured, as a share of that."""
+        """The forecast over the measured peak, less one."""
         if self.forecast_bytes is None or not self.peak_bytes:
             return None
         return self.forecast_bytes / self.peak_bytes - 1
@@ -48,7 +51,7 @@ def run_figures(
     rollout_rows: int | None = None,
     forecast_bytes: int | None = None,
 ) -> RunFigures:
-    """Sums a run up."""
+    """Summarises a run."""
     seconds = sum(number(step.get("step_time")) or 0.0 for step in steps)
     peak, phase = _highest_peak(steps)
     rewards = known(steps, "reward")
@@ -57,7 +60,7 @@ def run_figures(
     tokens, budgets = known(steps, "num_tokens"), known(steps, "memory/budget_bytes")
     # A resumed run's first record carries the tokens of the part before it.
     drawn = tokens[-1] - (0.0 if steps and steps[0].get("step") == 1 else tokens[0]) if tokens else 0.0
-    told = [event["predicted_peak_bytes"] for event in events if event.get("event") == "forecast"]
+    forecasts = [event["predicted_peak_bytes"] for event in events if event.get("event") == "forecast"]
     failures = [event for event in events if event.get("event") == "failure"]
     return RunFigures(
         steps=len(steps),
@@ -65,7 +68,7 @@ def run_figures(
         peak_bytes=peak,
         peak_phase=phase,
         budget_bytes=int(budgets[-1]) if budgets else None,
-        forecast_bytes=forecast_bytes if forecast_bytes is not None or not told else int(told[-1]),
+        forecast_bytes=forecast_bytes if forecast_bytes is not None or not forecasts else int(forecasts[-1]),
         failures=len(failures),
         leaner_plans=sum(event.get("event") == "fallback" for event in events),
         seconds_lost=sum(number(event.get("seconds_lost")) or 0.0 for event in failures),
