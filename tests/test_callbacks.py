@@ -8,7 +8,8 @@ from rich.console import Console
 from transformers import TrainerState
 
 from memsafe_rl import PPOConfig
-from memsafe_rl.callbacks.callbacks import CompletionsTable, ProgressBar, Trackers, banner
+from memsafe_rl.callbacks.console import CompletionsTable, ProgressBar, banner
+from memsafe_rl.callbacks.trackers import Trackers
 from tests.trainers.helpers import count_digits, make_trainer
 
 

@@ -21,7 +21,6 @@ from memsafe_rl.cli import app
 from memsafe_rl.cli import doctor as doctor_module
 from memsafe_rl.diagnostics.environment_checks import (
     ALLOCATOR_VARIABLES,
-    Card,
     Environment,
     Finding,
     Severity,
@@ -33,9 +32,15 @@ from memsafe_rl.diagnostics.environment_checks import (
 )
 from memsafe_rl.diagnostics.launch_checks import check_launch_file, check_launch_memory, check_run_file
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.runtime.cards import Card, CardProcess
 
 GIB = 2**30
 RUNNER = CliRunner()
+
+
+def card(name: str, free_bytes: int, *others: CardProcess) -> Card:
+    return Card(0, f"GPU-{name}", name, "9.0", 80 * GIB, 80 * GIB - free_bytes, free_bytes, None, others)
+
 
 MACHINE = Environment(
     variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "4"},
@@ -44,7 +49,7 @@ MACHINE = Environment(
     optional=("bitsandbytes>=0.49",),
     backend="cuda",
     usable_gpus=2,
-    cards=(Card("NVIDIA H100", 80 * GIB, 79 * GIB), Card("NVIDIA H100", 80 * GIB, 79 * GIB)),
+    cards=(card("NVIDIA H100", 79 * GIB), card("NVIDIA H100", 79 * GIB)),
     cores=16,
     host_bytes=64 * GIB,
     host_free_bytes=60 * GIB,
@@ -91,7 +96,7 @@ def test_a_healthy_machine_has_no_findings(machine: Environment) -> None:
         (with_variables(CUDA_VISIBLE_DEVICES="0,0"), "cards-twice"),
         (with_variables(CUDA_VISIBLE_DEVICES="0,2"), "cards-missing"),
         (with_variables(CUDA_VISIBLE_DEVICES="-1"), "cards-hidden"),
-        (replace(MACHINE, cards=(Card("H100", 80 * GIB, 40 * GIB, ((77, 39 * GIB),)),)), "card-shared"),
+        (replace(MACHINE, cards=(card("H100", 40 * GIB, CardProcess(77, "python", 39 * GIB)),)), "card-shared"),
         (replace(MACHINE, backend="cpu", usable_gpus=0), "card-unusable"),
         (replace(MACHINE, versions={**MACHINE.versions, "torch": "2.9.1"}), "version"),
         (replace(MACHINE, versions={**MACHINE.versions, "bitsandbytes": "0.43"}), "version"),

@@ -63,7 +63,7 @@ REAL: tuple[tuple[str, str, Cause, str, Configuration], ...] = (
         "RuntimeError: CUDA out of memory. Tried to allocate 74.00 MiB (GPU 0; 11.91 GiB total capacity; 10.79 GiB already "
         "allocated; 12.94 MiB free; 11.21 GiB reserved in total by PyTorch) If reserved memory is >> allocated memory",
         Cause.FULL,
-        "Cut the work smaller",
+        "Use smaller micro-batches",
         Configuration(),
     ),
     (  # torch 2.1, which writes "capacty"
@@ -120,7 +120,7 @@ REAL: tuple[tuple[str, str, Cause, str, Configuration], ...] = (
         "of which 15.09 GiB is free. Of the allocated memory 0 bytes is allocated by PyTorch, and 0 bytes is reserved by "
         "PyTorch but unallocated.",
         Cause.TOO_LARGE,
-        "Cut the work smaller",
+        "Use smaller micro-batches",
         Configuration(),
     ),
     (  # torch 2.12 on XPU
@@ -138,7 +138,7 @@ REAL: tuple[tuple[str, str, Cause, str, Configuration], ...] = (
         "memory (MPS allocated: 12.74 GB, other allocations: 4.39 GB, max allowed: 18.13 GB). Tried to allocate 1.02 GB on "
         "private pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit",
         Cause.LIMIT,
-        "Lower what is held, rather than lift the limit",
+        "Use less memory rather than lift the limit",
         Configuration(),
     ),
     (  # a library's own workspace
@@ -153,7 +153,7 @@ REAL: tuple[tuple[str, str, Cause, str, Configuration], ...] = (
         "RuntimeError: [enforce fail at alloc_cpu.cpp:73] . DefaultCPUAllocator: can't allocate memory: you tried to "
         "allocate 116813856768 bytes. Error code 12 (Cannot allocate memory)",
         Cause.HOST,
-        "Hold less in RAM",
+        "Use less RAM",
         Configuration(),
     ),
     (  # under WSL, where the driver reports 2**64 bytes
@@ -162,7 +162,7 @@ REAL: tuple[tuple[str, str, Cause, str, Configuration], ...] = (
         "GiB of which 0 bytes is free. Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use. Of "
         "the allocated memory 13.67 GiB is allocated by PyTorch, and 9.62 MiB is reserved by PyTorch but unallocated.",
         Cause.FULL,
-        "Cut the work smaller",
+        "Use smaller micro-batches",
         Configuration(),
     ),
 )

@@ -20,10 +20,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from memsafe_rl.callbacks.callbacks import StatusFile
+from memsafe_rl.callbacks.status_file import StatusFile
 from memsafe_rl.cli import app
-from memsafe_rl.cli import monitoring as monitoring_module
-from memsafe_rl.cli.monitoring import Liveness, Sighting, View, advice, as_json, band, look, render
+from memsafe_rl.cli import monitor as monitoring_module
+from memsafe_rl.cli.monitor import Liveness, Sighting, View, advice, as_json, band, look, render
 from memsafe_rl.diagnostics import status as status_module
 from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, read_json, runs_alive, write_json
 from memsafe_rl.memory.runtime import cards as cards_module
@@ -313,8 +313,8 @@ def test_life_is_told_by_process_and_age(tmp_path: Path, changed: dict[str, Any]
     ("sighting", "processes", "words"),
     [
         (seen(), (), "nothing needs to be done"),
-        (seen(Liveness.GONE), (), "is gone without a word"),
-        (seen(Liveness.SILENT, 300.0), (), "has said nothing for 5 min"),
+        (seen(Liveness.GONE), (), "died without an error"),
+        (seen(Liveness.SILENT, 300.0), (), "has written no status for 5 min"),
         (seen(Liveness.ENDED, state="finished"), (), "has finished"),
         (
             seen(Liveness.ENDED, state="stopped", ended_by="MemoryBudgetError: no\nmore"),
@@ -323,16 +323,16 @@ def test_life_is_told_by_process_and_age(tmp_path: Path, changed: dict[str, Any]
         ),
         (seen(), (CardProcess(7, "notebook", 10 * GIB),), "Other processes hold 10.00 GiB of this card"),
         (seen(), (CardProcess(os.getpid(), "python", 60 * GIB),), "nothing needs to be done"),
-        (seen(allocator_retries=4), (), "gave all its cache back 4 times"),
+        (seen(allocator_retries=4), (), "emptied its cache 4 times"),
         (
             seen(last_step_peak_bytes={"update": 66 * GIB}, reserved_bytes=70 * GIB, allocated_bytes=30 * GIB),
             (),
-            "40.00 GiB are reserved and hold no tensor",
+            "40.00 GiB are reserved but hold no tensor",
         ),
         (seen(last_step_peak_bytes={"update": 66 * GIB}), (), "came close to the budget"),
         (seen(last_step_peak_bytes={"update": 61 * GIB}), (), "Little room is left"),
-        (seen(failures=3), (), "3 allocations failed and their work was done again"),
-        (seen(last_step_peak_bytes={"update": 10 * GIB}), (), "49.50 GiB could be used before it gets tight"),
+        (seen(failures=3), (), "3 allocations failed and their work was repeated"),
+        (seen(last_step_peak_bytes={"update": 10 * GIB}), (), "49.50 GiB are free before it gets tight"),
     ],
 )
 def test_advice_is_one_sentence_on_what_matters_most(
@@ -376,7 +376,7 @@ def test_several_runs_are_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         (["--run", "nowhere"], "no such folder"),
         (["--run", "."], "no readable monitor.json"),
         (["--pid", 2**22 + 5], "no such process"),
-        (["--pid", os.getpid()], "no word of where its run writes"),
+        (["--pid", os.getpid()], "has registered no run"),
         (["--pid", 1, "--run", "."], "Give one of them"),
     ],
 )

@@ -39,7 +39,7 @@ def test_a_config_alone_is_enough(folder: Path) -> None:
 
 
 def test_json_has_the_peak_on_top_and_what_was_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsafe_rl.cli.planning._RANKS", (8, 64))
+    monkeypatch.setattr("memsafe_rl.cli.plan._RANKS", (8, 64))
     words = ("--gpu", "1", "--max-completion-length", "64", "--prompt-tokens", "32", "--peft", "lora:8", "--json")
     code, written, _ = plan(folder, *words, "--find")
     found = json.loads(written)

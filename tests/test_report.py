@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,13 @@ from rich.console import Console
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from memsafe_rl.callbacks.callbacks import summary
+from memsafe_rl.callbacks.console import summary
 from memsafe_rl.cli import app
-from memsafe_rl.cli.charts import MOST_POINTS, Limit, Mark, Series, chart, round_ticks
-from memsafe_rl.cli.pieces import percent
-from memsafe_rl.cli.reporting import page, report
-from memsafe_rl.cli.run_folder import read_run
+from memsafe_rl.cli.charts import MOST_POINTS, Limit, Mark, Plot, Series, draw, y_ticks
+from memsafe_rl.cli.formats import percent
+from memsafe_rl.cli.report import page, report
 from memsafe_rl.diagnostics.run_figures import run_figures
+from memsafe_rl.diagnostics.run_folder import read_run
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.units import format_bytes
@@ -28,7 +30,7 @@ from tests.trainers.helpers import count_digits, make_trainer
 
 RUNNER = CliRunner()
 MIB = 2**20
-VOID = {"meta", "line", "rect", "circle", "polyline", "polygon", "path", "br"}
+VOID = {"meta", "br"}
 
 
 class Reader(HTMLParser):
@@ -85,8 +87,18 @@ def write(folder: Path, steps: list[dict[str, Any]], events: list[dict[str, Any]
     return folder
 
 
+def html_of(folder: Path) -> str:
+    """Renders a folder, once as long as nothing in it has changed."""
+    return rendered(folder, tuple(sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir())))
+
+
+@functools.cache
+def rendered(folder: Path, _: tuple[tuple[str, int], ...]) -> str:
+    return page(read_run(folder))
+
+
 def words(folder: Path) -> str:
-    return " ".join(" ".join(read(page(read_run(folder))).words).split())
+    return " ".join(" ".join(read(html_of(folder)).words).split())
 
 
 # ------------------------------------------------------------------ a real run
@@ -237,10 +249,10 @@ def test_events_are_told_at_the_step_they_belong_to_and_alike_ones_once(tmp_path
         {"event": "degradation", "step": 2, "remedy": "x", "changes": {"max_completion_length": [64, 32]}},
     ]
     folder = write(tmp_path, [step(n) for n in (1, 2, 3)], events)
-    told, html = words(folder), page(read_run(folder))
+    told, html = words(folder), html_of(folder)
     assert "2 times, from step 1 to 3, first: The allocator <tidied> up." in told
     assert "step 2 It leaks." in told
-    assert "1 allocation failed; the work was done again, which cost 250 ms." in told
+    assert "1 allocation failed; the work was repeated, which cost 250 ms." in told
     assert "max_completion_length 64 → 32" in told
     assert "step 2: 1.00 MiB refused in update, try 1; 0.25 s lost" in told
     assert "update: checkpointing no → yes" in told
@@ -267,8 +279,8 @@ def test_a_folder_of_an_earlier_version_is_reported_from_its_log(tmp_path: Path)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "lo')
     told = words(tmp_path)
     assert "1 unreadable line(s) left out" in told
-    assert "whoever held it" in told
-    assert "Reward in evaluations" in told
+    assert "all uses together" in told
+    assert "Evaluation reward" in told
     assert "This run wrote no run.json" in told
 
 
@@ -279,13 +291,13 @@ def test_numbers_that_are_none_break_nothing(tmp_path: Path) -> None:
 
 def figures(folder: Path) -> dict[str, str]:
     """Gives the small charts of a report by their titles."""
-    found = re.findall(r"<figure><h3>(.*?)</h3>(.*?)</figure>", page(read_run(folder)), re.DOTALL)
+    found = re.findall(r"<figure><h3>(.*?)</h3>(.*?)</figure>", html_of(folder), re.DOTALL)
     assert len({title for title, _ in found}) == len(found)
     return dict(found)
 
 
 def sections(folder: Path) -> list[str]:
-    return re.findall(r"<h2>(.*?)</h2>", page(read_run(folder)))
+    return re.findall(r"<h2 id=[^>]*>(.*?)</h2>", html_of(folder))
 
 
 def test_a_critic_has_charts_of_its_own(tmp_path: Path) -> None:
@@ -296,12 +308,12 @@ def test_a_critic_has_charts_of_its_own(tmp_path: Path) -> None:
     assert "Critic" in sections(folder)
     shown = figures(folder)
     for title, value in {
-        "Loss of the critic": "half the squared error: 0.2",
-        "Variance of returns that the critic explains": "explained: 0.4",
-        "Values and returns": "come true: 0.3\nforeseen: 0.1",
+        "Critic loss": "half the squared error: 0.2",
+        "Explained variance of returns": "explained: 0.4",
+        "Values and returns": "actual: 0.3\npredicted: 0.1",
         "Clipped values": "share: 5%",
-        "Coefficient of the KL": "reward a nat: 0.01",
-        "KL of a row to the reference": "nats a row: 0.7",
+        "KL coefficient": "reward a nat: 0.01",
+        "KL per row to the reference": "nats a row: 0.7",
         "Reward that the KL takes from a row": "in units of reward: -0.1",
         "Loss": "of the policy: 0.1\nwhole: 0.5",
     }.items():
@@ -319,10 +331,10 @@ def test_objectives_have_charts_of_their_own_with_bands_and_shares(tmp_path: Pat
     folder = write(tmp_path, [step(1, **both), step(2, **both)], config=config)
     assert "Objectives" in sections(folder)
     shown = figures(folder)
-    kl = shown["KL of each objective&#x27;s rows to the reference"]
+    kl = shown["KL to the reference by objective"]
     assert "band of fair: 0.06\nband of fair: 0.02\ntrue: 0.03\nfair: 0.03" in kl
     assert kl.count("c0 dashed") >= 2, "in the colour of the objective"
-    assert "true: 3\nfair: 0.5" in shown["Length of what each objective adds to the step"]
+    assert "true: 3\nfair: 0.5" in shown["Contribution of each objective to the step"]
     assert "true: 1\nfair: 250" in shown["Coefficient in the merge"]
     assert "fair/true: -0.2" in shown["Cosine between gradients"]
     assert "Other metrics" not in sections(folder)
@@ -338,8 +350,8 @@ def test_episodes_have_charts_of_their_own(tmp_path: Path) -> None:
     }
     folder = write(tmp_path, [step(1, **tools, **lengths)])
     shown = figures(folder)
-    assert "mean: 2.5" in shown["Turns of an episode"]
-    assert "could not be read, of all turns: 0%\nfailed, of all calls: 25%" in shown["Calls that went wrong"]
+    assert "mean: 2.5" in shown["Turns per episode"]
+    assert "malformed, of all turns: 0%\nfailed, of all calls: 25%" in shown["Failed tool calls"]
     assert "out of turns: 50%" in shown["Episodes cut short"]
     assert "Other metrics" not in sections(folder)
 
@@ -354,8 +366,8 @@ def test_what_no_group_knows_is_shown_all_the_same(tmp_path: Path) -> None:
     assert "max: 0.4\nmean: 0.2" in shown["a/b"]
     assert ": 0.6667" in shown["lonely"]
     assert ": 6" in shown["from_a_reward"]
-    assert "b: 0.25\nmean: 0.5" in shown["Reward in evaluations"]
-    assert "b pass@2: 75%" in shown["Passed in k tries"]
+    assert "b: 0.25\nmean: 0.5" in shown["Evaluation reward"]
+    assert "b pass@2: 75%" in shown["Passed within k tries"]
     assert ": 0.125" in shown["eval_b_odd"]
     assert "never/changes 7" in words(folder)
     assert [title for title in shown if "loss" in title.lower()] == ["Loss"]
@@ -377,7 +389,7 @@ def test_no_metric_of_a_real_run_vanishes(run: tuple[Path, Any]) -> None:
 def test_colours_of_many_series_begin_anew(tmp_path: Path) -> None:
     rewards = {f"rewards/r{n}/mean": n / 10 for n in range(12)}
     folder = write(tmp_path, [step(1, **rewards), step(2, **rewards)])
-    assert set(re.findall(r"line c(\d+)", page(read_run(folder)))) <= set("01234567")
+    assert set(re.findall(r"swatch c(\d+)", html_of(folder))) <= set("01234567")
 
 
 def test_shares_are_written_so_that_ticks_differ() -> None:
@@ -436,35 +448,47 @@ def test_the_page_goes_where_it_is_sent(tmp_path: Path) -> None:
         report(str(folder), str(tmp_path / "nowhere" / "a.html"))
 
 
+def test_without_matplotlib_the_error_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "run", [step(1)])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = RUNNER.invoke(app, ["report", str(folder)])
+    assert found.exit_code == 2
+    assert "pip install 'memsafe-rl[plots]'" in found.stderr
+
+
 # ------------------------------------------------------------------ charts
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "base", "ticks"),
+    ("low", "high", "binary", "ticks"),
     [
-        (0.0, 1.0, 10.0, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)),
-        (0.0, 7.3 * MIB, 2.0, (0, 2 * MIB, 4 * MIB, 6 * MIB, 8 * MIB)),
-        (3.0, 3.0, 10.0, (3.0, 4.0, 5.0, 6.0)),
-        (-0.3, 0.9, 10.0, (-0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)),
+        (0.0, 1.0, False, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)),
+        (0.0, 7.3 * MIB, True, (0, 2 * MIB, 4 * MIB, 6 * MIB, 8 * MIB)),
+        (3.0, 3.0, False, (3.0, 4.0, 5.0, 6.0)),
+        (-0.3, 0.9, False, (-0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)),
     ],
 )
-def test_ticks_are_round_and_span_the_range(low: float, high: float, base: float, ticks: tuple[float, ...]) -> None:
-    found = round_ticks(low, high, base)
+def test_ticks_are_round_and_span_the_range(low: float, high: float, binary: bool, ticks: tuple[float, ...]) -> None:
+    found = y_ticks(low, high, binary=binary)
     assert found[0] <= low
     assert found[-1] >= high
     assert found == pytest.approx(ticks)
 
 
+def chart(steps: list[int], series: list[Series], *, title: str = "x", **options: Any) -> str:
+    return draw(steps, Plot(title, series, str, **options))
+
+
 def heights(svg: str) -> list[float]:
     """Gives the upper edge of the first layer, step by step."""
-    points = re.findall(r'<polygon class="layer c\d" points="([^"]+)"', svg)[0].split()
-    return [float(point.split(",")[1]) for point in points[: len(points) // 2 : 2]]
+    points = re.findall(r'<path d="M ([^"]+)" style="fill: var\(--c0\)', svg)[0].split(" L ")
+    return [float(point.split()[1]) for point in points[1 : len(points) // 2 - 1 : 2]]
 
 
 def test_layers_are_as_high_as_their_values() -> None:
-    svg = chart([1, 2], [Series("a", [2.0, 4.0], 0), Series("b", [1.0, None], 1)], write=str, label="x", stacked=True)
+    svg = chart([1, 2], [Series("a", [2.0, 4.0], 0), Series("b", [1.0, None], 1)], stacked=True)
     first, second = heights(svg)
-    floor, top = 280 - 26, 30  # of a drawing of 280 units, with the axis up to 4
+    floor, top = 166, 24  # of a drawing of 186 units, with the axis up to 4
     assert floor - first == pytest.approx((floor - top) / 2, abs=0.1)
     assert second == pytest.approx(top, abs=0.1)
     assert "together: 3.0" in svg
@@ -473,22 +497,22 @@ def test_layers_are_as_high_as_their_values() -> None:
 def test_long_runs_keep_their_highest_moment_and_few_points() -> None:
     values: list[float | None] = [1.0] * 5000
     values[3210] = 9.0
-    svg = chart(list(range(1, 5001)), [Series("peak", values, 0)], write=str, label="x", stacked=True)
+    svg = chart(list(range(1, 5001)), [Series("peak", values, 0)], stacked=True)
     assert len(heights(svg)) <= MOST_POINTS
     assert "peak: 9.0" in svg
     assert len(svg) < 100_000
 
 
 def test_a_limit_far_above_all_values_is_said_and_not_drawn() -> None:
-    near = chart([1], [Series("a", [5.0], 0)], write=str, label="x", limit=Limit(8.0, "budget"))
-    far = chart([1], [Series("a", [5.0], 0)], write=str, label="x", limit=Limit(800.0, "budget"))
+    near = chart([1], [Series("a", [5.0], 0)], limit=Limit(8.0, "budget"))
+    far = chart([1], [Series("a", [5.0], 0)], limit=Limit(800.0, "budget"))
     assert 'class="limit"' in near
     assert 'class="limit"' not in far
     assert "far above this scale" in far
 
 
 def test_marks_and_labels_are_escaped() -> None:
-    svg = chart([1, 2], [Series("<a>", [1.0, 2.0], 0)], write=str, label='"x"', marks=[Mark(1, "failure", "<b>")])
+    svg = chart([1, 2], [Series("<a>", [1.0, 2.0], 0)], title='"x"', marks=[Mark(1, "failure", "<b>")])
     read(svg)
     assert "<a>" not in svg
     assert "&lt;b&gt;" in svg

@@ -1,4 +1,4 @@
-"""The commands. What they run is imported when they run, for seconds go by before torch and transformers are there."""
+"""The commands and their flags; each imports its module when it runs, since torch and transformers take seconds."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ DIFFERENT, MISUSED, INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     name="memsafe-rl",
-    help="Train language models with GRPO inside a memory budget, without changing what is learnt.",
+    help="Train models with GRPO and PPO within a memory budget, without changing the mathematics.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-def show_version(wanted: bool) -> None:
-    """Prints the version and leaves, if wanted."""
-    if wanted:
+def command(name: str) -> Any:
+    """Imports the module of a command."""
+    return importlib.import_module(f"memsafe_rl.cli.{name}")
+
+
+def show_version(requested: bool) -> None:
+    """Prints the version and exits, if requested."""
+    if requested:
         typer.echo(f"memsafe-rl {importlib.import_module('memsafe_rl').__version__}")
         raise typer.Exit
 
@@ -38,14 +43,14 @@ def show_version(wanted: bool) -> None:
 @app.callback()
 def main(
     show: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Train language models with GRPO inside a memory budget, without changing what is learnt."""
+    """Train models with GRPO and PPO within a memory budget, without changing the mathematics."""
 
 
 class TrainCommand(TyperCommand):
-    """A command whose help lists settings instead of options."""
+    """A command whose help lists settings rather than options."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  (the interface of a command)
         """Prints the help."""
@@ -53,7 +58,7 @@ class TrainCommand(TyperCommand):
 
 
 class VerifyCommand(TyperCommand):
-    """A command that takes what `train` takes, and says so instead of listing it again."""
+    """A command that takes the settings of `train` and refers to them."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  (the interface of a command)
         """Prints the help."""
@@ -68,7 +73,7 @@ Simulate = Annotated[
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Turns what a user can mend into one red line, and an interruption into its exit code."""
+    """Prints a user's error as one red line, and exits with the matching code."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         yield
@@ -76,7 +81,7 @@ def plain_errors() -> Iterator[None]:
         console.print(Text.assemble(("error: ", "bold red"), (" ".join(str(error).split()), "red")))
         raise typer.Exit(MISUSED) from None
     except KeyboardInterrupt:
-        console.print("interrupted; go on with --resume-from-checkpoint true")
+        console.print("interrupted; resume with --resume-from-checkpoint true")
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -87,7 +92,7 @@ def plain_errors() -> Iterator[None]:
 )
 def train(
     words: Words = None,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved run and leave.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved run and exit.")] = False,
     simulate: Simulate = None,
 ) -> None:
     """Train a model: a run file, flags that override it, or both."""
@@ -95,12 +100,12 @@ def train(
         request = read_request(words or [])
         if not print_config:
             require(request)
-        training = importlib.import_module("memsafe_rl.cli.training")
-        run = training.prepare(request, simulate)
+        module = command("train")
+        run = module.prepare(request, simulate)
         if print_config:
-            typer.echo(training.written(run), nl=False)
+            typer.echo(module.written(run), nl=False)
         else:
-            training.train(run, Console())
+            module.train(run, Console())
 
 
 @app.command(
@@ -109,13 +114,11 @@ def train(
     options_metavar="[CONFIG.yaml] [--name value ...]",
 )
 def verify(words: Words = None, simulate: Simulate = None) -> None:
-    """Prove on a run's own model that its memory plan changes neither tokens nor gradient; train nothing."""
+    """Prove on the run's own model that its memory plan changes neither tokens nor gradients; trains nothing."""
     with plain_errors():
         request = read_request(words or [])
         require(request)
-        training = importlib.import_module("memsafe_rl.cli.training")
-        verifying = importlib.import_module("memsafe_rl.cli.verifying")
-        if not verifying.verify(training.prepare(request, simulate), Console()):
+        if not command("verify").verify(command("train").prepare(request, simulate), Console()):
             raise typer.Exit(DIFFERENT)
 
 
@@ -127,49 +130,49 @@ def verify(words: Words = None, simulate: Simulate = None) -> None:
 )
 def plan(
     words: Words = None,
-    gpu: Annotated[str, typer.Option("--gpu", metavar="SIZE", help="Memory of the card, such as 24GiB.")] = "24GiB",
+    gpu: Annotated[str, typer.Option("--gpu", metavar="SIZE", help="The card's memory, such as 24GiB.")] = "24GiB",
     prompt_tokens: Annotated[
         int | None,
         typer.Option("--prompt-tokens", min=1, help="Longest prompt; else the dataset's, max_prompt_length, or 512."),
     ] = None,
-    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="The base in 4 bits (needs --peft).")] = False,
+    load_in_4bit: Annotated[
+        bool, typer.Option("--load-in-4bit", help="Load the base model in 4 bits (needs --peft).")
+    ] = False,
     reward_model: Annotated[
         list[str] | None,
         typer.Option(
             "--reward-model",
             metavar="NAME",
-            help="A sequence classifier that rewards: a known name, a folder or a config.json; may be repeated. Those "
-            "among reward_funcs count by themselves.",
+            help="A reward model: a known name, a folder or a config.json; repeatable. Those in reward_funcs are "
+            "counted anyway.",
         ),
     ] = None,
-    ranks: Annotated[
-        int, typer.Option("--ranks", min=1, help="Ranks of the run; the table is that of one of them.")
-    ] = 1,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Number of ranks; the table shows one of them.")] = 1,
     sharding: Annotated[
         str,
         typer.Option(
             "--sharding",
             metavar="none|zero1|zero2|zero3|fsdp",
-            help="What the ranks would share; this library's trainers run under none only.",
+            help="How the ranks would shard the state; this library trains with none only.",
         ),
     ] = "none",
     find: Annotated[
-        bool, typer.Option("--find", help="Search cards, lengths, groups and ranks too, and prove what is found.")
+        bool, typer.Option("--find", help="Also search cards, lengths, groups and ranks, and confirm the results.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Say what a run will hold before it starts: no GPU, no weights, no hub.
+    """Forecast a run's memory before it starts: no GPU, no weights, no hub.
 
-    Takes the run file and the flags of `memsafe-rl train`. A step is run on tensors that hold no bytes, under the plans
-    that the run would make, and every phase is counted.
+    Takes the run file and the flags of `memsafe-rl train`, runs one step on tensors without bytes under the run's own
+    plans, and counts every phase.
 
     Example: memsafe-rl plan --model Qwen/Qwen3-4B --gpu 24GiB --num-generations 8 --max-completion-length 1024 --peft
     lora:16
     """
     with plain_errors():
         request = read_request(words or [])
-        planning = importlib.import_module("memsafe_rl.cli.planning")
-        wanted = planning.wish(
+        module = command("plan")
+        wish = module.wish(
             request,
             gpu=gpu,
             prompt_tokens=prompt_tokens,
@@ -178,11 +181,11 @@ def plan(
             ranks=ranks,
             sharding=sharding,
         )
-        forecast, findings = planning.plan(wanted, None if as_json else Console(stderr=True), find=find)
+        forecast, findings = module.plan(wish, None if as_json else Console(stderr=True), find=find)
         if as_json:
-            typer.echo(planning.as_json(forecast, findings))
+            typer.echo(module.as_json(forecast, findings))
         else:
-            planning.show(wanted, forecast, findings, Console())
+            module.show(wish, forecast, findings, Console())
         if not forecast.fits:
             raise typer.Exit(DIFFERENT)
 
@@ -192,40 +195,38 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 
 @app.command("explain-oom", no_args_is_help=True)
 def explain_oom(
-    source: Annotated[
-        str, typer.Argument(metavar="FILE|-", help="Log, traceback or message; - reads what is piped or pasted in.")
-    ],
+    source: Annotated[str, typer.Argument(metavar="FILE|-", help="Log, traceback or message; - reads standard input.")],
     config: Annotated[
         str | None,
         typer.Option(
             "--config",
             metavar="PATH",
-            help="Run folder, run file or config.json that the run had: names the tensor that was asked for.",
+            help="The run's folder, run file or config.json; identifies the tensor that did not fit.",
         ),
     ] = None,
     vocab: Annotated[int | None, typer.Option(help="Rows of the output head.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences of a micro-batch.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences per micro-batch.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden width.")] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Blocks.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what an out-of-memory message means, which tensor it was, and what to change, best first.
+    """Explain an out-of-memory message: why it failed, which tensor it was, and what to change, best first.
 
-    Reads the wordings of PyTorch 1.x to 2.13 on CUDA, ROCm, XPU, MPS and the CPU; of a whole log, the last message.
+    Reads the messages of PyTorch 1.x to 2.13 on CUDA, ROCm, XPU, MPS and the CPU; in a whole log, the last one.
 
     Example: memsafe-rl explain-oom train.log --vocab 40960 --batch 32 --seq-len 252
     """
     with plain_errors():
-        explaining = importlib.import_module("memsafe_rl.cli.explaining")
-        sizes = explaining.Sizes(vocab, batch, seq_len, hidden, heads, layers, dtype)
-        found = explaining.explain(source, config, sizes)
+        module = command("explain_oom")
+        sizes = module.Sizes(vocab, batch, seq_len, hidden, heads, layers, dtype)
+        found = module.explain(source, config, sizes)
         if as_json:
-            typer.echo(explaining.as_json(found))
+            typer.echo(module.as_json(found))
         else:
-            explaining.show(found, Console())
+            module.show(found, Console())
 
 
 @app.command(
@@ -234,29 +235,31 @@ def explain_oom(
 def doctor(
     files: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[accelerate FILE]", help="Check a file of `accelerate launch --config_file` as well."),
+        typer.Argument(metavar="[accelerate FILE]", help="Also check a file of `accelerate launch --config_file`."),
     ] = None,
     config: Annotated[
-        str | None, typer.Option("--config", metavar="RUN.yaml", help="Check a run file of `memsafe-rl train` as well.")
+        str | None, typer.Option("--config", metavar="RUN.yaml", help="Also check a run file of `memsafe-rl train`.")
     ] = None,
     script: Annotated[
         str | None,
-        typer.Option("--script", metavar="TRAIN.py", help="Check whether a script sets PyTorch's allocator in time."),
+        typer.Option(
+            "--script", metavar="TRAIN.py", help="Check that a script configures PyTorch's allocator in time."
+        ),
     ] = None,
     expect: Annotated[
         list[str] | None,
         typer.Option(
             "--expect",
             metavar="KEY=VALUE",
-            help="A fact that must hold: torch=2.13.0, gpus>=1, gpu_free>=20GiB, ram>=64GiB, cores, python, a variable "
-            "of the environment, or a key of the files, such as distributed_type=NO. May be repeated.",
+            help="A fact that must hold: torch=2.13.0, gpus>=1, gpu_free>=20GiB, ram>=64GiB, cores, python, an "
+            "environment variable, or a key of the files, such as distributed_type=NO. Repeatable.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Look for what costs memory, time or a run before it starts: allocator, cards, versions, threads, files.
+    """Check the environment for what costs memory, time or a run: allocator, cards, versions, threads, files.
 
-    Says "healthy" in one line, or what is wrong, where, why it hurts and what to do. Needs no GPU.
+    Prints "healthy", or what is wrong, where, why it matters and what to do. Needs no GPU.
 
     Example: memsafe-rl doctor accelerate launch.yaml --config run.yaml --expect gpus=2
     """
@@ -264,14 +267,14 @@ def doctor(
         words = files or []
         if words and (words[0] != "accelerate" or len(words) != 2):
             raise ConfigError(
-                f"'doctor {' '.join(words)}' is not understood. Write `memsafe-rl doctor accelerate FILE`."
+                f"'doctor {' '.join(words)}' is not a valid command. Write `memsafe-rl doctor accelerate FILE`."
             )
-        examining = importlib.import_module("memsafe_rl.cli.doctor")
-        found = examining.examine(words[1] if words else None, config, script, expect or [])
+        module = command("doctor")
+        found = module.examine(words[1] if words else None, config, script, expect or [])
         if as_json:
-            typer.echo(examining.as_json(found))
+            typer.echo(module.as_json(found))
         else:
-            examining.show(found, Console())
+            module.show(found, Console())
         if not found.healthy:
             raise typer.Exit(DIFFERENT)
 
@@ -281,17 +284,16 @@ def monitor(
     pid: Annotated[int | None, typer.Option("--pid", min=1, help="Process of the run.")] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="DIR", help="The run's output_dir.")] = None,
     as_json: Json = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl+C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl+C.")] = False,
 ) -> None:
-    """Show how a run stands: card, budget, peaks by phase, retries, other processes, and what to do, if anything.
+    """Show a run's status: card, budget, peaks by phase, retries, other processes, and advice.
 
-    With neither --pid nor --run, your only run that is alive on this machine; with several, a list of them.
+    Without --pid or --run: your only live run on this machine, or a list if there are several.
 
     Example: memsafe-rl monitor --run outputs/run --watch
     """
     with plain_errors():
-        monitoring = importlib.import_module("memsafe_rl.cli.monitoring")
-        monitoring.monitor(pid, run, json_output=as_json, watch=watch, console=Console())
+        command("monitor").monitor(pid, run, json_output=as_json, watch=watch, console=Console())
 
 
 @app.command(no_args_is_help=True)
@@ -299,13 +301,12 @@ def report(
     run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run's output_dir.")],
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where to write; report.html in RUN_DIR if left out."),
+        typer.Option("--output", "-o", metavar="FILE", help="Output file; default: report.html in RUN_DIR."),
     ] = None,
 ) -> None:
-    """Write a run's memory and learning as one HTML page that needs no network; works while the run trains, too.
+    """Write a run's memory and learning as one self-contained HTML page; works during training too.
 
     Example: memsafe-rl report outputs/run
     """
     with plain_errors():
-        reporting = importlib.import_module("memsafe_rl.cli.reporting")
-        typer.echo(str(reporting.report(run_dir, output)))
+        typer.echo(str(command("report").report(run_dir, output)))

@@ -1,52 +1,54 @@
-"""Charts as inline SVG, drawn by hand: no library, no script, no network; colours are the page's own variables."""
+"""Charts over optimizer steps as inline SVG: matplotlib draws, the page's style sheet colours."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from html import escape
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup, escape
+
+from memsafe_rl.cli.formats import plain
+from memsafe_rl.errors import ConfigError
 
 MOST_POINTS = 240
-"""Points of a chart beyond which steps are drawn together."""
+"""Points of a chart beyond which neighbouring steps are drawn together."""
+COLORS = 8
+"""Colours of series on the page; further series start over."""
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 10, 26
-_LANE = 20
-"""Height of the lane of marks above a chart."""
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 430, 186, 62, 6, 24, 20
+"""Size and margins in pixels; small enough that a telephone shows the text at nine pixels."""
 _OFF_SCALE = 4.0
-"""How far above all values a limit may lie to be drawn; further up it would press them flat."""
-_TICKS = 5
+"""How far above all values a limit may lie and still be drawn; a higher one would flatten them."""
+_PAINT = (*(f"c{number}" for number in range(COLORS)), "bad", "warn", "plan", "lossy", "rule", "dim")
+_INK = {name: f"#ab00{number:02d}" for number, name in enumerate(_PAINT)}
+"""A stand-in for each colour of the page, replaced by its CSS variable once matplotlib has drawn."""
+_MARKS = {"plan": ("|", "plan"), "failure": ("v", "bad"), "alarm": ("o", "warn"), "lossy": ("D", "lossy")}
+_STYLE = {"svg.fonttype": "none", "path.simplify": True, "font.size": 11, "font.sans-serif": ["DejaVu Sans"]}
+_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+
+Write = Callable[[float], str]
+"""Writes a value for people."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line or layer.
-
-    Args:
-        label: its name.
-        values: one a step; None where there is none.
-        color: number of its colour on the page.
-        dots: draw points only.
-        dashed: draw the line dashed.
-    """
+    """One line or layer: its name, one value a step (None where there is none), and the number of its colour."""
 
     label: str
     values: Sequence[float | None]
-    color: int
-    dots: bool = False
+    color: int = 0
     dashed: bool = False
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step.
-
-    Args:
-        step: when.
-        kind: "failure", "plan", "alarm" or "lossy".
-        text: what, in words.
-    """
+    """Something that happened at a step; `kind` is "failure", "plan", "alarm" or "lossy"."""
 
     step: float
     kind: str
@@ -55,222 +57,170 @@ class Mark:
 
 @dataclass(frozen=True)
 class Limit:
-    """A level not to be passed.
-
-    Args:
-        value: where it lies.
-        label: what it is.
-    """
+    """A level that must not be passed."""
 
     value: float
     label: str
 
 
-Write = Callable[[float], str]
-"""Writes a value for people."""
-
-
-def chart(
-    steps: Sequence[float],
-    series: Sequence[Series],
-    *,
-    write: Write,
-    label: str,
-    stacked: bool = False,
-    limit: Limit | None = None,
-    marks: Sequence[Mark] = (),
-    width: int = 1080,
-    height: int = 280,
-    base: float = 10.0,
-    from_zero: bool = True,
-) -> str:
-    """Draws a chart over steps."""
-    groups = _groups(steps)
-    drawn = [_joined(one, series, groups, highest=stacked) for one in range(len(series))]
-    at = [sum(steps[index] for index in group) / len(group) for group in groups]
-    tops = [sum(values[place] or 0.0 for values in drawn) for place in range(len(at))]
-    flat = tops if stacked else [value for values in drawn for value in values if value is not None]
-    shown = limit if limit is not None and limit.value <= _OFF_SCALE * max(flat, default=0.0) else None
-    frame = _Frame.around(at, [*flat, *([shown.value] if shown else [])], width, height, base, from_zero or stacked)
-    body = _layers(frame, at, series, drawn) if stacked else _lines(frame, at, series, drawn)
-    parts = [_axes(frame, write), body, _limit(frame, limit, shown, below_marks=bool(marks)), _marks(frame, marks)]
-    parts.append(_hints(frame, steps, groups, series, drawn, write, total=stacked and len(series) > 1))
-    return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}" '
-        f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
-    )
-
-
 @dataclass(frozen=True)
-class _Frame:
-    """Where values lie on the drawing."""
+class Plot:
+    """A chart: `write` writes its values; `stacked` makes layers; `binary` sets ticks at round powers of 1,024."""
 
-    width: int
-    height: int
-    low: float
-    high: float
-    first: float
-    last: float
-    ticks: tuple[float, ...]
-
-    @classmethod
-    def around(
-        cls, at: Sequence[float], values: Sequence[float], width: int, height: int, base: float, from_zero: bool
-    ) -> _Frame:
-        low, high = min(values, default=0.0), max(values, default=1.0)
-        low = min(0.0, low) if from_zero else low
-        ticks = round_ticks(low, high, base)
-        first, last = at[0] - 0.5, at[-1] + 0.5
-        return cls(width, height, min(low, ticks[0]), max(high, ticks[-1]), first, last, ticks)
-
-    def x(self, step: float) -> float:
-        share = (step - self.first) / (self.last - self.first)
-        return _LEFT + share * (self.width - _LEFT - _RIGHT)
-
-    def y(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
-        return self.height - _BOTTOM - share * (self.height - _BOTTOM - _TOP - _LANE)
+    title: str
+    series: Sequence[Series]
+    write: Write = plain
+    from_zero: bool = False
+    note: str = ""
+    stacked: bool = False
+    binary: bool = False
+    limit: Limit | None = None
+    marks: Sequence[Mark] = ()
 
 
-def round_ticks(low: float, high: float, base: float) -> tuple[float, ...]:
+Drawing = tuple[Plot, Markup]
+"""A chart and its SVG, which is safe to insert as it is."""
+
+
+def draw_all(records: Sequence[Mapping[str, Any]], plots: Sequence[Plot]) -> list[Drawing]:
+    """Draws charts over the steps of records; lines without a value, and charts without a line, are left out."""
+    steps = [float(record["step"]) for record in records]
+    shown = [replace(plot, series=[one for one in plot.series if set(one.values) - {None}]) for plot in plots]
+    return [(plot, draw(steps, plot)) for plot in shown if plot.series]
+
+
+def draw(steps: Sequence[float], plot: Plot) -> Markup:
+    """Draws one chart over steps."""
+    groups = np.array_split(np.arange(len(steps)), min(len(steps), MOST_POINTS))
+    values = _per_group(plot.series, groups, stacked=plot.stacked)
+    centers = [float(np.mean([steps[index] for index in group])) for group in groups]
+    edges = np.array([steps[0] - 0.5, *((a + b) / 2 for a, b in itertools.pairwise(centers)), steps[-1] + 0.5])
+    highest = float(np.nanmax(values.sum(axis=0) if plot.stacked else values))
+    limit = plot.limit if plot.limit is not None and plot.limit.value <= _OFF_SCALE * highest else None
+    top = max(highest, limit.value if limit else highest)
+    low = 0.0 if plot.stacked else float(np.nanmin(values))
+    ticks = y_ticks(min(0.0, low) if plot.from_zero else low, top, binary=plot.binary)
+    figure, axes = _axes(edges, ticks, plot.write)
+    if plot.stacked:
+        floor = np.cumsum(values, axis=0) - values
+        for one, layer, base in zip(plot.series, values, floor, strict=True):
+            axes.stairs(base + layer, edges, baseline=base, fill=True, color=_INK[f"c{one.color}"], alpha=0.88)
+    else:
+        for one, line in zip(plot.series, values, strict=True):
+            known = ~np.isnan(line)
+            marker = "o" if known.sum() == 1 else ""
+            style = {"color": _INK[f"c{one.color}"], "linestyle": "--" if one.dashed else "-", "marker": marker}
+            axes.plot(np.array(centers)[known], line[known], linewidth=1.5, markersize=4, **style)
+    if plot.limit is not None:
+        _draw_limit(axes, plot.limit, shown=limit is not None, ticks=ticks)
+    _draw_marks(axes, plot.marks, edges)
+    return _svg(figure, plot, _hints(axes, steps, groups, values, plot))
+
+
+def y_ticks(low: float, high: float, *, binary: bool = False) -> list[float]:
     """Chooses round numbers that span a range."""
-    if high <= low:
-        high = low + (abs(low) or 1.0)
-    rough = (high - low) / _TICKS
-    power = base ** math.floor(math.log(rough, base))
-    steps = (1, 2) if base == 2 else (1, 2, 2.5, 5, 10)
-    step = power * next(factor for factor in steps if factor * power >= rough * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return tuple(index * step for index in range(first, last + 1))
+    unit = 1024.0 ** int(math.log(max(high, 1.0), 1024)) if binary else 1.0
+    top = high if high > low else low + (abs(low) or 1.0)
+    locator = _matplotlib().ticker.MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10])
+    return [float(tick) * unit for tick in locator.tick_values(low / unit, top / unit)]
 
 
-def _groups(steps: Sequence[float]) -> list[range]:
-    """Puts steps together so that at most `MOST_POINTS` are drawn."""
-    size = math.ceil(len(steps) / MOST_POINTS)
-    return [range(start, min(start + size, len(steps))) for start in range(0, len(steps), size)]
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+        import matplotlib.figure
+        import matplotlib.ticker
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "The charts of a report need matplotlib, which is not installed. Install it: pip install "
+            "'memsafe-rl[plots]'."
+        ) from error
+    return matplotlib
 
 
-def _joined(one: int, series: Sequence[Series], groups: Sequence[range], *, highest: bool) -> list[float | None]:
-    """Gives a series' value for each group of steps: at the group's highest step, or the mean."""
-    values, found = series[one].values, list[float | None]()
-    for group in groups:
-        if highest:
-            top = max(group, key=lambda index: sum(other.values[index] or 0.0 for other in series))
-            found.append(values[top])
-            continue
-        there = [value for index in group if (value := values[index]) is not None]
-        found.append(sum(there) / len(there) if there else None)
-    return found
+def _per_group(series: Sequence[Series], groups: Sequence[Any], *, stacked: bool) -> Any:
+    """Gives each group's values, `(series, groups)` float64: of its highest step, or their mean."""
+    values = np.array([[np.nan if value is None else value for value in one.values] for one in series], dtype=float)
+    if stacked:
+        values = np.nan_to_num(values)
+        return values[:, [group[values[:, group].sum(axis=0).argmax()] for group in groups]]
+    masked = np.ma.masked_invalid(values)
+    return np.ma.stack([masked[:, group].mean(axis=1) for group in groups], axis=1).filled(np.nan)
 
 
-def _axes(frame: _Frame, write: Write) -> str:
-    parts = []
-    for tick in frame.ticks:
-        y = frame.y(tick)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{frame.width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(
-            f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{escape(write(tick))}</text>'
+def _axes(edges: Any, ticks: Sequence[float], write: Write) -> tuple[Any, Any]:
+    """Makes an empty chart whose units are the pixels of its SVG."""
+    library = _matplotlib()
+    with library.rc_context(_STYLE):
+        figure = library.figure.Figure(figsize=(_WIDTH / 72, _HEIGHT / 72), dpi=72)
+        axes = figure.add_axes(
+            (_LEFT / _WIDTH, _BOTTOM / _HEIGHT, 1 - (_LEFT + _RIGHT) / _WIDTH, 1 - (_TOP + _BOTTOM) / _HEIGHT)
         )
-    most = max(2, min(10, frame.width // 90))
-    wanted = round_ticks(frame.first + 0.5, max(frame.last - 0.5, frame.first + 1.5), 10)
-    whole = sorted({round(tick) for tick in wanted if frame.first < round(tick) < frame.last})
-    for tick in whole[:: max(1, math.ceil(len(whole) / most))]:
-        x = frame.x(tick)
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{frame.height - 8}" text-anchor="middle">{tick}</text>')
-    return "".join(parts)
+    figure.patch.set_visible(False)
+    axes.patch.set_visible(False)
+    axes.spines[:].set_visible(False)
+    axes.set(xlim=(edges[0], edges[-1]), ylim=(ticks[0], ticks[-1]))
+    axes.set_yticks(ticks, [write(tick) for tick in ticks])
+    axes.xaxis.set_major_locator(library.ticker.MaxNLocator(nbins=7, integer=True))
+    axes.tick_params(length=0, labelcolor=_INK["dim"])
+    axes.grid(axis="y", color=_INK["rule"])
+    axes.set_axisbelow(True)
+    return figure, axes
 
 
-def _layers(
-    frame: _Frame, at: Sequence[float], series: Sequence[Series], drawn: Sequence[Sequence[float | None]]
-) -> str:
-    """Draws layers with a flat top over each step, since nothing is known of the time between."""
-    half = [(after - before) / 2 for before, after in itertools.pairwise(at)]
-    left = [frame.first, *(before + gap for before, gap in zip(at, half, strict=False))]
-    right = [*left[1:], frame.last]
-    floor, parts = [0.0] * len(at), []
-    for one, values in zip(series, drawn, strict=True):
-        top = [low + (value or 0.0) for low, value in zip(floor, values, strict=True)]
-        over = [f"{frame.x(x):.1f},{frame.y(y):.1f}" for a, b, y in zip(left, right, top, strict=True) for x in (a, b)]
-        under = [
-            f"{frame.x(x):.1f},{frame.y(y):.1f}" for a, b, y in zip(left, right, floor, strict=True) for x in (a, b)
-        ]
-        parts.append(f'<polygon class="layer c{one.color}" points="{" ".join([*over, *reversed(under)])}"/>')
-        floor = top
-    return "".join(parts)
-
-
-def _lines(
-    frame: _Frame, at: Sequence[float], series: Sequence[Series], drawn: Sequence[Sequence[float | None]]
-) -> str:
-    parts = []
-    for one, values in zip(series, drawn, strict=True):
-        points = [(frame.x(x), frame.y(value)) for x, value in zip(at, values, strict=True) if value is not None]
-        if one.dots or len(points) == 1:
-            parts += [f'<circle class="dot c{one.color}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in points]
-        elif points:
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            dashed = " dashed" if one.dashed else ""
-            parts.append(f'<polyline class="line c{one.color}{dashed}" points="{path}"/>')
-    return "".join(parts)
-
-
-def _limit(frame: _Frame, limit: Limit | None, shown: Limit | None, *, below_marks: bool) -> str:
-    if limit is None:
-        return ""
-    right = frame.width - _RIGHT
-    if shown is None:
+def _draw_limit(axes: Any, limit: Limit, *, shown: bool, ticks: Sequence[float]) -> None:
+    crowded = limit.value > ticks[0] + 0.85 * (ticks[-1] - ticks[0])
+    place = {"ha": "right", "va": "top" if crowded or not shown else "bottom", "color": _INK["bad"], "fontsize": 11}
+    if shown:
+        axes.axhline(limit.value, color=_INK["bad"], linestyle="--", linewidth=1.4, gid="limit")
+        axes.text(1, limit.value, limit.label, transform=axes.get_yaxis_transform(), gid="limit-text", **place)
+    else:
         text = f"{limit.label}, far above this scale ↑"
-        height = _TOP + (_LANE + 12 if below_marks else 10)
-        return f'<text class="limit-text" x="{right - 2}" y="{height}" text-anchor="end">{escape(text)}</text>'
-    y = frame.y(shown.value)
-    below = y + 13 if y < _TOP + _LANE + 14 else y - 5
-    return (
-        f'<line class="limit" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        f'<text class="limit-text" x="{right - 2}" y="{below:.1f}" text-anchor="end">{escape(limit.label)}</text>'
-    )
+        axes.text(1, 1, text, transform=axes.transAxes, gid="limit-text", **place)
 
 
-def _marks(frame: _Frame, marks: Sequence[Mark]) -> str:
-    parts = []
-    for mark in marks:
-        x, y = frame.x(min(max(mark.step, frame.first), frame.last)), _TOP + 2
-        if mark.kind == "plan":
-            shape = f'<rect x="{x - 1.5:.1f}" y="{y}" width="3" height="12"/>'
-        elif mark.kind == "failure":
-            shape = f'<path d="M{x - 6:.1f} {y}h12l-6 12z"/>'
-        elif mark.kind == "lossy":
-            shape = f'<path d="M{x:.1f} {y - 1}l7 7l-7 7l-7 -7z"/>'
-        else:
-            shape = f'<circle cx="{x:.1f}" cy="{y + 6}" r="5"/>'
-        line = f'<line class="drop" x1="{x:.1f}" x2="{x:.1f}" y1="{y + 14}" y2="{frame.height - _BOTTOM}"/>'
-        dropped = line if mark.kind in ("failure", "lossy") else ""
-        parts.append(f'<g class="mark {mark.kind}">{dropped}{shape}<title>{escape(mark.text)}</title></g>')
-    return "".join(parts)
+def _draw_marks(axes: Any, marks: Sequence[Mark], edges: Any) -> None:
+    for number, mark in enumerate(marks):
+        marker, color = _MARKS[mark.kind]
+        step = min(max(mark.step, edges[0]), edges[-1])
+        if mark.kind in ("failure", "lossy"):
+            axes.axvline(step, color=_INK[color], linewidth=1, alpha=0.3)
+        style = {"marker": marker, "color": _INK[color], "markersize": 8, "markeredgewidth": 2}
+        axes.plot([step], [1.07], transform=axes.get_xaxis_transform(), gid=f"mark {mark.kind} {number}", **style)
 
 
-def _hints(
-    frame: _Frame,
-    steps: Sequence[float],
-    groups: Sequence[range],
-    series: Sequence[Series],
-    drawn: Sequence[Sequence[float | None]],
-    write: Write,
-    *,
-    total: bool,
-) -> str:
-    """Lays an unseen strip over each step that says its values when pointed at."""
-    parts = []
+def _hints(axes: Any, steps: Sequence[float], groups: Sequence[Any], values: Any, plot: Plot) -> str:
+    """Covers each group of steps with an unseen strip whose title says the values there."""
+    strips = []
     for place, group in enumerate(groups):
         first, last = steps[group[0]], steps[group[-1]]
-        told = [f"step {first:g}" if first == last else f"steps {first:g} to {last:g}"]
-        there = [(one.label, values[place]) for one, values in zip(series, drawn, strict=True)]
-        told += [f"{name}: {write(value)}" for name, value in reversed(there) if value is not None]
-        if total:
-            told.append(f"together: {write(sum(value or 0.0 for _, value in there))}")
-        left, right = frame.x(first - 0.5), frame.x(last + 0.5)
-        top = _TOP + _LANE
-        parts.append(
-            f'<rect class="hint" x="{left:.1f}" y="{top}" width="{max(0.5, right - left):.1f}" '
-            f'height="{frame.height - _BOTTOM - top}"><title>{escape(chr(10).join(told))}</title></rect>'
+        lines = [f"step {first:g}" if first == last else f"steps {first:g} to {last:g}"]
+        column = [(one.label, value) for one, value in zip(plot.series, values[:, place], strict=True)]
+        lines += [f"{name}: {plot.write(value)}" for name, value in reversed(column) if not np.isnan(value)]
+        if plot.stacked and len(plot.series) > 1:
+            lines.append(f"together: {plot.write(float(values[:, place].sum()))}")
+        left, right = axes.transData.transform([(first - 0.5, 0), (last + 0.5, 0)])[:, 0]
+        strips.append(
+            f'<rect class="hint" x="{left:.1f}" y="{_TOP}" width="{max(0.5, right - left):.1f}" '
+            f'height="{_HEIGHT - _TOP - _BOTTOM}"><title>{escape(chr(10).join(lines))}</title></rect>'
         )
-    return "".join(parts)
+    return "".join(strips)
+
+
+def _svg(figure: Any, plot: Plot, hints: str) -> Markup:
+    """Writes a figure as SVG: no ids but those of markers, nothing clipped, classes and CSS variables for the page."""
+    buffer = io.StringIO()
+    with _matplotlib().rc_context({**_STYLE, "svg.hashsalt": plot.title}):
+        figure.savefig(buffer, format="svg", metadata=_NO_METADATA)
+    text = buffer.getvalue()
+    text = re.sub(r"\s*\n\s*", " ", text[text.index("<svg") :])
+    text = re.sub(r'<g id="(limit|limit-text)">', r'<g class="\1">', text)
+    text = re.sub(
+        r'<g id="(mark \w+) (\d+)">',
+        lambda found: f'<g class="{found[1]}"><title>{escape(plot.marks[int(found[2])].text)}</title>',
+        text,
+    )
+    text = re.sub(r' id="(?!m[0-9a-f]{10}")[^"]*"| clip-path="[^"]*"', "", text)
+    text = re.sub(r"#ab00(\d\d)", lambda found: f"var(--{_PAINT[int(found[1])]})", text)
+    text = text.replace("</svg>", f"{hints}</svg>")
+    return Markup(text.replace("<svg ", f'<svg role="img" aria-label="{escape(plot.title)}" ', 1))

@@ -1,4 +1,4 @@
-"""`memsafe-rl doctor` behind its flags: looks at the machine and at files, prints what is wrong and what to do."""
+"""`memsafe-rl doctor`: examines machine and files, and prints what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import platform
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from memsafe_rl.cli.arguments import read_request, read_run_file
-from memsafe_rl.cli.explaining import read_log, sizes_of_model
+from memsafe_rl.cli.explain_oom import read_log, sizes_of_model
 from memsafe_rl.diagnostics.environment_checks import (
-    Card,
     Environment,
     Expectation,
     Finding,
@@ -34,39 +33,32 @@ from memsafe_rl.diagnostics.environment_checks import (
 )
 from memsafe_rl.diagnostics.launch_checks import check_launch_file, check_launch_memory, check_run_file
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.runtime.cards import read_cards
+from memsafe_rl.memory.runtime.cards import Card, read_cards
 from memsafe_rl.units import format_bytes
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "datasets", "trl", "vllm")
-"""Packages whose versions are looked at, installed or not."""
+"""Packages whose versions are reported, installed or not."""
 
 _NAME = "memsafe-rl"
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What was looked at, and what was found.
+    """The result of an examination."""
 
-    Args:
-        findings: what is wrong, errors first.
-        expectations: what was expected of the facts.
-        facts: what is known, by the names that --expect takes; of the environment's variables only a few.
-        summary: the machine in a few words.
-    """
-
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...]  # errors first
     expectations: tuple[Expectation, ...]
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # by the names that --expect takes; only a few environment variables
     summary: str
 
     @property
     def healthy(self) -> bool:
-        """Tells whether nothing is wrong and everything is as expected."""
+        """Tells whether nothing is wrong and every expectation is met."""
         return not self.findings and all(expectation.met for expectation in self.expectations)
 
 
 def examine(launch: str | None, run: str | None, script: str | None, expect: Sequence[str]) -> Examination:
-    """Looks at the machine, and at the files that are given."""
+    """Examines the machine and the given files."""
     environment = gather()
     facts = dict(facts_of(environment))
     findings = list(check_environment(environment))
@@ -88,13 +80,13 @@ def examine(launch: str | None, run: str | None, script: str | None, expect: Seq
     if script is not None:
         findings += check_script(read_log(script), script)
     distinct = tuple(dict.fromkeys(findings))
-    # The rest of the environment is nobody's business: it holds keys and tokens.
-    told = {key: value for key, value in facts.items() if key not in environment.variables or _is_of_interest(key)}
-    return Examination(in_order(distinct), check_expectations(expect, facts), told, summary_of(environment))
+    # The rest of the environment stays private: it holds keys and tokens.
+    public = {key: value for key, value in facts.items() if key not in environment.variables or _is_of_interest(key)}
+    return Examination(in_order(distinct), check_expectations(expect, facts), public, summary_of(environment))
 
 
 def _spelled(content: Mapping[Any, Any]) -> dict[str, Any]:
-    """Gives the entries of a file as facts, spelled as they were meant: YAML makes false of an unquoted NO."""
+    """Gives the entries of a file as facts; YAML reads an unquoted NO as false, which is undone here."""
     meant = {"distributed_type": "NO", "mixed_precision": "no"}
     return {
         str(key): meant[key] if value is False and key in meant else value
@@ -126,13 +118,13 @@ def _of_launch_file(
 
 
 def _unreadable(run: str) -> tuple[Finding, ...]:
-    """Finds what the trainer itself would refuse to read in a run file."""
+    """Finds what the trainer itself would refuse in a run file."""
     try:
         read_request([run])
     except ConfigError as error:
-        told, _, remedy = " ".join(str(error).split()).rpartition(". ")
-        sentence = (told or remedy, remedy if told else "Correct it.")
-        return (Finding("run-file", Severity.ERROR, sentence[0], run, "Training ends with this error.", sentence[1]),)
+        what, _, remedy = " ".join(str(error).split()).rpartition(". ")
+        what, remedy = (what, remedy) if what else (remedy, "Correct it.")
+        return (Finding("run-file", Severity.ERROR, what, run, "Training ends with this error.", remedy),)
     return ()
 
 
@@ -161,7 +153,7 @@ def parameters_of(model: str) -> int | None:
 
 
 def gather() -> Environment:
-    """Looks at the machine and its software; nothing here needs a GPU or the optional ``nvidia-ml-py``."""
+    """Reads the machine and its software; needs neither a GPU nor the optional ``nvidia-ml-py``."""
     memory = psutil.virtual_memory()
     required, optional = _requirements()
     backend, usable = _torch()
@@ -172,7 +164,7 @@ def gather() -> Environment:
         optional=optional,
         backend=backend,
         usable_gpus=usable,
-        cards=_cards(),
+        cards=tuple(_without(card, os.getpid()) for card in read_cards().cards),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         host_bytes=memory.total,
         host_free_bytes=memory.available,
@@ -180,7 +172,7 @@ def gather() -> Environment:
 
 
 def _requirements() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Reads what this library asks for: from its metadata or, where it is not installed, the pyproject beside it."""
+    """Reads this library's requirements from its metadata or, if not installed, from the pyproject beside it."""
     try:
         written = importlib.metadata.requires(_NAME) or []
     except importlib.metadata.PackageNotFoundError:
@@ -205,7 +197,7 @@ def _version(name: str) -> str | None:
 
 
 def _torch() -> tuple[str, int]:
-    """Tells what PyTorch is built for, and how many GPUs it can use."""
+    """Gives PyTorch's backend and the number of GPUs it can use."""
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError):
@@ -217,17 +209,12 @@ def _torch() -> tuple[str, int]:
     return ("mps", 1) if torch.backends.mps.is_available() else ("cpu", 0)
 
 
-def _cards() -> tuple[Card, ...]:
-    """Asks the driver for cards and the other processes on them; empty without one."""
-    found = []
-    for card in read_cards().cards:
-        others = tuple((one.pid, one.used_bytes or 0) for one in card.processes if one.pid != os.getpid())
-        found.append(Card(card.name, card.total_bytes, card.free_bytes, others))
-    return tuple(found)
+def _without(card: Card, pid: int) -> Card:
+    return replace(card, processes=tuple(process for process in card.processes if process.pid != pid))
 
 
 def facts_of(environment: Environment) -> Mapping[str, Any]:
-    """Names what `--expect` can ask for."""
+    """Gives the facts that `--expect` may name."""
     cards = environment.cards
     own = {
         "python": platform.python_version(),
@@ -276,7 +263,7 @@ def _is_of_interest(name: str) -> bool:
 
 
 def show(found: Examination, console: Console) -> None:
-    """Prints an examination: one line if all is well, else each finding with its remedy, and what differs."""
+    """Prints an examination: one line if healthy, else each finding with its remedy, and unmet expectations."""
     if found.healthy:
         console.print(Text.assemble(("healthy", "bold green"), f": {found.summary}"), soft_wrap=True)
         return
@@ -303,7 +290,7 @@ def _show_differences(differing: Sequence[Expectation], console: Console) -> Non
         table.add_column(column)
     for expectation in differing:
         relation = "" if expectation.relation == "=" else f"{expectation.relation} "
-        there = "not known" if expectation.actual is None else expectation.actual
+        there = "unknown" if expectation.actual is None else expectation.actual
         table.add_row(expectation.key, f"{relation}{expectation.value}", there)
     console.print(table)
 
@@ -316,5 +303,5 @@ def _count(found: Examination, differing: int) -> str:
         (warnings, "warning", "warnings"),
         (differing, "fact not as expected", "facts not as expected"),
     )
-    told = [f"{count} {one if count == 1 else many}" for count, one, many in named if count]
-    return ", ".join(told)
+    counts = [f"{count} {one if count == 1 else many}" for count, one, many in named if count]
+    return ", ".join(counts)

@@ -71,14 +71,6 @@ class TrainerConfig(TrainerSettings, ABC):
         self._filled: dict[str, Any] = {}
         self.validate()
 
-    def assume_world_size(self, ranks: int) -> None:
-        """Takes so many ranks for granted, whatever the launcher says; a forecast stands for one of them."""
-        self._world_size = ranks
-
-    def was_left_open(self, name: str) -> bool:
-        """Tells whether a setting was filled in rather than given."""
-        return name in self._filled
-
     def __copy__(self) -> Self:
         """Gives the same settings with a memory of its own of what was filled in."""
         twin = object.__new__(type(self))

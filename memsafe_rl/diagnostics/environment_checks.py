@@ -1,4 +1,4 @@
-"""Checks an environment for what costs memory, time or a run before the first step; pure, so that tests need no GPU."""
+"""Checks an environment for what costs memory, time or a run; pure, so that tests need no GPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.runtime.cards import Card
 from memsafe_rl.units import format_bytes, parse_bytes
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Names that PyTorch reads, in the order in which it does."""
+"""Names that PyTorch reads, in its order."""
 
 _TRUTH, _SIZE, _SHARE, _WORD, _ANY = "True or False", "whole MB of 20 or more", "a share between 0 and 1", "", "a value"
 _WHOLE_SHARE = "a share between 0 and 1, or 1"
@@ -42,7 +43,7 @@ ALLOCATOR_KEYS: Mapping[str, str] = {
     "roundup_power2_divisions": _ANY,
     "throw_on_cudamalloc_oom": _TRUTH,
 }
-"""Settings that PyTorch 2.13 knows inside such a variable, each with the values it takes."""
+"""Settings of PyTorch 2.13's allocator, each with the values it takes."""
 
 _LEAST_SPLIT_MB = 20
 _BACKENDS = ("native", "cudaMallocAsync")
@@ -60,14 +61,14 @@ _BRINGS_TORCH = (
     "deepspeed",
 )
 _LARGE_SHARE = 0.02
-"""Share of a card above which another process on it is worth a word."""
+"""Share of a card held by other processes that is worth a finding."""
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _REMOVE = "Remove it from the environment."
 
 
 class Severity(StrEnum):
-    """How much a finding matters."""
+    """How serious a finding is."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -75,69 +76,30 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong.
+    """A fault, with its remedy."""
 
-    Args:
-        code: short name, for programs.
-        severity: whether a run fails or is another one (error), or is worse than it could be (warning).
-        what: what is wrong, with the value.
-        where: variable, file and key, or package.
-        why: why it hurts.
-        remedy: what to do.
-    """
-
-    code: str
-    severity: Severity
-    what: str
-    where: str
+    code: str  # short name, for programs
+    severity: Severity  # error: the run fails or differs; warning: it costs memory or time
+    what: str  # what is wrong, with the value
+    where: str  # variable, file and key, or package
     why: str
     remedy: str
 
 
 @dataclass(frozen=True)
-class Card:
-    """A GPU as the driver reports it.
-
-    Args:
-        name: such as ``NVIDIA H100``.
-        total_bytes: int, bytes.
-        free_bytes: int, bytes.
-        others: bytes by process number, other than this process.
-    """
-
-    name: str
-    total_bytes: int
-    free_bytes: int
-    others: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True)
 class Environment:
-    """What is known of a machine and its software.
-
-    Args:
-        variables: the environment variables.
-        versions: installed versions by package, None for a package that is not installed.
-        requirements: what this library asks for, as in its pyproject.
-        optional: what it asks for where a feature is used.
-        backend: what PyTorch is built for: ``cuda``, ``hip``, ``xpu``, ``mps`` or ``cpu``.
-        usable_gpus: int, GPUs that PyTorch can use.
-        cards: GPUs as the driver reports them; empty without a driver.
-        cores: int, cores that this process may use.
-        host_bytes: int, bytes of RAM.
-        host_free_bytes: int, bytes of RAM that are available.
-    """
+    """A machine and its software."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
-    versions: Mapping[str, str | None] = field(default_factory=dict)
-    requirements: Sequence[str] = ()
-    optional: Sequence[str] = ()
-    backend: str = "cpu"
+    versions: Mapping[str, str | None] = field(default_factory=dict)  # by package; None if it is not installed
+    requirements: Sequence[str] = ()  # of this library, as in its pyproject
+    optional: Sequence[str] = ()  # requirements of optional features
+    backend: str = "cpu"  # what PyTorch is built for: ``cuda``, ``hip``, ``xpu``, ``mps`` or ``cpu``
     usable_gpus: int = 0
-    cards: tuple[Card, ...] = ()
+    cards: tuple[Card, ...] = ()  # without this process's own use; empty without a driver
     cores: int = 1
     host_bytes: int = 0
-    host_free_bytes: int = 0
+    host_free_bytes: int = 0  # available RAM
 
 
 def check_environment(environment: Environment) -> tuple[Finding, ...]:
@@ -153,7 +115,7 @@ def check_environment(environment: Environment) -> tuple[Finding, ...]:
 
 
 def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Sorts findings: errors first, otherwise as they are."""
+    """Sorts findings, errors first."""
     return tuple(sorted(findings, key=lambda finding: finding.severity is not Severity.ERROR))
 
 
@@ -178,7 +140,7 @@ def check_versions(environment: Environment) -> Iterator[Finding]:
                 Severity.ERROR if needed else Severity.WARNING,
                 f"{requirement.name} {installed} is installed, {requirement.specifier} is needed",
                 requirement.name,
-                "Neither equality nor memory was tested with that version.",
+                "The library is not tested with that version.",
                 f"pip install '{requirement.name}{requirement.specifier}'",
             )
 
@@ -195,9 +157,9 @@ def check_allocator(environment: Environment) -> Iterator[Finding]:
         yield Finding(
             "allocator-two-names",
             Severity.WARNING,
-            f"{' and '.join(given)} say different things",
+            f"{' and '.join(given)} differ",
             given[0],
-            f"PyTorch reads {given[0]} first; what {given[1]} says is lost.",
+            f"PyTorch reads {given[0]} first and ignores {given[1]}.",
             f"Keep one of them: unset {given[1]}.",
         )
     if variables.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0"):
@@ -206,7 +168,7 @@ def check_allocator(environment: Environment) -> Iterator[Finding]:
             Severity.WARNING,
             "PYTORCH_NO_CUDA_MEMORY_CACHING is set",
             "PYTORCH_NO_CUDA_MEMORY_CACHING",
-            "Every tensor asks the driver anew, which is many times slower, and memory statistics stay at zero.",
+            "Every tensor is allocated by the driver, which is many times slower, and memory statistics stay at zero.",
             _REMOVE,
         )
     settings = {key: value for name in reversed(given) for key, value in allocator_settings(variables[name])}
@@ -217,7 +179,7 @@ def check_allocator(environment: Environment) -> Iterator[Finding]:
             Severity.WARNING,
             "expandable segments are off",
             given[0] if given else ALLOCATOR_VARIABLES[0],
-            "Tensors of ever new sizes, as completions are, strand memory in pieces that are each too small.",
+            "Tensors of varying sizes, such as completions, fragment memory into pieces that are each too small.",
             f"export {given[0] if given else ALLOCATOR_VARIABLES[0]}=expandable_segments:True, before the start.",
         )
 
@@ -227,10 +189,10 @@ def _wrong_name(name: str, backend: str) -> Iterator[Finding]:
         yield Finding(
             "allocator-other-backend",
             Severity.WARNING,
-            "PYTORCH_HIP_ALLOC_CONF is set for a PyTorch that is built for CUDA",
+            "PYTORCH_HIP_ALLOC_CONF is set, but PyTorch is built for CUDA",
             name,
-            "It is read for AMD's cards only.",
-            "Name it PYTORCH_CUDA_ALLOC_CONF.",
+            "It applies to AMD cards only.",
+            "Rename it to PYTORCH_CUDA_ALLOC_CONF.",
         )
     if name in ALLOCATOR_VARIABLES or not re.search(r"ALLOC\w*_?CONF", name, re.IGNORECASE):
         return
@@ -240,21 +202,21 @@ def _wrong_name(name: str, backend: str) -> Iterator[Finding]:
     yield Finding(
         "allocator-name",
         Severity.ERROR,
-        f"{name} is no variable that PyTorch reads",
+        f"PyTorch does not read {name}",
         name,
-        "What it says has no effect, and nothing tells so.",
-        f"Name it {meant}.",
+        "It silently has no effect.",
+        f"Rename it to {meant}.",
     )
 
 
 def allocator_settings(text: str) -> list[tuple[str, str]]:
-    """Splits the text of an allocator variable into settings."""
+    """Splits an allocator variable into settings."""
     parts = re.split(r",(?![^\[]*\])", "".join(text.split()))
     return [(key, value) for key, _, value in (part.partition(":") for part in parts if part)]
 
 
 def check_settings(name: str, text: str) -> Iterator[Finding]:
-    """Checks what an allocator variable says."""
+    """Checks the settings in an allocator variable."""
     settings = allocator_settings(text)
     for key, value in settings:
         yield from _setting(name, key, value)
@@ -263,9 +225,9 @@ def check_settings(name: str, text: str) -> Iterator[Finding]:
         yield Finding(
             "allocator-contradiction",
             Severity.ERROR,
-            f"{key} stands in {name} with different values",
+            f"{name} sets {key} to different values",
             name,
-            "The last one counts, whatever was meant.",
+            "Only the last one counts.",
             f"Write {key} once.",
         )
     ignored = [key for key in keys if key in _NATIVE_ONLY]
@@ -273,9 +235,9 @@ def check_settings(name: str, text: str) -> Iterator[Finding]:
         yield Finding(
             "allocator-contradiction",
             Severity.WARNING,
-            f"backend:cudaMallocAsync stands beside {', '.join(ignored)}",
+            f"backend:cudaMallocAsync is combined with {', '.join(ignored)}",
             name,
-            "That backend ignores them; it is the driver's own allocator.",
+            "That backend, the driver's own allocator, ignores them.",
             "Remove backend:cudaMallocAsync, or the others.",
         )
 
@@ -287,9 +249,9 @@ def _setting(name: str, key: str, value: str) -> Iterator[Finding]:
         yield Finding(
             "allocator-key",
             Severity.ERROR,
-            f"{name} has {key!r}, which is no setting of PyTorch's allocator",
+            f"{name} has {key!r}, which is not a setting of PyTorch's allocator",
             name,
-            "PyTorch refuses it when it first uses a GPU, or passes over it in silence.",
+            "PyTorch refuses it when it first uses a GPU, or silently ignores it.",
             "Write settings as key:value, with a colon."
             if equals
             else f"Write {near[0]}."
@@ -304,7 +266,7 @@ def _setting(name: str, key: str, value: str) -> Iterator[Finding]:
             Severity.ERROR,
             f"{key} is {value!r} in {name}",
             name,
-            "PyTorch ends with an error when it first uses a GPU.",
+            "PyTorch raises an error when it first uses a GPU.",
             f"Write {takes or ' or '.join(_BACKENDS)}.",
         )
 
@@ -327,19 +289,19 @@ def _is_share(value: str) -> bool:
 
 
 def check_devices(environment: Environment) -> Iterator[Finding]:
-    """Checks the cards: others on them, a PyTorch that cannot use them, and which of them are visible."""
+    """Checks the cards: other processes, a PyTorch that cannot use them, and visibility."""
     for number, card in enumerate(environment.cards):
-        held = sum(size for _, size in card.others)
+        held = sum(process.used_bytes or 0 for process in card.processes)
         used = card.total_bytes - card.free_bytes
-        if card.others and max(held, used) >= _LARGE_SHARE * card.total_bytes:
-            listed = ", ".join(f"{process} ({format_bytes(size)})" for process, size in card.others)
+        if card.processes and max(held, used) >= _LARGE_SHARE * card.total_bytes:
+            listed = ", ".join(f"{process.pid} ({format_bytes(process.used_bytes or 0)})" for process in card.processes)
             yield Finding(
                 "card-shared",
                 Severity.WARNING,
                 f"other processes are on the card: {listed}; {format_bytes(card.free_bytes)} of "
                 f"{format_bytes(card.total_bytes)} are free",
                 f"GPU {number} ({card.name})",
-                "What they take later is missing in the middle of a step.",
+                "Memory that they take later is missing in the middle of a step.",
                 "End them, choose another card with CUDA_VISIBLE_DEVICES, or set memory_budget to what is left.",
             )
     hidden = environment.variables.get("CUDA_VISIBLE_DEVICES")
@@ -375,7 +337,7 @@ def _visible(text: str, cards: int) -> Iterator[Finding]:
             Severity.ERROR,
             f"CUDA_VISIBLE_DEVICES is {text!r}, which names a card twice",
             "CUDA_VISIBLE_DEVICES",
-            "CUDA then shows no card at all.",
+            "CUDA then reports no card at all.",
             "Name each card once.",
         )
     missing = [number for number in numbers if cards and number >= cards]
@@ -385,13 +347,13 @@ def _visible(text: str, cards: int) -> Iterator[Finding]:
             Severity.ERROR,
             f"CUDA_VISIBLE_DEVICES names card {missing[0]}, and there are {cards}, counted from 0",
             "CUDA_VISIBLE_DEVICES",
-            "CUDA shows only the cards before the first that is not there.",
+            "CUDA reports only the cards before the first missing one.",
             f"Name cards from 0 to {cards - 1}.",
         )
 
 
 def check_threads(environment: Environment, processes: int = 1) -> Iterator[Finding]:
-    """Checks the numbers of threads against the cores."""
+    """Checks the thread counts against the cores."""
     for name in _THREADS:
         value = environment.variables.get(name)
         if value is None:
@@ -402,7 +364,7 @@ def check_threads(environment: Environment, processes: int = 1) -> Iterator[Find
                 Severity.WARNING,
                 f"{name} is {value!r}, not a number of 1 or more",
                 name,
-                "Libraries then choose for themselves.",
+                "Libraries then choose a number themselves.",
                 f"export {name}={environment.cores}",
             )
         elif int(value) * processes > environment.cores:
@@ -412,13 +374,13 @@ def check_threads(environment: Environment, processes: int = 1) -> Iterator[Find
                 Severity.WARNING,
                 f"{name} is {value}{many}, and this process may use {environment.cores} core(s)",
                 name,
-                "Threads wait for each other at every operation: slower than with fewer of them.",
+                "Threads wait for each other at every operation, which is slower than fewer threads.",
                 f"export {name}={max(1, environment.cores // processes)}",
             )
 
 
 def check_script(text: str, name: str) -> tuple[Finding, ...]:
-    """Checks whether a script sets PyTorch's allocator before torch is imported."""
+    """Checks that a script configures PyTorch's allocator before importing torch."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
@@ -437,7 +399,7 @@ def check_script(text: str, name: str) -> tuple[Finding, ...]:
                     Severity.ERROR,
                     f"{variable} is set in line {line}, after line {imported} has imported PyTorch",
                     f"{name}, line {line}",
-                    "PyTorch may have read it by then, and what is set later has no effect.",
+                    "PyTorch may have read it by then, and a later value has no effect.",
                     f"Set it in the shell, or move line {line} above line {imported}.",
                 )
             )
@@ -453,7 +415,7 @@ def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _assignments(tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
-    """Yields line, variable and value (if it is written out) of what sets an environment variable."""
+    """Yields line, variable and value (if literal) of each assignment to an environment variable."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -489,25 +451,17 @@ def _text(node: ast.expr) -> str | None:
 
 @dataclass(frozen=True)
 class Expectation:
-    """A fact that a user expects.
-
-    Args:
-        key: which fact.
-        relation: ``=``, ``>=`` or ``<=``.
-        value: what it should be.
-        actual: what it is; None if there is no such fact.
-        met: whether it is as expected.
-    """
+    """A fact that the user expects."""
 
     key: str
-    relation: str
+    relation: str  # ``=``, ``>=`` or ``<=``
     value: str
-    actual: str | None
+    actual: str | None  # None if there is no such fact
     met: bool
 
 
 def check_expectations(wanted: Sequence[str], facts: Mapping[str, object]) -> tuple[Expectation, ...]:
-    """Compares facts with what a user expects."""
+    """Compares facts with expectations."""
     found = []
     for written in wanted:
         parts = re.fullmatch(r"\s*([\w.-]+)\s*(>=|<=|=)\s*(.*?)\s*", written)
@@ -536,14 +490,14 @@ def _holds(actual: str, relation: str, value: str) -> bool:
 
 
 def _comparable(actual: str, value: str) -> tuple[Any, Any] | tuple[None, None]:
-    """Gives two texts as something that can be compared: bytes or numbers, else versions."""
+    """Reads two texts as bytes or numbers, else as versions."""
     sizes = _bytes(actual), _bytes(value)
     if None not in sizes:
         return sizes
     there, wanted = _version(actual), _version(value)
     if there is None or wanted is None:
         return None, None
-    # A build's label, such as +cpu, counts where it is asked for.
+    # A local label, such as +cpu, counts only if the expectation has one.
     return (there, wanted) if wanted.local else (Version(there.public), wanted)
 
 

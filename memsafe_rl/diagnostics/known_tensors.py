@@ -1,4 +1,4 @@
-"""Finds out which tensor a failed allocation was for, from its size and the shapes of a network.
+"""Identifies the tensor of a failed allocation from its size and the shapes of a model.
 
 Axes: ``B`` sequences, ``T`` tokens of a sequence, ``V`` vocabulary, ``D`` hidden width, ``I`` inner width, ``H`` heads.
 """
@@ -16,7 +16,7 @@ from memsafe_rl.diagnostics.oom_messages import Printed
 
 _MIB = 2**20
 _PIECE_BYTES = 2 * _MIB
-"""Pieces in which a caching allocator asks the driver for more than 10 MiB; it prints the pieces, not the tensor."""
+"""A caching allocator requests more than 10 MiB in multiples of this, and prints the rounded size."""
 
 VOCABULARIES: Mapping[int, tuple[str, str]] = MappingProxyType(
     {
@@ -32,11 +32,11 @@ VOCABULARIES: Mapping[int, tuple[str, str]] = MappingProxyType(
         262_144: ("Gemma 3", r"gemma-?3"),
     }
 )
-"""Rows of the output heads of common networks: whose, and how a log names them."""
+"""Vocabularies of common models: whose, and how a log names them."""
 
 _LEAST_GUESSED_BYTES = 256 * _MIB
 _LEAST_ROUND = 32
-"""A number of rows is worth guessing if it is a multiple of this: batches and lengths mostly are round."""
+"""A guess needs a number of rows divisible by this: most batches and lengths are round."""
 
 _MOST_GUESSES = 4
 
@@ -45,7 +45,7 @@ _MOMENTS = "the weight, its gradient, or a moment of the optimizer"
 
 
 class Kind(StrEnum):
-    """What tensors are for."""
+    """What a tensor is for."""
 
     LOGITS = "logits"
     SCORES = "attention scores"
@@ -56,68 +56,44 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Configuration:
-    """What is known of the network and the batch; None where it is not known.
+    """The known sizes of model and batch; None where unknown."""
 
-    Args:
-        vocab: int, V, rows of the output head.
-        batch: ints, numbers of sequences that may go through at once.
-        seq_len: ints, tokens of a sequence, the longest first.
-        hidden: int, D.
-        inner: int, I, of the feed-forward part.
-        heads: int, query heads.
-        kv_heads: int, key/value heads.
-        head_dim: int, width of a head.
-        layers: int, blocks.
-        dtypes: bytes of an element by name, the likelier first.
-    """
-
-    vocab: int | None = None
-    batch: tuple[int, ...] = ()
-    seq_len: tuple[int, ...] = ()
-    hidden: int | None = None
-    inner: int | None = None
+    vocab: int | None = None  # V, rows of the output head
+    batch: tuple[int, ...] = ()  # possible numbers of sequences in one pass
+    seq_len: tuple[int, ...] = ()  # possible lengths in tokens, longest first
+    hidden: int | None = None  # D
+    inner: int | None = None  # I, of the feed-forward part
     heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
     layers: int | None = None
-    dtypes: tuple[tuple[str, int], ...] = (("float32", 4), ("bfloat16", 2))
+    dtypes: tuple[tuple[str, int], ...] = (("float32", 4), ("bfloat16", 2))  # element sizes by name, likeliest first
 
     @property
     def width_of_head(self) -> int | None:
-        """The width of a head, from the hidden width where it is not given."""
+        """The width of a head, derived from the hidden width if not given."""
         if self.head_dim is None and self.hidden is not None and self.heads:
             return self.hidden // self.heads
         return self.head_dim
 
     @property
     def known(self) -> bool:
-        """Tells whether a size of the network is known."""
+        """Tells whether any size of the model is known."""
         return any(size is not None for size in (self.vocab, self.hidden, self.heads, self.layers))
 
 
 @dataclass(frozen=True)
 class KnownTensor:
-    """A tensor whose bytes the request may be.
-
-    Args:
-        kind: what it is for.
-        name: what it is, in words.
-        shape: such as ``32 x 252 x 40,960``.
-        dtype: name of the type of an element.
-        bytes: int, its exact bytes.
-        exact: whether batch and length are as configured; else they were solved for.
-        guessed: whether not even the network is known.
-        note: what else of this shape there is.
-    """
+    """A tensor that the request may have been for."""
 
     kind: Kind
     name: str
-    shape: str
-    dtype: str
+    shape: str  # such as ``32 x 252 x 40,960``
+    dtype: str  # name of the type of an element
     bytes: int
-    exact: bool = True
-    guessed: bool = False
-    note: str = ""
+    exact: bool = True  # False: batch or length was solved for
+    guessed: bool = False  # True: the network itself is unknown
+    note: str = ""  # what else has this shape
 
     def __str__(self) -> str:
         """Writes name, shape, type and note."""
@@ -142,8 +118,8 @@ class _Shape:
 def span_of(requested: Printed, *, rounded_up: bool) -> tuple[int, int]:
     """Bounds the bytes of the tensor that a printed request was for.
 
-    PyTorch's caching allocators print what they asked the driver for: 2 MiB for a tensor of up to 1 MiB, 20 MiB for one
-    of up to 10 MiB, and above that the next multiple of 2 MiB.
+    PyTorch's caching allocators print what they request from the driver: 2 MiB for a tensor of up to 1 MiB, 20 MiB for
+    one of up to 10 MiB, and above that the next multiple of 2 MiB.
     """
     low, high = requested.count - requested.slack, requested.count + requested.slack
     if not rounded_up:
@@ -153,15 +129,15 @@ def span_of(requested: Printed, *, rounded_up: bool) -> tuple[int, int]:
     if low <= 10 * _PIECE_BYTES <= high:
         return _MIB + 1, high
     fewest, most = -(-low // _PIECE_BYTES) * _PIECE_BYTES, high // _PIECE_BYTES * _PIECE_BYTES
-    # Other versions had other pieces: where none of these sizes prints as the message does, any up to one piece less.
+    # Other versions rounded differently: if no multiple prints as the message does, allow one piece less.
     return (fewest - _PIECE_BYTES + 1, most) if fewest <= most else (low - _PIECE_BYTES + 1, high)
 
 
 def matching(span: tuple[int, int], configuration: Configuration) -> tuple[KnownTensor, ...]:
     """Lists the tensors of a configuration that have the bytes of a request.
 
-    With a vocabulary and either the batch or the length, the other one is solved for where the configured one does not
-    fit: the last batch of a dataset is smaller, and most sequences are shorter than the longest.
+    Given a vocabulary and either batch or length, the other is inferred if the configured one does not fit: the last
+    batch of a dataset is smaller, and most sequences are shorter than the longest.
     """
     low, high = span
     fitting: dict[tuple[str, str], KnownTensor] = {}
@@ -177,15 +153,15 @@ def matching(span: tuple[int, int], configuration: Configuration) -> tuple[Known
 
 
 def named_vocabularies(log: str) -> tuple[int, ...]:
-    """Lists the vocabularies of the networks that a log names."""
+    """Lists the vocabularies of the models that a log names."""
     return tuple(vocab for vocab, (_, named) in VOCABULARIES.items() if re.search(named, log, re.IGNORECASE))
 
 
 def guesses(span: tuple[int, int], vocabularies: Collection[int] = ()) -> tuple[KnownTensor, ...]:
     """Guesses which common vocabulary's logits have the bytes of a request.
 
-    Some number of rows fits nearly every vocabulary, so only round numbers are kept, the most surprising ones first:
-    those whose largest power of two is large against the number of rows that the printed rounding leaves open.
+    Some number of rows fits nearly every vocabulary, so only round ones are kept, the most surprising first: those
+    whose largest power of two is large compared with the range that the printed rounding leaves open.
     """
     low, high = span
     if low < _LEAST_GUESSED_BYTES:
@@ -238,7 +214,7 @@ def _of_a_batch(known: Configuration, batch: int, tokens: int) -> Iterator[_Shap
     width, kv_heads = known.width_of_head, known.kv_heads or known.heads
     if known.vocab:
         for length in (tokens, tokens - 1, tokens + 1):
-            # One more or less: the last token predicts nothing, an end is added.
+            # One more or less: the last token predicts nothing, or an end token is added.
             if length > 0:
                 yield _Shape(Kind.LOGITS, _LOGITS, (batch, length, known.vocab), _COPIES)
     if known.heads:
@@ -266,7 +242,7 @@ def _of_the_weights(known: Configuration) -> Iterator[_Shape]:
 
 
 def _solved_logits(span: tuple[int, int], known: Configuration) -> Iterator[KnownTensor]:
-    """Solves for the length, the batch or the rows with which logits have the bytes asked for."""
+    """Infers the length, batch or rows with which logits have the requested size."""
     if not known.vocab:
         return
     for name, size in known.dtypes:
@@ -286,7 +262,7 @@ def _solved_logits(span: tuple[int, int], known: Configuration) -> Iterator[Know
 
 
 def _rows_as(fewest: int, most: int, known: Configuration) -> tuple[int, str] | None:
-    """Writes a number of rows between two bounds as a batch and a length that the configuration allows."""
+    """Writes a number of rows within bounds as a batch and a length that the configuration allows."""
     if fewest > most:
         return None
     longest = max(known.seq_len, default=None)
@@ -294,8 +270,8 @@ def _rows_as(fewest: int, most: int, known: Configuration) -> tuple[int, str] | 
         lengths = range(-(-fewest // batch), most // batch + 1)
         if lengths and (longest is None or lengths[-1] <= longest + 1):
             length = max(lengths, key=_roundness)
-            told = f"{length:,}" if len(lengths) == 1 else f"{length:,} ({lengths[0]:,} to {lengths[-1]:,} would fit)"
-            return batch * length, f"{batch:,} x T = {told}"
+            text = f"{length:,}" if len(lengths) == 1 else f"{length:,} ({lengths[0]:,} to {lengths[-1]:,} would fit)"
+            return batch * length, f"{batch:,} x T = {text}"
     largest = max(known.batch, default=None)
     for length in known.seq_len:
         batches = range(-(-fewest // length), most // length + 1)

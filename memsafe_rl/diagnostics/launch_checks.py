@@ -1,4 +1,4 @@
-"""Checks a file of accelerate and a run file for what cannot load, cannot run here, or misleads; pure."""
+"""Checks an accelerate file and a run file for what cannot load, cannot run here, or misleads; pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memsafe_rl.diagnostics.environment_checks import Environment, Finding, Seve
 from memsafe_rl.units import format_bytes
 
 _OLD_KEYS = ("fp16", "dynamo_backend")
-"""Keys of earlier versions that accelerate still turns into today's."""
+"""Keys of earlier versions that accelerate still converts."""
 
 _REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU")
 _SEVERAL = "MULTI_"
@@ -19,9 +19,9 @@ _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DeepSpeed", "megatron_l
 _MOVED = {
     "gradient_accumulation_steps": "Set gradient_accumulation_steps in the run file or GRPOConfig, where it counts.",
     "gradient_clipping": "Set max_grad_norm in the run file or GRPOConfig.",
-    "zero_stage": "It belongs under deepspeed_config, and sharded weights are not supported here: remove it.",
+    "zero_stage": "It belongs under deepspeed_config, and sharded weights are not supported: remove it.",
     "main_process_ports": "It is called main_process_port.",
-    "gpus": "It is called gpu_ids, a text such as '0,1'.",
+    "gpus": "It is called gpu_ids, a string such as '0,1'.",
 }
 
 _TRUE = (True, "true", "True", "yes", 1)
@@ -39,7 +39,7 @@ def check_launch_file(
     distributed_types: Collection[str],
     precisions: Collection[str],
 ) -> tuple[Finding, ...]:
-    """Checks a file that `accelerate launch --config_file` is given."""
+    """Checks a file of `accelerate launch --config_file`."""
     if not isinstance(content, Mapping):
         kind = "is empty" if content is None else f"holds {type(content).__name__}, not keys and values"
         return (_error("file", f"the file {kind}", name, "accelerate cannot load it.", "Write lines 'key: value'."),)
@@ -80,9 +80,9 @@ def _unknown_keys(content: Mapping[Any, Any], name: str, keys: Collection[str]) 
         remedy = _MOVED.get(str(key)) or (f"Write {near[0]}." if near else "Remove it.")
         yield _error(
             "accelerate-key",
-            f"{key!r} is no key that accelerate knows",
+            f"accelerate has no key {key!r}",
             f"{name}: {key}",
-            "accelerate refuses the whole file, and the launch ends before the script begins.",
+            "accelerate refuses the whole file, and the launch fails before the script starts.",
             remedy,
         )
 
@@ -100,9 +100,9 @@ def _distribution(content: Mapping[Any, Any], name: str, known: Collection[str])
     elif kind is False:
         yield _error(
             "accelerate-distributed",
-            "distributed_type is the truth value false: YAML reads NO without quotes as false",
+            "distributed_type is false: YAML reads NO without quotes as false",
             where,
-            "accelerate then knows no kind of launch, and none of the defaults for one process apply.",
+            "accelerate does not recognise the launch type, and the defaults for one process do not apply.",
             "Write distributed_type: 'NO', with quotes.",
         )
     elif str(kind) in _SHARDED:
@@ -110,7 +110,7 @@ def _distribution(content: Mapping[Any, Any], name: str, known: Collection[str])
             "accelerate-sharded",
             f"distributed_type is {kind}",
             where,
-            f"{_SHARDED[str(kind)]} shards weights, which is not supported: every rank holds all of them.",
+            f"{_SHARDED[str(kind)]} shards weights, which is not supported: every rank holds them all.",
             "Launch with 'NO' or MULTI_GPU; make the model smaller with peft and quantization.",
         )
     elif str(kind) not in known:
@@ -127,7 +127,7 @@ def _distribution(content: Mapping[Any, Any], name: str, known: Collection[str])
             "accelerate-sharded",
             f"distributed_type is {kind}",
             where,
-            "This library runs one process, or replicated data parallel on GPUs and CPUs.",
+            "This library runs one process, or replicated data parallelism on GPUs and CPUs.",
             "Write 'NO', MULTI_GPU or MULTI_CPU.",
         )
 
@@ -140,7 +140,7 @@ def _processes(content: Mapping[Any, Any], name: str, environment: Environment) 
                 "accelerate-processes",
                 f"num_processes is missing with distributed_type {kind}",
                 where,
-                "accelerate refuses to guess it.",
+                "accelerate requires it.",
                 "Write the number of GPUs, such as num_processes: 2.",
             )
         return
@@ -149,7 +149,7 @@ def _processes(content: Mapping[Any, Any], name: str, environment: Environment) 
             "accelerate-processes",
             f"num_processes is {count!r}, not a number of 1 or more",
             where,
-            "No process can be started.",
+            "No process can start.",
             "Write the number of processes, such as 1.",
         )
         return
@@ -158,15 +158,15 @@ def _processes(content: Mapping[Any, Any], name: str, environment: Environment) 
             "accelerate-one-process",
             f"distributed_type is {kind} with one process",
             where,
-            "A launcher and a process group for nothing; what is written says several, and one card works.",
-            "Write distributed_type: 'NO', or the number of processes that you mean.",
+            "The file asks for several processes, but only one card works.",
+            "Write distributed_type: 'NO', or the intended number of processes.",
         )
     if kind == "NO" and count > 1:
         yield _error(
             "accelerate-processes",
             f"num_processes is {count} with distributed_type NO",
             where,
-            "One process is started, whatever the number says.",
+            "Only one process starts, whatever the number.",
             "Write distributed_type: MULTI_GPU, or num_processes: 1.",
         )
     here = _count(content)
@@ -175,14 +175,14 @@ def _processes(content: Mapping[Any, Any], name: str, environment: Environment) 
             "accelerate-processes",
             f"{here} processes per machine on {environment.usable_gpus} usable GPU(s)",
             where,
-            "Two processes would stand on one card, or the launch fails.",
+            "Two processes would share a card, or the launch fails.",
             f"Write num_processes: {environment.usable_gpus}.",
         )
     machines = content.get("num_machines")
     if isinstance(machines, int) and machines > 1 and not content.get("main_process_ip"):
         yield _warning(
             "accelerate-machines",
-            f"num_machines is {machines}, and there is no main_process_ip",
+            f"num_machines is {machines}, but main_process_ip is missing",
             f"{name}: num_machines",
             "The machines cannot find each other.",
             "Write main_process_ip and main_process_port, or num_machines: 1.",
@@ -197,9 +197,9 @@ def _gpu_ids(content: Mapping[Any, Any], name: str, environment: Environment) ->
         text = ",".join(str(part) for part in ids) if isinstance(ids, (list, tuple)) else str(ids)
         yield _error(
             "accelerate-gpu-ids",
-            f"gpu_ids is {ids!r}, a {type(ids).__name__} and no text",
+            f"gpu_ids is {ids!r}, a {type(ids).__name__} instead of a string",
             where,
-            "accelerate splits it as text, and the launch ends with AttributeError.",
+            "accelerate splits it as a string, and the launch fails with AttributeError.",
             f"Write gpu_ids: '{text}'.",
         )
     else:
@@ -211,7 +211,7 @@ def _gpu_ids(content: Mapping[Any, Any], name: str, environment: Environment) ->
             "accelerate-gpu-ids",
             f"gpu_ids names {len(named)} card(s) for {_count(content)} processes",
             where,
-            "Every process needs a card of its own.",
+            "Every process needs its own card.",
             "Name as many cards as processes, or write gpu_ids: all.",
         )
     cards = max(len(environment.cards), environment.usable_gpus)
@@ -221,7 +221,7 @@ def _gpu_ids(content: Mapping[Any, Any], name: str, environment: Environment) ->
             "accelerate-gpu-ids",
             f"gpu_ids names card {missing[0]}, and there are {cards}, counted from 0",
             where,
-            "CUDA shows only the cards before the first that is not there.",
+            "CUDA reports only the cards before the first missing one.",
             f"Name cards from 0 to {cards - 1}.",
         )
 
@@ -233,9 +233,9 @@ def _precision(content: Mapping[Any, Any], name: str, known: Collection[str]) ->
     if precision is False:
         yield _error(
             "accelerate-precision",
-            "mixed_precision is the truth value false: YAML reads no without quotes as false",
+            "mixed_precision is false: YAML reads no without quotes as false",
             where,
-            "The launch ends with AttributeError.",
+            "The launch fails with AttributeError.",
             "Write mixed_precision: 'no', with quotes.",
         )
     elif str(precision).lower() not in known:
@@ -262,9 +262,9 @@ def _sections(content: Mapping[Any, Any], name: str) -> Iterator[Finding]:
         if content.get(key) and str(content.get("distributed_type")) not in _SHARDED:
             yield _warning(
                 "accelerate-section",
-                f"{key} is filled in, and distributed_type is {content.get('distributed_type')}",
+                f"{key} is set, but distributed_type is {content.get('distributed_type')}",
                 f"{name}: {key}",
-                f"{whose} is not started, and nothing in the section has an effect; sharding is not supported here.",
+                f"{whose} does not start, so the section has no effect; sharding is not supported.",
                 f"Remove {key}.",
             )
     if content.get("use_cpu") in _TRUE and str(content.get("distributed_type")) == "MULTI_GPU":
@@ -280,7 +280,7 @@ def _sections(content: Mapping[Any, Any], name: str) -> Iterator[Finding]:
 def check_run_file(
     run: Mapping[str, Any], name: str, environment: Environment, *, parameters: int | None, processes: int = 1
 ) -> tuple[Finding, ...]:
-    """Checks a run file for what does not go together, or not with this machine."""
+    """Checks a run file for contradictions, and for what this machine cannot run."""
     return in_order(
         (
             *_quantization(run, name, environment),
@@ -296,7 +296,7 @@ def _model_arguments(run: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _bits(run: Mapping[str, Any]) -> str | None:
-    """Tells in how many bits the base is loaded, wherever that is written; None for all of them."""
+    """Gives the bits in which the base is loaded, wherever they are set; None if unquantised."""
     arguments = _model_arguments(run)
     for bits in ("4bit", "8bit"):
         nested = arguments.get("quantization_config")
@@ -318,7 +318,7 @@ def _quantization(run: Mapping[str, Any], name: str, environment: Environment) -
     if bits is not None and not _has_adapter(run):
         yield _error(
             "quantized-without-adapter",
-            f"the base is loaded in {bits}, and there is no adapter",
+            f"the base is loaded in {bits}, without an adapter",
             f"{name}: quantization",
             "Quantised weights receive no gradient: there is nothing to train.",
             "Write peft: lora:16, or leave quantization out.",
@@ -329,7 +329,7 @@ def _quantization(run: Mapping[str, Any], name: str, environment: Environment) -
             "package-missing",
             "bitsandbytes is not installed",
             f"{name}: {'quantization' if bits is not None else 'optim'}",
-            "Quantised bases and 8-bit or paged optimizers come from it.",
+            "Quantised bases and 8-bit or paged optimizers need it.",
             "pip install bitsandbytes",
         )
 
@@ -342,17 +342,17 @@ def _device_map(run: Mapping[str, Any], name: str, processes: int) -> Iterator[F
             "device-map",
             f"device_map is {places!r}",
             where,
-            "It spreads one copy over all cards, the CPU and the disk, for inference: layers then wait for each other, "
-            "and data parallel training is refused.",
-            "Leave device_map out: each process places its copy on its own card.",
+            "It spreads one copy over all cards, the CPU and the disk, for inference: layers wait for each other, and "
+            "data-parallel training is refused.",
+            "Remove device_map: each process places its copy on its own card.",
         )
     elif isinstance(places, Mapping) and processes > 1 and len({str(place) for place in places.values()}) == 1:
         yield _error(
             "device-map",
             f"device_map puts everything on {next(iter(places.values()))}, in each of {processes} processes",
             where,
-            "All copies stand on one card.",
-            "Leave device_map out: each process places its copy on its own card.",
+            "All copies end up on one card.",
+            "Remove device_map: each process places its copy on its own card.",
         )
 
 
@@ -368,14 +368,14 @@ def _host_memory(
                 "host-memory",
                 f"{what} takes {format_bytes(needed)} of RAM, and {format_bytes(environment.host_free_bytes)} are free",
                 f"{name}: {key}",
-                "The operating system ends the process, or swaps until it stands still.",
-                "Train an adapter (peft: lora:16), use an optimizer with less state (optim: adamw_bnb_8bit), or a "
+                "The operating system kills the process, or swaps until it stalls.",
+                "Train an adapter (peft: lora:16), or use an optimizer with less state (optim: adamw_bnb_8bit) or a "
                 "machine with more RAM.",
             )
 
 
 def _offloads(run: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
-    """Yields what a run file asks to keep on the host: key, words, bytes for each weight of the model."""
+    """Yields what a run file keeps on the host: key, words, bytes per weight of the model."""
     optimizer = str(run.get("optim", ""))
     if "paged" in optimizer and not _has_adapter(run):
         bits = "8bit" if "8bit" in optimizer else "32bit"
@@ -393,14 +393,14 @@ def _offloads(run: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
 def check_launch_memory(
     content: Mapping[str, Any], name: str, environment: Environment, *, parameters: int | None
 ) -> tuple[Finding, ...]:
-    """Checks whether the RAM holds what a file of accelerate wants offloaded."""
+    """Checks that the RAM holds what an accelerate file offloads."""
     found = []
     for section, key in (("deepspeed_config", "offload_optimizer_device"), ("fsdp_config", "fsdp_offload_params")):
         inside = content.get(section)
         asked = isinstance(inside, Mapping) and (inside.get(key) == "cpu" or inside.get(key) in _TRUE)
         if not asked or parameters is None or not environment.host_free_bytes:
             continue
-        # Sharded or not, the processes of a machine hold one optimizer state together.
+        # Sharded or not, the processes of a machine together hold one optimizer state.
         needed = _SHARDED_OPTIMIZER_BYTES * parameters
         if needed > environment.host_free_bytes:
             found.append(
@@ -409,7 +409,7 @@ def check_launch_memory(
                     f"offloading takes {format_bytes(needed)} of RAM, and {format_bytes(environment.host_free_bytes)} "
                     "are free",
                     f"{name}: {section}.{key}",
-                    "The operating system ends the process, or swaps until it stands still.",
+                    "The operating system kills the process, or swaps until it stalls.",
                     "Train an adapter (peft: lora:16) without offloading.",
                 )
             )

@@ -1,4 +1,4 @@
-"""Judges an out-of-memory message: why the bytes were refused, what they were for, and what to change, best first."""
+"""Explains an out-of-memory message: why it failed, what the bytes were for, and what to change, best first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memsafe_rl.diagnostics.oom_messages import Allocator, OutOfMemoryMessage, P
 from memsafe_rl.units import format_bytes
 
 STRANDED_SHARE = 0.15
-"""Share of the reserved bytes that may lie idle before the allocator's pieces are worth a remedy."""
+"""Share of the reserved bytes without a tensor that counts as fragmentation."""
 
 _NEIGHBOURS_SHARE = 0.05
 _OUTSIDE_SHARE = 0.1
@@ -29,14 +29,14 @@ _FULL_SHARE = 0.7
 
 _GIB = 2**30
 _OWN_OVERHEAD_BYTES = 2 * _GIB
-"""What a process holds beside PyTorch's allocator, at most, to be taken for the one that failed."""
+"""The most that the failed process may hold outside PyTorch's allocator, to be recognised."""
 
 _REPORTING_GAP_BYTES = _GIB // 2
-"""How far the driver's figures and the allocator's may lie apart without a reason."""
+"""Difference between the driver's and the allocator's figures that needs no explanation."""
 
 
 class Cause(StrEnum):
-    """Why bytes were refused."""
+    """Why an allocation failed."""
 
     TOO_LARGE = "larger than the device"
     LIMIT = "a limit of the process"
@@ -56,55 +56,34 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Reason:
-    """One reason of a failure.
-
-    Args:
-        cause: which.
-        sentence: in plain words, with figures.
-        decisive: whether the request would have fitted without it.
-    """
+    """One reason for a failure."""
 
     cause: Cause
     sentence: str
-    decisive: bool = False
+    decisive: bool = False  # whether the request would have fitted otherwise
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something to change.
-
-    Args:
-        action: what, in a few words.
-        here: how in this library.
-        elsewhere: how in other trainers.
-    """
+    """Something to change."""
 
     action: str
-    here: str
-    elsewhere: str
+    here: str  # in this library
+    elsewhere: str  # in other trainers
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a message means.
-
-    Args:
-        message: the message.
-        stranded_share: of the reserved bytes, those that no tensor uses; None where the message does not tell.
-        neighbours_bytes: int, bytes that other processes hold on the device; None where the message does not tell.
-        outside_bytes: int, bytes of this process outside PyTorch's allocator; None where the message does not tell.
-        tensors: tensors that the request may be for, the likeliest first.
-        reasons: why it failed, the weightiest first.
-        remedies: what to change, the best first.
-    """
+    """The meaning of a message."""
 
     message: OutOfMemoryMessage
+    # of the reserved bytes, those that no tensor uses; None where the message does not tell
     stranded_share: float | None
-    neighbours_bytes: int | None
-    outside_bytes: int | None
-    tensors: tuple[KnownTensor, ...]
-    reasons: tuple[Reason, ...]
-    remedies: tuple[Remedy, ...]
+    neighbours_bytes: int | None  # bytes that other processes hold on the device; None where the message does not tell
+    outside_bytes: int | None  # bytes of this process outside PyTorch's allocator; None where the message does not tell
+    tensors: tuple[KnownTensor, ...]  # what the request may be for, likeliest first
+    reasons: tuple[Reason, ...]  # weightiest first
+    remedies: tuple[Remedy, ...]  # best first
 
 
 def explain_message(
@@ -149,8 +128,8 @@ def _reserved(message: OutOfMemoryMessage) -> int:
 def own_process(message: OutOfMemoryMessage) -> int | None:
     """Finds the process that failed among those that the driver lists by number.
 
-    In a container the driver's numbers are those of the host, so that PyTorch does not know its own: it is the one that
-    holds what the allocator holds and a little more.
+    In a container the driver reports the host's process numbers, and PyTorch does not know its own: it is the process
+    that holds as much as the allocator and a little more.
     """
     if message.in_use is not None or message.allocated is None:
         return None
@@ -165,7 +144,7 @@ def own_process(message: OutOfMemoryMessage) -> int | None:
 
 
 def _own_bytes(message: OutOfMemoryMessage) -> int | None:
-    """Gives what the driver counts for the process that failed; None where that is no more than its tensors."""
+    """Gives the driver's count for the failed process; None if that is no more than its tensors."""
     own = own_process(message)
     used = message.in_use or next((size for number, size in message.processes if number == own), None)
     # In containers and under WSL the driver says 0 bytes.
@@ -179,7 +158,7 @@ def _neighbours(message: OutOfMemoryMessage) -> int | None:
     if message.total is None or message.free is None or message.allocated is None:
         return None
     used = _own_bytes(message)
-    # Where the message leaves out the context of the process itself, it is not a neighbour's.
+    # If the message omits the process's own context, that is not a neighbour's.
     held = _reserved(message) + 2 * _REPORTING_GAP_BYTES if used is None else used
     unseen = message.total.count - message.free.count - held
     return unseen if unseen > _REPORTING_GAP_BYTES else 0
@@ -213,39 +192,39 @@ def _reasons(message: OutOfMemoryMessage, tensors: tuple[KnownTensor, ...]) -> t
         found.append(Reason(Cause.UNTOLD, _untold(message)))
     if guessed and (guess := _tensor(tensors)) is not None:
         found.append(guess)
-    # Decisive ones first, otherwise in the order above.
+    # Decisive ones first.
     return tuple(sorted(found, key=lambda reason: not reason.decisive))
 
 
 def _special(message: OutOfMemoryMessage) -> Reason | None:
-    """Says what failed where it was no caching allocator of a device."""
+    """Gives the reason if something other than a device's caching allocator failed."""
     asked = "" if message.requested is None else f" of {message.requested}"
     match message.allocator:
         case Allocator.HOST:
-            return Reason(Cause.HOST, f"Host memory (RAM), not the card, had no room for a piece{asked}.", True)
+            return Reason(Cause.HOST, f"Host memory (RAM), not the card, had no room for an allocation{asked}.", True)
         case Allocator.KERNEL:
             held = "" if message.allocated is None else f" when it held {message.allocated}"
-            return Reason(Cause.HOST, f"The operating system ran out of RAM and ended the process{held}.", True)
+            return Reason(Cause.HOST, f"The operating system ran out of RAM and killed the process{held}.", True)
         case Allocator.SIMULATED:
-            chosen = "Bytes on this simulated device were used up, or a test made this allocation fail"
+            chosen = "This simulated device was full, or a test made this allocation fail"
             held = "" if message.allocated is None else f"; {message.allocated} were live"
             return Reason(Cause.SIMULATED, f"{chosen}{held}.", True)
         case Allocator.BUDGET:
             largest = max(message.held, key=lambda held: held[1].count, default=None)
-            who = "" if largest is None else f" Most of what stays is {largest[0]}: {largest[1]}."
+            who = "" if largest is None else f" The largest share is held by {largest[0]}: {largest[1]}."
             limit = "" if message.total is None else f" of {message.total}"
             return Reason(Cause.BUDGET, f"Even the leanest plan needs more than the budget{limit}.{who}", True)
         case Allocator.LIBRARY:
             return Reason(
                 Cause.LIBRARY,
-                "A library (cuBLAS, cuDNN, NCCL ...) asked the driver for its own workspace and found the card full: "
-                "PyTorch's allocator, or another process, holds all of it.",
+                "A library (cuBLAS, cuDNN, NCCL ...) needed its own workspace, but PyTorch's allocator or another "
+                "process holds the whole card.",
             )
         case Allocator.DRIVER:
             return Reason(
                 Cause.LIBRARY,
-                "The driver itself had no memory left, outside PyTorch's allocator: often the card is full with other "
-                "processes before this one begins.",
+                "The driver itself had no memory left outside PyTorch's allocator: often other processes fill the "
+                "card before this one starts.",
             )
     return None
 
@@ -258,8 +237,8 @@ def _too_large(message: OutOfMemoryMessage) -> Reason | None:
         return None
     return Reason(
         Cause.TOO_LARGE,
-        f"One single tensor of {message.requested} was asked for, and the whole device has {limit}: nothing that is "
-        "freed can make it fit.",
+        f"A single tensor of {message.requested} was requested, and the whole device has {limit}: freeing memory "
+        "cannot make it fit.",
         True,
     )
 
@@ -285,8 +264,8 @@ def _neighbours_reason(message: OutOfMemoryMessage) -> Reason | None:
     decisive = message.requested is not None and free + others >= message.requested.count
     own = own_process(message)
     listed = [f"process {number} {size}" for number, size in message.processes if number != own]
-    names = f" ({', '.join(listed)})" if listed else " (told from what is neither free nor held by this process)"
-    without = "; without them the request would have fitted" if decisive else ""
+    names = f" ({', '.join(listed)})" if listed else " (whatever is neither free nor held by this process)"
+    without = "; without them the request would fit" if decisive else ""
     return Reason(
         Cause.NEIGHBOURS,
         f"Other processes hold {format_bytes(others)} of the device's {message.total}{names}{without}.",
@@ -303,11 +282,11 @@ def _fragments(message: OutOfMemoryMessage) -> Reason | None:
     ending = (
         ": enough for the request, but in pieces that are each too small"
         if fits
-        else "; with all of it in one piece the request would still not fit"
+        else "; even in one piece they would not be enough"
     )
     return Reason(
         Cause.FRAGMENTS,
-        f"{stranded} ({share:.1%} of what PyTorch reserved) are stranded: reserved, used by no tensor{ending}.",
+        f"{stranded} ({share:.1%} of what PyTorch reserved) are stranded: reserved, but used by no tensor{ending}.",
         fits,
     )
 
@@ -319,10 +298,10 @@ def _tensor(tensors: tuple[KnownTensor, ...]) -> Reason | None:
     if best.guessed:
         return Reason(
             Cause.TENSOR,
-            f"A guess, for the network is not known: the size fits {best}.",
+            f"A guess, since the model is unknown: the size fits {best}.",
         )
-    solved = "" if best.exact else "; batch or length is solved for"
-    others = f"; {len(tensors) - 1} more would fit too" if len(tensors) > 1 else ""
+    solved = "" if best.exact else "; batch or length is inferred"
+    others = f"; {len(tensors) - 1} others would fit too" if len(tensors) > 1 else ""
     return Reason(Cause.TENSOR, f"The size is that of {best}{solved}{others}.")
 
 
@@ -333,8 +312,8 @@ def _pools(message: OutOfMemoryMessage) -> Reason | None:
         return None
     return Reason(
         Cause.POOLS,
-        f"{message.private_pools} belong to private pools (CUDA graphs, as vLLM and torch.compile capture them), which "
-        "nobody else may use.",
+        f"{message.private_pools} belong to private pools (CUDA graphs of vLLM or torch.compile), which nothing else "
+        "may use.",
     )
 
 
@@ -356,11 +335,13 @@ def _room_refused(message: OutOfMemoryMessage) -> Reason | None:
     if message.total is not None and asked.count > message.total.count:
         return None
     if message.allocator is Allocator.XPU and asked.count > 4 * _GIB:
-        what = "Intel's drivers refuse single pieces above 4 GiB unless UR_L0_USE_RELAXED_ALLOCATION_LIMITS=1 is set"
+        what = (
+            "Intel's drivers refuse single allocations above 4 GiB unless UR_L0_USE_RELAXED_ALLOCATION_LIMITS=1 is set"
+        )
     else:
         what = (
             "something else limits the process (a vGPU or MIG share, WSL or Windows paging, shared memory of an "
-            "integrated GPU, a driver that does not suit PyTorch's build)"
+            "integrated GPU, a driver that does not match PyTorch's build)"
         )
     return Reason(Cause.ROOM_REFUSED, f"The driver refused {asked} although it reports {free} free: {what}.", True)
 
@@ -372,33 +353,33 @@ def _full(message: OutOfMemoryMessage) -> Reason | None:
     share = message.allocated.count / of.count
     if share > 1:
         held = f"Live tensors hold {message.allocated}, more than the device's {of}: the driver has moved some to RAM"
-        return Reason(Cause.FULL, f"{held}, as it does under WSL and Windows, and is at its end there too.")
-    work = "the work is too large for the device as it is cut"
+        return Reason(Cause.FULL, f"{held}, as it does under WSL and Windows, and that is full too.")
+    work = "the batch is too large for the device"
     return Reason(Cause.FULL, f"Live tensors hold {message.allocated} of {of} ({share:.0%}): {work}.")
 
 
 def _untold(message: OutOfMemoryMessage) -> str:
     if message.requested is None:
-        return "The message has no figures, so that only the general remedies can be named."
-    return f"{message.requested} were asked for; the message has no figure that says who holds the rest."
+        return "The message has no figures, so only general remedies can be named."
+    return f"{message.requested} were requested; the message does not say who holds the rest."
 
 
 _FREE_NEIGHBOURS = Remedy(
     "Free the card of other processes",
-    "`memsafe-rl doctor` lists them; with others on the card, set memory_budget to what is left.",
-    "Find them with nvidia-smi and end those that are yours (a notebook that still runs, an old training run), or take "
-    "another card with CUDA_VISIBLE_DEVICES.",
+    "`memsafe-rl doctor` lists them; if they must stay, set memory_budget to what is left.",
+    "Find them with nvidia-smi and end your own (a forgotten notebook, an old training run), or choose another card "
+    "with CUDA_VISIBLE_DEVICES.",
 )
 _EXPANDABLE = Remedy(
     "Let the allocator's pieces grow",
     "Start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; `memsafe-rl doctor` checks it.",
-    "The same variable, set before torch is imported. empty_cache() in the loop is no cure; where segments cannot grow "
-    "(Windows), max_split_size_mb:128 is the second best.",
+    "The same variable, set before torch is imported. empty_cache() in the loop does not help; where segments cannot "
+    "grow (Windows), max_split_size_mb:128 is the next best.",
 )
 _LOGITS = Remedy(
     "Do not build [B, T, V]",
     "Nothing to do: log-probs are computed in tiles, forward and backward, and the tile shrinks when memory is short.",
-    "Take a trainer or loss that works in chunks (TRL 1.16's GRPO, use_liger_kernel=True, a fused cross-entropy); else "
+    "Use a trainer or loss that works in chunks (TRL 1.16's GRPO, use_liger_kernel=True, a fused cross-entropy); else "
     "halve per_device_train_batch_size, which halves this tensor, and double gradient_accumulation_steps.",
 )
 _SCORES = Remedy(
@@ -429,58 +410,58 @@ _LOAD = Remedy(
 )
 _SHORTER = Remedy(
     "Shorten the sequences",
-    "Lower max_completion_length or max_prompt_length: this changes what is learnt, so it comes last.",
+    "Lower max_completion_length or max_prompt_length: this changes the task, so it comes last.",
     "The same; watch the share of truncated completions.",
 )
 _LIMIT_UP = Remedy(
     "Raise or remove the limit",
-    "Leave out torch.cuda.set_per_process_memory_fraction and per_process_memory_fraction; memory_budget is the limit "
-    "that plans are made for.",
+    "Remove torch.cuda.set_per_process_memory_fraction and per_process_memory_fraction; plans keep within "
+    "memory_budget.",
     "The same: look for set_per_process_memory_fraction in the code and its libraries.",
 )
 _MPS_LIMIT = Remedy(
-    "Lower what is held, rather than lift the limit",
-    "Set memory_budget below the limit. PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 lifts it, and lets the machine swap.",
+    "Use less memory rather than lift the limit",
+    "Set memory_budget below the limit. PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 lifts it, but then the machine may swap.",
     "Close other programs; smaller batches; the variable above as a last resort.",
 )
 _POOLS_DOWN = Remedy(
     "Shrink the private pools",
-    "Leave use_vllm out, or lower vllm_gpu_memory_utilization; vllm_enable_sleep_mode gives its memory back.",
+    "Leave use_vllm off, or lower vllm_gpu_memory_utilization; vllm_enable_sleep_mode returns its memory.",
     "enforce_eager=True in vLLM, or no CUDA graphs (mode='reduce-overhead') in torch.compile.",
 )
 _OUTSIDE_DOWN = Remedy(
     "Leave room for what PyTorch does not count",
-    "Set memory_budget lower by that much; the automatic one leaves out what was taken before the start.",
+    "Lower memory_budget by that much; the automatic budget excludes only what was in use before the start.",
     "One process per card; lower the other library's share (gpu_memory_utilization, NCCL_BUFFSIZE).",
 )
 _PLATFORM = Remedy(
     "Find what limits the process",
-    "`memsafe-rl doctor` shows card, driver and PyTorch's build; set memory_budget below what can really be had.",
+    "`memsafe-rl doctor` shows card, driver and PyTorch's build; set memory_budget below what is really available.",
     "Compare nvidia-smi with torch.cuda.mem_get_info(); update driver and PyTorch; on an integrated GPU or WSL raise "
     "the share of system memory that it may use.",
 )
 _HOST_DOWN = Remedy(
-    "Hold less in RAM",
+    "Use less RAM",
     "Train on the device rather than the CPU; trajectory_device: device; no paged optimizer; load with dtype bfloat16.",
     "Stream the dataset, use fewer dataloader workers, low_cpu_mem_usage, fewer processes on the machine; look for a "
     "container's memory limit.",
 )
 _ROOM_FOR_LIBRARIES = Remedy(
     "Leave the libraries some room",
-    "Set memory_budget to about 1 GiB less than is free.",
-    "torch.cuda.set_per_process_memory_fraction(0.9), so that PyTorch does not take everything; rule out an index out "
-    "of range first (CUDA_LAUNCH_BLOCKING=1), which can look the same.",
+    "Set memory_budget about 1 GiB below the free memory.",
+    "torch.cuda.set_per_process_memory_fraction(0.9), so that PyTorch does not take everything; first rule out an "
+    "index out of range (CUDA_LAUNCH_BLOCKING=1), which can look the same.",
 )
 _BUDGET_UP = Remedy(
-    "Give it more, or ask for less",
-    "The end of the message says what was tried and what is left: raise memory_budget, or shrink what is held most. "
+    "Raise the budget, or shrink the work",
+    "The end of the message says what was tried and what is left: raise memory_budget, or shrink the largest holder. "
     "`memsafe-rl plan --find` shows what fits.",
     "-",
 )
 _SMALLER = Remedy(
-    "Cut the work smaller",
-    "GRPOTrainer does it by itself, before and after a failure: set memory_budget; `memsafe-rl plan` shows the peak "
-    "beforehand.",
+    "Use smaller micro-batches",
+    "GRPOTrainer does it automatically, before and after a failure: set memory_budget; `memsafe-rl plan` shows the "
+    "peak beforehand.",
     "Halve per_device_train_batch_size, double gradient_accumulation_steps, turn on gradient_checkpointing.",
 )
 
@@ -522,7 +503,7 @@ _BY_PLACE = {
 def _remedies(
     message: OutOfMemoryMessage, reasons: tuple[Reason, ...], tensors: tuple[KnownTensor, ...]
 ) -> tuple[Remedy, ...]:
-    """Gathers the remedies of the reasons in their order; then those of the work; a guess moves nothing up."""
+    """Gathers the remedies of the reasons in order, then those of the work; a guessed tensor promotes none."""
     known = bool(tensors) and not tensors[0].guessed
     of_the_work = _BY_KIND[tensors[0].kind] if known else _BY_PLACE[message.place] if message.place else ()
     chosen: list[Remedy] = []

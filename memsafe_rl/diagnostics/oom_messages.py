@@ -1,4 +1,4 @@
-"""Finds out-of-memory messages in a log and reads their figures, in the wordings of PyTorch's versions and devices."""
+"""Finds out-of-memory messages in a log and reads their figures, for all PyTorch versions and devices."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from memsafe_rl.units import format_bytes
 
 _POWERS = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _IMPOSSIBLE_BYTES = 2**60
-"""What no machine has; under WSL the driver reports such figures for a process."""
+"""More than any machine has; under WSL the driver reports such figures for a process."""
 
 _REACH = 1_500
-"""Characters behind the beginning of a message in which its figures stand."""
+"""Characters after the start of a message that hold its figures."""
 
 _BEFORE = 6_000
-"""Characters before a message that are searched for the place it comes from."""
+"""Characters before a message that are searched for its origin."""
 
 
 class Allocator(StrEnum):
-    """Who refused the bytes."""
+    """Who refused the allocation."""
 
     CUDA = "CUDA"
     HIP = "HIP"
@@ -37,7 +37,7 @@ class Allocator(StrEnum):
 
 
 class Place(StrEnum):
-    """What the program was doing, as far as the traceback before a message shows it."""
+    """What the program was doing, judging by the traceback before a message."""
 
     LOAD = "load"
     ROLLOUT = "rollout"
@@ -49,15 +49,10 @@ class Place(StrEnum):
 
 @dataclass(frozen=True)
 class Printed:
-    """A byte count as a message prints it: two decimals of a unit.
+    """A byte count as a message prints it: two decimals of a unit."""
 
-    Args:
-        count: int, bytes nearest to what is printed.
-        slack: int, bytes that rounding may hide to either side.
-    """
-
-    count: int
-    slack: int = 0
+    count: int  # nearest to what is printed
+    slack: int = 0  # hidden by rounding, to either side
 
     def __str__(self) -> str:
         """Writes the count as other texts of this library do."""
@@ -66,52 +61,33 @@ class Printed:
 
 @dataclass(frozen=True)
 class OutOfMemoryMessage:
-    """An out-of-memory message, figure by figure; None where it does not tell.
-
-    Args:
-        text: the message itself.
-        allocator: who refused.
-        line: int, line of the log in which it begins, from 1.
-        found: int, out-of-memory messages in the log, of which this is the last.
-        requested: bytes asked for.
-        device: name of the device, such as ``GPU 0``.
-        total: bytes of the device.
-        free: bytes the driver would still give.
-        in_use: bytes of this process by the driver's count, libraries and context included.
-        allocated: bytes in live tensors.
-        stranded: bytes that the allocator holds and no tensor uses.
-        private_pools: bytes of the allocated ones that belong to CUDA graphs and the like.
-        allowed: bytes at which this process was limited.
-        processes: bytes by process number, as the driver counts them.
-        held: bytes by component (in messages of this library).
-        place: what the program was doing; None where no traceback tells.
-    """
+    """An out-of-memory message, figure by figure; None where it has none."""
 
     text: str
     allocator: Allocator
-    line: int = 1
-    found: int = 1
+    line: int = 1  # of the log, from 1
+    found: int = 1  # messages in the log; this is the last
     requested: Printed | None = None
-    device: str | None = None
+    device: str | None = None  # such as ``GPU 0``
     total: Printed | None = None
-    free: Printed | None = None
-    in_use: Printed | None = None
+    free: Printed | None = None  # what the driver would still give
+    in_use: Printed | None = None  # of this process, as the driver counts: libraries and context included
     allocated: Printed | None = None
-    stranded: Printed | None = None
-    private_pools: Printed | None = None
-    allowed: Printed | None = None
-    processes: tuple[tuple[int, Printed], ...] = ()
-    held: tuple[tuple[str, Printed], ...] = ()
-    place: Place | None = None
+    stranded: Printed | None = None  # held by the allocator, used by no tensor
+    private_pools: Printed | None = None  # of the allocated bytes, those of CUDA graphs and the like
+    allowed: Printed | None = None  # limit of this process
+    processes: tuple[tuple[int, Printed], ...] = ()  # by process number, as the driver counts
+    held: tuple[tuple[str, Printed], ...] = ()  # by component, in messages of this library
+    place: Place | None = None  # what the program was doing; None where no traceback tells
 
     @property
     def rounded_up(self) -> bool:
-        """Tells whether the size asked for was rounded up to whole pieces by a caching allocator before printing."""
+        """Tells whether a caching allocator rounded the requested size up before printing it."""
         return self.allocator in (Allocator.CUDA, Allocator.HIP, Allocator.XPU, Allocator.OTHER)
 
 
 def _words(pattern: str) -> str:
-    """Lets every space of a pattern be any white space, line ends and the borders of boxes included."""
+    """Lets a space of a pattern match any white space, line breaks and box borders included."""
     return pattern.replace(" ", r"[\s│┃]+").replace("~", r"[\s│┃]*")
 
 
@@ -188,7 +164,7 @@ _PLACES = (
 
 
 def read_printed(text: str) -> Printed | None:
-    """Reads a byte count as PyTorch prints it, with the rounding that it hides.
+    """Reads a byte count as PyTorch prints it, with the rounding it hides.
 
     PyTorch divides by 1024 whether it writes ``MiB`` or, on MPS, ``MB``.
     """
@@ -218,7 +194,7 @@ def find_message(log: str) -> OutOfMemoryMessage | None:
 
 
 def _distinct(heads: Iterator[re.Match[str]]) -> Iterator[re.Match[str]]:
-    """Leaves out a message without a size that only announces or repeats the one before it."""
+    """Skips a message without a size that only repeats the one before it."""
     last: re.Match[str] | None = None
     for head in heads:
         if head["bare"] and last is not None and head.start() - last.end() < _REACH:
@@ -228,7 +204,7 @@ def _distinct(heads: Iterator[re.Match[str]]) -> Iterator[re.Match[str]]:
 
 
 def _read(head: re.Match[str], window: str) -> dict[str, object]:
-    """Reads what stands in and behind the beginning of a message, as arguments of the record."""
+    """Reads a message from its start and the text after it, as arguments of the record."""
     given = head.groupdict()
     if given["budget"] is not None:
         return _read_budget(head)
@@ -286,12 +262,12 @@ def _read_budget(head: re.Match[str]) -> dict[str, object]:
         allocated=head["outside"],
         held=tuple((name, size) for name, size in held if size is not None),
     )
-    # What the allocator itself said comes last and says nothing more.
+    # The allocator's own message comes last and adds nothing.
     return facts | {"text": str(facts["text"]).partition(" The allocator said:")[0]}
 
 
 def _read_caching(head: re.Match[str], window: str) -> dict[str, object]:
-    """Reads a message of a caching allocator: figures in a sentence each, or in brackets up to torch 2.0."""
+    """Reads a caching allocator's message: one sentence per figure, or brackets up to torch 2.0."""
     behind = window[len(head[0]) :]
     following = _HEADS.search(behind)
     behind = behind if following is None else behind[: following.start()]
@@ -322,7 +298,7 @@ def _read_caching(head: re.Match[str], window: str) -> dict[str, object]:
 
 
 def _place(before: str) -> Place | None:
-    """Tells from the last frames of a traceback what was going on: the innermost frame that says it."""
+    """Gives what the program was doing, by the innermost frame of the traceback that shows it."""
     begun = before.rfind("Traceback")
     frames = before[begun:] if begun >= 0 else before
     found = [(match.end(), place) for place, pattern in _PLACES for match in pattern.finditer(frames)]

@@ -1,4 +1,4 @@
-"""What a run comes to in a few figures, from its steps and its memory events alone."""
+"""A run in a few figures, from its steps and memory events alone."""
 
 from __future__ import annotations
 
@@ -6,42 +6,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+PHASES = ("load", "rollout", "reward", "score", "update", "optimizer", "evaluate", "checkpoint")
+"""The values of `memsafe_rl.types.Phase`, whose import would take seconds."""
+
 
 @dataclass(frozen=True)
 class RunFigures:
-    """A run in a few figures; None where it cannot be known.
-
-    Args:
-        steps: optimizer steps done.
-        seconds: time they took.
-        peak_bytes: int, most bytes held.
-        peak_phase: the phase that held them.
-        budget_bytes: int, bytes that the run might hold.
-        forecast_bytes: int, bytes of the peak forecast before the run.
-        failures: allocations that failed.
-        leaner_plans: times a leaner plan took over.
-        seconds_lost: time that failed work took before it failed.
-        samples: completions drawn.
-        samples_per_second: completions drawn, over the time of all steps.
-        tokens_per_second: tokens of prompts and completions, over the time of all steps.
-        first_reward: mean reward of the first rollout.
-        last_reward: mean reward of the last rollout.
-    """
+    """A run in a few figures; None where unknown."""
 
     steps: int
     seconds: float
     peak_bytes: int | None
     peak_phase: str | None
-    budget_bytes: int | None
-    forecast_bytes: int | None
+    budget_bytes: int | None  # what the run was allowed
+    forecast_bytes: int | None  # peak forecast before the run
     failures: int
-    leaner_plans: int
-    seconds_lost: float
+    leaner_plans: int  # switches to a leaner plan
+    seconds_lost: float  # time spent on work that then failed
     samples: int | None
-    samples_per_second: float | None
-    tokens_per_second: float | None
-    first_reward: float | None
-    last_reward: float | None
+    samples_per_second: float | None  # over the time of all steps
+    tokens_per_second: float | None  # prompts and completions, over the time of all steps
+    first_reward: float | None  # mean reward of the first rollout
+    last_reward: float | None  # mean reward of the last rollout
 
     @property
     def budget_share(self) -> float | None:
@@ -52,7 +38,7 @@ class RunFigures:
 
     @property
     def forecast_error(self) -> float | None:
-        """How far the forecast lies above what was measured, as a share of that."""
+        """The forecast over the measured peak, less one."""
         if self.forecast_bytes is None or not self.peak_bytes:
             return None
         return self.forecast_bytes / self.peak_bytes - 1
@@ -65,7 +51,7 @@ def run_figures(
     rollout_rows: int | None = None,
     forecast_bytes: int | None = None,
 ) -> RunFigures:
-    """Sums a run up."""
+    """Summarises a run."""
     seconds = sum(number(step.get("step_time")) or 0.0 for step in steps)
     peak, phase = _highest_peak(steps)
     rewards = known(steps, "reward")
@@ -74,7 +60,7 @@ def run_figures(
     tokens, budgets = known(steps, "num_tokens"), known(steps, "memory/budget_bytes")
     # A resumed run's first record carries the tokens of the part before it.
     drawn = tokens[-1] - (0.0 if steps and steps[0].get("step") == 1 else tokens[0]) if tokens else 0.0
-    told = [event["predicted_peak_bytes"] for event in events if event.get("event") == "forecast"]
+    forecasts = [event["predicted_peak_bytes"] for event in events if event.get("event") == "forecast"]
     failures = [event for event in events if event.get("event") == "failure"]
     return RunFigures(
         steps=len(steps),
@@ -82,7 +68,7 @@ def run_figures(
         peak_bytes=peak,
         peak_phase=phase,
         budget_bytes=int(budgets[-1]) if budgets else None,
-        forecast_bytes=forecast_bytes if forecast_bytes is not None or not told else int(told[-1]),
+        forecast_bytes=forecast_bytes if forecast_bytes is not None or not forecasts else int(forecasts[-1]),
         failures=len(failures),
         leaner_plans=sum(event.get("event") == "fallback" for event in events),
         seconds_lost=sum(number(event.get("seconds_lost")) or 0.0 for event in failures),

@@ -1,6 +1,6 @@
-"""The files by which a run tells others how it stands: names, forms, and an index of the runs that are alive.
+"""The files in which a run reports its status: names, formats, and an index of live runs.
 
-Nothing here needs torch, so that whoever watches a run starts at once.
+Nothing here needs torch, so that `memsafe-rl monitor` starts at once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ import psutil
 
 RUN_FILE = "run.json"
 """Settings, device, forecast and versions, written when a run begins."""
+METRICS_FILE = "metrics.jsonl"
+"""What was logged, averaged over `logging_steps`, evaluations and totals included."""
+MEMORY_FILE = "memory.jsonl"
+"""Plans, failures, alarms and the forecast."""
 STEPS_FILE = "steps.jsonl"
-"""One line an optimizer step: its metrics, and who held the bytes at each phase's peak."""
+"""One line per optimizer step: its metrics, and which component held the bytes at each phase's peak."""
 STATUS_FILE = "monitor.json"
-"""How the run stands now, written again and again while it trains; ranks beside the first have a number in the name."""
+"""The run's current status, rewritten while it trains; further ranks have their number in the name."""
 
 _OWN_FOLDER_ONLY = 0o700
 
@@ -31,14 +35,14 @@ def status_file(rank: int = 0) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a file that readers see either as it was or as it is, never half written."""
+    """Replaces a file atomically, so that readers never see it half written."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(content, default=str))
     os.replace(beside, path)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Reads a file that holds one JSON object."""
+    """Reads a file of one JSON object; None if it is missing or unreadable."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -47,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def process_started(pid: int) -> float | None:
-    """Tells when a process began, which together with its number names it for good."""
+    """Gives a process's start time, which with its number identifies it; None if it is not running."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
@@ -56,7 +60,7 @@ def process_started(pid: int) -> float | None:
 
 
 def index_folder(*, make: bool = False) -> Path | None:
-    """Gives the folder in which this user's runs leave word of where they write."""
+    """Gives the folder in which this user's runs register."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     folder = Path(tempfile.gettempdir()) / f"memsafe_rl-{user}"
     try:
@@ -70,12 +74,11 @@ def index_folder(*, make: bool = False) -> Path | None:
 
 
 def enter_index(run_dir: Path) -> Path | None:
-    """Leaves word of where this process writes, and sweeps out what dead processes have left."""
+    """Registers where this process writes, and removes the entries of dead processes."""
     folder = index_folder(make=True)
     if folder is None:
         return None
-    for _ in runs_alive():
-        continue
+    list(runs_alive())
     entry = folder / f"{os.getpid()}.json"
     try:
         write_json(entry, {"run_dir": str(run_dir.resolve()), "process_started": process_started(os.getpid())})
@@ -85,7 +88,7 @@ def enter_index(run_dir: Path) -> Path | None:
 
 
 def runs_alive() -> Iterator[tuple[int, Path]]:
-    """Yields this user's runs that are alive, as process number and folder, oldest first; dead entries are removed."""
+    """Yields this user's live runs as process number and folder, oldest first, and removes dead entries."""
     folder = index_folder()
     if folder is None:
         return

@@ -293,10 +293,8 @@ def _config_of_forecast(args: TrainerConfig, device: str, ranks: int) -> Trainer
     """Gives a run's settings as a forecast takes them: silent, on the CPU, but in the device's types."""
     if device not in ("cuda", "cpu"):
         raise ConfigError(f"device is {device!r}; write 'cuda' or 'cpu'.")
-    config = copy.copy(args)
-    if ranks != 1:
-        config.assume_world_size(ranks)
-    left_open = config.was_left_open("bf16")
+    config = copy.copy(args) if ranks == 1 else args.on_ranks(ranks)
+    left_open = config.left_open("bf16")
     config.use_cpu, config.report_to, config.disable_tqdm = True, "none", True
     config.verify_plan = config.probe_worst_case = config.memory_forecast = False
     config.reward_weights = config.eval_pass_reward = None  # rewards are synthetic

@@ -15,15 +15,10 @@ from transformers import DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 from transformers.utils import logging as transformers_logging
 
-from memsafe_rl.callbacks.callbacks import (
-    CompletionsTable,
-    MetricsLog,
-    ProgressBar,
-    RunRecord,
-    StatusFile,
-    Trackers,
-    banner,
-)
+from memsafe_rl.callbacks.console import CompletionsTable, ProgressBar, banner
+from memsafe_rl.callbacks.logs import MetricsLog, RunRecord
+from memsafe_rl.callbacks.status_file import StatusFile
+from memsafe_rl.callbacks.trackers import Trackers
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.external_rollout import RolloutFunction
 from memsafe_rl.errors import ConfigError

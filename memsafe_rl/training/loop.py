@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.trainer_callback import CallbackHandler
 
-from memsafe_rl.callbacks.callbacks import summary
+from memsafe_rl.callbacks.console import summary
 from memsafe_rl.checkpoint.store import checkpoint_folder, find_checkpoint
 from memsafe_rl.config.degradation import Degradation, degrade, next_degradation
 from memsafe_rl.diagnostics.run_figures import run_figures

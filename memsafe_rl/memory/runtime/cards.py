@@ -1,7 +1,7 @@
-"""What the driver says of the machine's cards, and of all processes on them, without using a card.
+"""The machine's cards and the processes on them, as the driver reports them.
 
-Read through NVML where nvidia-ml-py is installed, else by ``nvidia-smi``. Neither makes a context on a card, which
-would take hundreds of megabytes from the run that is being watched.
+Read through NVML if nvidia-ml-py is installed, else through ``nvidia-smi``. Neither creates a context on a card, which
+would take hundreds of megabytes from the run being watched.
 """
 
 from __future__ import annotations
@@ -24,57 +24,34 @@ _PROCESS_FIELDS = "gpu_uuid,pid,process_name,used_memory"
 
 @dataclass(frozen=True)
 class CardProcess:
-    """A process that computes on a card.
-
-    Args:
-        pid: its number.
-        name: its program.
-        used_bytes: int, bytes it holds there, context included; None where the driver does not tell.
-    """
+    """A process on a card."""
 
     pid: int
     name: str
-    used_bytes: int | None
+    used_bytes: int | None  # bytes it holds there, context included; None where the driver does not tell
 
 
 @dataclass(frozen=True)
 class Card:
-    """A card as its driver sees it.
+    """A card as its driver reports it."""
 
-    Args:
-        index: its number for the driver.
-        uuid: its identity.
-        name: what it is.
-        capability: its compute capability, such as "9.0"; None where the driver does not tell.
-        total_bytes: int, bytes.
-        used_bytes: int, bytes that all processes and the driver hold.
-        free_bytes: int, bytes that nobody holds.
-        utilization: percent of time in which it computed; None where the driver does not tell.
-        processes: those that compute on it.
-    """
-
-    index: int
+    index: int  # the driver's number
     uuid: str
     name: str
-    capability: str | None
+    capability: str | None  # its compute capability, such as "9.0"; None where the driver does not tell
     total_bytes: int
-    used_bytes: int
-    free_bytes: int
-    utilization: int | None
+    used_bytes: int  # held by all processes and the driver
+    free_bytes: int  # held by nobody
+    utilization: int | None  # percent of time in which it computed; None where the driver does not tell
     processes: tuple[CardProcess, ...] = ()
 
 
 @dataclass(frozen=True)
 class CardsRead:
-    """The cards of this machine.
-
-    Args:
-        cards: as the driver sees them.
-        source: "nvidia-ml-py", "nvidia-smi", or why there are none, in words.
-    """
+    """The cards of this machine."""
 
     cards: tuple[Card, ...]
-    source: str
+    source: str  # "nvidia-ml-py", "nvidia-smi", or why there are none
 
 
 def read_cards() -> CardsRead:
@@ -99,27 +76,27 @@ def read_cards() -> CardsRead:
 def _by_nvml(nvml: Any, index: int) -> Card:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    running = _told(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    running = _known(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     return Card(
         index=index,
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
-        capability=_told(nvml, lambda: "{}.{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(handle))),
+        capability=_known(nvml, lambda: "{}.{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(handle))),
         total_bytes=int(memory.total),
         used_bytes=int(memory.used),
         free_bytes=int(memory.free),
-        utilization=_told(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
+        utilization=_known(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
         processes=tuple(_process(nvml, found) for found in running or ()),
     )
 
 
 def _process(nvml: Any, found: Any) -> CardProcess:
-    name = _told(nvml, lambda: _text(nvml.nvmlSystemGetProcessName(found.pid)))
+    name = _known(nvml, lambda: _text(nvml.nvmlSystemGetProcessName(found.pid)))
     return CardProcess(int(found.pid), name or "", None if found.usedGpuMemory is None else int(found.usedGpuMemory))
 
 
-def _told(nvml: Any, ask: Callable[[], Any]) -> Any:
-    """Gives what the driver answers; None where it does not know or may not say."""
+def _known(nvml: Any, ask: Callable[[], Any]) -> Any:
+    """Gives the driver's answer; None if it has none or may not give it."""
     try:
         return ask()
     except nvml.NVMLError:
@@ -147,7 +124,7 @@ def _by_command() -> CardsRead:
 
 
 def _ask(program: str, query: str) -> list[list[str]] | str:
-    """Gives the rows that nvidia-smi prints, or why it does not."""
+    """Gives the rows that nvidia-smi prints, or why it fails."""
     command = [program, query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)

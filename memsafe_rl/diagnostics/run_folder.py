@@ -1,4 +1,4 @@
-"""Reads what a run has left in its folder: settings, steps, logs, memory events, completions, and its last word."""
+"""Reads a run's folder: settings, steps, logs, memory events, completions, and its final status."""
 
 from __future__ import annotations
 
@@ -8,56 +8,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memsafe_rl.diagnostics.status import RUN_FILE, STATUS_FILE, STEPS_FILE, read_json
+from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, RUN_FILE, STATUS_FILE, STEPS_FILE, read_json
 from memsafe_rl.errors import ConfigError
 
-_LOG_FILE, _EVENTS_FILE, _COMPLETIONS = "metrics.jsonl", "memory.jsonl", "completions"
+_COMPLETIONS = "completions"
 _PER_STEP = ("loss", "memory/peak_bytes")
-"""What a line of the log has if it is one of training and not of an evaluation or of the end."""
+"""Metrics that mark a line of the log as a training step, not an evaluation or a total."""
 
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run has written of itself.
-
-    Args:
-        path: its folder.
-        run: settings, device, forecast and versions; empty where they were not written.
-        steps: one record an optimizer step.
-        logs: what was logged, evaluations and totals included.
-        events: plans, failures, alarms.
-        completions: logged completions by step, ascending.
-        status: its last word.
-        damaged: lines that could not be read, such as one that was being written when the machine went down.
-    """
+    """Everything a run has written."""
 
     path: Path
-    run: Record
+    run: Record  # settings, device, forecast and versions; may be empty
     steps: Sequence[Record]
-    logs: Sequence[Record]
+    logs: Sequence[Record]  # evaluations and totals included
     events: Sequence[Record]
-    completions: Mapping[int, Sequence[Record]]
+    completions: Mapping[int, Sequence[Record]]  # by step
     status: Record
-    damaged: int
+    damaged: int  # unreadable lines, such as one cut off by a crash
 
 
 def read_run(folder: Path) -> RunFolder:
     """Reads a run's folder."""
     if not folder.is_dir():
-        what = "a file" if folder.exists() else "not there"
-        raise ConfigError(f"{str(folder)!r} is {what}. Give the output_dir of a run, the folder with {_LOG_FILE}.")
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(f"{str(folder)!r} {what}. Give the output_dir of a run, the folder with {METRICS_FILE}.")
     steps, first = _lines(folder / STEPS_FILE)
-    logs, second = _lines(folder / _LOG_FILE)
-    events, third = _lines(folder / _EVENTS_FILE)
+    logs, second = _lines(folder / METRICS_FILE)
+    events, third = _lines(folder / MEMORY_FILE)
     # A run of an earlier version wrote no steps; its log has them, averaged over logging_steps.
     steps = [line for line in steps or logs if all(name in line for name in _PER_STEP)]
     run = read_json(folder / RUN_FILE) or {}
     if not steps and not run and not events:
         raise ConfigError(
-            f"{str(folder)!r} holds no run: neither {STEPS_FILE} nor {_LOG_FILE} has a training step of this library. "
-            "Give the output_dir of a run that has done a step; a checkpoint's folder lies one below it."
+            f"{str(folder)!r} holds no run: neither {STEPS_FILE} nor {METRICS_FILE} has a training step. "
+            "Give the output_dir of a run that has finished a step; a checkpoint's folder lies one level below it."
         )
     return RunFolder(
         path=folder,

@@ -1,4 +1,4 @@
-"""`memsafe-rl verify` behind its flags: one probe step under three plans, side by side."""
+"""`memsafe-rl verify`: one probe step under three plans, side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memsafe_rl.cli.training import Run, device_of, ingredients, trainer_of
+from memsafe_rl.cli.train import Run, device_of, ingredients, trainer_of
 from memsafe_rl.preflight.verify import PlanRun, Verification, verify_plan
 from memsafe_rl.units import format_bytes
 
@@ -19,11 +19,11 @@ _TITLES = {
     "failures": "with two failures",
 }
 
-_WHOLE_PROCESS = "Bytes are those of the whole process, libraries included; --simulate SIZE counts the tensors alone."
+_WHOLE_PROCESS = "Bytes are those of the whole process, libraries included; --simulate SIZE counts only tensors."
 
 
 def verify(run: Run, console: Console) -> bool:
-    """Proves on a run's own model that its plan changes nothing, and prints the comparison."""
+    """Verifies on the run's own model that its plan changes nothing, and prints the comparison."""
     given = ingredients(run)
     with device_of(run, console):
         found = verify_plan(trainer_of(run)(**given).loop)
@@ -58,8 +58,8 @@ def comparison(found: Verification) -> Table:
     row("trajectory", lambda arm: f"on the {arm.update_plan.trajectory_device}")
     row("failures recovered from", lambda arm: f"{arm.failures:,}", ends=True)
     row("sampled tokens equal", _tokens)
-    row("gradient's difference", _difference)
-    row("the chosen plan's bits", lambda arm: "yes" if arm.same_bits else "no", ends=True)
+    row("gradient difference", _difference)
+    row("equal bit for bit", lambda arm: "yes" if arm.same_bits else "no", ends=True)
     for phase in found.plain.phase_peaks:
         row(f"peak in {phase}", lambda arm, phase=phase: _peak(arm, phase))  # type: ignore[misc]
     row("peak" if found.exact_bytes else "peak of the process", lambda arm: format_bytes(arm.peak_bytes))
@@ -75,9 +75,9 @@ def _activations(arm: PlanRun) -> str:
 
 
 def _tokens(arm: PlanRun) -> str:
-    """How many tokens are those of the chosen plan, and how many of the differing rows are certified ties."""
-    told = f"{arm.tokens_equal:,} of {arm.tokens:,}"
-    return f"{told}; {arm.rows_excused} of {arm.rows_differing} rows tied" if arm.rows_differing else told
+    """Counts the tokens equal to the chosen plan's, and the differing rows that are certified ties."""
+    equal = f"{arm.tokens_equal:,} of {arm.tokens:,}"
+    return f"{equal}; {arm.rows_excused} of {arm.rows_differing} rows tied" if arm.rows_differing else equal
 
 
 def _difference(arm: PlanRun) -> str:

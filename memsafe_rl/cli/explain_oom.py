@@ -1,4 +1,4 @@
-"""`memsafe-rl explain-oom` behind its flags: reads a log and a configuration, prints what the failure means."""
+"""`memsafe-rl explain-oom`: reads a log and a configuration, and explains the failure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES: Mapping[str, tuple[tuple[str, int], ...]] = {
     "bfloat16": (("bfloat16", 2), ("float32", 4)),
     "float16": (("float16", 2), ("float32", 4)),
 }
-"""Types in which tensors of a run may be; half precision comes with logits and moments in float32."""
+"""Element types of a run's tensors; with half precision, logits and moments may be float32."""
 
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -39,17 +39,17 @@ _NAMES = {
     "head_dim": ("head_dim", "d_kv"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
 }
-"""What configs of networks call their sizes."""
+"""Names of the sizes in model configs."""
 
 _MOST_SHOWN = 4
-"""Remedies and tensors that are printed; --json has them all."""
+"""Remedies and tensors printed; --json has them all."""
 
 _DEFAULT_BATCH, _DEFAULT_COMPLETION = 8, 256
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes given as flags; None where they are not."""
+    """Sizes given as flags; None if not given."""
 
     vocab: int | None = None
     batch: int | None = None
@@ -65,8 +65,10 @@ def read_log(source: str) -> str:
     try:
         raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{source!r} cannot be read: {error.strerror}. Give a file, or - to paste it in.") from None
-    # Windows' shells write UTF-16 with a mark in front; a log that was emptied while it was open begins with zeros.
+        raise ConfigError(
+            f"{source!r} cannot be read: {error.strerror}. Give a file, or - to read standard input."
+        ) from None
+    # Windows shells write UTF-16 with a byte-order mark; a log emptied while open begins with zeros.
     encoding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
     return raw.decode(encoding, errors="replace").replace("\x00", "")
 
@@ -78,7 +80,7 @@ def explain(source: str, config: str | None, sizes: Sizes) -> Explanation:
     message = find_message(log)
     if message is None:
         lines = log.count("\n") + (not log.endswith("\n"))
-        where = "What was pasted in" if source == "-" else repr(source)
+        where = "Standard input" if source == "-" else repr(source)
         raise ConfigError(
             f"{where} has no out-of-memory message in its {lines if log.strip() else 0:,} lines. Give the whole log, "
             "or the lines from 'CUDA out of memory. Tried to allocate ...' on."
@@ -87,7 +89,7 @@ def explain(source: str, config: str | None, sizes: Sizes) -> Explanation:
 
 
 def configuration_from(config: str | None, sizes: Sizes) -> Configuration:
-    """Gathers the sizes of network and batch from a configuration and from flags."""
+    """Combines the sizes from a configuration with those given as flags."""
     for name, value in asdict(sizes).items():
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; give a number of 1 or more.")
@@ -95,9 +97,8 @@ def configuration_from(config: str | None, sizes: Sizes) -> Configuration:
     dtype = None if sizes.dtype is None else _SHORT.get(sizes.dtype, sizes.dtype)
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype is {sizes.dtype!r}; write one of {', '.join((*DTYPES, *_SHORT))}.")
-    given = {
-        name: value for name in ("vocab", "hidden", "heads", "layers") if (value := getattr(sizes, name)) is not None
-    }
+    names = ("vocab", "hidden", "heads", "layers")
+    given = {name: value for name in names if (value := getattr(sizes, name)) is not None}
     return Configuration(
         **{
             **vars(known),
@@ -133,7 +134,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError:
         raise ConfigError(f"{path} is not JSON. Give a run's folder, a run file (.yaml) or a config.json.") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {type(content).__name__}, not the sizes of a network. Give its config.json.")
+        raise ConfigError(f"{path} holds a {type(content).__name__}, not a model's config. Give its config.json.")
     return content
 
 
@@ -155,18 +156,18 @@ def sizes_of_model(model: str) -> Configuration:
     file = Path(model) / "config.json"
     if file.is_file():
         return _of_a_network(_read_json(file))
-    # Built-in configs come with transformers, which takes seconds to import.
+    # Built-in configs need transformers, which takes seconds to import.
     known = importlib.import_module("memsafe_rl.preflight.fake.families").known_config(model)
     if known is None:
         raise ConfigError(
-            f"The sizes of {model!r} are not known here: it is no folder with a config.json, and no built-in name. "
-            "Give --vocab, --hidden, --heads and --layers, or --config with the network's config.json."
+            f"The sizes of {model!r} are unknown: it is neither a folder with a config.json nor a built-in name. "
+            "Give --vocab, --hidden, --heads and --layers, or --config with the model's config.json."
         )
     return _of_a_network(known.to_dict())
 
 
 def _of_a_run(run: Mapping[str, Any]) -> Configuration:
-    """Reads a run file: the network, the micro-batches of other trainers, and the longest sequences."""
+    """Reads a run file: model, likely batch sizes, and the longest sequences."""
     network = Configuration() if run.get("model") is None else sizes_of_model(str(run["model"]))
     batch = _number(run, "per_device_train_batch_size", _DEFAULT_BATCH)
     group = _number(run, "num_generations", _DEFAULT_BATCH)
@@ -184,7 +185,7 @@ def _number(run: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def as_json(found: Explanation) -> str:
-    """Writes an explanation as JSON; byte counts as they are printed in the message, in bytes."""
+    """Writes an explanation as JSON, sizes in bytes."""
     message = {name: _bytes_of(value) for name, value in asdict(found.message).items()}
     rest = {name: value for name, value in asdict(found).items() if name != "message"}
     for tensor, written in zip(found.tensors, rest["tensors"], strict=True):
@@ -201,7 +202,7 @@ def _bytes_of(value: Any) -> Any:
 
 
 def show(found: Explanation, console: Console) -> None:
-    """Prints an explanation: the figures, the reasons, what the request may be, and what to change."""
+    """Prints an explanation: figures, reasons, matching tensors, and what to change."""
     message = found.message
     console.print(Text(_heading(message), style="bold"))
     if message.found > 1:
@@ -234,7 +235,7 @@ def _heading(message: OutOfMemoryMessage) -> str:
     asked = "Memory" if message.requested is None else str(message.requested)
     where = "" if message.device is None else f" on {message.device}"
     doing = "" if message.place is None else f", while in: {message.place}"
-    return f"{asked} could not be had{where} (refused by: {message.allocator}{doing})"
+    return f"{asked} could not be allocated{where} (refused by: {message.allocator}{doing})"
 
 
 def _figures(found: Explanation) -> Table:
@@ -249,11 +250,11 @@ def _figures(found: Explanation) -> Table:
         judged += f", {'too much' if share >= STRANDED_SHARE else 'in order'} (bound {STRANDED_SHARE:.0%})"
     budget = message.held != ()
     rows = (
-        ("asked for", message.requested, ""),
+        ("requested", message.requested, ""),
         ("budget" if budget else "device", message.total, ""),
         ("allowed to this process", message.allowed, ""),
-        ("free", message.free, "what the driver would still give"),
-        ("stays held" if budget else "live tensors", message.allocated, ""),
+        ("free", message.free, "still available from the driver"),
+        ("held permanently" if budget else "live tensors", message.allocated, ""),
         ("stranded", message.stranded, judged),
         ("private pools", message.private_pools, "part of the live tensors"),
     )
@@ -274,13 +275,13 @@ def _show_tensors(found: Explanation, console: Console) -> None:
     guessed = found.tensors[0].guessed
     if len(found.tensors) == 1 and not guessed:
         return
-    title = "Guesses: what the size fits" if guessed else "What the size fits"
+    title = "Guesses: tensors of this size" if guessed else "Tensors of this size"
     console.print(Text(f"\n{title}", style="bold"))
     for tensor in found.tensors[:_MOST_SHOWN]:
         console.print(Text.assemble(("guess: " if guessed else "• ", "yellow"), str(tensor)), highlight=False)
     if guessed:
         console.print(
-            "Any vocabulary fits with some number of rows; these numbers are round. In bfloat16, twice the rows. Give "
-            "--vocab and --batch, or --config, to know.",
+            "Any vocabulary fits some number of rows; these numbers are round. In bfloat16, twice the rows. To be "
+            "sure, give --vocab and --batch, or --config.",
             style="dim",
         )

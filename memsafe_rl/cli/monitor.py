@@ -1,4 +1,4 @@
-"""`memsafe-rl monitor` behind its flags: finds a run, and reads what it and the driver tell of it."""
+"""`memsafe-rl monitor`: finds a run and shows what it and the driver report."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from memsafe_rl.cli.formats import duration
+from memsafe_rl.diagnostics.run_figures import PHASES
 from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, read_json, run_of, runs_alive, status_file
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.cards import Card, CardProcess, CardsRead, read_cards
@@ -23,21 +25,20 @@ from memsafe_rl.memory.runtime.headroom import SAFE_SHARE, Headroom, headroom_of
 from memsafe_rl.units import format_bytes
 
 _FRESH_SECONDS = 10.0
-"""Seconds since its last word after which a run is no longer taken for alive unseen; it speaks every second."""
+"""Age of a status file from which on the run's process is checked; a live run writes every second."""
 _REFRESH_SECONDS = 1.0
 _CROWDED_SHARE = 0.05
-"""Share of a card held by others from which on it is worth a word."""
+"""Share of a card held by other processes that is worth advice."""
 _STRANDED_SHARE = 0.2
-"""Share of reserved bytes without a tensor from which on memory is cut into pieces too small to use."""
+"""Share of reserved bytes without a tensor that counts as fragmentation."""
 _ROOMY_SHARE = 0.5
-"""Share of the budget below which half of it is never used."""
-_PHASES = ("load", "rollout", "reward", "score", "update", "optimizer", "evaluate", "checkpoint")
+"""Share of the budget below which a larger model or longer completions would fit."""
 _BAR_CELLS = 24
 _STYLES = {Headroom.SAFE: "green", Headroom.EDGE: "yellow", Headroom.DANGER: "bold red"}
 
 
 class Liveness(StrEnum):
-    """Whether somebody still writes a status file."""
+    """Whether a process still writes a status file."""
 
     ALIVE = "alive"
     SILENT = "silent"
@@ -47,32 +48,20 @@ class Liveness(StrEnum):
 
 @dataclass(frozen=True)
 class Sighting:
-    """A run as it was last seen.
-
-    Args:
-        status: what it wrote of itself.
-        age_seconds: how long ago it did.
-        liveness: whether its process is still there.
-    """
+    """A run's last status."""
 
     status: Mapping[str, Any]
     age_seconds: float
-    liveness: Liveness
+    liveness: Liveness  # whether its process still exists
 
 
 @dataclass(frozen=True)
 class View:
-    """What there is to see at one moment.
-
-    Args:
-        cards: the machine's cards.
-        ranks: the run's processes, the first first; none where no run was asked for or found.
-        runs: process and folder of this user's other runs.
-    """
+    """Everything that is shown at one moment."""
 
     cards: CardsRead
-    ranks: tuple[Sighting, ...] = ()
-    runs: tuple[tuple[int, str], ...] = ()
+    ranks: tuple[Sighting, ...] = ()  # the run's processes in order; empty without a run
+    runs: tuple[tuple[int, str], ...] = ()  # process and folder of this user's live runs
 
     @property
     def run(self) -> Sighting | None:
@@ -81,7 +70,7 @@ class View:
 
 
 def find_run(pid: int | None, run: str | None) -> Path | None:
-    """Finds the folder of the run that is meant."""
+    """Finds the folder of the requested run."""
     if pid is not None and run is not None:
         raise ConfigError("--pid and --run are both given. Give one of them.")
     if pid is not None:
@@ -95,7 +84,7 @@ def find_run(pid: int | None, run: str | None) -> Path | None:
     if read_json(folder / STATUS_FILE) is None:
         raise ConfigError(
             f"{run!r} has no readable {STATUS_FILE}, which a run writes from its first step on. Give the output_dir of "
-            "a run of this library, and wait until it has loaded its model."
+            "a run of this library, once it has loaded its model."
         )
     return folder
 
@@ -106,15 +95,15 @@ def _run_of_process(pid: int) -> Path:
         return found
     if process_started(pid) is None:
         known = ", ".join(str(number) for number, _ in runs_alive()) or "none"
-        raise ConfigError(f"--pid is {pid}, and there is no such process. Runs of yours that are alive: {known}.")
+        raise ConfigError(f"--pid is {pid}, and there is no such process. Your live runs: {known}.")
     raise ConfigError(
-        f"Process {pid} has left no word of where its run writes: it is no training run of this library, has not "
-        "loaded its model yet, or belongs to another user. Give its output_dir with --run."
+        f"Process {pid} has registered no run: it is not a training run of this library, has not loaded its model "
+        "yet, or belongs to another user. Give its output_dir with --run."
     )
 
 
 def look(run_dir: Path | None) -> View:
-    """Reads how a run, and the machine's cards, stand now."""
+    """Reads the current status of a run and of the machine's cards."""
     cards = read_cards()
     if run_dir is None:
         return View(cards, runs=tuple((pid, str(folder)) for pid, folder in runs_alive()))
@@ -130,7 +119,7 @@ def _seen(status: Mapping[str, Any], now: float) -> Sighting:
 
 
 def _liveness(status: Mapping[str, Any], age_seconds: float) -> Liveness:
-    """Judges by the file's age, and by the process where it is on this machine."""
+    """Decides by the file's age, and by the process if it is on this machine."""
     if status.get("state") != "training":
         return Liveness.ENDED
     if age_seconds < _FRESH_SECONDS and status.get("host") != socket.gethostname():
@@ -142,7 +131,7 @@ def _liveness(status: Mapping[str, Any], age_seconds: float) -> Liveness:
 
 
 def card_of(status: Mapping[str, Any], cards: Sequence[Card]) -> Card | None:
-    """Finds the card that a run is on."""
+    """Finds a run's card."""
     uuid = str(status.get("device", {}).get("uuid") or "")
     return next((card for card in cards if uuid and card.uuid.removeprefix("GPU-") == uuid.removeprefix("GPU-")), None)
 
@@ -154,36 +143,36 @@ def neighbours(status: Mapping[str, Any], cards: Sequence[Card]) -> tuple[CardPr
 
 
 def step_peak_bytes(status: Mapping[str, Any]) -> int:
-    """Gives the peak that says how near the run is to its budget: the last step's, else the highest so far."""
+    """Gives the peak to compare with the budget: the last step's, else the highest so far."""
     last = status.get("last_step_peak_bytes") or {}
     return int(max(last.values(), default=status.get("peak_bytes", 0)))
 
 
 def band(status: Mapping[str, Any]) -> Headroom:
-    """Tells where a run's last step lies in its budget."""
+    """Gives the headroom of a run's last step."""
     return headroom_of(step_peak_bytes(status), max(1, int(status.get("budget_bytes", 1))))
 
 
 def advice(seen: Sighting, cards: Sequence[Card]) -> str:
-    """Says in one sentence what, if anything, is to be done; what matters most comes first."""
+    """Advises in one sentence on what matters most."""
     return _advice_on_life(seen) or _advice_on_allocator(seen.status, cards) or _advice_on_budget(seen.status)
 
 
 def _advice_on_life(seen: Sighting) -> str:
-    status, ago = seen.status, _duration(seen.age_seconds)
+    status, ago = seen.status, duration(round(seen.age_seconds), decimals=0)
     if seen.liveness is Liveness.GONE:
         return (
-            f"Process {status.get('pid')} is gone without a word, {ago} after its last: the system killed it, or the "
-            "machine was restarted; look for the kernel's out-of-memory killer in dmesg, and go on with "
+            f"Process {status.get('pid')} died without an error, {ago} after its last status: the system killed it "
+            "or the machine restarted; look for the kernel's out-of-memory killer in dmesg, and resume with "
             "resume_from_checkpoint=True."
         )
     if seen.liveness is Liveness.SILENT:
-        return f"The run has said nothing for {ago}, though it should every second: it is suspended or hangs."
+        return f"The run has written no status for {ago}, though it should every second: it is suspended or hangs."
     if seen.liveness is Liveness.ENDED and status.get("state") == "finished":
-        return "The run has finished; memsafe-rl report shows all of it."
+        return "The run has finished; memsafe-rl report shows its results."
     if seen.liveness is Liveness.ENDED:
         why = str(status.get("ended_by") or "").split("\n")[0]
-        return f"The run was stopped{f' by {why}' if why else ''}; resume_from_checkpoint=True goes on with it."
+        return f"The run was stopped{f' by {why}' if why else ''}; resume it with resume_from_checkpoint=True."
     return ""
 
 
@@ -192,13 +181,12 @@ def _advice_on_allocator(status: Mapping[str, Any], cards: Sequence[Card]) -> st
     crowd = sum(found.used_bytes or 0 for found in neighbours(status, cards))
     if crowd >= _CROWDED_SHARE * total:
         return (
-            f"Other processes hold {format_bytes(crowd)} of this card: end them, or lower memory_budget so that plans "
-            "leave them that much."
+            f"Other processes hold {format_bytes(crowd)} of this card: end them, or lower memory_budget by that much."
         )
     reserved, allocated = status.get("reserved_bytes"), int(status.get("allocated_bytes", 0))
     if status.get("allocator_retries"):
         return (
-            f"The allocator gave all its cache back {status['allocator_retries']} times to find a block, which costs "
+            f"The allocator emptied its cache {status['allocator_retries']} times to find a block, which costs "
             "speed: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start, or lower memory_budget."
         )
     if (
@@ -207,7 +195,7 @@ def _advice_on_allocator(status: Mapping[str, Any], cards: Sequence[Card]) -> st
         and (band(status) is not Headroom.SAFE)
     ):
         return (
-            f"{format_bytes(reserved - allocated)} are reserved and hold no tensor: set "
+            f"{format_bytes(reserved - allocated)} are reserved but hold no tensor: set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start."
         )
     return ""
@@ -218,24 +206,24 @@ def _advice_on_budget(status: Mapping[str, Any]) -> str:
     found, failures = band(status), int(status.get("failures", 0))
     if found is Headroom.DANGER:
         return (
-            "The last step came close to the budget: a longer batch may fail once before a leaner plan takes over; "
-            "lower max_completion_length or raise memory_budget if that happens often."
+            "The last step came close to the budget: a longer batch may fail once before a leaner plan takes over. "
+            "If that happens often, lower max_completion_length or raise memory_budget."
         )
     if failures:
         return (
-            f"{failures} allocations failed and their work was done again, so nothing was lost but time; later plans "
-            "know of it."
+            f"{failures} allocations failed and their work was repeated: only time was lost, and later plans take "
+            "it into account."
         )
     if found is Headroom.EDGE:
-        return "Little room is left, and plans keep the run within it; nothing needs to be done."
+        return "Little room is left, but the plans keep within it; nothing needs to be done."
     if step_peak_bytes(status) and peak < _ROOMY_SHARE * budget:
         spare = format_bytes(int(SAFE_SHARE * budget) - peak)
-        return f"{spare} could be used before it gets tight: longer completions or a larger model would fit."
-    return "The run keeps well within its budget; nothing needs to be done."
+        return f"{spare} are free before it gets tight: longer completions or a larger model would fit."
+    return "The run stays well within its budget; nothing needs to be done."
 
 
 def as_json(view: View) -> str:
-    """Writes what there is to see as one JSON object; bytes throughout."""
+    """Writes a view as one JSON object, sizes in bytes."""
     run = view.run
     content: dict[str, Any] = {
         "time": time.time(),
@@ -259,7 +247,7 @@ def _plain(seen: Sighting) -> dict[str, Any]:
 
 
 def monitor(pid: int | None, run: str | None, *, json_output: bool, watch: bool, console: Console) -> None:
-    """Shows a run once, or again and again until Ctrl+C."""
+    """Shows a run once, or every second until Ctrl+C."""
     folder = find_run(pid, run)
     if not watch:
         view = look(folder)
@@ -285,7 +273,7 @@ def monitor(pid: int | None, run: str | None, *, json_output: bool, watch: bool,
 
 
 def render(view: View) -> RenderableType:
-    """Sets what there is to see as text."""
+    """Renders a view as text."""
     run = view.run
     parts: list[RenderableType] = [] if run is None else [*_about_run(run, view)]
     if run is None:
@@ -323,7 +311,7 @@ def _heading(seen: Sighting) -> Text:
         words[seen.liveness],
         ("  ", ""),
         (str(status.get("run_dir")), "bold"),
-        f"  process {status.get('pid')}{place}, {_duration(seen.age_seconds)} ago",
+        f"  process {status.get('pid')}{place}, {duration(round(seen.age_seconds), decimals=0)} ago",
     )
 
 
@@ -374,7 +362,7 @@ def _phases(status: Mapping[str, Any]) -> Table:
     last, planned = status.get("last_step_peak_bytes") or {}, status.get("predicted_bytes") or {}
     budget = max(1, int(status.get("budget_bytes", 1)))
     peaks = status.get("phase_peak_bytes") or {}
-    for name in sorted(peaks, key=lambda name: _PHASES.index(name) if name in _PHASES else len(_PHASES)):
+    for name in sorted(peaks, key=lambda name: PHASES.index(name) if name in PHASES else len(PHASES)):
         peak = peaks[name]
         table.add_row(
             name,
@@ -396,10 +384,8 @@ def _counters(status: Mapping[str, Any]) -> Text:
     failures, repeated = int(status.get("failures", 0)), int(status.get("retries", 0))
     if not any((retries, ooms, failures, repeated)):
         return Text("no allocation was refused or retried", style="dim")
-    told = (
-        f"allocator: {retries} retries, {ooms} out-of-memory errors · run: {failures} failures, {repeated} done again"
-    )
-    return Text(told, style="yellow")
+    counts = f"allocator: {retries} retries, {ooms} out-of-memory errors · run: {failures} failures, {repeated} repeats"
+    return Text(counts, style="yellow")
 
 
 def _ranks(ranks: Sequence[Sighting]) -> Table:
@@ -417,9 +403,9 @@ def _ranks(ranks: Sequence[Sighting]) -> Table:
 
 def _about_others(runs: Sequence[tuple[int, str]]) -> Text:
     if not runs:
-        return Text("No run of yours is alive on this machine; --run DIR shows one that has ended.\n")
+        return Text("You have no live run on this machine; --run DIR shows one that has ended.\n")
     listed = "\n".join(f"  --pid {pid}   {run_dir}" for pid, run_dir in runs)
-    return Text(f"Several runs are alive; choose one:\n{listed}\n")
+    return Text(f"You have several live runs; choose one:\n{listed}\n")
 
 
 def _about_cards(view: View, run: Sighting | None) -> RenderableType:
@@ -445,10 +431,3 @@ def _about_cards(view: View, run: Sighting | None) -> RenderableType:
             ", ".join(str(found.pid) for found in card.processes) or "none",
         )
     return table
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""`memsafe-rl plan` behind its flags: what a run will hold, how it will be cut, and what else would fit."""
+"""`memsafe-rl plan`: a run's memory, the plan it would choose, and what else would fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memsafe_rl.cli.arguments import RunRequest
-from memsafe_rl.cli.training import Run, adapter, prepare, prompts, quantization
+from memsafe_rl.cli.train import Run, adapter, prepare, prompts, quantization
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.headroom import headroom_of
@@ -38,60 +38,40 @@ _COMPONENTS = {
     Component.LOGITS: "logits",
 }
 _PROOFS = 4
-"""Forecasts that may be spent on proving one answer of a search."""
+"""Forecasts spent at most on confirming one answer of a search."""
 _RANK_PROOFS = 2
 """The same for one rank of an adapter."""
 _PROVING_SECONDS = 40.0
-"""Time after which no further rank is proved, the forecast that is then under way included."""
+"""Time limit for confirming ranks, including the forecast then running."""
 _STEP_BACK = 0.85
-"""By how much a length is lowered that turns out not to fit."""
+"""Factor by which a length that does not fit is lowered."""
 _RANKS = (8, 16, 64, 256)
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What a user wants to know.
-
-    Args:
-        run: the run.
-        device_bytes: int, bytes of the card.
-        prompt_tokens: longest prompt, in tokens; None for what the dataset or the settings say.
-        reward_models: sequence classifiers that reward.
-        ranks: ranks of the run.
-        sharding: what they share.
-    """
+    """What the user asks."""
 
     run: Run
     device_bytes: int
-    prompt_tokens: int | None
+    prompt_tokens: int | None  # longest prompt; None: from the dataset or the settings
     reward_models: tuple[str, ...] = ()
     ranks: int = 1
-    sharding: str = "none"
+    sharding: str = "none"  # what the ranks shard
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found beside the forecast itself.
-
-    Args:
-        longest_completion: int, tokens.
-        largest_group: int, completions per prompt.
-        lever: what would lower the peak most, in words.
-        cards: by GiB, the estimated peak, and whether the run fits; empty unless asked for.
-        frontier: longest completion by group size and rank; empty unless asked for.
-        proved: whether forecasts have confirmed the longest completion and the smallest card.
-        smallest_card: GiB of the smallest card that holds the run; None if none does, or nobody asked.
-        confirmed: group size and rank of what forecasts have confirmed of the frontier.
-    """
+    """The results beside the forecast itself."""
 
     longest_completion: int
     largest_group: int
-    lever: str
-    cards: Mapping[int, tuple[int, bool]]
-    frontier: Sequence[tuple[int, int | None, int]]
-    proved: bool = False
-    smallest_card: int | None = None
-    confirmed: frozenset[tuple[int, int | None]] = frozenset()
+    lever: str  # what would lower the peak most
+    cards: Mapping[int, tuple[int, bool]]  # estimated peak and whether the run fits, by GiB; empty without --find
+    frontier: Sequence[tuple[int, int | None, int]]  # group size, LoRA rank, longest completion; empty without --find
+    proved: bool = False  # whether forecasts confirmed the longest completion
+    smallest_card: int | None = None  # GiB of the smallest card that fits; None if none does, or without --find
+    confirmed: frozenset[tuple[int, int | None]] = frozenset()  # entries of the frontier that forecasts confirmed
 
 
 def wish(
@@ -104,23 +84,23 @@ def wish(
     ranks: int = 1,
     sharding: str = "none",
 ) -> Wish:
-    """Reads what is asked for."""
+    """Reads the user's request."""
     if not request.run.get("model"):
         raise ConfigError("plan needs a model. Write --model Qwen/Qwen3-4B, or a folder with a config.json.")
     if load_in_4bit:
         if request.run.get("quantization") not in (None, "4bit"):
-            raise ConfigError("--load-in-4bit and quantization contradict each other. Leave one of the two out.")
+            raise ConfigError("--load-in-4bit and quantization contradict each other. Remove one of them.")
         request = replace(request, run={**request.run, "quantization": "4bit"})
     settings = {"report_to": "none", **request.settings, "use_cpu": True}
     if not settings.get("fp16"):
-        settings.setdefault("bf16", True)  # a card's default, of which this machine knows nothing
+        settings.setdefault("bf16", True)  # the default on a card, which this machine may lack
     run = prepare(replace(request, settings=settings))
     judges = (*filter(_is_reward_model, run.fields.reward_funcs or ()), *reward_models)
     return Wish(run, _card_bytes(gpu), prompt_tokens, tuple(dict.fromkeys(judges)), ranks, sharding)
 
 
 def plan(wanted: Wish, console: Console | None, *, find: bool) -> tuple[MemoryForecast, Findings]:
-    """Forecasts a run, and looks for what else would fit."""
+    """Forecasts a run, and searches for what else would fit."""
     bar = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
     )
@@ -129,7 +109,7 @@ def plan(wanted: Wish, console: Console | None, *, find: bool) -> tuple[MemoryFo
         task = bar.add_task("running a step on tensors without bytes")
         ingredients = _ingredients(wanted)
         forecast = _first_forecast(wanted, ingredients)
-        bar.update(task, description="looking for what else fits")
+        bar.update(task, description="searching for what else fits")
         scout = _scout(wanted, forecast)
         findings = _findings(forecast, scout, wanted)
         if find and forecast.refusal is None:
@@ -142,7 +122,7 @@ def plan(wanted: Wish, console: Console | None, *, find: bool) -> tuple[MemoryFo
 
 
 def as_json(forecast: MemoryForecast, findings: Findings) -> str:
-    """Writes what was found as one JSON object, ``predicted_peak_bytes`` at its top."""
+    """Writes the results as one JSON object, ``predicted_peak_bytes`` first."""
     more = {
         "band": headroom_of(forecast.peak_bytes, forecast.budget_bytes).value,
         "lever": findings.lever,
@@ -165,7 +145,7 @@ def as_json(forecast: MemoryForecast, findings: Findings) -> str:
 
 
 def show(wanted: Wish, forecast: MemoryForecast, findings: Findings, console: Console) -> None:
-    """Prints what was found."""
+    """Prints the results."""
     console.print(_table(wanted, forecast))
     style = "bold green" if forecast.fits else "bold red"
     console.print(Text(forecast.sentence(), style=style))
@@ -180,7 +160,7 @@ def show(wanted: Wish, forecast: MemoryForecast, findings: Findings, console: Co
 
 
 def _is_reward_model(entry: Any) -> bool:
-    """Tells a reward model among the rewards of a run, as `training.reward` does, from functions and settings."""
+    """Tells reward models from functions among a run's rewards, as `train.reward` does."""
     return isinstance(entry, str) and (Path(entry).exists() or "/" in entry)
 
 
@@ -234,8 +214,8 @@ def _first_forecast(wanted: Wish, given: Mapping[str, Any]) -> MemoryForecast:
         reason = str(error).split("\n")[0]
         raise MemsafeError(
             f"{wanted.run.fields.model} does not run on tensors without bytes ({type(error).__name__}: {reason}), so "
-            "that it cannot be forecast. Look at the sizes in its config.json; if they are right, use probe_worst_case "
-            "in the run itself."
+            "it cannot be forecast. Check the sizes in its config.json; if they are right, use probe_worst_case in the "
+            "run itself."
         ) from error
 
 
@@ -257,7 +237,7 @@ def _findings(forecast: MemoryForecast, scout: Scout, wanted: Wish) -> Findings:
 def _found(
     findings: Findings, forecast: MemoryForecast, scout: Scout, wanted: Wish, given: Mapping[str, Any], tell: Any
 ) -> Findings:
-    """Searches cards, groups and ranks by estimates, and proves what there is time for.
+    """Searches cards, groups and ranks by estimates, and confirms them by forecasts while time allows.
 
     First the longest completion and the smallest card, then the frontier at the run's own group, rank by rank.
     """
@@ -302,7 +282,7 @@ def _proved_ranks(
     *,
     until: float,
 ) -> dict[tuple[int, int | None], int]:
-    """Gives the longest completions of other ranks that forecasts have confirmed, the largest rank first."""
+    """Confirms the longest completions of other ranks by forecasts, largest rank first."""
     found: dict[tuple[int, int | None], int] = {}
     for group, rank, tokens in sorted(frontier, key=lambda entry: -(entry[1] or 0)):
         if group != own[0] or rank in (None, own[1]):
@@ -334,7 +314,7 @@ def _frontier(job: Job, scout: Scout, wanted: Wish) -> list[tuple[int, int | Non
 
 
 def _of_rank(job: Job, factor: float) -> Job:
-    """Gives a job whose adapter has so many times the weights, and so its gradients and optimizer state."""
+    """Scales a job's adapter, with its gradients and optimizer state, by a factor."""
     geometry, own = job.geometry, job.geometry.trainable_bytes
     more, state = int((factor - 1) * own), int((factor - 1) * job.optimizer_bytes)
     weights = geometry.parameter_bytes + more
@@ -347,7 +327,7 @@ def _of_rank(job: Job, factor: float) -> Job:
 
 
 def _lever(forecast: MemoryForecast, wanted: Wish) -> str:
-    """Says what would lower the peak most, going by the largest component that something can be done about."""
+    """Says what would lower the peak most, by the largest component that can be reduced."""
     parts = forecast.phases.get(forecast.peak_phase, {})
     chosen, config = wanted.run.fields, wanted.run.config
     ideas: list[tuple[int, str]] = []
@@ -358,7 +338,7 @@ def _lever(forecast: MemoryForecast, wanted: Wish) -> str:
     trains_all, quantised = chosen.peft is None, chosen.quantization is not None
     if trains_all:
         taken = sum(parts.get(part, 0) for part in (Component.GRADIENTS, Component.OPTIMIZER))
-        ideas.append((taken, "train an adapter (--peft lora:16): no gradients and optimizer state of the base"))
+        ideas.append((taken, "train an adapter (--peft lora:16): no gradients or optimizer state of the base"))
         if "8bit" not in str(config.optim):
             idea(Component.OPTIMIZER, 0.75, "optimizer state in 8 bits (--optim adamw_bnb_8bit)")
     elif not quantised:
@@ -368,7 +348,7 @@ def _lever(forecast: MemoryForecast, wanted: Wish) -> str:
     idea(Component.KV_CACHE, 0.5, "completions half as long (--max-completion-length)")
     idea(Component.ACTIVATIONS, 0.5, "completions half as long (--max-completion-length)")
     saved, text = max(ideas, default=(0, ""))
-    return f"{text}; saves about {format_bytes(saved)} of the peak" if saved else "nothing that this run could change"
+    return f"{text}; saves about {format_bytes(saved)} of the peak" if saved else "none that this run could change"
 
 
 def _table(wanted: Wish, forecast: MemoryForecast) -> Table:
@@ -405,7 +385,7 @@ def _plan_lines(forecast: MemoryForecast) -> Text:
             "activations recomputed": update.checkpointing,
             "activations offloaded": update.offload_activations,
             "prompts packed": update.pack_prompts,
-            "optimizer parked": update.park_optimizer or rollout.park_optimizer,
+            "optimizer offloaded between updates": update.park_optimizer or rollout.park_optimizer,
             "trajectory on the device": update.trajectory_device != plain.trajectory_device,
             "cache in 8 bits": rollout.cache_dtype is not None,
         }.items()

@@ -1,4 +1,4 @@
-"""`memsafe-rl train` and `verify` behind their flags: from a request to a trainer, and to a trained model on disk."""
+"""`memsafe-rl train`: from a request to a trainer, and to a trained model on disk."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 from peft import LoraConfig
 from rich.console import Console
+from rich.table import Table
 from transformers import BitsAndBytesConfig
 
 from memsafe_rl.cli.arguments import RunFields, RunRequest
-from memsafe_rl.cli.simulation import show_simulation
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
@@ -33,29 +33,24 @@ from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer
 from memsafe_rl.training.assembly.inputs import chosen_policy
-from memsafe_rl.units import parse_bytes
+from memsafe_rl.types import Component, Phase
+from memsafe_rl.units import format_bytes, parse_bytes
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Kinds of files that hold prompts, and what `datasets` calls them."""
+"""File types of prompts, and their names in `datasets`."""
 
 
 CONFIGS: dict[str, type[TrainerConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
-"""Settings of what trains, by its name in a run file."""
+"""Configs by the trainer's name in a run file."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, checked as far as it can be before anything is loaded.
+    """A run, checked as far as possible before anything is loaded."""
 
-    Args:
-        fields: what to train, and on what.
-        config: settings of the trainer.
-        simulated_bytes: int, bytes of the simulated device that the run takes place on; None for a real one.
-    """
-
-    fields: RunFields
+    fields: RunFields  # what to train, and on which data
     config: TrainerConfig
-    simulated_bytes: int | None = None
+    simulated_bytes: int | None = None  # size of the simulated device; None for a real one
 
 
 def prepare(request: RunRequest, simulate: str | None = None) -> Run:
@@ -114,7 +109,7 @@ def trainer_of(run: Run) -> type[PolicyTrainer]:
 
 
 def ingredients(run: Run) -> dict[str, Any]:
-    """Finds or loads everything a run names but the model."""
+    """Finds or loads everything a run names except the model."""
     chosen, config = run.fields, run.config
     policy = chosen_policy(chosen.memory_policy, config)
     rewards = [reward(entry) for entry in chosen.reward_funcs or ()]
@@ -135,7 +130,7 @@ def ingredients(run: Run) -> dict[str, Any]:
 
 @contextmanager
 def device_of(run: Run, console: Console) -> Iterator[None]:
-    """Enters the simulated device of a run, if it has one, and tells at the end what it held, after an error too."""
+    """Enters a run's simulated device, if any, and prints what it held, also after an error."""
     if run.simulated_bytes is None:
         yield
         return
@@ -149,7 +144,7 @@ def device_of(run: Run, console: Console) -> Iterator[None]:
 
 
 def check_writable(output_dir: str) -> None:
-    """Makes the folder of a run, before hours go by whose result could not be kept."""
+    """Makes the run's folder, so that an unwritable one is found before training."""
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +158,7 @@ def check_writable(output_dir: str) -> None:
 
 def reward(entry: Any) -> Any:
     """Finds a reward."""
-    # A console script does not look for modules in the working directory, where a user's own rewards lie.
+    # A console script does not search the working directory, where a user's own rewards are.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if isinstance(entry, Mapping):
@@ -197,7 +192,7 @@ def adapter(given: Any) -> LoraConfig | None:
 
 
 def quantization(given: Any, *, bf16: bool) -> BitsAndBytesConfig | None:
-    """Says how the base model is quantised while it is loaded."""
+    """Makes the configuration that quantises the base model as it loads."""
     if given is None:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -239,7 +234,7 @@ def _loaded(source: Any, split: str | None, chosen: RunFields) -> Dataset:
         if path.is_dir():
             return _split_of(load_from_disk(str(path)), split or "train", source)
         if not path.is_file():
-            raise DataError(f"There is no dataset {source!r} here. Give a file or a folder, or set dataset_name.")
+            raise DataError(f"There is no dataset {source!r}. Give a file or a folder, or set dataset_name.")
         if path.suffix not in _BUILDERS:
             raise DataError(f"dataset is {source!r}; files of prompts end in {', '.join(_BUILDERS)}. Convert it.")
         return load_dataset(_BUILDERS[path.suffix], data_files=str(path), split=split or "train")
@@ -247,13 +242,15 @@ def _loaded(source: Any, split: str | None, chosen: RunFields) -> Dataset:
         if isinstance(error, DataError):
             raise
         reason = " ".join(str(error.__cause__ or error).split())
-        raise DataError(f"The dataset {source!r} cannot be read: {reason.rstrip('.')}. Mend or replace it.") from error
+        raise DataError(
+            f"The dataset {source!r} cannot be read: {reason.rstrip('.')}. Repair or replace it."
+        ) from error
 
 
 def _split_of(saved: Dataset | DatasetDict, split: str, source: Any) -> Dataset:
     if not isinstance(saved, DatasetDict):
         if split != "train":
-            raise DataError(f"The dataset {source!r} has no splits, but {split!r} is asked for. Leave the split out.")
+            raise DataError(f"The dataset {source!r} has no splits, but {split!r} is requested. Leave the split out.")
         return saved
     if split not in saved:
         there = ", ".join(map(repr, saved))
@@ -262,3 +259,56 @@ def _split_of(saved: Dataset | DatasetDict, split: str, source: Any) -> Dataset:
             "eval_dataset_split, to one of them."
         )
     return saved[split]
+
+
+# ---------------------------------------------------------------------- what a simulated device held
+
+_LEAST_SHARE = 0.01
+"""Share of a peak below which a component is not listed."""
+
+
+def show_simulation(device: SimulatedMemory, console: Console) -> None:
+    """Prints what a simulated device held: its peak, the host's, and the highest moment of every phase."""
+    peaks = device.phase_peaks()
+    # The trainer resets the peak in every phase, so the device's own is the last phase's.
+    highest = max((sum(parts.values()) for parts in peaks.values()), default=device.peak_bytes)
+    capacity = device.capacity_bytes
+    of_all = "" if not capacity else f" of {format_bytes(capacity)} ({highest / capacity:.0%})"
+    console.print(
+        f"Simulated device: at most {format_bytes(highest)}{of_all} held, {device.refusals} allocations refused; "
+        f"host memory at most {format_bytes(device.host_peak_bytes)}.",
+        highlight=False,
+    )
+    if not device.exact:
+        console.print(
+            "Without a C++ compiler, bytes are counted after each operator: a kernel's own workspace is missed."
+        )
+    console.print(_table(device, peaks))
+
+
+def _table(device: SimulatedMemory, peaks: Mapping[Phase, Mapping[Component, int]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("phase", no_wrap=True)
+    for title in ("times", "seconds", "peak"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("held by")
+    for phase, parts in peaks.items():
+        records = [record for record in device.timeline if record.phase is phase]
+        seconds = sum(record.end_seconds - record.start_seconds for record in records)
+        table.add_row(
+            phase.value,
+            str(len(records)),
+            f"{seconds:.1f}",
+            format_bytes(sum(parts.values())),
+            _holders(parts),
+        )
+    return table
+
+
+def _holders(parts: Mapping[Component, int]) -> str:
+    """Names the components that held at least a hundredth, largest first."""
+    total = max(1, sum(parts.values()))
+    shares = sorted(
+        ((size / total, component.value.replace("_", " ")) for component, size in parts.items()), reverse=True
+    )
+    return ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= _LEAST_SHARE)

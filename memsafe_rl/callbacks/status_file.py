@@ -1,0 +1,191 @@
+"""How a run stands, written once a second for `memsafe-rl monitor`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from memsafe_rl.diagnostics.run_figures import phase_peaks
+from memsafe_rl.diagnostics.status import enter_index, process_started, status_file, write_json
+from memsafe_rl.memory.runtime.device_readings import allocator_counters, device_facts, driver_free_bytes
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
+
+logger = logging.getLogger(__name__)
+_ERROR_CHARACTERS = 4000
+_SHOWN_METRICS = (
+    "reward",
+    "kl",
+    "entropy",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "step_time",
+    "num_tokens",
+)
+
+"""Metrics of the last step that a status file repeats."""
+
+
+class StatusFile(TrainerCallback):  # type: ignore[misc]
+    """Writes the run's status to `monitor.json` once a second while it trains.
+
+    A thread of its own reads counters and writes the file, so that long phases are covered too and the run never
+    waits. Only the run itself queries the driver, between steps.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        tracker: MemoryTracker,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        every_seconds: float = 1.0,
+    ) -> None:
+        self._path = output_dir / status_file(rank)
+        self._tracker = tracker
+        self._device = device
+        self._every_seconds = every_seconds
+        self._fixed: dict[str, Any] = {"rank": rank, "world_size": world_size}
+        self._now: dict[str, Any] = {"metrics": {}}
+        self._peaks: dict[str, int] = {}
+        self._counted = {"failure": 0, "retry": 0}
+        self._seen = 0
+        self._queried = -self._every_seconds
+        self._entry: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Starts writing."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._fixed |= {
+            "pid": os.getpid(),
+            "process_started": process_started(os.getpid()),
+            "host": socket.gethostname(),
+            "run_dir": str(self._path.parent.resolve()),
+            "began": time.time(),
+            "max_steps": state.max_steps,
+            "device": asdict(device_facts(self._tracker.meter, self._device)),
+            "counts_tensors": self._tracker.meter.is_exact,
+        }
+        self._now = {"state": "training", "step": state.global_step, "sampling": None, "metrics": {}}
+        self._peaks, self._seen, self._queried = {}, 0, -self._every_seconds
+        self._counted = dict.fromkeys(self._counted, 0)
+        self._query_driver()
+        if not self.write():
+            return
+        self._entry = enter_index(self._path.parent) if self._fixed["rank"] == 0 else None
+        self._over.clear()
+        # By weak reference, so that a trainer whose run was never closed is not kept for good.
+        watched = (weakref.ref(self), self._over, self._every_seconds)
+        self._thread = threading.Thread(target=_keep_writing, args=watched, name="memsafe_rl status", daemon=True)
+        self._thread.start()
+
+    def on_progress(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes a step's metrics; called by the trainer after every optimizer step."""
+        shown = {name: metrics[name] for name in _SHOWN_METRICS if name in metrics}
+        last = phase_peaks(metrics)
+        for name, peak in last.items():
+            self._peaks[name] = max(self._peaks.get(name, 0), peak)
+        self._now = {
+            **self._now,
+            "step": step,
+            "sampling": None,
+            "last_step_peak_bytes": last,
+            "metrics": {**self._now["metrics"], **shown},  # later passes over a rollout have no reward of their own
+        }
+        self._query_driver()
+
+    def on_sampling(self, ended: int, total: int) -> None:
+        """Takes the progress of a rollout."""
+        self._now = {**self._now, "sampling": [ended, total]}
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Records that the run finished, which `close` cannot know."""
+        self._now = {**self._now, "state": "finished", "ended_by": ""}
+        self.write()
+
+    def close(self) -> None:
+        """Stops writing, also after an error, which it names."""
+        if self._thread is None:
+            return
+        self._over.set()
+        self._thread.join()
+        self._thread = None
+        error = sys.exc_info()[1]
+        if self._now.get("state") == "training":
+            reason = "" if error is None else f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+            self._now = {**self._now, "state": "stopped", "ended_by": reason}
+        self.write()
+        if self._entry is not None:
+            self._entry.unlink(missing_ok=True)
+
+    def write(self) -> bool:
+        """Writes the file."""
+        try:
+            write_json(self._path, self.snapshot())
+        except OSError as error:
+            logger.warning("memsafe-rl monitor can no longer follow this run: %s", error)
+            return False
+        return True
+
+    def _query_driver(self) -> None:
+        # In this thread and between phases: a query while another thread captures a CUDA graph breaks the capture.
+        if time.monotonic() - self._queried < self._every_seconds:
+            return
+        self._queried = time.monotonic()
+        self._now = {**self._now, "free_bytes": driver_free_bytes(self._tracker.meter, self._device)}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Gives the run's status in plain values."""
+        tracker, counters = self._tracker, allocator_counters(self._tracker.meter, self._device)
+        peaks = dict(self._peaks)
+        for name, peak in dict(tracker.phase_peaks).items():
+            peaks[str(name)] = max(peaks.get(name, 0), peak)
+        plans = (tracker.rollout_plan, tracker.update_plan)
+        predicted = {name: size for plan in plans for name, size in plan.predicted_bytes.items() if "/" not in name}
+        self._count_events()
+        return {
+            **self._fixed,
+            **self._now,
+            "written": time.time(),
+            "phase": str(tracker.phase_now),
+            "budget_bytes": tracker.budget_bytes,
+            "allocated_bytes": counters.allocated_bytes,
+            "reserved_bytes": counters.reserved_bytes,
+            "phase_peak_bytes": peaks,
+            "peak_bytes": max(peaks.values(), default=counters.allocated_bytes),
+            "predicted_bytes": predicted,
+            "allocator_retries": counters.retries,
+            "allocator_ooms": counters.ooms,
+            "failures": self._counted["failure"],
+            "retries": self._counted["retry"],
+        }
+
+    def _count_events(self) -> None:
+        events, end = self._tracker.events, len(self._tracker.events)
+        for event in events[self._seen : end]:
+            if event["event"] in self._counted:
+                self._counted[event["event"]] += 1
+        self._seen = end
+
+
+def _keep_writing(watched: weakref.ref[StatusFile], over: threading.Event, every_seconds: float) -> None:
+    while not over.wait(every_seconds):
+        status = watched()
+        if status is None or not status.write():
+            return
+        del status
