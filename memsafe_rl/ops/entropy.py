@@ -39,14 +39,7 @@ def entropy_bonus(inputs: LossInputs, denominators: Denominators) -> Tensor:
 
 
 def active_mask(inputs: LossInputs) -> Tensor:
-    """Marks the actions that the policy loss acts on.
-
-    Args:
-        inputs: the micro-batch.
-
-    Returns:
-        (B, T), 1 where an action counts and, under an entropy mask, is among the most uncertain.
-    """
+    """Marks, (B, T), the actions that count and, under an entropy mask, are among the most uncertain."""
     return inputs.mask_BT if inputs.entropy_mask_BT is None else inputs.mask_BT * inputs.entropy_mask_BT
 
 

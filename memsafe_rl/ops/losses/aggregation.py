@@ -42,28 +42,11 @@ def aggregate(
 
 
 def row_mean(values: Tensor, mask_BT: Tensor, counts_B: Tensor | None = None) -> Tensor:
-    """Averages each row over its counted actions.
-
-    Args:
-        values: (B, T|1).
-        mask_BT: (B, T), 1 where an action counts.
-        counts_B: (B,), counted actions of each whole row; None where these columns are all of them.
-
-    Returns:
-        (B,); 0 for a row without counted actions.
-    """
+    """Averages (B, T|1) over each row's counted actions, (B,), 0 where none is; given counts are of whole rows."""
     counts_B = mask_BT.sum(1) if counts_B is None else counts_B
     return (values * mask_BT).sum(1) / counts_B.clamp(min=1)
 
 
 def total(values: Tensor, mask_BT: Tensor) -> Tensor:
-    """Sums over counted actions, or over rows where a row has one value.
-
-    Args:
-        values: (B, T|1).
-        mask_BT: (B, T), 1 where an action counts.
-
-    Returns:
-        Scalar.
-    """
+    """Sums (B, T) over counted actions, or (B, 1) over rows."""
     return values.sum() if values.shape[1] == 1 else (values * mask_BT).sum()

@@ -110,16 +110,6 @@ register_loss = LOSSES.add
 
 
 def by_sign(positive: Tensor, if_positive: float, otherwise: float, ratios: Ratios) -> Tensor:
-    """Chooses one of two numbers for each advantage.
-
-    Args:
-        positive: bool, any shape, where the first one is meant.
-        if_positive: the first number.
-        otherwise: the second number.
-        ratios: the micro-batch, whose type and device the result has.
-
-    Returns:
-        Of the shape of ``positive``.
-    """
+    """Chooses one of two numbers where advantages are positive or not, of the micro-batch's type."""
     like = ratios.logprobs_BT
     return torch.where(positive, like.new_full((), if_positive), like.new_full((), otherwise))

@@ -23,14 +23,7 @@ def cispo_surrogate(ratios: Ratios) -> Tensor:
 
 
 def measure_cispo(ratios: Ratios) -> Measures:
-    """Counts ratios over CISPO's bound with a positive advantage, ``cispo_clip`` of ``ratios``.
-
-    Args:
-        ratios: the micro-batch.
-
-    Returns:
-        The measures.
-    """
+    """Counts ratios over CISPO's bound with a positive advantage, ``cispo_clip`` of ``ratios``."""
     over = (ratios.ratio > ratios.settings.epsilon_high) & (ratios.advantages > 0)
     return Measures(
         {

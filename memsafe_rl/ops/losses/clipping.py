@@ -36,12 +36,6 @@ def measure_clipping(ratios: Ratios) -> Measures:
 
     ``sums``: ``clip_low``, ``clip_high``, ``clip_region`` and ``ratios`` (how many there are: divide by it); ``lows``
     and ``highs``: the least share of low-clipped and the greatest of high-clipped ratios in a row.
-
-    Args:
-        ratios: the micro-batch.
-
-    Returns:
-        The measures.
     """
     settings, advantages = ratios.settings, ratios.advantages
     bounded = _bounded(ratios)

@@ -54,14 +54,7 @@ def vespo_weights(ratios: Ratios) -> Tensor:
 
 
 def measure_vespo(ratios: Ratios) -> Measures:
-    """Sums VESPO's weights, ``vespo_phi`` of ``ratios``.
-
-    Args:
-        ratios: the micro-batch.
-
-    Returns:
-        The measures.
-    """
+    """Sums VESPO's weights, ``vespo_phi`` of ``ratios``."""
     phi = vespo_weights(ratios)
     return Measures({"vespo_phi": total(phi, ratios.mask_BT), "ratios": total(torch.ones_like(phi), ratios.mask_BT)})
 

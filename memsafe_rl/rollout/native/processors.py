@@ -121,10 +121,9 @@ def _history(settings: SamplingSettings) -> Iterable[Processor]:
             needs_lengths=True,
         )
     if settings.repetition_penalty != 1.0:
+        factor = _positive("repetition_penalty", settings.repetition_penalty)
         yield Processor(
-            lambda scores_BV, rows: _penalise(
-                scores_BV, rows.histories, _positive("repetition_penalty", settings.repetition_penalty)
-            ),
+            lambda scores_BV, rows: _penalise(scores_BV, rows.histories, factor),
             theirs.RepetitionPenaltyLogitsProcessor,
             needs_history=True,
         )
