@@ -18,7 +18,7 @@ from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.recovery import Recovery
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.critic import Critic, OwnModel, SecondAdapter, SharedTrunk
-from memsafe_rl.models.diffusion.policy import DiffusionAdapter
+from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.state_critic import StateCritic
 from memsafe_rl.models.language.base import LanguageAdapter
 from memsafe_rl.models.language.factory import adapter_for

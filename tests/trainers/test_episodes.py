@@ -623,7 +623,7 @@ def test_kept_caches_change_nothing_that_is_drawn(
         given = {} if role is None else {"peft_config": lora()}
         trainer = trainer_of(tmp_path, environment_factory=USED[role], memory_policy=policy, **given)
         found.append(first_rollout(trainer))
-        assert trainer._maker._kept is None
+        assert trainer._maker._scope is None
     assert reads[0] == 0
     assert reads[1] == reads[2] > reads[3] > 0
     for other in found[1:]:
