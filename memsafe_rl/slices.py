@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+from memsafe_rl.accounting import worth_running
 from memsafe_rl.types import UpdateWork
 
 _WORTHWHILE = 0.9
@@ -18,35 +19,38 @@ _ALIKE = 0.99
 
 
 class Slices(NamedTuple):
-    """What cutting rows by tokens gives.
+    """What cutting rows by tokens gives."""
 
-    Args:
-        tokens: tokens of the largest slice, padding included.
-        actions: most completion tokens of a slice.
-        number: how many slices there are.
-        total: tokens of all slices.
-    """
-
-    tokens: int
-    actions: int
-    number: int
-    total: int
+    tokens: int  # tokens of the largest slice, padding included
+    actions: int  # most completion tokens of a slice
+    number: int  # how many slices there are
+    total: int  # tokens of all slices
 
 
 class MicroBatch(NamedTuple):
-    """What one forward pass takes of the rows that were cut.
+    """What one forward pass takes of the rows that were cut."""
 
-    Args:
-        places: the rows, by their place among those that were cut.
-        columns: the columns of each, ascending; None for all.
-        packed: whether rows lie behind one copy of each prompt.
-        tokens: tokens that are run, padding included, or (row, column) pairs.
-    """
+    places: tuple[int, ...]  # the rows, by their place among those that were cut
+    columns: tuple[int, ...] | None  # the columns of each, ascending; None for all
+    packed: bool  # whether rows lie behind one copy of each prompt
+    tokens: int  # tokens that are run, padding included, or (row, column) pairs
 
-    places: tuple[int, ...]
-    columns: tuple[int, ...] | None
-    packed: bool
-    tokens: int
+
+class MicroBatchGroup(NamedTuple):
+    """Micro-batches whose prompts are read together."""
+
+    batches: list[MicroBatch]  # all of them
+    # finds those that tell what all hold, which are all that a dry run runs; None for the first few
+    telling: Callable[[Sequence[MicroBatch]], list[int]] | None
+
+    @property
+    def places(self) -> list[int]:
+        """The rows of all of them, by their place among those that were cut."""
+        return list(dict.fromkeys(place for batch in self.batches for place in batch.places))
+
+    def to_run(self) -> Iterator[MicroBatch]:
+        """Gives the micro-batches to run: all, or in a dry run those that tell what all hold."""
+        return worth_running(self.batches, self.telling)
 
 
 def cut_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -170,21 +174,13 @@ def measure_slices(work: UpdateWork, budget: int, *, packed: bool) -> Slices:
 
 
 class SourceSlices(NamedTuple):
-    """What cutting rows gives whose prompts an encoder reads.
+    """What cutting rows gives whose prompts an encoder reads."""
 
-    Args:
-        read: prompt tokens of the largest group, padding included.
-        attended: prompt tokens that the rows of a slice attend to, at most, each row its own.
-        tokens: completion tokens of the largest slice, padding included.
-        actions: most completion tokens of a slice.
-        number: how many slices there are.
-    """
-
-    read: int
-    attended: int
-    tokens: int
-    actions: int
-    number: int
+    read: int  # prompt tokens of the largest group, padding included
+    attended: int  # prompt tokens that the rows of a slice attend to, at most, each row its own
+    tokens: int  # completion tokens of the largest slice, padding included
+    actions: int  # most completion tokens of a slice
+    number: int  # how many slices there are
 
 
 def measure_sources(work: UpdateWork, budget: int) -> SourceSlices:

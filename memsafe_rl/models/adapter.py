@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
-from memsafe_rl.slices import MicroBatch
+from memsafe_rl.slices import MicroBatchGroup
 from memsafe_rl.types import Distribution, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
 
 
@@ -32,7 +32,7 @@ class DecodeState(Protocol):
         """The blocks that hold these prompts, each once."""
 
     def keep_whole(self, whole: bool) -> None:
-        """Says whether rows may still begin at the prompts, so that nothing of them may be given up.
+        """Says whether rows may still begin at the prompts, so none of them may be freed.
 
         Args:
             whole: whether they may.
@@ -71,7 +71,7 @@ class DecodeState(Protocol):
 
 
 class ScoringAdapter(Protocol):
-    """A network whose stored actions can be scored and learnt from, whatever an action is.
+    """A network whose stored actions can be scored and trained on, whatever an action is.
 
     Attributes:
         model: the network that is trained, as the user knows it (a `PeftModel` when there is one).
@@ -114,7 +114,7 @@ class ScoringAdapter(Protocol):
         *,
         columns: Sequence[int] | None = None,
         packed: bool = False,
-    ) -> list[list[MicroBatch]]:
+    ) -> list[MicroBatchGroup]:
         """Cuts rows into forward passes; where they are cut changes no sum over them.
 
         Args:
@@ -126,7 +126,7 @@ class ScoringAdapter(Protocol):
             packed: whether rows lie behind one copy of each prompt, where ``packs_prompts``.
 
         Returns:
-            Groups of passes. Those of a group go into one `read_together`.
+            Groups of passes; those of a group run inside one `read_together` of all its rows.
         """
 
     def distribution(
@@ -316,21 +316,7 @@ class ModelAdapter(ScoringAdapter, Protocol):
         *,
         packed: bool = False,
     ) -> TokenDistribution:
-        """Runs the network over stored rows, up to its output head.
-
-        Args:
-            trajectory: the store.
-            rows: indices of the rows wanted.
-            columns: must be None.
-            packed: whether rows lie end to end behind one copy of each prompt; only where ``packs_prompts``.
-
-        Returns:
-            The distribution at every action of these rows; carries a graph if gradients are enabled.
-        """
+        """Runs the network over stored rows, up to its output head; see `ScoringAdapter.distribution`."""
 
     def reference(self) -> AbstractContextManager[ModelAdapter]:
-        """Gives the reference network: this one with its LoRA adapter off, or a frozen copy.
-
-        Returns:
-            A context; what it yields may be this very adapter, so its distributions must be used inside.
-        """
+        """Gives the reference network; see `ScoringAdapter.reference`."""

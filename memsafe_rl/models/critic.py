@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import ScoringAdapter
-from memsafe_rl.models.language.base import LanguageAdapter, Route, refuse_trained_bias
+from memsafe_rl.models.language.base import LanguageAdapter, Route
+from memsafe_rl.models.module_state import kept_trainable, refuse_trained_bias
 from memsafe_rl.types import Component, ModelGeometry
 
 CRITIC_ADAPTER = "critic"
@@ -49,21 +50,19 @@ class ValueLayer(nn.Module):
 class Critic(ABC):
     """What a trainer knows of a critic."""
 
-    shares_forward = False
+    def __init__(
+        self, head: nn.Module, *, shares_forward: bool = False, judged_columns: tuple[int, ...] | None = None
+    ) -> None:
+        """Keeps the head, whether the model's own forward gives its values, and the columns it values in any rollout.
 
-    def __init__(self, head: nn.Module) -> None:
-        """Keeps the head."""
-        self.head = head
-
-    @property
-    def judged_columns(self) -> tuple[int, ...] | None:
-        """The columns of a row that are judged, whichever of them a rollout learns from; None for those that count."""
-        return None
+        Without such columns it values those that count in the loss.
+        """
+        self.head, self.shares_forward, self.judged_columns = head, shares_forward, judged_columns
 
     @property
+    @abstractmethod
     def own_geometry(self) -> ModelGeometry | None:
         """Sizes of a network of its own; None where it reads with the model's."""
-        return None
 
     @property
     @abstractmethod
@@ -106,11 +105,11 @@ class Critic(ABC):
 class SharedTrunk(Critic):
     """A head on the model's own hidden states: one forward gives log-probs and values."""
 
-    shares_forward = True
+    own_geometry = None
 
     def __init__(self, adapter: LanguageAdapter) -> None:
         """Puts a head on a model."""
-        super().__init__(_head_on(adapter, "critic=None, a head on the model's own hidden states"))
+        super().__init__(_head_on(adapter, "critic=None, a head on the model's own hidden states"), shares_forward=True)
         self._adapter = adapter
 
     @property
@@ -128,6 +127,8 @@ class SharedTrunk(Critic):
 
 class SecondAdapter(Critic):
     """A second PEFT adapter on the model's base, with a head; the base's weights are there once."""
+
+    own_geometry = None
 
     def __init__(self, adapter: LanguageAdapter) -> None:
         """Adds the adapter, made as the model's own, to the model in place."""
@@ -154,15 +155,14 @@ class SecondAdapter(Critic):
     @contextmanager
     def running(self) -> Iterator[LanguageAdapter]:
         """Gives the model with the critic's adapter in place of its own; what PEFT changes is as before afterwards."""
-        model, flags = self._model, _flags(self._model)
-        active = model.active_adapter
-        try:
-            model.set_adapter(CRITIC_ADAPTER)
-            _restore(flags)  # PEFT freezes every adapter but the active one
-            yield self._adapter
-        finally:
-            model.set_adapter(active)
-            _restore(flags)
+        active = self._model.active_adapter
+        with kept_trainable(self._model):
+            try:
+                with kept_trainable(self._model):
+                    self._model.set_adapter(CRITIC_ADAPTER)
+                yield self._adapter
+            finally:
+                self._model.set_adapter(active)
 
     def _trunk_weights(self) -> Mapping[str, Tensor]:
         mark = f".{CRITIC_ADAPTER}"
@@ -209,11 +209,10 @@ class OwnModel(Critic):
 
 def add_critic_adapter(model: PeftModel) -> None:
     """Adds an adapter for a critic, made as the model's own; what is trained of the model stays as it is."""
-    flags = _flags(model)
     config = copy.deepcopy(model.peft_config[model.active_adapter])
     config.modules_to_save = None  # whole copies of layers, of which only the embedding's would be read
-    model.add_adapter(CRITIC_ADAPTER, config)
-    _restore(flags)
+    with kept_trainable(model):
+        model.add_adapter(CRITIC_ADAPTER, config)
 
 
 def _head_on(adapter: LanguageAdapter, told: str) -> ValueLayer:
@@ -229,12 +228,3 @@ def _head_on(adapter: LanguageAdapter, told: str) -> ValueLayer:
     embedding = network.get_input_embeddings().weight
     with charge(Component.WEIGHTS):
         return ValueLayer(int(width), embedding.dtype, adapter.device)
-
-
-def _flags(model: nn.Module) -> list[tuple[nn.Parameter, bool]]:
-    return [(weight, weight.requires_grad) for weight in model.parameters()]
-
-
-def _restore(flags: list[tuple[nn.Parameter, bool]]) -> None:
-    for weight, requires_grad in flags:
-        weight.requires_grad_(requires_grad)

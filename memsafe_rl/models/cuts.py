@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
-from memsafe_rl.accounting import host_memory, worth_running
-from memsafe_rl.slices import MicroBatch, cut_columns, cut_groups, packed_tokens, telling
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.slices import MicroBatch, MicroBatchGroup, cut_columns, cut_groups, packed_tokens, telling
 from memsafe_rl.types import ModelGeometry, Trajectory, UpdateWork
 
 
@@ -22,21 +21,20 @@ def token_work(trajectory: Trajectory, rows: Sequence[int], geometry: ModelGeome
     )
 
 
-def token_micro_batches(work: UpdateWork, tokens: int) -> list[list[MicroBatch]]:
+def token_micro_batches(work: UpdateWork, tokens: int) -> list[MicroBatchGroup]:
     """Cuts rows by tokens, packed if the work says that they can be."""
 
     def micro_batch(places: Sequence[int]) -> MicroBatch:
         padded = len(places) * max(work.row_tokens[place] for place in places)
-        return MicroBatch(
-            tuple(places), None, bool(work.prompts), packed_tokens(work, places) if work.prompts else padded
-        )
+        run = packed_tokens(work, places) if work.prompts else padded
+        return MicroBatch(tuple(places), None, bool(work.prompts), run)
+
+    def widest(batches: Sequence[MicroBatch]) -> list[int]:
+        # Without an encoder, whose gradient waits at what it gave, a dry run chooses its rows before they are cut.
+        return telling(work, [batch.places for batch in batches]) if work.sources else list(range(len(batches)))
 
     groups = cut_groups(work, tokens, packed=True)
-    if work.sources:
-        # Gradients wait at what an encoder gave, so a dry run needs all of a group's rows to be there; without an
-        # encoder it chooses rows beforehand.
-        groups = [list(worth_running(group, partial(telling, work))) for group in groups]
-    return [[micro_batch(places) for places in group] for group in groups]
+    return [MicroBatchGroup([micro_batch(places) for places in group], widest) for group in groups]
 
 
 def step_work(trajectory: Trajectory, rows: Sequence[int], geometry: ModelGeometry) -> UpdateWork:
@@ -48,12 +46,11 @@ def step_work(trajectory: Trajectory, rows: Sequence[int], geometry: ModelGeomet
 
 def step_micro_batches(
     trajectory: Trajectory, rows: Sequence[int], tokens: int, columns: Sequence[int] | None
-) -> list[list[MicroBatch]]:
+) -> list[MicroBatchGroup]:
     """Cuts rows × columns into rectangles."""
     wanted = trajectory.counted_columns if columns is None else columns
-    pieces = worth_running(cut_columns(len(rows), wanted, tokens))
     batches = [
         MicroBatch(tuple(places), tuple(chosen), packed=False, tokens=len(places) * len(chosen))
-        for places, chosen in pieces
+        for places, chosen in cut_columns(len(rows), wanted, tokens)
     ]
-    return [batches] if batches else []
+    return [MicroBatchGroup(batches, None)] if batches else []

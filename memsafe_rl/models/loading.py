@@ -27,12 +27,11 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models.geometry import max_positions
 from memsafe_rl.models.language.base import (
-    REFERENCE_ADAPTER,
     is_encoder_decoder,
     language_model_of,
     refuse_prompt_learning,
-    refuse_trained_bias,
 )
+from memsafe_rl.models.module_state import REFERENCE_ADAPTER, kept_trainable, refuse_trained_bias
 from memsafe_rl.types import Component, room_for_prompt
 
 logger = logging.getLogger(__name__)
@@ -45,19 +44,12 @@ _CONFIG_KEYS = ("revision", "subfolder", "cache_dir", "token", "local_files_only
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a config says of a network.
+    """What a config says of a network."""
 
-    Args:
-        config: transformers config.
-        max_positions: longest sequence the network accepts, in tokens; None if unbounded.
-        vocab_size: rows of the embedding.
-        router_aux_loss_coef: coefficient of a mixture-of-experts balance loss; 0 without one.
-    """
-
-    config: Any
-    max_positions: int | None
-    vocab_size: int
-    router_aux_loss_coef: float
+    config: Any  # transformers config
+    max_positions: int | None  # longest sequence the network accepts, in tokens; None if unbounded
+    vocab_size: int  # rows of the embedding
+    router_aux_loss_coef: float  # coefficient of a mixture-of-experts balance loss; 0 without one
 
     def room_for_prompt(self, new_tokens: int) -> int | None:
         """Counts the tokens of the longest prompt that the network accepts."""
@@ -66,17 +58,11 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to be trained.
+    """A model ready to be trained."""
 
-    Args:
-        model: the network, a `PeftModel` where there is an adapter; in eval mode.
-        reference_model: frozen copy for the reference; None where none is wanted or an adapter is switched instead.
-        router_aux_loss_coef: coefficient of a mixture-of-experts balance loss the model declares; 0 without one.
-    """
-
-    model: Any
-    reference_model: Any
-    router_aux_loss_coef: float
+    model: Any  # the network, a `PeftModel` where there is an adapter; in eval mode
+    reference_model: Any  # frozen copy for the reference; None where none is wanted or an adapter is switched instead
+    router_aux_loss_coef: float  # coefficient of a mixture-of-experts balance loss the model declares; 0 without one
 
 
 def read_config(
@@ -319,16 +305,14 @@ def _copy_reference_adapter(model: Any) -> None:
     """Copies the active adapter, as it is now, to a frozen one named "ref"; one of that name is taken as it is."""
     if REFERENCE_ADAPTER not in model.peft_config:
         active = model.active_adapters[0]
-        flags = [(weight, weight.requires_grad) for weight in model.parameters()]
-        model.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(model.peft_config[active]))
+        with kept_trainable(model):
+            model.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(model.peft_config[active]))
         weights = dict(model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, weight in weights.items():
                 if f".{active}." in name or name.endswith(f".{active}"):
                     target = f".{REFERENCE_ADAPTER}".join(name.rsplit(f".{active}", 1))
                     weights[target].copy_(weight)
-        for weight, requires_grad in flags:
-            weight.requires_grad_(requires_grad)
     for name, weight in model.named_parameters():
         if f".{REFERENCE_ADAPTER}." in name or name.endswith(f".{REFERENCE_ADAPTER}"):
             weight.requires_grad_(False)

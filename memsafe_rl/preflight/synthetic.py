@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.data.prompts import Prompts
-from memsafe_rl.models.diffusion.policy import DiffusionAdapter
+from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.types import Ragged, Trajectory
 
 

@@ -17,20 +17,21 @@ from memsafe_rl.accounting import host_memory, worth_running
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.memory.planning.plan_checks import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt, under
-from memsafe_rl.models.diffusion.policy import Condition, DiffusionAdapter
+from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
+from memsafe_rl.models.diffusion.policy import Condition
+from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.gaussian import gaussian_logprobs, normal_noise
 from memsafe_rl.ops.sampling import hash_fields, uniform_noise
 from memsafe_rl.rollout.engine import EngineCapabilities, LiveKeys, Progress, RolloutScope
 from memsafe_rl.rollout.external.sampling_support import refuse_begun, refuse_rounding
 from memsafe_rl.rollout.native.drawing import key_tensor
-from memsafe_rl.rollout.native.generation import eval_mode
 from memsafe_rl.rollout.scope import opened
 from memsafe_rl.types import Completion, GaussianDistribution, RolloutPlan, SamplingSettings, SequenceKey
 
 _GROUP_SAMPLE = -1
 """Stands for a sample's index in the key of noise that a whole group begins with."""
 _CHOICE_POSITION = -1
-"""Position in a rollout's stream that chooses the steps to learn from; no step of a chain has it."""
+"""Position in a rollout's stream that chooses the steps to train on; no step of a chain has it."""
 
 
 class _Row(NamedTuple):
@@ -171,7 +172,7 @@ class DenoisingEngine:
         return drawn, gaussian_logprobs(distribution)
 
     def _mask(self, key: SequenceKey) -> Tensor:
-        """Chooses the steps of a rollout that are learnt from, (S,) uint8."""
+        """Chooses the steps of a rollout that are trained on, (S,) uint8."""
         policy = self._adapter.policy
         candidates = policy.trained_steps.candidates(policy.stds)
         wanted = policy.trained_steps.count(len(candidates))

@@ -19,10 +19,10 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.host_memory import to_host
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter, ScoringAdapter
+from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.gaussian import gaussian_entropies, gaussian_kl, gaussian_logprobs
 from memsafe_rl.ops.logprobs import token_logprobs
 from memsafe_rl.ops.masking import pad_rows
-from memsafe_rl.rollout.native.generation import eval_mode
 from memsafe_rl.slices import MicroBatch, cut_by_tokens, packing_saves
 from memsafe_rl.types import (
     Distribution,
@@ -44,19 +44,12 @@ Run = Callable[[Sequence[int], MicroBatch, RolloutPlan], tuple[Numbers, Sequence
 
 
 class RowScores(NamedTuple):
-    """Scores of one row's actions, on the host.
+    """Scores of one row's actions, on the host."""
 
-    Args:
-        logprobs: (T,), nats; 0 in columns that were not wanted.
-        entropies: (T,), nats; likewise; None unless wanted.
-        values: (T,), a critic's; None unless wanted.
-        kl: (T,), nats, to the reference in closed form; likewise; None unless wanted.
-    """
-
-    logprobs: Tensor
-    entropies: Tensor | None = None
-    values: Tensor | None = None
-    kl: Tensor | None = None
+    logprobs: Tensor  # (T,), nats; 0 in columns that were not wanted
+    entropies: Tensor | None = None  # (T,), nats; likewise; None unless wanted
+    values: Tensor | None = None  # (T,), a critic's; None unless wanted
+    kl: Tensor | None = None  # (T,), nats, to the reference in closed form; likewise; None unless wanted
 
 
 def score_rows(
@@ -226,7 +219,9 @@ def _cut(
     chosen = [rows[place] for place in places]
     groups = adapter.micro_batches(trajectory, chosen, plan.score_tokens, columns=columns, packed=packed)
     return [
-        micro._replace(places=tuple(places[place] for place in micro.places)) for group in groups for micro in group
+        micro._replace(places=tuple(places[place] for place in micro.places))
+        for group in groups
+        for micro in group.batches
     ]
 
 

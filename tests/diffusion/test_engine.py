@@ -14,13 +14,8 @@ from memsafe_rl.memory.runtime.recovery import Recovery, under
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.models.diffusion.policy import (
-    DiffusionAdapter,
-    DiffusionPolicy,
-    TrainedSteps,
-    policy_of,
-    prepare_policy,
-)
+from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
+from memsafe_rl.models.diffusion.policy import DiffusionPolicy, TrainedSteps, policy_of, prepare_policy
 from memsafe_rl.models.diffusion.schedulers import DDIMScheduler, FlowSDEScheduler
 from memsafe_rl.ops.gaussian import normal_noise
 from memsafe_rl.rollout.denoising import DenoisingEngine

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.models.diffusion.policy import Condition, DiffusionAdapter, TrainedSteps
+from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
+from memsafe_rl.models.diffusion.policy import Condition, TrainedSteps
 from memsafe_rl.preflight.forecast import forecast_memory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.types import Component

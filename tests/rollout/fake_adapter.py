@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.models.cuts import token_micro_batches, token_work
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock
-from memsafe_rl.slices import MicroBatch
+from memsafe_rl.slices import MicroBatchGroup
 from memsafe_rl.types import LinearHead, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
 
 
@@ -158,7 +158,7 @@ class FakeAdapter:
         *,
         columns: Sequence[int] | None = None,
         packed: bool = False,
-    ) -> list[list[MicroBatch]]:
+    ) -> list[MicroBatchGroup]:
         return token_micro_batches(self.work(trajectory, rows), tokens)
 
     def distribution(

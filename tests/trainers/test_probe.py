@@ -16,6 +16,7 @@ from peft import LoraConfig
 from memsafe_rl.errors import DataError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy
 from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.decoding.padded import PaddedState
 from memsafe_rl.models.language import causal_lm
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.preflight import worst_case as probe_module
@@ -169,7 +170,7 @@ def test_stretched_rows_are_as_large_as_decoded_ones(arch: str, width: int) -> N
 
 def test_a_cache_that_only_grows_by_reading_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_lm, "_can_share_prompts", lambda *_: False)
-    monkeypatch.setattr(CausalLMAdapter, "stretch", lambda *_: False)
+    monkeypatch.setattr(PaddedState, "stretch", lambda *_: False)
     with SimulatedMemory():
         trainer = late_run(
             tmp_path,

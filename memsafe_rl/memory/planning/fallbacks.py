@@ -28,19 +28,13 @@ EVERYWHERE = frozenset({Phase.ROLLOUT, Phase.REWARD, Phase.SCORE, Phase.EVALUATE
 
 @dataclass(frozen=True)
 class Fallback:
-    """One way to hold less.
+    """One way to hold less."""
 
-    Args:
-        name: the field of the plan that it changes; the setting, for a lossy fallback.
-        about: what it changes and what it saves, in one sentence.
-        phases: where it helps.
-        step: gives a leaner plan for (plan, work), or None at the bottom; None for a lossy fallback, which no plan can
-            take because it changes the work itself.
-    """
-
-    name: str
-    about: str
-    phases: frozenset[Phase] = field(default_factory=frozenset)
+    name: str  # the field of the plan that it changes; the setting, for a lossy fallback
+    about: str  # what it changes and what it saves, in one sentence
+    phases: frozenset[Phase] = field(default_factory=frozenset)  # where it helps
+    # gives a leaner plan for (plan, work), or None at the bottom; None for a lossy fallback, which no plan can take
+    # because it changes the work itself
     step: Step | None = None
 
     @property

@@ -16,38 +16,23 @@ from memsafe_rl.memory.runtime.meters import MemoryMeter, SimulatedMeter
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What a device is; does not change while a run lasts.
+    """What a device is; does not change while a run lasts."""
 
-    Args:
-        kind: "cuda", "simulated" or "host".
-        name: the card's name, or what stands for one.
-        capability: the card's compute capability, such as "9.0"; None where there is no card.
-        uuid: the card's identity for its driver; None where there is no card.
-        total_bytes: int, bytes of the device.
-    """
-
-    kind: str
-    name: str
-    capability: str | None
-    uuid: str | None
-    total_bytes: int
+    kind: str  # "cuda", "simulated" or "host"
+    name: str  # the card's name, or what stands for one
+    capability: str | None  # the card's compute capability, such as "9.0"; None where there is no card
+    uuid: str | None  # the card's identity for its driver; None where there is no card
+    total_bytes: int  # int, bytes of the device
 
 
 @dataclass(frozen=True)
 class AllocatorCounters:
-    """What the allocator counts, read without a word to the driver, so that any thread may at any time.
+    """What the allocator counts, read without a word to the driver, so that any thread may at any time."""
 
-    Args:
-        allocated_bytes: int, bytes of live tensors; of the whole process where nobody counts tensors.
-        reserved_bytes: int, bytes that the allocator holds, live or not; None where it caches none.
-        retries: allocations that succeeded only after all cached memory went back to the driver.
-        ooms: allocations that failed.
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int | None
-    retries: int
-    ooms: int
+    allocated_bytes: int  # int, bytes of live tensors; of the whole process where nobody counts tensors
+    reserved_bytes: int | None  # int, bytes that the allocator holds, live or not; None where it caches none
+    retries: int  # allocations that succeeded only after all cached memory went back to the driver
+    ooms: int  # allocations that failed
 
 
 def device_facts(meter: MemoryMeter, device: torch.device) -> DeviceFacts:

@@ -29,23 +29,14 @@ _VARYING = frozenset({Component.TRAJECTORY})
 
 @dataclass(frozen=True)
 class Streak:
-    """How long a component has been growing.
+    """How long a component has been growing."""
 
-    Args:
-        live_bytes: int, bytes at the last observation.
-        growths: observations that were above the one before, none of them below.
-        since_step: step of the first of them.
-        start_bytes: int, bytes before it.
-        flat: observations since the last growth.
-        paused: whether any growth was followed by an observation without.
-    """
-
-    live_bytes: int
-    growths: int = 0
-    since_step: int = 0
-    start_bytes: int = 0
-    flat: int = 0
-    paused: bool = False
+    live_bytes: int  # int, bytes at the last observation
+    growths: int = 0  # observations that were above the one before, none of them below
+    since_step: int = 0  # step of the first of them
+    start_bytes: int = 0  # int, bytes before it
+    flat: int = 0  # observations since the last growth
+    paused: bool = False  # whether any growth was followed by an observation without
 
     def after(self, step: int, live_bytes: int, steps_per_rollout: int = 1) -> Streak:
         """Gives the streak once another step was observed."""
@@ -67,21 +58,13 @@ class Streak:
 
 @dataclass(frozen=True)
 class Stray:
-    """Tensors of one kind that nobody known owns.
+    """Tensors of one kind that nobody known owns."""
 
-    Args:
-        shape: of each of them.
-        dtype: of each of them.
-        count: how many there are.
-        nbytes: int, bytes of all of them, without the graphs they may hold.
-        graph: name of the operation that made them, if they hold an autograd graph; None otherwise.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    count: int
-    nbytes: int
-    graph: str | None
+    shape: tuple[int, ...]  # of each of them
+    dtype: str  # of each of them
+    count: int  # how many there are
+    nbytes: int  # int, bytes of all of them, without the graphs they may hold
+    graph: str | None  # name of the operation that made them, if they hold an autograd graph; None otherwise
 
     def __str__(self) -> str:
         held = f", each with its graph ({self.graph})" if self.graph else ""

@@ -11,19 +11,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 class RandomState(NamedTuple):
-    """The state of every random generator a user's code may draw from; holds no tensor, and so no byte of a device.
+    """The state of every random generator a user's code may draw from; holds no tensor, and so no byte of a device."""
 
-    Args:
-        python: of `random`.
-        numpy: of `numpy.random`.
-        torch: of the CPU.
-        cuda: of every CUDA device.
-    """
-
-    python: tuple[Any, ...]
-    numpy: tuple[Any, ...]
-    torch: bytes
-    cuda: tuple[bytes, ...]
+    python: tuple[Any, ...]  # of `random`
+    numpy: tuple[Any, ...]  # of `numpy.random`
+    torch: bytes  # of the CPU
+    cuda: tuple[bytes, ...]  # of every CUDA device
 
 
 def capture_random_state() -> RandomState:

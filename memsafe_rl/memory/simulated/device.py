@@ -23,23 +23,14 @@ _active: list[SimulatedMemory] = []
 
 @dataclass(frozen=True)
 class PhaseRecord:
-    """One phase that was entered and left.
+    """One phase that was entered and left."""
 
-    Args:
-        phase: what the run was doing.
-        start_seconds: when it was entered, in seconds since the simulation was.
-        end_seconds: when it was left, in seconds since the simulation was entered.
-        live_bytes: int, bytes held when it was left.
-        peak_bytes: int, most bytes held within it, phases nested in it left out.
-        components: int, bytes of every component at that peak; they sum to it.
-    """
-
-    phase: Phase
-    start_seconds: float
-    end_seconds: float
-    live_bytes: int
-    peak_bytes: int
-    components: Mapping[Component, int]
+    phase: Phase  # what the run was doing
+    start_seconds: float  # when it was entered, in seconds since the simulation was
+    end_seconds: float  # when it was left, in seconds since the simulation was entered
+    live_bytes: int  # int, bytes held when it was left
+    peak_bytes: int  # int, most bytes held within it, phases nested in it left out
+    components: Mapping[Component, int]  # int, bytes of every component at that peak; they sum to it
 
 
 @dataclass

@@ -22,7 +22,7 @@ def generate_plainly(
 ) -> None:
     """Runs `generate`, with tokens chosen by the caller in place of its own search.
 
-    Rows are of one length: what a network does with padding is not asked. Rows that have ended go on being read until
+    Rows have one length, so the network's padding does not matter. Rows that have ended are still read until
     the last one ends, as `generate` has it. The model's own generation config is put aside meanwhile.
     """
     chooser = _Chooser(choose, len(ids_BL), ids_BL.device)

@@ -24,21 +24,13 @@ from memsafe_rl.types import Component
 
 @dataclass
 class PaddedState:
-    """Keys and values of rows being decoded, padded on the left to one width.
+    """Keys and values of rows being decoded, padded on the left to one width."""
 
-    Args:
-        cache: transformers' cache.
-        pads_B: (B,) int64 on the device, slots of padding before each row.
-        pads: the same on the host.
-        width: slots of every row, padding included.
-        trimmable: whether common padding may be cut off (every layer is plain or windowed attention).
-    """
-
-    cache: Any
-    pads_B: Tensor
-    pads: tuple[int, ...]
-    width: int
-    trimmable: bool
+    cache: Any  # transformers' cache
+    pads_B: Tensor  # (B,) int64 on the device, slots of padding before each row
+    pads: tuple[int, ...]  # the same on the host
+    width: int  # slots of every row, padding included
+    trimmable: bool  # whether common padding may be cut off (every layer is plain or windowed attention)
 
     @property
     def rows(self) -> int:

@@ -44,18 +44,12 @@ def shared_prefix_attention(configs: Iterable[Any], reading: Reading) -> Iterato
 
 
 class Scoring(NamedTuple):
-    """What a layer does to its scores.
+    """What a layer does to its scores."""
 
-    Args:
-        scale: factor on the scores.
-        soft_cap: bound of the scores, None for none.
-        sinks: (H × R,) a score that takes weight and gives nothing; None for none.
-        bias: T5's attention module with a learned bias for each distance between tokens; None for no bias.
-    """
-
-    scale: float
-    soft_cap: float | None = None
-    sinks: Tensor | None = None
+    scale: float  # factor on the scores
+    soft_cap: float | None = None  # bound of the scores, None for none
+    sinks: Tensor | None = None  # (H × R,) a score that takes weight and gives nothing; None for none
+    # T5's attention module with a learned bias for each distance between tokens; None for no bias
     bias: nn.Module | None = None
 
 

@@ -26,31 +26,23 @@ from memsafe_rl.types import Component, whole_blocks
 
 @dataclass(eq=False)
 class PromptBlock:
-    """Keys and values of prompts that were read together; several states may hold it.
+    """Keys and values of prompts that were read together; several states may hold it."""
 
-    Args:
-        lengths: tokens of each of the P prompts.
-        keys: per layer (P, H, L, D), padded.
-        values: per layer, likewise.
-        dropped: per layer, tokens of each prompt that lie before slot 0; below 0 where padding lies there.
-        kept_whole: whether rows may still begin at these prompts, so that nothing of them may be given up.
-        source: what an encoder read for these prompts, which rows attend to apart from their own tokens; None without
-            an encoder. Where there is one, ``lengths`` count what the decoder read before a row's own tokens.
-        waiting: rows that wait outside of any state and may go on at these prompts, so that nothing of them may be
-            given up either.
-    """
-
-    lengths: tuple[int, ...]
-    keys: list[Tensor]
-    values: list[Tensor]
+    lengths: tuple[int, ...]  # tokens of each of the P prompts
+    keys: list[Tensor]  # per layer (P, H, L, D), padded
+    values: list[Tensor]  # per layer, likewise
+    # per layer, tokens of each prompt that lie before slot 0; below 0 where padding lies there
     dropped: list[tuple[int, ...]]
-    kept_whole: bool = False
+    kept_whole: bool = False  # whether rows may still begin at these prompts, so none of them may be freed
+    # what an encoder read for these prompts, which rows attend to apart from their own tokens; None without an encoder.
+    # Where there is one, ``lengths`` count what the decoder read before a row's own tokens
     source: PromptBlock | None = None
+    # rows that wait outside of any state and may go on at these prompts, so none of them may be freed either
     waiting: WeakSet[RowCache] = field(default_factory=WeakSet)
 
     @property
     def stays_whole(self) -> bool:
-        """Whether nothing of it may be given up."""
+        """Whether none of it may be freed."""
         return self.kept_whole or bool(self.waiting)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -76,7 +68,7 @@ class PromptBlock:
             self.source.narrow(prompts)
 
     def trim(self, windows: Sequence[int | None], drawn: int) -> None:
-        """Gives up of each windowed layer what no row that has drawn so many tokens can see."""
+        """Frees of each windowed layer what no row that has drawn so many tokens can see."""
         with charge(Component.KV_CACHE):
             for layer, window in enumerate(windows):
                 if window is not None:
@@ -94,23 +86,15 @@ class PromptBlock:
 
 @dataclass(eq=False)
 class RowCache:
-    """Keys and values of a row that waits outside of any state, in storage of their own except for its prompt's.
+    """Keys and values of a row that waits outside of any state, in storage of their own except for its prompt's."""
 
-    Args:
-        block: holds its prompt.
-        prompt: index of its prompt in the block.
-        base: tokens of the prompt that belong to it.
-        length: tokens behind them.
-        keys: per layer (H, S, D), no more than its tokens; empty where there are none.
-        values: per layer, likewise.
-    """
-
-    block: PromptBlock
-    prompt: int
-    base: int
-    length: int
+    block: PromptBlock  # holds its prompt
+    prompt: int  # index of its prompt in the block
+    base: int  # tokens of the prompt that belong to it
+    length: int  # tokens behind them
+    # per layer (H, S, D), no more than its tokens; empty where there are none
     keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)  # per layer, likewise
 
     def __post_init__(self) -> None:
         self.block.waiting.add(self)
@@ -132,23 +116,15 @@ class RowCache:
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring rows whose prompts lie in one block.
+    """Neighbouring rows whose prompts lie in one block."""
 
-    Args:
-        block: the block.
-        rows: the rows.
-        prompts: for each of them, the index of its prompt in the block.
-        share: most rows of one prompt.
-        places: (rows,) int64, where each row lies among P × share places; None where they lie in that very order.
-        takes: (P × share,) int64, the row at each place, any row where there is none; None like ``places``.
-    """
-
-    block: PromptBlock
-    rows: range
-    prompts: tuple[int, ...]
-    share: int
+    block: PromptBlock  # the block
+    rows: range  # the rows
+    prompts: tuple[int, ...]  # for each of them, the index of its prompt in the block
+    share: int  # most rows of one prompt
+    # (rows,) int64, where each row lies among P × share places; None where they lie in that very order
     places: Tensor | None
-    takes: Tensor | None
+    takes: Tensor | None  # (P × share,) int64, the row at each place, any row where there is none; None like ``places``
 
     def grouped(self, values: Tensor) -> Tensor:
         """Lays rows (rows, H, X, Y) out by prompt."""
@@ -167,28 +143,17 @@ class Segment:
 
 @dataclass
 class SharedPrefixState:
-    """Rows being decoded.
+    """Rows being decoded."""
 
-    Args:
-        windows: per layer, its attention window in tokens, None for full attention.
-        blocks: for each of the B rows, the block that holds its prompt.
-        prompts: for each row, the index of its prompt in that block.
-        lengths: for each row, tokens in its suffix.
-        device: where the network computes.
-        keys: per layer (B, H, S, D), suffixes; empty while no row has any.
-        values: per layer, likewise.
-        capacity: slots of a suffix, where no window makes it shorter.
-        bases: for each row, the tokens of its prompt that it has read; all of them where nothing is given.
-    """
-
-    windows: tuple[int | None, ...]
-    blocks: tuple[PromptBlock, ...]
-    prompts: tuple[int, ...]
-    lengths: list[int]
-    device: torch.device
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-    capacity: int = 0
+    windows: tuple[int | None, ...]  # per layer, its attention window in tokens, None for full attention
+    blocks: tuple[PromptBlock, ...]  # for each of the B rows, the block that holds its prompt
+    prompts: tuple[int, ...]  # for each row, the index of its prompt in that block
+    lengths: list[int]  # for each row, tokens in its suffix
+    device: torch.device  # where the network computes
+    keys: list[Tensor] = field(default_factory=list)  # per layer (B, H, S, D), suffixes; empty while no row has any
+    values: list[Tensor] = field(default_factory=list)  # per layer, likewise
+    capacity: int = 0  # slots of a suffix, where no window makes it shorter
+    # for each row, the tokens of its prompt that it has read; all of them where nothing is given
     bases: tuple[int, ...] = ()
     _segments: tuple[Segment, ...] | None = None
 
@@ -196,6 +161,12 @@ class SharedPrefixState:
         if not self.bases:
             pairs = zip(self.blocks, self.prompts, strict=True)
             self.bases = tuple(block.lengths[prompt] for block, prompt in pairs)
+
+    @classmethod
+    def of_prompts(cls, block: PromptBlock, windows: tuple[int | None, ...], device: torch.device) -> SharedPrefixState:
+        """Gives one row for each prompt of a block; they have drawn nothing."""
+        prompts = len(block.lengths)
+        return cls(windows, (block,) * prompts, tuple(range(prompts)), [0] * prompts, device)
 
     @property
     def rows(self) -> int:
@@ -233,7 +204,7 @@ class SharedPrefixState:
         return sum(block.nbytes() for block in self.prompt_blocks())
 
     def keep_whole(self, whole: bool) -> None:
-        """Says whether rows may still begin at these prompts, so that nothing of them may be given up."""
+        """Says whether rows may still begin at these prompts, so none of them may be freed."""
         for block in self.blocks:
             block.kept_whole = whole
 
@@ -357,7 +328,7 @@ class SharedPrefixState:
                 held[rows, :, slots_of_tokens] = new[rows, :, tokens]
 
     def give_up_idle_prompts(self) -> None:
-        """Gives up prompts that no row follows any more, where they are half of a block at least."""
+        """Frees prompts that no row follows any more, where they are at least half of a block."""
         for block in self.prompt_blocks():
             used = sorted({self.prompts[row] for row in range(self.rows) if self.blocks[row] is block})
             if block.stays_whole or 2 * len(used) > len(block.lengths):
@@ -518,7 +489,7 @@ def resumed(
 
 
 def _gathered(name: str, layer: int, rows: Sequence[RowCache], lengths: Sequence[int], slots: int) -> Tensor:
-    """Lays a tensor of rows that waited side by side, (B, H, slots, D), and lets go of theirs."""
+    """Lays a tensor of rows that waited side by side, (B, H, slots, D), and frees theirs."""
     like: Tensor = next(getattr(row, name)[layer] for row in rows if row.keys)
     together = like.new_zeros((len(rows), like.shape[0], slots, like.shape[2]))
     for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):

@@ -23,8 +23,9 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.blocks import recomputed
 from memsafe_rl.models.critic import Critic, ValueLayer
 from memsafe_rl.models.cuts import step_work
+from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.pair_bytes import blocks_of, measured_pair
-from memsafe_rl.models.diffusion.policy import Condition, DiffusionAdapter
+from memsafe_rl.models.diffusion.policy import Condition
 from memsafe_rl.models.geometry import autocast_bytes, weight_bytes
 from memsafe_rl.types import Component, ModelGeometry, StateFeatures, Trajectory, UpdateWork
 
@@ -200,20 +201,15 @@ class StateCritic(Critic):
                 _refuse_useless(network, adapter)
                 trunk, head = _placed(network, adapter.device), _AsItIs()
         hold(Component.WEIGHTS, weights_of(trunk, head))
-        super().__init__(head)
+        # The other steps are the environment's part of a chain.
+        super().__init__(head, judged_columns=policy.trained_steps.learnable(policy.stds))
         self._network = StateNetwork(adapter, trunk.eval())
         self._module = nn.ModuleDict({"trunk": trunk, "head": head})
-        self._judged = policy.trained_steps.learnable(policy.stds)
 
     @property
     def network(self) -> StateNetwork:
         """The network, as the loops use it."""
         return self._network
-
-    @property
-    def judged_columns(self) -> tuple[int, ...]:
-        """The steps that some rollout may learn from; the others are the environment's part of a chain."""
-        return self._judged
 
     @property
     def beside(self) -> nn.Module:

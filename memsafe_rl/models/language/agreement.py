@@ -6,8 +6,7 @@ Axes: ``M`` completion tokens laid end to end, ``V`` vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,19 +18,6 @@ from memsafe_rl.models.language.heads import naive_logits
 from memsafe_rl.types import Ragged, TokenDistribution, Trajectory
 
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def checking(adapter: LanguageAdapter) -> Iterator[None]:
-    """Switches gradients off, and every module to eval mode until the end."""
-    modes = [(module, module.training) for module in adapter.model.modules()]
-    adapter.model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def settle_path(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
@@ -131,20 +117,24 @@ def tolerance_of(adapter: LanguageAdapter, device: torch.device) -> float:
     return {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2}.get(dtype, 5e-2)
 
 
-def probe_rows(adapter: LanguageAdapter, prompts: tuple[int, int] = (5, 2)) -> Trajectory:
-    """Makes two rows, of 7 and 4 tokens after their prompts, of ids spread over the vocabulary, on the host."""
+def probe_rows(
+    adapter: LanguageAdapter,
+    prompts: tuple[int, ...] = (5, 2),
+    lengths: tuple[int, ...] = (7, 4),
+    owners: tuple[int, ...] = (0, 1),
+) -> Trajectory:
+    """Makes rows of ids spread over the vocabulary, on the host; ``owners`` names the prompt of each."""
     vocabulary, read = adapter.lm.get_input_embeddings().weight.shape[0], sum(prompts)
-    ids = torch.tensor([(17 + 61 * place) % vocabulary for place in range(read + 11)])
-    actions = Ragged(ids[read:], (7, 4))
+    ids = torch.tensor([(17 + 61 * place) % vocabulary for place in range(read + sum(lengths))])
     return Trajectory(
         conditions=Ragged(ids[:read], prompts),
-        condition_of_row=(0, 1),
-        actions=actions,
-        loss_mask=Ragged(torch.ones(11), actions.lengths),
+        condition_of_row=owners,
+        actions=Ragged(ids[read:], lengths),
+        loss_mask=Ragged(torch.ones(sum(lengths)), lengths),
         sampling_logprobs=None,
-        advantages=torch.zeros(2),
-        group_of_row=(0, 1),
-        finished=(True, True),
+        advantages=torch.zeros(len(lengths)),
+        group_of_row=owners,
+        finished=(True,) * len(lengths),
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from memsafe_rl.accounting import claim
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.attention_implementations import attention_configs
 from memsafe_rl.models.blocks import find_blocks, recomputed
@@ -36,8 +36,9 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     resumed,
 )
 from memsafe_rl.models.geometry import autocast_bytes, read_geometry
-from memsafe_rl.models.language.heads import LogitMap, head_of, naive_logits
-from memsafe_rl.slices import MicroBatch
+from memsafe_rl.models.language.heads import LogitMap, given_logits, head_of, naive_logits
+from memsafe_rl.models.module_state import as_reference
+from memsafe_rl.slices import MicroBatchGroup
 from memsafe_rl.types import (
     CACHE_SCALE_BYTES,
     Component,
@@ -51,9 +52,6 @@ from memsafe_rl.types import (
 
 logger = logging.getLogger(__name__)
 
-REFERENCE_ADAPTER = "ref"
-"""Name of the PEFT adapter that holds the reference, where there is one."""
-
 
 class Route(Enum):
     """How stored rows go through the network."""
@@ -65,20 +63,13 @@ class Route(Enum):
 
 @dataclass
 class ScoringPath:
-    """How an adapter scores; decided once, by the check at start.
+    """How an adapter scores; decided once, by the check at start."""
 
-    Args:
-        route: how rows go through the network.
-        logit_map: what the model does to its head's output.
-        decodes: whether rows can be decoded together by this library; if not, transformers' `generate` decodes rows
-            of one length.
-        caches: whether `generate` may keep a cache.
-    """
-
-    route: Route
-    logit_map: LogitMap
+    route: Route  # how rows go through the network
+    logit_map: LogitMap  # what the model does to its head's output
+    # whether rows can be decoded together by this library; if not, transformers' `generate` decodes rows of one length
     decodes: bool = True
-    caches: bool = True
+    caches: bool = True  # whether `generate` may keep a cache
 
 
 class LanguageAdapter(ABC):
@@ -118,15 +109,8 @@ class LanguageAdapter(ABC):
         _keep_gradient_of_4bit_layers(lm)
 
     @abstractmethod
-    def distribution(
-        self,
-        trajectory: Trajectory,
-        rows: Sequence[int],
-        columns: Sequence[int] | None = None,
-        *,
-        packed: bool = False,
-    ) -> TokenDistribution:
-        """Runs the network over stored rows, up to its output head; see `ModelAdapter.distribution`."""
+    def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
+        """Gives the hidden states (M, D) from which the actions of rows are predicted."""
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
@@ -186,7 +170,7 @@ class LanguageAdapter(ABC):
     def geometry(self) -> ModelGeometry:
         """Sizes from which bytes are counted; a reference copy's weights are part of ``parameter_bytes``.
 
-        Read once, for it walks every module: whoever adds or freezes weights later calls `reread`.
+        Read once, since it walks every module; call `reread` after adding or freezing weights.
         """
         key = self.slot_bytes, autocast_bytes(self.device), self.joins, self.in_8_bits
         if key not in self._geometries:
@@ -199,6 +183,34 @@ class LanguageAdapter(ABC):
     def reread(self) -> None:
         """Forgets the sizes read so far, after weights were added or frozen."""
         self._geometries.clear()
+
+    def distribution(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        columns: Sequence[int] | None = None,
+        *,
+        packed: bool = False,
+    ) -> TokenDistribution:
+        """Runs the network over stored rows, up to its output head; no tensor value is read.
+
+        Rows are padded on the right, where no completion token can see the padding, or packed, without any padding.
+        """
+        if columns is not None:
+            raise ConfigError(f"columns={columns}: {type(self.lm).__name__} scores whole rows. Leave columns out.")
+        if packed and not self.packs_prompts:
+            raise ConfigError(
+                f"packed=True, but {type(self.lm).__name__} scores whole rows: it gives packed rows other log-probs, "
+                "or the check at start has not been run. Leave packed out."
+            )
+        for row, prompt in zip(rows, trajectory.condition_lengths(rows), strict=True):
+            if prompt < 1:
+                raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the bos token.")
+        tokens_M, lengths = trajectory.actions.take(rows).flat.to(self.device), trajectory.action_lengths(rows)
+        if self.path.route is Route.WHOLE and not packed:
+            return TokenDistribution(self.row_logits(self.lm, trajectory, rows), tokens_M, lengths, given_logits)
+        hidden_MD = self._hidden_states(trajectory, rows, packed=packed)
+        return TokenDistribution(hidden_MD, tokens_M, lengths, self._head())
 
     @property
     def decodes(self) -> bool:
@@ -227,7 +239,7 @@ class LanguageAdapter(ABC):
         *,
         columns: Sequence[int] | None = None,
         packed: bool = False,
-    ) -> list[list[MicroBatch]]:
+    ) -> list[MicroBatchGroup]:
         """Cuts rows by tokens; see `ScoringAdapter.micro_batches`."""
         if columns is not None:
             raise ConfigError(f"columns={columns}: a language model scores whole rows. Leave columns out.")
@@ -358,47 +370,6 @@ def refuse_prompt_learning(config: Any) -> None:
             f"peft_config is {kind}, which learns a prompt; rows would no longer be prompt plus completion. "
             "Use a method that adapts layers, such as LoraConfig."
         )
-
-
-def refuse_trained_bias(configs: Any) -> None:
-    """Refuses, where a reference is wanted, PEFT adapters that train the base's own biases."""
-    for config in configs:
-        bias = getattr(config, "bias", "none")
-        if bias not in ("none", False):
-            raise ConfigError(
-                f"peft_config.bias is {bias!r}: the base's biases are trained, so switching the adapter off does not "
-                "give the reference. Set bias='none', or beta=0."
-            )
-
-
-@contextmanager
-def as_reference(model: Any) -> Iterator[None]:
-    """Makes a model under PEFT its own reference: by its adapter named "ref", else with adapters off.
-
-    What PEFT changes on the way (active adapter, ``requires_grad``) is as before afterwards, after an error too.
-    """
-    refuse_trained_bias(model.peft_config.values())
-    flags = [(weight, weight.requires_grad) for weight in model.parameters()]
-    try:
-        with _reference_weights(model):
-            yield
-    finally:
-        for weight, requires_grad in flags:
-            weight.requires_grad_(requires_grad)
-
-
-@contextmanager
-def _reference_weights(model: Any) -> Iterator[None]:
-    if REFERENCE_ADAPTER not in model.peft_config:
-        with model.disable_adapter():
-            yield
-        return
-    active = model.active_adapter
-    model.set_adapter(REFERENCE_ADAPTER)
-    try:
-        yield
-    finally:
-        model.set_adapter(active)
 
 
 def _switch_off_checkpointing(lm: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from memsafe_rl.accounting import claim
-from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import DecodeState
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.cache import is_trimmable, transit_cache
@@ -32,7 +32,6 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     longer_block,
 )
 from memsafe_rl.models.language.agreement import (
-    checking,
     difference,
     probe_rows,
     sampling_disagreement,
@@ -46,10 +45,11 @@ from memsafe_rl.models.language.base import (
     is_encoder_decoder,
     language_model_of,
 )
-from memsafe_rl.models.language.heads import given_logits, logit_maps
+from memsafe_rl.models.language.heads import logit_maps
 from memsafe_rl.models.language.packed_attention import attending
 from memsafe_rl.models.language.packing import pack_rows
-from memsafe_rl.types import Component, Ragged, TokenDistribution, Trajectory
+from memsafe_rl.models.module_state import eval_mode
+from memsafe_rl.types import Component, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -73,39 +73,15 @@ class CausalLMAdapter(LanguageAdapter):
         self._padded = PaddedDecoder(lm)
         _warn_of_rope_that_reads_lengths(lm.config)
 
-    def distribution(
-        self,
-        trajectory: Trajectory,
-        rows: Sequence[int],
-        columns: Sequence[int] | None = None,
-        *,
-        packed: bool = False,
-    ) -> TokenDistribution:
-        """Runs the network over stored rows, up to its output head.
-
-        Rows are padded on the right, where no completion token can see the padding, or packed, without any padding
-        and with one copy of a prompt for all its completions. No tensor value is read.
-        """
-        if columns is not None:
-            raise ConfigError(f"columns={columns}: a causal LM scores whole rows; leave columns out.")
-        if packed and not self.packs_prompts:
-            raise ConfigError(
-                f"packed=True, but {type(self.lm).__name__} gives packed rows other log-probs, or check_head has not "
-                "been run. Leave packed out."
-            )
-        prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
-        for row, prompt in zip(rows, prompts, strict=True):
-            if prompt < 1:
-                raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the bos token.")
+    def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
+        """Gives the hidden states (M, D) from which the actions of rows are predicted."""
         if packed:
-            return self._packed_distribution(trajectory, rows)
-        tokens_M = trajectory.actions.take(rows).flat.to(self.device)
-        if self.path.route is Route.WHOLE:
-            return TokenDistribution(self.row_logits(self.lm, trajectory, rows), tokens_M, lengths, given_logits)
+            return self._packed_states(trajectory, rows)
+        prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
         ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
-        hidden_BLD = self._trunk(ids_BL, [prompt + length for prompt, length in zip(prompts, lengths, strict=True)])
+        hidden_BLD = self._trunk(ids_BL, trajectory.row_lengths(rows))
         places_M = _predicting_places(prompts, lengths, width=ids_BL.shape[1]).to(hidden_BLD.device)
-        return TokenDistribution(hidden_BLD.flatten(0, 1).index_select(0, places_M), tokens_M, lengths, self._head())
+        return hidden_BLD.flatten(0, 1).index_select(0, places_M)
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
@@ -124,13 +100,7 @@ class CausalLMAdapter(LanguageAdapter):
         output = self.lm.base_model(input_ids=ids_PL.to(self.device), past_key_values=cache, use_cache=True)
         last_PD = _last_hidden(output[0], lengths)
         del output
-        state = SharedPrefixState(
-            windows=windows,
-            blocks=(block_of(cache.read, lengths, windows),) * len(prompts),
-            prompts=tuple(range(len(prompts))),
-            lengths=[0] * len(prompts),
-            device=self.device,
-        )
+        state = SharedPrefixState.of_prompts(block_of(cache.read, lengths, windows), windows, self.device)
         del cache
         for start in range(chunk, max(int(prompt.shape[0]) for prompt in prompts), chunk):
             last_PD = self._read_on(state, prompts[0][start : start + chunk])
@@ -230,16 +200,13 @@ class CausalLMAdapter(LanguageAdapter):
             )
         return cast(Tensor, output[0])
 
-    def _packed_distribution(self, trajectory: Trajectory, rows: Sequence[int]) -> TokenDistribution:
+    def _packed_states(self, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Runs the trunk over rows laid out behind one copy of each prompt."""
         packed = pack_rows(trajectory, rows, self.geometry.windows, self.device)
-        tokens_M = trajectory.actions.take(rows).flat.to(self.device)
         with attending(self._attention_configs, packed.layout):
             output = self.lm.base_model(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
-        hidden_ND = output[0][0]
-        places_M = packed.places.to(hidden_ND.device)
-        lengths = trajectory.action_lengths(rows)
-        return TokenDistribution(hidden_ND.index_select(0, places_M), tokens_M, lengths, self._head())
+        hidden_ND: Tensor = output[0][0]
+        return hidden_ND.index_select(0, packed.places.to(hidden_ND.device))
 
 
 def check_head(adapter: CausalLMAdapter) -> None:
@@ -247,11 +214,11 @@ def check_head(adapter: CausalLMAdapter) -> None:
 
     Two short rows of unequal length go both ways. The first scoring path that agrees is kept: without a mask, with a
     mask, each with every reading of the config's logit scale; else the whole model row by row. Anything but the first
-    is said in one warning. A frozen reference copy takes the same path. Where decoding differs (float64 excepted, where
-    transformers' own padding may fail), transformers' `generate` decodes instead, with a cache or without, which is
-    said likewise. The bytes of the cache go into the geometry.
+    is logged in one warning. A frozen reference copy takes the same path. Where decoding differs (float64 excepted,
+    where transformers' own padding may fail), transformers' `generate` decodes instead, with a cache or without, which
+    is logged too. The bytes of the cache go into the geometry.
     """
-    with checking(adapter):
+    with torch.no_grad(), eval_mode(adapter.model):
         trajectory = probe_rows(adapter)
         wanted_MV = adapter.row_logits(adapter.model, trajectory, range(2))
         settle_path(adapter, trajectory, wanted_MV)
@@ -297,7 +264,8 @@ def _first_route(lm: Any) -> Route:
 
 def _settle_packing(adapter: CausalLMAdapter) -> None:
     """Keeps the packed route if it gives the logits of rows alone, and says so if it does not."""
-    trajectory = _shared_probe(adapter)
+    # Rows of a prompt lie apart from each other and are unlike in length.
+    trajectory = probe_rows(adapter, (3, 6), (4, 3, 7, 1, 5), (0, 1, 0, 1, 0))
     wanted_MV = adapter.row_logits(adapter.model, trajectory, range(len(trajectory)))
     reason = _packing_disagreement(adapter, trajectory, wanted_MV)
     adapter.packs_prompts = reason is None
@@ -311,16 +279,20 @@ def _packing_disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, want
         return f"{adapter.path.route.value} has no packed form"
     if "position_ids" not in inspect.signature(adapter.lm.base_model.forward).parameters:
         return "positions cannot be given"
+    rows = range(len(trajectory))
+    adapter.packs_prompts = True
     try:
-        return difference(lambda: adapter._packed_distribution(trajectory, range(len(trajectory))), adapter, wanted_MV)
+        return difference(lambda: adapter.distribution(trajectory, rows, packed=True), adapter, wanted_MV)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # how a kernel or a shape complains
         return f"{type(error).__name__}: {error}"
+    finally:
+        adapter.packs_prompts = False
 
 
 def _check_sampling(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
-    """Reads both prompts together and goes on; where shared prompts give other logits, each row gets its own."""
+    """Decodes both prompts together; where shared prompts give other logits, each row gets its own."""
     adapter.joins = adapter.joins and adapter.path.route is Route.LEAN
     if adapter.joins:
         reason = sampling_disagreement(adapter, trajectory, wanted_MV)
@@ -342,24 +314,6 @@ def _can_share_prompts(lm: Any, route: Route) -> bool:
     """Whether a model's structure allows a shared-prefix cache; the check at start tells whether it agrees."""
     accepted = inspect.signature(lm.base_model.forward).parameters
     return route is Route.LEAN and "position_ids" in accepted and layer_windows(lm.config) is not None
-
-
-def _shared_probe(adapter: CausalLMAdapter) -> Trajectory:
-    """Makes five rows of two prompts, those of a prompt apart from each other and unlike in length."""
-    vocabulary = adapter.lm.get_input_embeddings().weight.shape[0]
-    lengths = (4, 3, 7, 1, 5)
-    ids = torch.tensor([(31 + 59 * place) % vocabulary for place in range(9 + sum(lengths))])
-    actions = Ragged(ids[9:], lengths)
-    return Trajectory(
-        conditions=Ragged(ids[:9], (3, 6)),
-        condition_of_row=(0, 1, 0, 1, 0),
-        actions=actions,
-        loss_mask=Ragged(torch.ones(sum(lengths)), lengths),
-        sampling_logprobs=None,
-        advantages=torch.zeros(5),
-        group_of_row=(0, 1, 0, 1, 0),
-        finished=(True,) * 5,
-    )
 
 
 def _row_logits(model: Any, ids_BL: Tensor, prompts: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -17,15 +17,10 @@ from memsafe_rl.types import LinearHead, TokenDistribution
 
 @dataclass(frozen=True)
 class LogitMap:
-    """What a model does to the output of its head: ``cap · tanh(scale · z / cap)``.
+    """What a model does to the output of its head: ``cap · tanh(scale · z / cap)``."""
 
-    Args:
-        scale: factor on the logits.
-        soft_cap: bound of the logits, None for none.
-    """
-
-    scale: float = 1.0
-    soft_cap: float | None = None
+    scale: float = 1.0  # factor on the logits
+    soft_cap: float | None = None  # bound of the logits, None for none
 
     def __call__(self, logits_MV: Tensor) -> Tensor:
         """Applies the map, in float32 at least if it does anything."""
@@ -37,17 +32,11 @@ class LogitMap:
 
 @dataclass(frozen=True)
 class ModuleHead:
-    """A head that is more than one linear map (LoRA, quantised, hooked): the module itself, then the model's map.
+    """A head that is more than one linear map (LoRA, quantised, hooked): the module itself, then the model's map."""
 
-    Args:
-        module: maps hidden states (M, D) to (M, V).
-        logit_map: what the model does afterwards.
-        bias_V: (V,) that the model adds to the module's output, or None.
-    """
-
-    module: nn.Module
-    logit_map: LogitMap
-    bias_V: Tensor | None = None
+    module: nn.Module  # maps hidden states (M, D) to (M, V)
+    logit_map: LogitMap  # what the model does afterwards
+    bias_V: Tensor | None = None  # (V,) that the model adds to the module's output, or None
 
     def __call__(self, hidden_MD: Tensor) -> Tensor:
         """Gives logits (M, V)."""

@@ -24,20 +24,14 @@ _LIKE = 2
 
 @dataclass(frozen=True)
 class Run:
-    """Segments of like length that attention takes together.
+    """Segments of like length that attention takes together."""
 
-    Args:
-        segments: how many.
-        width: tokens of the longest.
-        first: first token of the first segment, where all are equally long and lie end to end; else None.
-        tokens: (sum of lengths,) int64, their tokens in the packed row; None where ``first`` is known.
-        places: (sum of lengths,) int64, where these lie in ``segments`` rows of ``width``; None likewise.
-    """
-
-    segments: int
-    width: int
-    first: int | None
+    segments: int  # how many
+    width: int  # tokens of the longest
+    first: int | None  # first token of the first segment, where all are equally long and lie end to end; else None
+    # (sum of lengths,) int64, their tokens in the packed row; None where ``first`` is known
     tokens: Tensor | None = None
+    # (sum of lengths,) int64, where these lie in ``segments`` rows of ``width``; None likewise
     places: Tensor | None = None
 
     def take(self, packed: Tensor) -> Tensor:
@@ -68,19 +62,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Shared:
-    """A prompt that several completions see.
+    """A prompt that several completions see."""
 
-    Args:
-        prompt: first token of the prompt.
-        prompt_tokens: its tokens.
-        first: first token of the first completion; the others follow end to end.
-        tails: tokens of each completion that are read (its last one predicts nothing).
-    """
-
-    prompt: int
-    prompt_tokens: int
-    first: int
-    tails: tuple[int, ...]
+    prompt: int  # first token of the prompt
+    prompt_tokens: int  # its tokens
+    first: int  # first token of the first completion; the others follow end to end
+    tails: tuple[int, ...]  # tokens of each completion that are read (its last one predicts nothing)
 
     @property
     def prompt_span(self) -> slice:
@@ -95,18 +82,13 @@ class Shared:
 
 @dataclass(frozen=True)
 class Layout:
-    """Who sees whom in a packed row.
+    """Who sees whom in a packed row."""
 
-    Args:
-        runs: every segment, in runs of like length.
-        shared: prompts with several completions, at least one of which has tokens of its own to be read.
-        windows: per layer, the attention window in tokens, None for full attention.
-        masks: additive masks by what they depend on; made once, for all layers.
-    """
-
-    runs: tuple[Run, ...]
+    runs: tuple[Run, ...]  # every segment, in runs of like length
+    # prompts with several completions, at least one of which has tokens of its own to be read
     shared: tuple[Shared, ...]
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...]  # per layer, the attention window in tokens, None for full attention
+    # additive masks by what they depend on; made once, for all layers
     masks: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
     def own_mask(self, width: int, window: int | None, like: Tensor) -> Tensor | None:
@@ -143,19 +125,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Stored rows as one packed row.
+    """Stored rows as one packed row."""
 
-    Args:
-        ids: (1, N) int64.
-        positions: (1, N) int64; a completion's go on where its prompt ends.
-        places: (M,) int64, for each completion token of the rows, in order, the token that predicts it.
-        layout: who sees whom.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    places: Tensor
-    layout: Layout
+    ids: Tensor  # (1, N) int64
+    positions: Tensor  # (1, N) int64; a completion's continue where its prompt ends
+    places: Tensor  # (M,) int64, for each completion token of the rows, in order, the token that predicts it
+    layout: Layout  # who sees whom
 
 
 def pack_rows(

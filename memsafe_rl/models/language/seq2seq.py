@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import EncoderDecoderCache
 
 from memsafe_rl.accounting import claim
-from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import DecodeState
 from memsafe_rl.models.attention_implementations import attention_configs
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
@@ -32,7 +32,6 @@ from memsafe_rl.models.decoding.shared_prefix_attention import Reading, shared_p
 from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of, layer_windows
 from memsafe_rl.models.geometry import decoder_config
 from memsafe_rl.models.language.agreement import (
-    checking,
     probe_rows,
     sampling_disagreement,
     settle_generate,
@@ -45,29 +44,22 @@ from memsafe_rl.models.language.base import (
     is_encoder_decoder,
     language_model_of,
 )
-from memsafe_rl.models.language.heads import given_logits, logit_maps
-from memsafe_rl.types import Component, TokenDistribution, Trajectory
+from memsafe_rl.models.language.heads import logit_maps
+from memsafe_rl.models.module_state import eval_mode
+from memsafe_rl.types import Component, Trajectory
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Read:
-    """What an encoder made of some prompts of a store.
+    """What an encoder made of some prompts of a store."""
 
-    Args:
-        trajectory: the store.
-        prompts: indices of the prompts.
-        lengths: their tokens.
-        hidden_PLD: (P, L, D), padded on the right.
-        reader: the PEFT adapter that was active; None for none.
-    """
-
-    trajectory: Trajectory
-    prompts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    hidden_PLD: Tensor
-    reader: str | None
+    trajectory: Trajectory  # the store
+    prompts: tuple[int, ...]  # indices of the prompts
+    lengths: tuple[int, ...]  # their tokens
+    hidden_PLD: Tensor  # (P, L, D), padded on the right
+    reader: str | None  # the PEFT adapter that was active; None for none
 
 
 class Seq2SeqAdapter(LanguageAdapter):
@@ -103,38 +95,18 @@ class Seq2SeqAdapter(LanguageAdapter):
         self._read: _Read | None = None
         self._takes_positions = "position_ids" in inspect.signature(lm.get_decoder().forward).parameters
 
-    def distribution(
-        self,
-        trajectory: Trajectory,
-        rows: Sequence[int],
-        columns: Sequence[int] | None = None,
-        *,
-        packed: bool = False,
-    ) -> TokenDistribution:
-        """Runs the network over stored rows, up to its output head; the encoder reads each of their prompts once.
+    def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:  # noqa: ARG002
+        """Gives the hidden states (M, D) from which the actions of rows are predicted.
 
-        Prompts are padded on the right and masked; so are completions, where no token can see the padding.
+        Prompts are padded on the right and masked; the encoder reads each of them once.
         """
-        if columns is not None or packed:
-            raise ConfigError(
-                f"columns={columns}, packed={packed}: an encoder-decoder scores whole rows, and reads a prompt once "
-                "for all of them as it is; leave both out."
-            )
-        lengths = trajectory.action_lengths(rows)
-        for row, prompt in zip(rows, trajectory.condition_lengths(rows), strict=True):
-            if prompt < 1:
-                raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the eos token.")
-        tokens_M = trajectory.actions.take(rows).flat.to(self.device)
-        if self.path.route is Route.WHOLE:
-            return TokenDistribution(self.row_logits(self.lm, trajectory, rows), tokens_M, lengths, given_logits)
         hidden_BND = self._decoded(trajectory, rows)
         width = hidden_BND.shape[1]
         places = [
             torch.arange(row * width, row * width + length, device=hidden_BND.device)
-            for row, length in enumerate(lengths)
+            for row, length in enumerate(trajectory.action_lengths(rows))
         ]
-        hidden_MD = hidden_BND.flatten(0, 1).index_select(0, torch.cat(places))
-        return TokenDistribution(hidden_MD, tokens_M, lengths, self._head())
+        return hidden_BND.flatten(0, 1).index_select(0, torch.cat(places))
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:  # noqa: ARG002
@@ -156,14 +128,7 @@ class Seq2SeqAdapter(LanguageAdapter):
             raise NotImplementedError(f"{len(own.read)} and {len(cross.read)} layers of {len(self._windows)} keep keys")
         block = block_of(own.read, [1] * len(prompts), self._windows)
         block.source = block_of(cross.read, lengths, [None] * len(self._windows))
-        state = SharedPrefixState(
-            windows=self._windows,
-            blocks=(block,) * len(prompts),
-            prompts=tuple(range(len(prompts))),
-            lengths=[0] * len(prompts),
-            device=self.device,
-        )
-        return self._logits(last_P1D[:, -1]), state
+        return self._logits(last_P1D[:, -1]), SharedPrefixState.of_prompts(block, self._windows, self.device)
 
     @torch.no_grad()
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
@@ -330,11 +295,11 @@ def check_seq2seq(adapter: Seq2SeqAdapter) -> None:
     """Compares an adapter's own paths with its model's logits, and takes a plain path where scoring differs.
 
     Two short rows of unequal length go both ways. The first scoring path that agrees is kept: the stacks with each
-    reading of the config's logit scale, else the whole model row by row, which is said in one warning. A frozen
+    reading of the config's logit scale, else the whole model row by row, which one warning logs. A frozen
     reference copy takes the same path. The bytes of the cache go into the geometry. Where decoding differs,
-    transformers' `generate` decodes instead, with a cache or without, which is said likewise.
+    transformers' `generate` decodes instead, with a cache or without, which is logged too.
     """
-    with checking(adapter):
+    with torch.no_grad(), eval_mode(adapter.model):
         trajectory = probe_rows(adapter)
         wanted_MV = adapter.row_logits(adapter.model, trajectory, range(len(trajectory)))
         settle_path(adapter, trajectory, wanted_MV)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from memsafe_rl.memory.runtime.random_state import capture_random_state, set_ran
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
+from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout.engine import EngineCapabilities, LiveKeys, Progress, RolloutScope
 from memsafe_rl.rollout.external.kv_pool import pool_for
 from memsafe_rl.rollout.external.limits import drawn_by_limit
@@ -35,7 +37,6 @@ from memsafe_rl.rollout.external.sampling_support import (
     refuse_settings,
 )
 from memsafe_rl.rollout.external.seeds import seed_of
-from memsafe_rl.rollout.native.generation import eval_mode
 from memsafe_rl.rollout.scope import opened
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -112,12 +113,12 @@ class ContinuousEngine:
                 return []
             prompt, sample = asked.rows[0]
             seed = seed_of(names[prompt][sample]) % 2**31
-            return attempt(lambda plan: self._draw(asked, seed, own, plan, progress))
+            return attempt(partial(self._draw, asked, seed, own, progress))
 
         return drawn_by_limit(draw, prompts, keys, settings, limits)
 
     def _draw(
-        self, asked: EngineRequest, seed: int, settings: SamplingSettings, plan: RolloutPlan, progress: Progress | None
+        self, asked: EngineRequest, seed: int, settings: SamplingSettings, progress: Progress | None, plan: RolloutPlan
     ) -> list[Completion]:
         model, random = causal_lm_of(self._adapter.model), capture_random_state()
         generation, batching = _generation(settings), self._batching(asked, seed, plan)
@@ -229,7 +230,7 @@ def _stop(manager: Any, *, hard: bool) -> None:
 
 
 def _failed(error: BaseException | None, told: str) -> _Failed:
-    """Reads a failure, and lets go of the frames that it holds."""
+    """Reads a failure, and frees the frames that it holds."""
     out_of_memory = isinstance(error, MemoryError) or is_out_of_memory(error or RuntimeError(told))
     link = error
     while link is not None:

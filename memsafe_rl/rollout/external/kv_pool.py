@@ -10,19 +10,12 @@ from memsafe_rl.types import ModelGeometry
 
 @dataclass(frozen=True)
 class Pool:
-    """A key/value cache cut into blocks of equal size.
+    """A key/value cache cut into blocks of equal size."""
 
-    Args:
-        blocks: blocks, those that the engine keeps for itself included.
-        spare: blocks that the engine keeps for itself.
-        block_tokens: tokens of a block.
-        block_bytes: int, bytes of a block, over all layers.
-    """
-
-    blocks: int
-    spare: int
-    block_tokens: int
-    block_bytes: int
+    blocks: int  # blocks, those that the engine keeps for itself included
+    spare: int  # blocks that the engine keeps for itself
+    block_tokens: int  # tokens of a block
+    block_bytes: int  # int, bytes of a block, over all layers
 
     @property
     def bytes(self) -> int:

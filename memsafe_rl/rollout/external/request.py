@@ -1,4 +1,4 @@
-"""What a rollout asks of an engine of another library, as plain numbers, and refused where it would wait in vain."""
+"""What a rollout asks of an engine of another library, as plain numbers; what could never run is refused."""
 
 from __future__ import annotations
 
@@ -16,17 +16,11 @@ Row = tuple[int, int]
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """The sequences of one rollout.
+    """The sequences of one rollout."""
 
-    Args:
-        ids: tokens of each prompt.
-        rows: the sequences, prompt by prompt.
-        row_tokens: the longest prompt with a completion of full length, in tokens.
-    """
-
-    ids: list[list[int]]
-    rows: list[Row]
-    row_tokens: int
+    ids: list[list[int]]  # tokens of each prompt
+    rows: list[Row]  # the sequences, prompt by prompt
+    row_tokens: int  # the longest prompt with a completion of full length, in tokens
 
 
 def request_of(

@@ -17,7 +17,7 @@ FILTERS = frozenset({"top_p", "top_k", "min_p", "repetition_penalty"})
 
 
 def refuse_missing_vllm() -> None:
-    """Refuses to go on where vLLM is not installed."""
+    """Refuses `use_vllm` where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "use_vllm is True, but the package vllm is not installed. Install it with `pip install vllm`, or, for a "

@@ -16,15 +16,10 @@ _THREADS = 32
 
 @dataclass(frozen=True)
 class Call:
-    """One call to be made once.
+    """One call to be made once."""
 
-    Args:
-        function: takes nothing; may give a coroutine.
-        blocking: whether it goes into a thread.
-    """
-
-    function: Callable[[], Any]
-    blocking: bool = False
+    function: Callable[[], Any]  # takes nothing; may give a coroutine
+    blocking: bool = False  # whether it goes into a thread
 
 
 class Caller:

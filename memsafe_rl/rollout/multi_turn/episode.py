@@ -83,50 +83,29 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class Segment:
-    """Turns whose prompts extend each other, as one sequence.
+    """Turns whose prompts extend each other, as one sequence."""
 
-    Args:
-        condition: (length,) int64, the prompt of the first of them.
-        completion: everything behind it, as one; log-probs are 0 where ``mask`` is.
-        mask: (T,) uint8, 1 where the agent drew the token.
-        turns: how many turns it holds.
-    """
-
-    condition: Tensor
-    completion: Completion
-    mask: Tensor
-    turns: int
+    condition: Tensor  # (length,) int64, the prompt of the first of them
+    completion: Completion  # everything behind it, as one; log-probs are 0 where ``mask`` is
+    mask: Tensor  # (T,) uint8, 1 where the agent drew the token
+    turns: int  # how many turns it holds
 
 
 @dataclass(frozen=True)
 class Episode:
-    """A whole episode, on the host.
+    """A whole episode, on the host."""
 
-    Args:
-        key: its name.
-        example: the task.
-        prompt: messages that the agent saw before its first turn.
-        messages: what was said from then on.
-        segments: what the agent learns from: one sequence where each prompt extended the last.
-        ending: why it is over.
-        turns: turns of the agent.
-        tool_calls: calls of the agent that were carried out.
-        tool_failures: of them, those that failed.
-        malformed: turns whose tool calls could not be read.
-        environment: as it is after the end.
-    """
-
-    key: SequenceKey
-    example: Mapping[str, Any]
-    prompt: tuple[Message, ...]
-    messages: tuple[Message, ...]
-    segments: tuple[Segment, ...]
-    ending: Ending
-    turns: int
-    tool_calls: int
-    tool_failures: int
-    malformed: int
-    environment: Environment
+    key: SequenceKey  # its name
+    example: Mapping[str, Any]  # the task
+    prompt: tuple[Message, ...]  # messages that the agent saw before its first turn
+    messages: tuple[Message, ...]  # what was said from then on
+    segments: tuple[Segment, ...]  # what the agent is trained on: one sequence where each prompt extended the last
+    ending: Ending  # why it is over
+    turns: int  # turns of the agent
+    tool_calls: int  # calls of the agent that were carried out
+    tool_failures: int  # of them, those that failed
+    malformed: int  # turns whose tool calls could not be read
+    environment: Environment  # as it is after the end
 
     @property
     def finished(self) -> bool:
@@ -142,20 +121,13 @@ def turn_key(key: SequenceKey, turn: int, *, user: bool = False) -> SequenceKey:
 
 @dataclass
 class _Growing:
-    """A segment that may still grow.
+    """A segment that may still grow."""
 
-    Args:
-        condition: ids of its first prompt.
-        ids: ids behind it, as far as the agent drew them last.
-        mask: 1 where the agent drew.
-        logprobs: nats, one an id.
-        model_logprobs: likewise, of the model's own distribution.
-    """
-
-    condition: list[int]
-    ids: array[int] = field(default_factory=lambda: array("q"))
-    mask: bytearray = field(default_factory=bytearray)
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    condition: list[int]  # ids of its first prompt
+    ids: array[int] = field(default_factory=lambda: array("q"))  # ids behind it, as far as the agent drew them last
+    mask: bytearray = field(default_factory=bytearray)  # 1 where the agent drew
+    logprobs: array[float] = field(default_factory=lambda: array("f"))  # nats, one an id
+    # likewise, of the model's own distribution
     model_logprobs: array[float] = field(default_factory=lambda: array("f"))
     ties: int = 0
     turns: int = 0
@@ -193,25 +165,16 @@ class _Growing:
 
 @dataclass
 class LiveEpisode:
-    """An episode under way; all of it lies on the host.
+    """An episode under way; all of it lies on the host."""
 
-    Args:
-        key: its name.
-        example: the task.
-        environment: what it is played in.
-        messages: the conversation as the agent sees it.
-        context: ids of the agent's next prompt, or of its last while others have their turn.
-        drawn: ids of its last turn.
-        opening: messages of them before the agent's first turn.
-    """
-
-    key: SequenceKey
-    example: Mapping[str, Any]
-    environment: Environment
-    messages: list[Message] = field(default_factory=list)
+    key: SequenceKey  # its name
+    example: Mapping[str, Any]  # the task
+    environment: Environment  # what it is played in
+    messages: list[Message] = field(default_factory=list)  # the conversation as the agent sees it
+    # ids of the agent's next prompt, or of its last while others have their turn
     context: list[int] = field(default_factory=list)
-    drawn: list[int] = field(default_factory=list)
-    opening: int = 0
+    drawn: list[int] = field(default_factory=list)  # ids of its last turn
+    opening: int = 0  # messages of them before the agent's first turn
     first_tokens: int = 0
     user: User | None = None
     instructions: str = ""

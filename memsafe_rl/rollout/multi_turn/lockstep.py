@@ -1,7 +1,7 @@
 """Plays episodes together, half-turn by half-turn: all agents draw in one call, then environments move, then users.
 
-Agents go on until every live episode waits for its user or is over; only then do users speak. So roles switch once for
-a round of all episodes, and nothing of one episode depends on the others: its draws are named by its own key, its
+Agents continue until every live episode waits for its user or is over; only then do users speak. So roles switch once
+for a round of all episodes, and nothing of one episode depends on the others: its draws are named by its own key, its
 limits are its own, and the calls of users and environments come in the order of the episodes.
 """
 
@@ -33,42 +33,25 @@ UserDraw = Callable[[ModelUser, list[Tensor], list[list[SequenceKey]], list[int]
 
 @dataclass(frozen=True)
 class Beginning:
-    """An episode to be played.
+    """An episode to be played."""
 
-    Args:
-        key: names it, and its random streams.
-        example: the task: a row of the dataset.
-        prompt: the row's prompt, plain or conversational; None where the environment gives it.
-        environment: an instance of its own.
-    """
-
-    key: SequenceKey
-    example: Mapping[str, Any]
-    prompt: Any
-    environment: Environment
+    key: SequenceKey  # names it, and its random streams
+    example: Mapping[str, Any]  # the task: a row of the dataset
+    prompt: Any  # the row's prompt, plain or conversational; None where the environment gives it
+    environment: Environment  # an instance of its own
 
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """What episodes are played with.
+    """What episodes are played with."""
 
-    Args:
-        tokenizer: of the agent.
-        limits: of every episode.
-        agent: draws the agents' turns.
-        user: draws the turns of users that are models; None where there are none.
-        caller: calls environments and other users.
-        template_kwargs: extra arguments of the chat template.
-        user_context: longest prompt and answer of a user that is a model, in tokens; None for no limit.
-    """
-
-    tokenizer: Any
-    limits: EpisodeLimits
-    agent: AgentDraw
-    user: UserDraw | None
-    caller: Caller
-    template_kwargs: Mapping[str, Any] | None = None
-    user_context: int | None = None
+    tokenizer: Any  # of the agent
+    limits: EpisodeLimits  # of every episode
+    agent: AgentDraw  # draws the agents' turns
+    user: UserDraw | None  # draws the turns of users that are models; None where there are none
+    caller: Caller  # calls environments and other users
+    template_kwargs: Mapping[str, Any] | None = None  # extra arguments of the chat template
+    user_context: int | None = None  # longest prompt and answer of a user that is a model, in tokens; None for no limit
 
 
 def play(beginnings: Sequence[Beginning], table: EpisodeSettings) -> list[Episode]:
@@ -350,17 +333,11 @@ def _bound(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Different prompts, and which of them each row follows.
+    """Different prompts, and which of them each row follows."""
 
-    Args:
-        prompts: (length,) int64 each, on the host.
-        rows: for each prompt, the rows that follow it.
-        limits: for each prompt, its longest completion.
-    """
-
-    prompts: list[Tensor]
-    rows: list[list[int]]
-    limits: list[int]
+    prompts: list[Tensor]  # (length,) int64 each, on the host
+    rows: list[list[int]]  # for each prompt, the rows that follow it
+    limits: list[int]  # for each prompt, its longest completion
 
 
 def _grouped(contexts: Sequence[Sequence[int]], limits: Sequence[int]) -> _Asked:

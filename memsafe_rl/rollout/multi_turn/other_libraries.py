@@ -122,23 +122,14 @@ class DuplexUser(Protocol):
 
 @dataclass(frozen=True)
 class DuplexMessage:
-    """What is handed to a tau2-shaped user or environment.
+    """What is handed to a tau2-shaped user or environment."""
 
-    Args:
-        role: "assistant" or "user".
-        content: what was said.
-        id: of a tool call.
-        name: of the tool.
-        arguments: of the call.
-        requestor: who calls.
-    """
-
-    role: str = "assistant"
-    content: str | None = None
-    id: str = ""
-    name: str = ""
-    arguments: Mapping[str, Any] | None = None
-    requestor: str = "assistant"
+    role: str = "assistant"  # "assistant" or "user"
+    content: str | None = None  # what was said
+    id: str = ""  # of a tool call
+    name: str = ""  # of the tool
+    arguments: Mapping[str, Any] | None = None  # of the call
+    requestor: str = "assistant"  # who calls
 
 
 class HalfDuplex(Environment):
@@ -150,7 +141,7 @@ class HalfDuplex(Environment):
     Args:
         make: takes the task; gives the domain's environment and its user.
         judge: takes the task, the domain and the conversation; gives the reward.
-        greeting: what the agent says first, by itself; none of its tokens is learnt from.
+        greeting: what the agent says first, by itself; its tokens are excluded from the loss.
         stops: strings in the user's words that end the conversation.
         blocking: whether domain and user block, as calls of remote models do.
     """

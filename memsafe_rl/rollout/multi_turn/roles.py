@@ -13,7 +13,7 @@ from torch import nn
 from memsafe_rl.accounting import weights_of
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.models.language.base import refuse_trained_bias
+from memsafe_rl.models.module_state import peft_adapter_on
 
 AGENT, BASE, REFERENCE = "agent", "base", "reference"
 """The roles that every hub has: the trained model, the same with its adapters off, and what the KL refers to."""
@@ -21,19 +21,12 @@ AGENT, BASE, REFERENCE = "agent", "base", "reference"
 
 @dataclass(frozen=True)
 class ModelKey:
-    """What makes two models the same weights.
+    """What makes two models the same weights."""
 
-    Args:
-        name: of the model, or its path.
-        dtype: of its weights.
-        quantization: its method, such as "bitsandbytes/4bit"; None for none.
-        device: where it lies.
-    """
-
-    name: str
-    dtype: str
-    quantization: str | None
-    device: str
+    name: str  # of the model, or its path
+    dtype: str  # of its weights
+    quantization: str | None  # its method, such as "bitsandbytes/4bit"; None for none
+    device: str  # where it lies
 
 
 def key_of(model: nn.Module) -> ModelKey:
@@ -130,31 +123,3 @@ class ModelRoles:
         if role in getattr(model, "peft_config", {}):
             return self._agent, role
         raise ConfigError(f"There is no role {role!r}. Use one of {', '.join(self.roles)}, or register it first.")
-
-
-@contextmanager
-def peft_adapter_on(model: nn.Module, name: str | None) -> Iterator[None]:
-    """Switches a PEFT adapter on, or all off; active adapter and ``requires_grad`` are as before afterwards."""
-    if not isinstance(model, PeftModel):
-        if name is not None:
-            raise ConfigError(f"{type(model).__name__} has no PEFT adapter {name!r}. Leave peft_adapter out.")
-        yield
-        return
-    refuse_trained_bias(model.peft_config.values())
-    if name is not None and name not in model.peft_config:
-        raise ConfigError(f"There is no PEFT adapter {name!r}. Use one of {', '.join(model.peft_config)}.")
-    flags = [(weight, weight.requires_grad) for weight in model.parameters()]
-    active = model.active_adapter
-    try:
-        if name is None:
-            with model.disable_adapter():
-                yield
-        else:
-            model.set_adapter(name)
-            try:
-                yield
-            finally:
-                model.set_adapter(active)
-    finally:
-        for weight, requires_grad in flags:
-            weight.requires_grad_(requires_grad)

@@ -137,7 +137,7 @@ class ToolEnvironment(Environment):
         return _told(calls, known)
 
 
-class MethodEnvironment(ToolEnvironment):
+class MethodEnvironment(Environment):
     """An environment in TRL's form: `reset(**columns)`, maybe `get_reward()`, and methods that are tools."""
 
     def __init__(self, instance: Any, tools: Sequence[Tool] = ()) -> None:
@@ -151,7 +151,8 @@ class MethodEnvironment(ToolEnvironment):
                 f"environment_factory gave a {type(instance).__name__}, which has no method `reset`. Define "
                 "`reset(**columns)`, or derive it from memsafe_rl.Environment."
             )
-        super().__init__([*listed_tools(tools), *methods_of(instance)])
+        self._calling = ToolEnvironment([*listed_tools(tools), *methods_of(instance)])
+        self.tools = self._calling.tools
         self.instance = instance
         self.blocking = bool(getattr(instance, "blocking", False))
 
@@ -164,6 +165,10 @@ class MethodEnvironment(ToolEnvironment):
         """Begins an episode."""
         seen: Observation | Awaitable[Observation] = self.instance.reset(**example)
         return seen
+
+    def step(self, action: Action) -> Step | Awaitable[Step]:
+        """Calls the tools of an action in their order."""
+        return self._calling.step(action)
 
     def reward(self) -> float | Awaitable[float | None] | None:
         """Gives what the instance's `get_reward` does."""

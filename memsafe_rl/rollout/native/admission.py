@@ -13,22 +13,15 @@ _JOIN_SHARE = 8
 
 
 class Candidate(NamedTuple):
-    """A sequence that waits.
+    """A sequence that waits."""
 
-    Args:
-        prompt: index of its prompt; samples of a prompt stand side by side.
-        prompt_tokens: length of the prompt.
-        drawn_tokens: tokens it has drawn before.
-        max_new_tokens: most tokens it may draw in all; where prompts are kept once, that any row of the batch may draw,
-            since rows are as wide as the widest; of a prompt that was kept in part, what is read behind it counts too.
-        is_kept: whether its prompt's cache was kept, whose bytes count with those of the batch's prompts.
-    """
-
-    prompt: int
-    prompt_tokens: int
-    drawn_tokens: int
+    prompt: int  # index of its prompt; samples of a prompt stand side by side
+    prompt_tokens: int  # length of the prompt
+    drawn_tokens: int  # tokens it has drawn before
+    # most tokens it may draw in all; where prompts are kept once, that any row of the batch may draw, since rows are as
+    # wide as the widest; of a prompt that was kept in part, what is read behind it counts too
     max_new_tokens: int
-    is_kept: bool = False
+    is_kept: bool = False  # whether its prompt's cache was kept, whose bytes count with those of the batch's prompts
 
 
 def admit(

@@ -2,8 +2,8 @@
 
 A row is found again by its place in the rollout, and is read on from the last token that its new context has in common
 with what was kept. Rows belong to the network and the adapters under which they were read, and to the weights as they
-were: under any others they are not there. What is kept never passes the bytes that a plan allows, and whoever runs out
-of memory gives all of it up.
+were: under any others they are not there. What is kept never exceeds the bytes that a plan allows, and a failed attempt
+frees all of it.
 """
 
 from __future__ import annotations
@@ -34,28 +34,18 @@ def name_of(key: SequenceKey) -> RowName:
 
 @dataclass(eq=False)
 class _Waiting:
-    """A row that waits.
+    """A row that waits."""
 
-    Args:
-        ids: (tokens,) int64 on the host, whose keys and values it has.
-        cache: the keys and values.
-    """
-
-    ids: Tensor
-    cache: RowCache
+    ids: Tensor  # (tokens,) int64 on the host, whose keys and values it has
+    cache: RowCache  # the keys and values
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Who can read a row on.
+    """Who can read a row on."""
 
-    Args:
-        adapter: the network.
-        adapters: names of its PEFT adapters that are on.
-    """
-
-    adapter: ModelAdapter
-    adapters: tuple[str, ...]
+    adapter: ModelAdapter  # the network
+    adapters: tuple[str, ...]  # names of its PEFT adapters that are on
 
 
 class KeptCaches:
@@ -67,12 +57,12 @@ class KeptCaches:
         self._weights: dict[_Reader, int] = {}
 
     def clear(self) -> None:
-        """Gives up everything."""
+        """Frees everything."""
         for rows in self._rows.values():
             rows.clear()
 
     def of(self, adapter: ModelAdapter) -> KeptRows | None:
-        """Gives the rows that a network can read on as it is now; those of episodes that are over are given up."""
+        """Gives the rows that a network can resume as it is now, and frees those of episodes that are over."""
         if not adapter.kv_retention:
             return None
         reader, weights = _Reader(adapter, adapter.peft_adapters_on()), adapter.weights_mark()
@@ -89,10 +79,10 @@ class KeptCaches:
         return sum(row.cache.nbytes() for row in self._all()) + sum(block.nbytes() for block in blocks.values())
 
     def shrink(self, most_bytes: int, in_flight: Sequence[PromptBlock]) -> None:
-        """Gives rows up until the others hold no more than so many bytes: of episodes that are over, then the longest.
+        """Frees rows until the others hold at most so many bytes: of episodes that are over, then the longest.
 
-        The longest, for so the fewest are read anew; what is kept of the others is used at their next turn. Giving up
-        the oldest would give up all in turn, since turns go round.
+        Freeing the longest leaves the fewest to be read anew. Freeing the oldest would free all in turn, since turns
+        go round.
         """
         if self.nbytes(in_flight) > max(0, most_bytes):
             self._give_up_ended()
@@ -125,7 +115,7 @@ class KeptRows:
         self._rows = rows
 
     def common(self, name: RowName, ids: Tensor) -> int:
-        """Counts the tokens of a context that need not be read; a row that is of no use is given up."""
+        """Counts the tokens of a context that need not be read; frees a row that is of no use."""
         row = self._rows.get(name)
         if row is None:
             return 0
@@ -139,32 +129,17 @@ class KeptRows:
             return 0
         return shared
 
-    def block_of(self, name: RowName) -> PromptBlock:
-        """Gives the block that holds a row's prompt."""
-        return self._rows[name].cache.block
-
-    def base_of(self, name: RowName) -> int:
-        """Counts the tokens of a row that lie in its prompt's block."""
-        return self._rows[name].cache.base
-
-    def place_of(self, name: RowName) -> tuple[int, int]:
-        """Says where a row's prompt lies, so that rows of a block can stand side by side."""
-        cache = self._rows[name].cache
-        return id(cache.block), cache.prompt
+    def waiting(self, name: RowName) -> RowCache:
+        """Gives a row that waits, to be looked at."""
+        return self._rows[name].cache
 
     def drop(self, name: RowName) -> None:
-        """Gives a row up."""
+        """Frees a row."""
         del self._rows[name]
 
     def take(self, names: Sequence[RowName]) -> list[RowCache]:
         """Takes rows out."""
         return [self._rows.pop(name).cache for name in names]
-
-    def resume(
-        self, rows: Sequence[RowCache], kept: Sequence[int], tokens: Sequence[Tensor], chunk_tokens: int
-    ) -> tuple[Tensor, DecodeState]:
-        """Has rows read on."""
-        return self._adapter.resume(rows, kept, tokens, chunk_tokens)
 
     def set_aside(
         self, state: DecodeState, leaving: Sequence[tuple[int, RowName, Tensor]], staying: Sequence[int]
@@ -184,8 +159,3 @@ class KeptRows:
             name, ids = told[row]
             self._rows[name] = _Waiting(ids[: cache.tokens], cache)
         return rest
-
-
-def blocks_of(state: DecodeState | None) -> list[PromptBlock]:
-    """Gives the prompts that the rows of a state follow."""
-    return [] if state is None else state.prompt_blocks()

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from memsafe_rl.memory.runtime.random_state import capture_random_state, set_ran
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
+from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout.engine import EngineCapabilities, LiveKeys, Progress, RolloutScope
 from memsafe_rl.rollout.external.kv_pool import Pool, pool_for
 from memsafe_rl.rollout.external.limits import drawn_by_limit
@@ -30,7 +32,6 @@ from memsafe_rl.rollout.external.sampling_support import (
     refuse_settings,
 )
 from memsafe_rl.rollout.external.seeds import seed_of
-from memsafe_rl.rollout.native.generation import eval_mode
 from memsafe_rl.rollout.scope import opened
 from memsafe_rl.rollout.vllm.hosting import (
     Hosted,
@@ -60,19 +61,12 @@ _GROWTH = 2
 
 @dataclass(frozen=True)
 class VLLMSettings:
-    """What is fixed for a whole run.
+    """What is fixed for a whole run."""
 
-    Args:
-        dtype: type of the engine's weights, such as "bfloat16".
-        memory_share: share of the device that its weights and its pool may fill.
-        sleeps: whether it gives its bytes back between two rollouts.
-        max_model_length: longest sequence, in tokens; None for what the network and the pool hold.
-    """
-
-    dtype: str
-    memory_share: float = 0.3
-    sleeps: bool = False
-    max_model_length: int | None = None
+    dtype: str  # type of the engine's weights, such as "bfloat16"
+    memory_share: float = 0.3  # share of the device that its weights and its pool may fill
+    sleeps: bool = False  # whether it gives its bytes back between two rollouts
+    max_model_length: int | None = None  # longest sequence, in tokens; None for what the network and the pool hold
 
 
 class VLLMEngine:
@@ -150,7 +144,7 @@ class VLLMEngine:
             asked = request_of(some, names, own, self._adapter.geometry)
             if not asked.rows:
                 return []
-            ended = attempt(lambda plan: self._draw(asked, names, own, plan, progress))
+            ended = attempt(partial(self._draw, asked, names, own, progress))
             return [ended[row] for row in asked.rows]
 
         return drawn_by_limit(draw, prompts, keys, settings, limits)
@@ -176,8 +170,8 @@ class VLLMEngine:
         asked: EngineRequest,
         keys: Sequence[Sequence[SequenceKey]],
         settings: SamplingSettings,
-        plan: RolloutPlan,
         progress: Progress | None,
+        plan: RolloutPlan,
     ) -> dict[Row, Completion]:
         random = capture_random_state()  # which vLLM draws from, though every sequence has its own seed
         try:

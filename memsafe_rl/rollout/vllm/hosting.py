@@ -36,25 +36,15 @@ _TOO_SMALL = re.compile(
 
 @dataclass(frozen=True)
 class Hosted:
-    """What a vLLM engine is built with.
+    """What a vLLM engine is built with."""
 
-    Args:
-        pool: its key/value pool.
-        max_model_len: longest sequence, in tokens.
-        rows: sequences that it decodes together.
-        batch_tokens: tokens that it reads in one forward.
-        dtype: type of its weights and of its cache, such as "float32".
-        memory_share: share of the device that vLLM may believe its own.
-        sleeps: whether its bytes can be taken away and given back.
-    """
-
-    pool: Pool
-    max_model_len: int
-    rows: int
-    batch_tokens: int
-    dtype: str
-    memory_share: float
-    sleeps: bool
+    pool: Pool  # its key/value pool
+    max_model_len: int  # longest sequence, in tokens
+    rows: int  # sequences that it decodes together
+    batch_tokens: int  # tokens that it reads in one forward
+    dtype: str  # type of its weights and of its cache, such as "float32"
+    memory_share: float  # share of the device that vLLM may believe its own
+    sleeps: bool  # whether its bytes can be taken away and given back
 
 
 def build(model: Any, hosted: Hosted, device: torch.device) -> Any:

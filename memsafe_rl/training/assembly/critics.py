@@ -14,7 +14,7 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.prompts import PromptReader, PromptTokenizer
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.critic import Critic, OwnModel, SecondAdapter, SharedTrunk
-from memsafe_rl.models.diffusion.policy import DiffusionAdapter
+from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.state_critic import StateCritic
 from memsafe_rl.models.language.factory import adapter_for
 from memsafe_rl.models.loading import load_model, read_config

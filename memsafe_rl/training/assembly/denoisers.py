@@ -17,13 +17,8 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.prompts import PromptReader, Prompts, prompt_of
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
-from memsafe_rl.models.diffusion.policy import (
-    DiffusionAdapter,
-    DiffusionPolicy,
-    check_denoiser,
-    policy_of,
-    prepare_policy,
-)
+from memsafe_rl.models.diffusion.adapter import DiffusionAdapter, check_denoiser
+from memsafe_rl.models.diffusion.policy import DiffusionPolicy, policy_of, prepare_policy
 from memsafe_rl.models.diffusion.state_critic import StateNetwork, check_state_critic
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.rollout.denoising import DenoisingEngine
