@@ -130,7 +130,7 @@ def test_a_model_is_needed_and_must_be_known() -> None:
         ('{"model_type": "qwen3", "hidden_size": "64"}', "expected int, got str"),
         ('{"model_type": "frobnicate"}', "frobnicate"),
         ('{"model_type": "vit"}', "type 'vit' cannot be trained as a language model"),
-        ('{"model_type": "qwen3", "num_hidden_layers": 0}', "Look at the sizes in its config.json"),
+        ('{"model_type": "qwen3", "num_hidden_layers": 0}', "Check the sizes in its config.json"),
     ],
 )
 def test_a_config_that_no_model_can_have_is_named(tmp_path: Path, content: str, told: str) -> None:
