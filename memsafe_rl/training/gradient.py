@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from memsafe_rl.accounting import host_memory, is_on_host, worth_running
+from memsafe_rl.accounting import host_memory, is_on_host
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.host_memory import offloaded, to_device, to_host
 from memsafe_rl.models.adapter import ScoringAdapter
@@ -21,8 +21,7 @@ from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
 from memsafe_rl.ops.gae import value_loss
 from memsafe_rl.ops.losses import LOSSES, needs_whole_rows, policy_loss
-from memsafe_rl.rollout.scoring import score_rows, update_work, value_rows
-from memsafe_rl.slices import cut_columns, cut_groups, packed_tokens, telling
+from memsafe_rl.rollout.scoring import score_rows, value_rows
 from memsafe_rl.types import (
     Denominators,
     LossInputs,
@@ -106,6 +105,32 @@ class StepGradient:
     merge: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """What the forward and backward passes of a step share."""
+
+    adapter: ScoringAdapter
+    trajectory: Trajectory
+    plan: UpdatePlan
+    terms: StepTerms
+    autocast: Callable[[], AbstractContextManager[object]]
+    scale: Callable[[Tensor], Tensor]
+
+    @contextmanager
+    def forward(self, network: ScoringAdapter) -> Iterator[None]:
+        """The contexts of a network's forward pass; its backward runs outside."""
+        with self.autocast(), kept_activations(network, self.plan):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of a loss to the parameters'."""
+        torch.autograd.backward(self.scale(loss))
+
+    def packs(self, network: ScoringAdapter) -> bool:
+        """Whether completions lie behind one copy of their prompt; under dropout they would share its mask."""
+        return self.plan.pack_prompts and network.packs_prompts and not network.model.training
+
+
 def accumulate_gradient(
     adapter: ScoringAdapter,
     trajectory: Trajectory,
@@ -117,68 +142,51 @@ def accumulate_gradient(
     scale: Callable[[Tensor], Tensor],
 ) -> StepGradient:
     """Adds the gradient of some rows of a step to the parameters' `.grad`; how they are cut leaves it unchanged."""
-    if adapter.time_separable:
-        return _accumulate_columns(adapter, trajectory, rows, plan, terms, autocast=autocast, scale=scale)
-    work = update_work(adapter, trajectory, rows, packable=plan.pack_prompts and not adapter.model.training)
+    shared = _Pass(adapter, trajectory, plan, terms, autocast, scale)
+    return _accumulate_columns(shared, rows) if adapter.time_separable else _accumulate_rows(shared, rows)
+
+
+def _accumulate_rows(shared: _Pass, rows: Sequence[int]) -> StepGradient:
+    """Goes over micro-batches of whole rows, and measures each as it is run."""
+    adapter, trajectory = shared.adapter, shared.trajectory
     zero = torch.zeros((), device=adapter.device)
     step = StepGradient(loss=zero, run_tokens=zero)
-    for group in cut_groups(work, plan.micro_batch_tokens, packed=plan.pack_prompts):
-        together = [rows[place] for places in group for place in places]
-        with adapter.read_together(trajectory, together, partial(_forward, adapter, plan, autocast)):
-            # Without an encoder, whose gradient waits at what it gave, a rehearsal chooses rows before it comes here.
-            for places in worth_running(group, partial(telling, work)) if work.sources else group:
-                micro, packed = [rows[place] for place in places], bool(work.prompts)
-                _learn_from(step, adapter, trajectory, micro, plan, terms, packed, autocast=autocast, scale=scale)
-                padded = len(micro) * max(work.row_tokens[place] for place in places)
-                step.tokens += packed_tokens(work, places) if packed else padded
+    tokens = shared.plan.micro_batch_tokens
+    for group in adapter.micro_batches(trajectory, rows, tokens, packed=shared.packs(adapter)):
+        together = [rows[place] for place in group.places]
+        with adapter.read_together(trajectory, together, partial(shared.forward, adapter)):
+            for micro in group.to_run():
+                _learn_from(step, shared, [rows[place] for place in micro.places], packed=micro.packed)
+                step.tokens += micro.tokens
     return step
 
 
-@contextmanager
-def _forward(
-    adapter: ScoringAdapter, plan: UpdatePlan, autocast: Callable[[], AbstractContextManager[object]]
-) -> Iterator[None]:
-    """The contexts of a forward pass; its backward runs outside."""
-    with autocast(), kept_activations(adapter, plan):
-        yield
-
-
-def _learn_from(
-    step: StepGradient,
-    adapter: ScoringAdapter,
-    trajectory: Trajectory,
-    micro: Sequence[int],
-    plan: UpdatePlan,
-    terms: StepTerms,
-    packed: bool,
-    *,
-    autocast: Callable[[], AbstractContextManager[object]],
-    scale: Callable[[Tensor], Tensor],
-) -> None:
+def _learn_from(step: StepGradient, shared: _Pass, rows: Sequence[int], *, packed: bool) -> None:
     """Adds the gradient of one micro-batch, and what is measured of it; a function, so that its tensors end with it."""
+    terms, trajectory = shared.terms, shared.trajectory
     critic = None if terms.values is None else terms.values.critic
-    with _forward(adapter, plan, autocast):
+    with shared.forward(shared.adapter):
         scores = score_rows(
-            adapter,
+            shared.adapter,
             trajectory,
-            micro,
+            rows,
             temperature=terms.temperature,
-            tile=plan.logprob_tile,
+            tile=shared.plan.logprob_tile,
             with_entropy=terms.with_entropy,
             packed=packed,
             value_head=critic.head if critic is not None and critic.shares_forward else None,
         )
-    inputs = loss_inputs(trajectory, micro, terms, scores)
+    inputs = loss_inputs(trajectory, rows, terms, scores)
     result = policy_loss(inputs, terms.settings, terms.denominators)
     if scores.values_BT is not None:
-        result = _both(result, value_share(trajectory, micro, terms, scores.values_BT))
-    torch.autograd.backward(scale(result.loss))
+        result = _both(result, value_share(trajectory, rows, terms, scores.values_BT))
+    shared.backward(result.loss)
     _add(step, result, inputs.mask_BT.sum())
-    for place, row in enumerate(micro):
+    for place, row in enumerate(rows):
         step.logprobs[row] = scores.logprobs_BT[place, : trajectory.actions.lengths[row]].detach()
     if critic is not None and not critic.shares_forward:
         del scores, inputs, result  # the critic's forward needs their room
-        _add(step, _critic_gradient(critic, trajectory, micro, plan, terms, autocast=autocast, scale=scale))
+        _add(step, _critic_gradient(critic, shared, rows))
     step.micro_batches += 1
 
 
@@ -193,20 +201,12 @@ def check_separable(settings: LossSettings) -> None:
         )
 
 
-def _accumulate_columns(
-    adapter: ScoringAdapter,
-    trajectory: Trajectory,
-    rows: Sequence[int],
-    plan: UpdatePlan,
-    terms: StepTerms,
-    *,
-    autocast: Callable[[], AbstractContextManager[object]],
-    scale: Callable[[Tensor], Tensor],
-) -> StepGradient:
+def _accumulate_columns(shared: _Pass, rows: Sequence[int]) -> StepGradient:
     """Goes over rows × columns, forward and backward of a rectangle at a time, so that bytes do not grow with columns.
 
     What is measured of a row is measured at the end, on all its columns, on the host: its numbers grow with them.
     """
+    terms, trajectory = shared.terms, shared.trajectory
     check_separable(terms.settings)
     with host_memory():
         step = StepGradient(loss=torch.zeros(()), run_tokens=torch.zeros(()))
@@ -214,18 +214,18 @@ def _accumulate_columns(
         return step
     found: dict[str, Tensor] = {}
     shape = len(rows), max(trajectory.action_lengths(rows))
-    for places, columns in worth_running(cut_columns(len(rows), trajectory.counted_columns, plan.micro_batch_tokens)):
+    (group,) = shared.adapter.micro_batches(trajectory, rows, shared.plan.micro_batch_tokens)
+    for places, columns, _, tokens in group.to_run():
+        if columns is None:
+            raise AssertionError("the columns of a chain are run one by one")
         micro = [rows[place] for place in places]
-        scores = _policy_gradient(adapter, trajectory, micro, columns, plan, terms, autocast=autocast, scale=scale)
+        scores = _policy_gradient(shared, micro, columns)
         _collect(found, scores, places, columns, shape)
         del scores  # the critic's forward needs their room
         if terms.values is not None:
-            critic = terms.values.critic
-            _add(
-                step, _critic_gradient(critic, trajectory, micro, plan, terms, columns, autocast=autocast, scale=scale)
-            )
+            _add(step, _critic_gradient(terms.values.critic, shared, micro, columns))
         step.micro_batches += 1
-        step.tokens += len(places) * len(columns)
+        step.tokens += tokens
     with torch.no_grad(), host_memory():
         whole = loss_inputs(trajectory, rows, terms, TokenScores(**found))
         _add(step, policy_loss(whole, terms.settings, terms.denominators), whole.mask_BT.sum())
@@ -234,31 +234,22 @@ def _accumulate_columns(
     return step
 
 
-def _policy_gradient(
-    adapter: ScoringAdapter,
-    trajectory: Trajectory,
-    micro: Sequence[int],
-    columns: Sequence[int],
-    plan: UpdatePlan,
-    terms: StepTerms,
-    *,
-    autocast: Callable[[], AbstractContextManager[object]],
-    scale: Callable[[Tensor], Tensor],
-) -> TokenScores:
+def _policy_gradient(shared: _Pass, rows: Sequence[int], columns: Sequence[int]) -> TokenScores:
     """Adds the gradient of the policy's loss over a rectangle, and gives its scores, detached."""
-    with _forward(adapter, plan, autocast):
+    terms, trajectory = shared.terms, shared.trajectory
+    with shared.forward(shared.adapter):
         scores = score_rows(
-            adapter,
+            shared.adapter,
             trajectory,
-            micro,
+            rows,
             columns,
             temperature=terms.temperature,
-            tile=plan.logprob_tile,
+            tile=shared.plan.logprob_tile,
             with_entropy=terms.with_entropy,
             with_kl=terms.settings.beta != 0.0,
         )
-    inputs = loss_inputs(trajectory, micro, terms, scores, columns)
-    torch.autograd.backward(scale(policy_loss(inputs, terms.settings, terms.denominators).loss))
+    inputs = loss_inputs(trajectory, rows, terms, scores, columns)
+    shared.backward(policy_loss(inputs, terms.settings, terms.denominators).loss)
     parts = {entry.name: getattr(scores, entry.name) for entry in fields(scores)}
     return replace(scores, **{name: part.detach() for name, part in parts.items() if part is not None})
 
@@ -351,23 +342,14 @@ def value_share(
 
 
 def _critic_gradient(
-    critic: Critic,
-    trajectory: Trajectory,
-    rows: Sequence[int],
-    plan: UpdatePlan,
-    terms: StepTerms,
-    columns: Sequence[int] | None = None,
-    *,
-    autocast: Callable[[], AbstractContextManager[object]],
-    scale: Callable[[Tensor], Tensor],
+    critic: Critic, shared: _Pass, rows: Sequence[int], columns: Sequence[int] | None = None
 ) -> LossResult:
     """Adds the gradient of a critic that runs by itself, over the same rows, or some columns of them."""
     with critic.running() as network:
-        packed = plan.pack_prompts and network.packs_prompts and not network.model.training
-        with _forward(network, plan, autocast):
-            values_BT = value_rows(network, trajectory, rows, critic.head, columns, packed=packed)
-        share = value_share(trajectory, rows, terms, values_BT, columns)
-        torch.autograd.backward(scale(share.loss))
+        with shared.forward(network):
+            values_BT = value_rows(network, shared.trajectory, rows, critic.head, columns, packed=shared.packs(network))
+        share = value_share(shared.trajectory, rows, shared.terms, values_BT, columns)
+        shared.backward(share.loss)
     return share
 
 

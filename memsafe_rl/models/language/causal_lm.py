@@ -215,7 +215,8 @@ def check_head(adapter: CausalLMAdapter) -> None:
     Two short rows of unequal length go both ways. The first scoring path that agrees is kept: without a mask, with a
     mask, each with every reading of the config's logit scale; else the whole model row by row. Anything but the first
     is logged in one warning. A frozen reference copy takes the same path. Where decoding differs, transformers'
-    `generate` decodes instead, with a cache or without, which is logged too. The bytes of the cache go into the geometry.
+    `generate` decodes instead, with a cache or without, which is logged too. The bytes of the cache go into the
+    geometry.
     """
     with torch.no_grad(), eval_mode(adapter.model):
         trajectory = probe_rows(adapter)
