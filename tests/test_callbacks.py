@@ -25,7 +25,7 @@ def text_of(console: Console) -> str:
 def test_the_banner_says_what_is_about_to_happen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_trainer(tmp_path, disable_tqdm=False, num_iterations=2)
     said = capsys.readouterr().err
-    for fact in ("effective batch", "8 completions an optimizer step", "learnt from 2 time(s)", "memory budget", "cpu"):
+    for fact in ("effective batch", "8 completions per optimizer step", "trained on 2 times", "memory budget", "cpu"):
         assert fact in said
     console = screen()
     banner({"a": "b"}, console)
