@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 
 _switch = threading.RLock()
 
@@ -17,6 +19,22 @@ def attention_configs(model: nn.Module) -> tuple[Any, ...]:
     configs = (getattr(module, "config", None) for module in model.modules())
     found = {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}
     return tuple(found.values())
+
+
+def keep_eager_masks_finite() -> None:
+    """Bounds the masks of transformers' eager attention by float32's lowest number, for every network of this process.
+
+    Most networks take the softmax of eager attention in float32. There, float64's lowest number is -inf: padding that
+    sees nothing, such as padding under a window, becomes NaN, and from the next layer on so does its whole row.
+    """
+    ALL_MASK_ATTENTION_FUNCTIONS.register("eager", _finite_eager_mask)
+
+
+def _finite_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    mask: Tensor | None = eager_mask(*args, **kwargs)
+    if mask is None or mask.dtype is not torch.float64:
+        return mask
+    return mask.clamp_(min=torch.finfo(torch.float32).min)
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from memsafe_rl.models.language.heads import naive_logits
 from memsafe_rl.types import Ragged, TokenDistribution, Trajectory
@@ -45,6 +47,22 @@ def make_rows(
         group_of_row=order,
         finished=(True,) * len(prompts),
     )
+
+
+class ExactSoftmax(TorchFunctionMode):
+    """Takes every softmax of float64 scores in float64; transformers' eager attention takes it in float32.
+
+    There, the sum over a row's keys depends on the width of its padding and of the processor's vectors, by 1e-7. With
+    the softmax exact, what is left between two ways through a network is this library's, down to 1e-12.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.softmax and args[0].dtype is torch.float64:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
 
 
 def exact_norms(model: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, Route, check_head
 from memsafe_rl.models.language.heads import ModuleHead, naive_logits
 from memsafe_rl.types import LinearHead
-from tests.models.helpers import PAD, SMALL, assert_close, logprobs_of, make_rows, naive_row_logits
+from tests.models.helpers import PAD, SMALL, ExactSoftmax, assert_close, logprobs_of, make_rows, naive_row_logits
 from tests.tiny import ARCHS, MODEL_CLASSES, tiny_config, tiny_model
 
 
@@ -50,8 +52,15 @@ def lora(model: Any, seed: int = 3, **settings: Any) -> Any:
     return model
 
 
+@pytest.fixture
+def exact_softmax() -> Iterator[None]:
+    with ExactSoftmax():
+        yield
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.usefixtures("exact_softmax")
 def test_scores_equal_the_models_own(arch: str, tied: bool) -> None:
     model = tiny_model(arch, tied=tied, dtype=torch.float64)
     adapter, trajectory, rows = checked(model), make_rows(), [2, 0, 1]
@@ -66,13 +75,42 @@ def test_scores_equal_the_models_own(arch: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2", "gemma3"])
+@pytest.mark.usefixtures("exact_softmax")
 def test_eager_attention_is_exact_too(arch: str) -> None:
     model = tiny_model(arch, attn="eager", dtype=torch.float64)
-    trajectory = make_rows()
-    distribution = checked(model).distribution(trajectory, [0, 1, 2])
+    adapter, trajectory = checked(model), make_rows()
+    assert adapter.path.route is Route.LEAN
+    distribution = adapter.distribution(trajectory, [0, 1, 2])
     assert_close(naive_logits(distribution), naive_row_logits(model, trajectory, [0, 1, 2]), 1e-12)
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
+def test_float64_under_eager_attention_takes_the_lean_path(arch: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, trajectory = tiny_model(arch, attn="eager", dtype=torch.float64), make_rows((3, 19, 1), (40, 2, 5))
+    with caplog.at_level(logging.INFO, "memsafe_rl"):
+        adapter = checked(model)
+    assert not caplog.records
+    assert adapter.path.route is Route.LEAN
+    assert adapter.joins
+    assert adapter.packs_prompts
+    for packed in (False, True):
+        logits = naive_logits(adapter.distribution(trajectory, [0, 1, 2], packed=packed))
+        assert_close(logits, naive_row_logits(model, trajectory, [0, 1, 2]), 1e-5)
+
+
+def test_padding_under_a_window_stays_finite_in_float64() -> None:
+    model, trajectory = tiny_model("gemma2", dtype=torch.float64), make_rows((3, 19, 1), (40, 2, 5))
+    adapter, rows = CausalLMAdapter(model, pad_token_id=PAD), [0, 1, 2]
+    adapter.path, adapter.joins = replace(adapter.path, route=Route.MASKED), False
+    wanted = naive_row_logits(model, trajectory, rows)
+    assert_close(naive_logits(adapter.distribution(trajectory, rows)), wanted, 1e-5)
+    logits, _ = adapter.prefill([trajectory.conditions.rows()[trajectory.condition_of_row[row]] for row in rows])
+    lengths = trajectory.action_lengths(rows)
+    firsts = [sum(lengths[:row]) for row in rows]
+    assert_close(logits, wanted[firsts], 1e-5)
+
+
+@pytest.mark.usefixtures("exact_softmax")
 def test_the_head_is_the_models_weight_and_gets_its_gradient() -> None:
     model = tiny_model("gemma2", dtype=torch.float64)
     trajectory = make_rows()

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
-from memsafe_rl.models.attention_implementations import attention_configs
+from memsafe_rl.models.attention_implementations import attention_configs, keep_eager_masks_finite
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.cuts import token_micro_batches, token_work
 from memsafe_rl.models.decoding.by_transformers import Choose
@@ -114,6 +114,7 @@ class LanguageAdapter(ABC):
         self._cross_layers = cross_layers
         self._attention_configs = attention_configs(lm)
         self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
+        keep_eager_masks_finite()
         _switch_off_checkpointing(lm)
         _keep_gradient_of_4bit_layers(lm)
 
@@ -181,6 +182,11 @@ class LanguageAdapter(ABC):
     def device(self) -> torch.device:
         """Where the network takes its tokens."""
         return cast(torch.device, self.lm.get_input_embeddings().weight.device)
+
+    @property
+    def attends_eagerly(self) -> bool:
+        """Whether a layer runs transformers' eager attention, which may take its softmax in float32 under float64."""
+        return any(config._attn_implementation_internal == "eager" for config in self._attention_configs)
 
     @property
     def geometry(self) -> ModelGeometry:

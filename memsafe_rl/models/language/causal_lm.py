@@ -247,9 +247,9 @@ def check_head(adapter: CausalLMAdapter) -> None:
 
     Two short rows of unequal length go both ways. The first scoring path that agrees is kept: without a mask, with a
     mask, each with every reading of the config's logit scale; else the whole model row by row. Anything but the first
-    is said in one warning. A frozen reference copy takes the same path. Where decoding differs (float64 excepted, where
-    transformers' own padding may fail), transformers' `generate` decodes instead, with a cache or without, which is
-    said likewise. The bytes of the cache go into the geometry.
+    is said in one warning. A frozen reference copy takes the same path. Where decoding differs, transformers'
+    `generate` decodes instead, with a cache or without, which is said likewise. The bytes of the cache go into the
+    geometry.
     """
     with checking(adapter):
         trajectory = probe_rows(adapter)
@@ -333,8 +333,7 @@ def _check_sampling(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV:
             reason,
         )
     reason = sampling_disagreement(adapter, trajectory, wanted_MV)
-    if reason is not None and wanted_MV.dtype is not torch.float64:
-        # In float64, transformers' eager attention makes NaN of padding, as its softmax is float32.
+    if reason is not None:
         settle_generate(adapter, trajectory, wanted_MV, reason)
 
 
