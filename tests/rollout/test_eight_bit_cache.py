@@ -30,7 +30,7 @@ GREEDY = SamplingSettings(20, (), temperature=0.0)
 
 
 def adapter_of(arch: str, *, in_8_bits: bool) -> CausalLMAdapter:
-    adapter = CausalLMAdapter(tiny_model(arch, layers=4), pad_token_id=0)
+    adapter = CausalLMAdapter(tiny_model(arch, layers=2), pad_token_id=0)
     check_head(adapter)
     adapter.cache_in_8_bits(in_8_bits)
     return adapter
