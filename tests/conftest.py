@@ -1,4 +1,4 @@
-"""One thread per test process: the suite runs several processes and must not fight over cores."""
+"""One thread per test process, and one seed per test: neither the number of workers nor the order changes a result."""
 
 import os
 
@@ -8,6 +8,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Before torch is loaded, here and in processes that tests start: threads of several ranks would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
