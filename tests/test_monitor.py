@@ -66,7 +66,7 @@ def invoke(*words: object) -> Any:
     return RUNNER.invoke(app, ["monitor", *(str(word) for word in words)], env={"COLUMNS": "120"})
 
 
-def wait_for(condition: Any, seconds: float = 60.0) -> None:
+def wait_for(condition: Any, seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -133,6 +133,7 @@ def live_run(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_live_run_is_found_and_shows_its_own_numbers(live_run: tuple[Path, subprocess.Popen[bytes]]) -> None:
     folder, process = live_run
     run_dir = folder / "run"
@@ -180,6 +181,7 @@ def test_a_live_run_is_found_and_shows_its_own_numbers(live_run: tuple[Path, sub
     assert list(runs_alive()) == []
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_gone(live_run: tuple[Path, subprocess.Popen[bytes]]) -> None:
     folder, process = live_run
     wait_for(lambda: (folder / "rewarding-1").exists())

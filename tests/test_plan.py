@@ -38,8 +38,10 @@ def test_a_config_alone_is_enough(folder: Path) -> None:
         assert f"│ {phase}" in told
 
 
+@pytest.mark.slow
 def test_json_has_the_peak_on_top_and_what_was_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memsafe_rl.cli.plan._RANKS", (8, 64))
+    monkeypatch.setattr("memsafe_rl.cli.plan._PROVING_SECONDS", 600)  # on a busy machine too
     words = ("--gpu", "1", "--max-completion-length", "64", "--prompt-tokens", "32", "--peft", "lora:8", "--json")
     code, written, _ = plan(folder, *words, "--find")
     found = json.loads(written)
@@ -72,6 +74,7 @@ def test_prompts_are_measured_where_there_are_some(tmp_path: Path) -> None:
     assert "the longest prompt has 11 tokens (the longest of train_dataset)" in told
 
 
+@pytest.mark.slow
 def test_reward_models_and_evaluations_are_phases_of_their_own(folder: Path, tmp_path: Path) -> None:
     tiny_config("qwen3", vocab_size=2000, layers=3, hidden=96, positions=600).save_pretrained(tmp_path)
     words = ("--gpu", "1GiB", "--max-completion-length", "32", "--prompt-tokens", "32", "--json")
@@ -138,12 +141,14 @@ def test_a_config_that_no_model_can_have_is_named(tmp_path: Path, content: str, 
     assert "Qwen/Qwen3-0.6B" not in error
 
 
+@pytest.mark.slow
 def test_prompts_that_nobody_describes_leave_room_for_completions(folder: Path) -> None:
     code, out, _ = plan(folder, "--max-completion-length", "500", "--json")
     assert code == 0
     assert json.loads(out)["prompt_tokens"] == 100
 
 
+@pytest.mark.slow
 def test_a_forecast_that_does_not_fit_tells_of_no_failures(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Not fake allocations, but the refusal says what does not fit."""
     code, out, _ = plan(folder, "--gpu", "3MiB", "--max-completion-length", "64", "--json")

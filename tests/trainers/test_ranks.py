@@ -83,6 +83,7 @@ def rest() -> dict[str, Any]:
     return {name: value for name, value in SETTINGS.items() if name != "num_generations"}
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
     ranks = run_ranks(train_rank, tmp_path, PATIENCE_SECONDS)
     for state in (AcceleratorState, GradientState, PartialState):
@@ -98,8 +99,8 @@ def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
             assert abs(mine[name] - theirs[name]) <= 1e-4 * max(1e-3, abs(theirs[name])), name
 
 
-PATIENCE_SECONDS = 90
-"""Far above what all scenarios together take (about ten seconds, most of it imports), far below gloo's 30 minutes."""
+PATIENCE_SECONDS = 300
+"""Far above what all scenarios take on a busy machine (ten seconds on a quiet one), far below gloo's half hour."""
 
 Found = dict[str, Any]
 

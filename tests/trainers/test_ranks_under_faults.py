@@ -27,13 +27,16 @@ from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, relative, rewire, weights
 from tests.trainers.test_ranks import outcome_of, run_ranks, set_up_rank
 
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="only the C++ allocator fails inside an operator")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not compiler_available(), reason="only the C++ allocator fails inside an operator"),
+]
 
 FAULTS = 25
 """Runs in which rank 1 fails, of each case."""
 SECOND_FAULTS = 3
 """Every so many runs, the repeated work fails too, so that the plan of rank 1 alone changes."""
-PATIENCE_SECONDS = 240
+PATIENCE_SECONDS = 600
 """Far above what all takes on a busy machine, far below gloo's 30 minutes."""
 WORKING = (Phase.ROLLOUT, Phase.REWARD, Phase.SCORE, Phase.UPDATE, Phase.OPTIMIZER)
 
@@ -362,7 +365,7 @@ def test_a_rank_that_cannot_go_on_ends_the_others_and_leaves_a_step_to_go_on_fro
     assert failed["outcome"].startswith(ending.error)
     assert other["outcome"].startswith(f"MemsafeError: Rank {ending.rank} ended the run: {ending.error}")
     # A tenth of a second when nothing else runs; a rank left waiting would stay for gloo's half hour.
-    assert other["ended_at"] - failed["spoiled_at"] < 30
+    assert other["ended_at"] - failed["spoiled_at"] < 120
     calm = outcomes[0]["calm"]["weights"]
     for found in (failed, other):
         assert (found["gradients"], found["training"]) == (0, False)
