@@ -77,6 +77,7 @@ def test_warm_up_lowers_the_loss_and_repeats() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_the_quickstart_leaves_what_it_promises_and_repeats(tmp_path: Path) -> None:
     found = []
     for name in ("one", "two"):
@@ -138,6 +139,7 @@ def test_the_devices_are_tried_with_one_thread(
     assert "One training, six devices" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_smaller_device_learns_the_same_and_holds_less() -> None:
     whole = small_device.train(None, steps=1)
     capacity = whole.state_bytes + (whole.peak_bytes - whole.state_bytes) // 5

@@ -11,6 +11,7 @@ import torch
 from benchmarks import gpu_suite
 
 
+@pytest.mark.slow
 def test_a_rehearsed_forecast_is_what_the_run_holds() -> None:
     (case,) = gpu_suite.REHEARSAL.cases[:1]
     found = gpu_suite._foreseen(case, gpu_suite.REHEARSAL)
@@ -25,6 +26,7 @@ def test_a_rehearsed_rollout_draws_every_token_on_both_sides() -> None:
     assert 0 < ours["above_weights_bytes"] < theirs["above_weights_bytes"]
 
 
+@pytest.mark.slow
 def test_each_budget_is_kept_with_the_same_tokens_and_weights() -> None:
     found = gpu_suite.budget(gpu_suite.REHEARSAL)
     peaks = [run["peak_bytes"] for run in found.values()]

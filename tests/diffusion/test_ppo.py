@@ -214,6 +214,7 @@ def peak_of(steps: int, tmp_path: Path) -> dict[Any, int]:
         return {phase: sum(parts.values()) for phase, parts in memory.phase_peaks().items()}
 
 
+@pytest.mark.slow
 def test_peaks_do_not_grow_with_the_steps(tmp_path: Path) -> None:
     few, many = peak_of(5, tmp_path), peak_of(200, tmp_path)
     for phase in ("rollout", "score", "update"):

@@ -265,6 +265,7 @@ def peak_of_update(steps, pairs):
 
 
 @pytest.mark.parametrize("pairs", [1, 2])
+@pytest.mark.slow
 def test_peak_bytes_do_not_grow_with_the_steps(pairs):
     few = peak_of_update(5, pairs)
     for steps in (50, 500):

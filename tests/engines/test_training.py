@@ -57,6 +57,7 @@ def trainer_with(engine: str, folder: Path, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_it_learns(engine: str, tmp_path: Path, gaps: list[float]) -> None:
     trainer = trainer_with(engine, tmp_path, max_steps=12, learning_rate=1e-2, per_device_train_batch_size=32)
     trainer.train()

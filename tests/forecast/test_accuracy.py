@@ -23,9 +23,9 @@ RAGGED = (40, 30, 12, 11)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
-    tiny_model("qwen3", vocab_size=3000, layers=3, hidden=64).save_pretrained(path / "qwen3")
+    tiny_model("qwen3", vocab_size=3000, layers=2, hidden=64).save_pretrained(path / "qwen3")
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4}
+    sizes: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
     ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     T5ForConditionalGeneration(T5Config(vocab_size=3000, **sizes, **ids)).save_pretrained(path / "t5")
     for family in ("qwen3", "t5"):
@@ -61,6 +61,7 @@ def run(
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_every_phase_holds_what_was_said(folder: Path, given: dict[str, Any]) -> None:
     foreseen, held = run(folder, **given)
     assert max(foreseen.values()) == pytest.approx(max(held.values()), rel=0.01)
@@ -70,6 +71,7 @@ def test_every_phase_holds_what_was_said(folder: Path, given: dict[str, Any]) ->
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 @pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_32bit"])
+@pytest.mark.slow
 def test_what_an_optimizer_of_bitsandbytes_holds_as_it_steps_on_a_cpu(folder: Path, optim: str) -> None:
     pytest.importorskip("bitsandbytes")
     foreseen, held = run(folder, optim=optim)
@@ -77,6 +79,7 @@ def test_what_an_optimizer_of_bitsandbytes_holds_as_it_steps_on_a_cpu(folder: Pa
     assert foreseen[Phase.OPTIMIZER] == pytest.approx(held[Phase.OPTIMIZER], rel=0.01)
 
 
+@pytest.mark.slow
 def test_shuffled_steps_hold_no_more_than_was_said(folder: Path) -> None:
     """Eight rollouts of four steps: half of those that the forecast looks at."""
     foreseen, held = run(folder, lora={}, per_device_train_batch_size=4, steps_per_generation=4, max_steps=32)

@@ -30,7 +30,7 @@ LENGTH = 40
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved network, large enough that its tensors outweigh a step's odd bytes."""
     path = tmp_path_factory.mktemp("model")
-    tiny_model("qwen3", vocab_size=4000, layers=4, hidden=128).save_pretrained(path)
+    tiny_model("qwen3", vocab_size=4000, layers=2, hidden=128).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
 
@@ -63,10 +63,10 @@ LORA = {"r": 8, "target_modules": "all-linear"}
     ("lora", "settings"),
     [
         (False, {"num_iterations": 2, "beta": 0.04}),
-        (True, {"gradient_checkpointing": True, "beta": 0.04}),
-        (False, {"optim": "sgd", "gradient_checkpointing": True}),
-        (True, {"optim": "adamw_torch"}),
-        (True, {"cache_implementation": "quantized"}),
+        pytest.param(True, {"gradient_checkpointing": True, "beta": 0.04}, marks=pytest.mark.slow),
+        pytest.param(False, {"optim": "sgd", "gradient_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param(True, {"optim": "adamw_torch"}, marks=pytest.mark.slow),
+        pytest.param(True, {"cache_implementation": "quantized"}, marks=pytest.mark.slow),
     ],
     ids=["full, reference copy", "LoRA, recomputed", "SGD", "LoRA, state made late", "LoRA, cache in 8 bits"],
 )
@@ -81,8 +81,9 @@ def test_peaks_are_what_the_run_then_holds(folder: Path, lora: bool, settings: d
     assert failures(trainer) == []
 
 
+@pytest.mark.slow
 def test_prompts_that_are_read_a_few_at_a_time_count_once_they_are_all_there(tmp_path: Path) -> None:
-    tiny_model("qwen3", vocab_size=2000, layers=4, hidden=128, positions=1024).save_pretrained(tmp_path)
+    tiny_model("qwen3", vocab_size=2000, layers=2, hidden=128, positions=1024).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     policy = FixedPolicy(RolloutPlan(rows_in_flight=16, prefill_tokens=512, score_tokens=512), UpdatePlan())
     with SimulatedMemory(ROOM, exact=True) as memory:
@@ -101,6 +102,7 @@ def test_prompts_that_are_read_a_few_at_a_time_count_once_they_are_all_there(tmp
     assert foreseen(trainer).phase_bytes[Phase.ROLLOUT] == pytest.approx(held, rel=0.03)
 
 
+@pytest.mark.slow
 def test_rows_of_a_rollout_of_several_steps_share_few_prompts(folder: Path) -> None:
     packed = FixedPolicy(RolloutPlan(), UpdatePlan(pack_prompts=True))
     settings: dict[str, Any] = {"per_device_train_batch_size": 4, "steps_per_generation": 4}
@@ -121,6 +123,7 @@ def test_rows_of_a_rollout_of_several_steps_share_few_prompts(folder: Path) -> N
     assert ours > 0.8 * unshared
 
 
+@pytest.mark.slow
 def test_the_same_settings_give_the_same_forecast_again(folder: Path) -> None:
     config = GRPOConfig("unused", report_to="none", max_completion_length=16)
     first, second = (
@@ -129,8 +132,8 @@ def test_the_same_settings_give_the_same_forecast_again(folder: Path) -> None:
     assert first == second
 
 
-def test_what_the_check_at_start_holds_is_held_to_the_device_alone(folder: Path) -> None:
-    forecast = on_a_card(folder)
+def test_what_the_check_at_start_holds_is_held_to_the_device_alone(on_a_gib: MemoryForecast) -> None:
+    forecast = on_a_gib
     load = forecast.phase_bytes[Phase.LOAD]
     others = max(size for phase, size in forecast.phase_bytes.items() if phase is not Phase.LOAD)
     parts = {**forecast.phases, Phase.LOAD: {Component.WEIGHTS: 2 * others}}
@@ -147,6 +150,7 @@ def test_weights_that_do_not_fit_are_a_refusal(folder: Path) -> None:
     assert "does not fit into 921.60 KiB" in forecast.sentence()
 
 
+@pytest.mark.slow
 def test_an_optimizer_whose_first_step_does_not_fit_is_a_refusal(folder: Path) -> None:
     """Optimizers of bitsandbytes make their state then, and other steps hold temporaries."""
     pytest.importorskip("bitsandbytes")
@@ -167,6 +171,7 @@ def test_settings_that_change_what_is_drawn_or_when_are_forecast(folder: Path, s
     assert on_a_card(folder, settings=settings).fits
 
 
+@pytest.mark.slow
 def test_a_tight_budget_needs_no_failure_to_be_kept(folder: Path) -> None:
     trainer, held = run(folder)
     state = foreseen(trainer).job.held_bytes + trainer.adapter.geometry.trainable_bytes
@@ -249,6 +254,12 @@ def test_a_forecast_is_wanted_where_it_can_be_had(folder: Path) -> None:
         )
 
 
+@pytest.fixture(scope="module")
+def on_a_gib(folder: Path) -> MemoryForecast:
+    """Of the saved network, on a card of 1 GiB."""
+    return on_a_card(folder)
+
+
 def on_a_card(folder: Path, **changes: Any) -> MemoryForecast:
     given: dict[str, Any] = {"device_bytes": "1GiB", "prompt_tokens": 64, **changes}
     config = GRPOConfig("unused", report_to="none", max_completion_length=64, **given.pop("settings", {}))
@@ -258,18 +269,18 @@ def on_a_card(folder: Path, **changes: Any) -> MemoryForecast:
 @pytest.fixture(scope="module")
 def parameters(folder: Path) -> int:
     """Weights of the saved network."""
-    return sum(weight.numel() for weight in tiny_model("qwen3", vocab_size=4000, layers=4, hidden=128).parameters())
+    return sum(weight.numel() for weight in tiny_model("qwen3", vocab_size=4000, layers=2, hidden=128).parameters())
 
 
 class TestOfACard:
     """Forecasts for a device that is not there."""
 
-    def test_the_types_of_a_cuda_device(self, folder: Path, parameters: int) -> None:
+    def test_the_types_of_a_cuda_device(self, folder: Path, parameters: int, on_a_gib: MemoryForecast) -> None:
         forecast = on_a_card(folder, peft_config=LoraConfig(**LORA))
         adapter = forecast.job.geometry.trainable_bytes
         assert forecast.job.held_bytes - 3 * adapter == pytest.approx(2 * parameters, rel=0.03)
         assert "weights of the base are bfloat16" in forecast.assumptions
-        whole = on_a_card(folder)
+        whole = on_a_gib
         assert whole.phases[Phase.UPDATE][Component.OPTIMIZER] == pytest.approx(8 * parameters, rel=0.03)
         assert whole.phases[Phase.OPTIMIZER][Component.GRADIENTS] == pytest.approx(4 * parameters, rel=0.03)
 
@@ -277,6 +288,7 @@ class TestOfACard:
         optimizer = on_a_card(folder, settings={"optim": "adamw_bnb_8bit"}).job.optimizer_bytes
         assert optimizer == pytest.approx(2 * parameters, rel=0.1)
 
+    @pytest.mark.slow
     def test_a_name_is_enough(self) -> None:
         forecast = forecast_memory(
             "HuggingFaceTB/SmolLM2-135M-Instruct", device_bytes="24GiB", peft_config=LoraConfig(**LORA)
@@ -284,8 +296,9 @@ class TestOfACard:
         assert forecast.fits
         assert forecast.job.geometry.parameter_bytes > 2 * 134_515_008
 
-    def test_what_is_given_of_the_prompts_is_told(self, folder: Path) -> None:
-        assert "the longest prompt has 64 tokens (as given)" in on_a_card(folder).assumptions
+    @pytest.mark.slow
+    def test_what_is_given_of_the_prompts_is_told(self, folder: Path, on_a_gib: MemoryForecast) -> None:
+        assert "the longest prompt has 64 tokens (as given)" in on_a_gib.assumptions
         assumed = on_a_card(folder, prompt_tokens=None, settings={"max_prompt_length": 33})
         assert assumed.prompt_tokens == 33
         assert "the longest prompt has 33 tokens (max_prompt_length)" in assumed.assumptions
@@ -301,15 +314,16 @@ class TestOfACard:
             assumed.assumptions
         )
 
-    def test_plain_values_are_json_with_the_peak_on_top(self, folder: Path) -> None:
-        forecast = on_a_card(folder)
+    def test_plain_values_are_json_with_the_peak_on_top(self, on_a_gib: MemoryForecast) -> None:
+        forecast = on_a_gib
         written = json.loads(json.dumps(forecast.plain()))
         assert written["predicted_peak_bytes"] == forecast.peak_bytes == max(written["phases"].values())
         assert written["fits"] is True
         assert sum(written["components"]["update"].values()) == written["phases"]["update"]
 
+    @pytest.mark.slow
     def test_how_the_weights_were_saved_counts(self, tmp_path: Path) -> None:
-        config = tiny_config("qwen3", hidden=128, layers=4)
+        config = tiny_config("qwen3", hidden=128, layers=2)
         config.dtype = torch.bfloat16
         config.save_pretrained(tmp_path / "half")
         half = on_a_card(tmp_path / "half", settings={"model_init_kwargs": {"dtype": "auto"}})

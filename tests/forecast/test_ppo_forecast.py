@@ -15,13 +15,13 @@ from memsafe_rl.types import Phase
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ROOM = 2**30
-LENGTH = 40
+LENGTH = 24
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    tiny_model("qwen3", vocab_size=4000, layers=3, hidden=64).save_pretrained(path)
+    tiny_model("qwen3", vocab_size=4000, layers=2, hidden=64).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     tiny_model("llama", vocab_size=4000, layers=2, hidden=32, tied=False).save_pretrained(path / "critic")
     return path
@@ -44,6 +44,7 @@ def config_for(folder: Path) -> PPOConfig:
 
 
 @pytest.mark.parametrize("critic", ["trunk", "adapter", "model"])
+@pytest.mark.slow
 def test_peaks_are_what_the_run_then_holds(folder: Path, critic: str) -> None:
     given: dict[str, Any] = {"trunk": None, "adapter": "adapter", "model": str(folder / "critic")}
     lora = LoraConfig(r=8, target_modules="all-linear") if critic == "adapter" else None

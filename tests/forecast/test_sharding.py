@@ -131,6 +131,7 @@ class TestOfARun:
         gathered = shared.phases[Phase.ROLLOUT][Component.OTHER]
         assert gathered == pytest.approx(4 * sum(weight.numel() for weight in weights), abs=4096)
 
+    @pytest.mark.slow
     def test_stages_hold_less_and_less(self, folder: Path) -> None:
         found = {stage: of_a_rank(folder, ranks=4, sharding=stage) for stage in ("none", "zero1", "zero2", "zero3")}
         held = [one.phase_bytes[Phase.OPTIMIZER] for one in found.values()]
@@ -168,6 +169,7 @@ class TestOfARun:
         assert (found["ranks"], found["sharding"]) == (2, "zero2")
 
 
+@pytest.mark.slow
 def test_a_real_update_under_fsdp_holds_what_is_forecast() -> None:
     shape = SHAPES["tied head"]
     assert RANKS == 2

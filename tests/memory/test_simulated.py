@@ -121,6 +121,7 @@ def test_the_chosen_allocation_fails_and_only_it(exact: bool) -> None:
                 floats(1)
 
 
+@pytest.mark.slow
 def test_every_allocation_of_a_step_can_fail_and_nothing_is_left() -> None:
     with CountingAllocator() as memory:
         train_step()

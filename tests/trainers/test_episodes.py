@@ -451,6 +451,7 @@ def test_memory_that_runs_out_in_a_turn_changes_nothing(tmp_path: Path) -> None:
     assert relative(failed, plain) < 1e-6
 
 
+@pytest.mark.slow
 def test_faults_anywhere_in_a_run_change_no_bit(tmp_path: Path) -> None:
     """Rollouts, rewards, updates and commits of episodes, one refused allocation a run."""
 
@@ -572,6 +573,7 @@ def play_rank(rank: int, port: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_play_what_one_does(tmp_path: Path) -> None:
     ranks = run_ranks(play_rank, tmp_path, 120)
     for state in (AcceleratorState, GradientState, PartialState):
@@ -723,6 +725,7 @@ class Filling(Digits):
 
 
 @pytest.mark.parametrize(("kept_kv_bytes", "margin"), [(2**30, 0.025), (0, 0.01)])
+@pytest.mark.slow
 def test_a_forecast_knows_of_later_turns(tmp_path: Path, kept_kv_bytes: int, margin: float) -> None:
     tiny_model(positions=1024, hidden=64, layers=4).save_pretrained(tmp_path / "named")
     policy = FixedPolicy(

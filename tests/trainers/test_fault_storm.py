@@ -73,6 +73,7 @@ def test_a_storm_changes_nothing(scene: Scene, tmp_path: Path) -> None:
         ("full", EVERYTHING_ELSE, 6),
     ],
 )
+@pytest.mark.slow
 def test_no_allocation_of_a_run_is_unguarded(name: str, settings: dict[str, Any], most: int, tmp_path: Path) -> None:
     found = sweep(NAMED[name], most, output_dir=tmp_path, **settings)
     assert found.violations == []

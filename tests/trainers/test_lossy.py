@@ -67,6 +67,7 @@ def test_completions_are_halved_until_they_fit_and_learnt_as_if_asked_for(tmp_pa
     assert torch.equal(weights(trainer), weights(asked))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_changed_task(tmp_path: Path, too_small: int) -> None:
     whole, _ = build(tmp_path / "a", too_small, allow_lossy=["max_completion_length"])
     build(

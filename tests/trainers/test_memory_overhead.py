@@ -9,7 +9,7 @@ from memsafe_rl.memory.simulated.counting import compiler_available
 
 
 @pytest.mark.skipif(not compiler_available(), reason="only the C++ allocator counts in every thread")
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_watching_memory_adds_no_byte_to_the_peak(tmp_path: Path, lora: bool) -> None:
     bench = Bench(str(tmp_path), lora=lora, new_tokens=8)
     for bare_of_memory in (False, True):

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
@@ -35,6 +36,7 @@ class StopAtFour(TrainerCallback):
         control.should_training_stop = state.global_step == 4
 
 
+@pytest.mark.slow
 def test_a_new_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
     whole = trainer_in(tmp_path / "whole")
     whole.train()

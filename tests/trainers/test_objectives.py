@@ -458,6 +458,7 @@ def train_rank(rank: int, port: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
     ranks = run_ranks(train_rank, tmp_path, PATIENCE_SECONDS)
     for state in (AcceleratorState, GradientState, PartialState):

@@ -322,6 +322,7 @@ def train_rank(rank: int, port: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_share_what_waits(tmp_path: Path) -> None:
     zero, one = run_ranks(train_rank, tmp_path, patience_seconds=90)
     assert torch.equal(zero["weights"], one["weights"])

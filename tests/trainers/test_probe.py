@@ -414,6 +414,7 @@ def probe_on_a_rank(rank: int, port: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_ranks_are_checked_alone_and_end_together(tmp_path: Path) -> None:
     zero, one = run_ranks(probe_on_a_rank, tmp_path, patience_seconds=90)
     for found in (zero, one):

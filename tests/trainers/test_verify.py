@@ -81,7 +81,7 @@ def test_kinds_of_runs_pass(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert any("Dropout was off" in note for note in found.notes) is ("disable_dropout" in settings)
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["allocator", "ledger"])
+@pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["allocator", "ledger"])
 def test_bytes_saved_and_genuine_failures_on_a_simulated_device(tmp_path: Path, exact: bool) -> None:
     with SimulatedMemory(2**26, exact=exact) as device:
         model = tiny_model(vocab_size=2000)
