@@ -131,7 +131,7 @@ class TrainingLoop:
         """One optimizer step, from the prompts to the log; what it needs is freed before evaluation and saving."""
         self.begin_step()
         metrics = self.learn()
-        self._finish_step(metrics)
+        self.finish_step(metrics)
 
     def learn(self) -> dict[str, float]:
         """Collects a rollout where one is due, and moves the weights."""
@@ -182,7 +182,7 @@ class TrainingLoop:
         measured = metrics[f"approx_kl/{rule.estimator}_{rule.unit}"]
         return {"measured": measured, "target": rule.target} if measured > rule.target else {}
 
-    def _finish_step(self, metrics: dict[str, float]) -> None:
+    def finish_step(self, metrics: dict[str, float]) -> None:
         """Logs, evaluates, saves and stops as callbacks say."""
         state, report, epoch = self.state, self.report, self._epoch()
         crossed = int(epoch) > int(state.progress.epoch)

@@ -139,7 +139,7 @@ def test_advantages_by_hand(steps: Any, judged: list[int], kl_coef: float, tmp_p
     trajectory = trainer.loop.collect().trajectory
     counted = [column for column, mark in enumerate(trajectory.loss_mask.rows()[0].tolist()) if mark]
     assert set(counted) <= set(judged)
-    reference = trainer._reference_model
+    reference = trainer.setup.reference_model
     conditions = trajectory.conditions.rows()
     for row in range(8):
         chain = [trajectory.starts[row], *trajectory.actions.rows()[row]]

@@ -33,13 +33,13 @@ def device() -> Iterator[SimulatedMemory]:
 def held_after_steps(trainer: GRPOTrainer, device: SimulatedMemory) -> list[dict[Component, int]]:
     """Trains; gives live bytes by component when each step's callbacks, evaluation and checkpoint are over."""
     held: list[dict[Component, int]] = []
-    finish = trainer._finish_step
+    finish = trainer.loop.finish_step
 
     def finished(metrics: dict[str, float]) -> None:
         finish(metrics)
         held.append({component: size for component, size in device.live_by_component().items() if size})
 
-    trainer._finish_step = finished  # type: ignore[method-assign]
+    trainer.loop.finish_step = finished  # type: ignore[method-assign]
     trainer.train()
     return held
 

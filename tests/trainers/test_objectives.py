@@ -291,17 +291,17 @@ def test_what_was_set_aside_goes_when_a_run_ends_in_the_midst_of_a_step(tmp_path
         trainer = make_trainer(tmp_path, policy=cut(30), peft_config=LORA, max_steps=1, **TWO)
         trainer.train()
         held = device.live_by_component()[Component.GRADIENTS]
-        honest = trainer._merge
+        honest = trainer.setup.combiner.merge
 
-        def upset(gradients: Any, there: Sequence[bool]) -> Any:
+        def upset(*_: Any) -> Any:
             raise MemoryBudgetError("no plan fits")
 
-        trainer._merge = upset  # type: ignore[method-assign]
+        trainer.setup.combiner.merge = upset  # type: ignore[method-assign]
         with pytest.raises(MemoryBudgetError) as caught:
             trainer.train()
         assert device.live_by_component()[Component.GRADIENTS] == held == 0, "even while the error is at hand"
         assert caught.value is not None
-        trainer._merge = honest  # type: ignore[method-assign]
+        trainer.setup.combiner.merge = honest  # type: ignore[method-assign]
 
 
 # Peak bytes
@@ -333,13 +333,13 @@ def most_held(tmp_path: Path, count: int) -> tuple[int, dict[Component, int]]:
             gradient_merge="cagrad",
             alarms=False,
         )
-        honest, held = trainer._merge, []
+        honest, held = trainer.setup.combiner.merge, []
 
-        def noted(gradients: Any, there: Sequence[bool]) -> Any:
+        def noted(*arguments: Any) -> Any:
             held.append(device.live_by_component())
-            return honest(gradients, there)
+            return honest(*arguments)
 
-        trainer._merge = noted  # type: ignore[method-assign]
+        trainer.setup.combiner.merge = noted  # type: ignore[method-assign]
         trainer.train()
         trained = sum(weight.nbytes for weight in trainer.model.parameters() if weight.requires_grad)
         assert trained == trainer.adapter.geometry.trainable_bytes

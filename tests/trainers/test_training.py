@@ -304,9 +304,11 @@ def test_the_synced_reference_moves_by_the_mixture(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path, sync_ref_model=True, beta=0.1, ref_model_sync_steps=1, ref_model_mixup_alpha=0.25, max_steps=1
     )
-    before = [parameter.clone() for parameter in trainer._reference_model.parameters()]
+    before = [parameter.clone() for parameter in trainer.setup.reference_model.parameters()]
     trainer.train()
-    for old, new, model in zip(before, trainer._reference_model.parameters(), trainer.model.parameters(), strict=True):
+    for old, new, model in zip(
+        before, trainer.setup.reference_model.parameters(), trainer.model.parameters(), strict=True
+    ):
         assert torch.allclose(new, 0.75 * old + 0.25 * model, atol=1e-6)
 
 

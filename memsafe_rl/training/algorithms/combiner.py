@@ -57,121 +57,23 @@ class Accumulate(Protocol):
         """
 
 
-class Combiner(Protocol):
-    """Makes one gradient of what a run learns.
+def _as_it_is(trajectory: Trajectory) -> Trajectory:
+    return trajectory
+
+
+class Combiner:
+    """Makes one gradient of what a run learns: of one objective its own, of several their merge.
 
     Attributes:
         gradients_aside: whole gradients that wait for those of further objectives.
     """
 
-    gradients_aside: int
-
-    def fix(self, terms: StepTerms, trajectory: Trajectory, rows: Sequence[int], betas: Sequence[float]) -> StepTerms:
-        """Fixes denominators by objective over a whole step, before anything is cut.
-
-        Args:
-            terms: what the step has fixed for all rows together.
-            trajectory: the store.
-            rows: rows of the step, over all ranks.
-            betas: the objectives' present coefficients of the KL, nats.
-
-        Returns:
-            The terms.
-        """
-
-    def accumulate(
-        self,
-        setup: TrainingSetup,
-        rollout: Rollout,
-        rows: Sequence[int],
-        terms: StepTerms,
-        accumulate: Accumulate,
-        *,
-        step: int,
-    ) -> tuple[Rollout, StepGradient]:
-        """Accumulates the step's gradient into the parameters; moves no weight.
-
-        Args:
-            setup: the run's parts.
-            rollout: the rollout.
-            rows: this rank's rows of the step.
-            terms: what the step has fixed.
-            accumulate: accumulates the gradient of one objective.
-            step: optimizer steps done.
-
-        Returns:
-            The rollout where the plan has put it, and what is known of the gradient.
-        """
-
-    def metrics(
-        self,
-        setup: TrainingSetup,
-        gradient: StepGradient,
-        terms: StepTerms,
-        norm: Tensor,
-        metrics: dict[str, float],
-    ) -> dict[str, float]:
-        """Adds what is logged of each objective.
-
-        Args:
-            setup: the run's parts.
-            gradient: of the step.
-            terms: what the step has fixed.
-            norm: scalar, the gradient's norm.
-            metrics: of all rows together.
-
-        Returns:
-            The step's metrics.
-        """
-
-
-def _as_it_is(trajectory: Trajectory) -> Trajectory:
-    return trajectory
-
-
-class OneObjective:
-    """The weighted sum of all rewards: nothing waits, and nothing is merged."""
-
-    gradients_aside = 0
-
-    def fix(self, terms: StepTerms, trajectory: Trajectory, rows: Sequence[int], betas: Sequence[float]) -> StepTerms:  # noqa: ARG002
-        """Adds nothing."""
-        return terms
-
-    def accumulate(
-        self,
-        setup: TrainingSetup,  # noqa: ARG002
-        rollout: Rollout,
-        rows: Sequence[int],
-        terms: StepTerms,
-        accumulate: Accumulate,
-        *,
-        step: int,  # noqa: ARG002
-    ) -> tuple[Rollout, StepGradient]:
-        """Accumulates the one gradient there is."""
-        return accumulate(rollout, rows, terms, view=_as_it_is, gradients_aside=0)
-
-    def metrics(
-        self,
-        setup: TrainingSetup,  # noqa: ARG002
-        gradient: StepGradient,  # noqa: ARG002
-        terms: StepTerms,  # noqa: ARG002
-        norm: Tensor,  # noqa: ARG002
-        metrics: dict[str, float],
-    ) -> dict[str, float]:
-        """Adds nothing."""
-        return metrics
-
-
-class SeveralObjectives:
-    """Accumulates a gradient for each objective, one after another, and merges them into one."""
-
-    def __init__(self, objectives: Sequence[Objective], gradients_aside: int) -> None:
+    def __init__(self, objectives: Sequence[Objective]) -> None:
         self._objectives = objectives
-        self.gradients_aside = gradients_aside
+        self.gradients_aside = max(0, len(objectives) - 1)
 
     def fix(self, terms: StepTerms, trajectory: Trajectory, rows: Sequence[int], betas: Sequence[float]) -> StepTerms:
-        """Fixes each objective's denominators over its own rows."""
+        """Fixes each objective's denominators over its own rows of a whole step, before anything is cut."""
         return with_objectives(terms, trajectory, rows, betas)
 
     def accumulate(
@@ -185,6 +87,8 @@ class SeveralObjectives:
         step: int,
     ) -> tuple[Rollout, StepGradient]:
         """Accumulates each objective's gradient; only one whose accumulation ran out of memory begins again."""
+        if not terms.objectives:
+            return accumulate(rollout, rows, terms, view=_as_it_is, gradients_aside=0)
         trajectory, waiting = rollout.trajectory, GradientsAside(setup.committed.parameters)
         repeat, found = setup.recovery.repeat, []
         try:
@@ -200,13 +104,13 @@ class SeveralObjectives:
                 )
                 found.append(gradient)
                 waiting.add(last=index + 1 == len(terms.objectives))
-            merge = self._merge(setup, waiting, [part.denominators.tokens > 0 for part in terms.objectives], step)
+            merge = self.merge(setup, waiting, [part.denominators.tokens > 0 for part in terms.objectives], step)
         finally:
             waiting.drop()
         weights = [objective.weight for objective in self._objectives]
         return rollout, repeat(Stage.MERGE, joined, found, weights, merge)
 
-    def _merge(
+    def merge(
         self, setup: TrainingSetup, gradients: GradientsAside, there: Sequence[bool], step: int
     ) -> dict[str, float]:
         """Puts the merged gradient in place of the objectives' own, and gives what is known of them.
@@ -244,8 +148,3 @@ def _coefficients(
     orders = merge_orders(len(weights), config.seed, step)
     gram_KK = torch.tensor(gram, dtype=torch.float64)
     return merge_weights(gram_KK, weights_K=weights, **config.merge_settings(), orders=orders, there=there)
-
-
-def combiner_of(objectives: Sequence[Objective], gradients_aside: int) -> Combiner:
-    """Gives what makes one gradient of a run's objectives; none is the sum of all rewards."""
-    return SeveralObjectives(objectives, gradients_aside) if objectives else OneObjective()

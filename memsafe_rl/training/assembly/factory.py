@@ -32,7 +32,7 @@ from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.training.algorithms.advantages import Advantages, GroupAdvantages
-from memsafe_rl.training.algorithms.combiner import combiner_of
+from memsafe_rl.training.algorithms.combiner import Combiner
 from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
 from memsafe_rl.training.assembly.critics import bound_prompts, make_critic
 from memsafe_rl.training.assembly.denoisers import Denoisers
@@ -268,7 +268,7 @@ def build_setup(
         holdings=machine.holdings,
         parallel=machine.parallel,
         advantages=advantages,
-        combiner=combiner_of(config.objective_list, config.gradients_aside),
+        combiner=Combiner(config.objective_list),
         source=inputs.source,
         dataset=inputs.train_dataset,
         roles=ModelRoles(adapter),
