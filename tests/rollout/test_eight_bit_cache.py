@@ -132,7 +132,7 @@ def test_its_bytes_are_the_formulas_and_about_a_quarter(arch: str) -> None:
     assert 0.8 * bound <= most <= bound
     width = full.geometry.head_dim
     assert most / whole == pytest.approx((width + 4) / (4 * width), rel=0.02)
-    assert small.geometry.kv_bytes(1) == 2 * 4 * small.geometry.kv_heads * (width + 4)
+    assert small.geometry.kv_bytes(1) == 2 * small.geometry.layers * small.geometry.kv_heads * (width + 4)
     cap = bound // 2
     assert peaks(small, lengths, RolloutPlan(kv_bytes=cap), ())[0] <= cap
 
