@@ -63,15 +63,10 @@ _DECLARED = {**RunFields.declared, **PPOSettings.declared, **GRPOSettings.declar
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run as the user asked for it, names checked, values as written.
+    """A run as the user asked for it, names checked, values as written."""
 
-    Args:
-        run: entries of `RunFields`.
-        settings: settings of the trainer.
-    """
-
-    run: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    run: Mapping[str, Any]  # entries of `RunFields`
+    settings: Mapping[str, Any]  # settings of the trainer
 
 
 def read_request(tokens: Sequence[str]) -> RunRequest:

@@ -20,39 +20,23 @@ Resume = Literal["must agree", "may change"]
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting.
+    """One setting."""
 
-    Args:
-        default: its value where the user gives none.
-        help: one sentence: what it does, its unit, what None means.
-        group: title of the panel that shows it in help.
-        range: the numbers it may be; None for any.
-        choices: the words it may be; a mapping gives the package that each needs. Empty for any.
-        registry: in place of choices, the registry whose parts it may name; see `validation.REGISTRIES`.
-        spellings: other ways to write a value, such as YAML's reading of a bare ``no``.
-        enum: transformers' enumeration whose members callbacks and optimizers expect; see `validation.ENUMS`.
-        also: other names that TRL and transformers have for it.
-        resume: whether a resumed run must agree on it or may change it.
-        tokens_only: whether only rows of tokens, or models loaded by name, have a use for it.
-        positional: whether it may be given without its name.
-        name: the field's name; `declare` sets it.
-        hint: the field's type; `declare` sets it.
-    """
-
-    default: Any
-    help: str
-    group: str = ""
-    range: Range | None = None
-    choices: Collection[str] = ()
-    registry: str = ""
+    default: Any  # its value where the user gives none
+    help: str  # one sentence: what it does, its unit, what None means
+    group: str = ""  # title of the panel that shows it in help
+    range: Range | None = None  # the numbers it may be; None for any
+    choices: Collection[str] = ()  # the words it may be; a mapping gives the package that each needs. Empty for any
+    registry: str = ""  # in place of choices, the registry whose parts it may name; see `validation.REGISTRIES`
+    # other ways to write a value, such as YAML's reading of a bare ``no``
     spellings: Mapping[Any, str] = dataclasses.field(default_factory=dict)
-    enum: str = ""
-    also: tuple[str, ...] = ()
-    resume: Resume = "must agree"
-    tokens_only: bool = False
-    positional: bool = False
-    name: str = ""
-    hint: Any = Any
+    enum: str = ""  # transformers' enumeration whose members callbacks and optimizers expect; see `validation.ENUMS`
+    also: tuple[str, ...] = ()  # other names that TRL and transformers have for it
+    resume: Resume = "must agree"  # whether a resumed run must agree on it or may change it
+    tokens_only: bool = False  # whether only rows of tokens, or models loaded by name, have a use for it
+    positional: bool = False  # whether it may be given without its name
+    name: str = ""  # the field's name; `declare` sets it
+    hint: Any = Any  # the field's type; `declare` sets it
 
     def field(self) -> Any:
         """Gives the dataclass field, with what `HfArgumentParser` reads."""

@@ -23,15 +23,10 @@ _PASSES = frozenset({Phase.ROLLOUT, Phase.REWARD, Phase.SCORE, Phase.UPDATE, Pha
 
 @dataclass(frozen=True)
 class Degradation:
-    """One change of the task.
+    """One change of the task."""
 
-    Args:
-        name: the remedy, as listed in `allow_lossy`.
-        changes: old and new value of every setting it changes.
-    """
-
-    name: str
-    changes: Mapping[str, tuple[Any, Any]]
+    name: str  # the remedy, as listed in `allow_lossy`
+    changes: Mapping[str, tuple[Any, Any]]  # old and new value of every setting it changes
 
 
 def next_degradation(config: Any, allowed: Sequence[str], failure: MemoryFailure) -> Degradation | None:

@@ -24,15 +24,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Option:
-    """One key that is honoured.
+    """One key that is honoured."""
 
-    Args:
-        field: the field of `SamplingSettings` it sets.
-        read: takes the key and what the user wrote, and gives the field's value.
-    """
-
-    field: str
-    read: Callable[[str, Any], Any]
+    field: str  # the field of `SamplingSettings` it sets
+    read: Callable[[str, Any], Any]  # takes the key and what the user wrote, and gives the field's value
 
 
 def generation_fields(given: Mapping[str, Any], declared: Any = None) -> dict[str, Any]:

@@ -16,19 +16,13 @@ from memsafe_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Refusal:
-    """A setting that is refused by name.
+    """A setting that is refused by name."""
 
-    Args:
-        reason: why it is not here, as the end of a sentence.
-        remedy: what to do instead, as a sentence.
-        off: values that switch it off; these are harmless and accepted, the first is what reading it gives.
-        draws_otherwise: whether another value would draw other tokens.
-    """
-
-    reason: str
-    remedy: str
+    reason: str  # why it is not here, as the end of a sentence
+    remedy: str  # what to do instead, as a sentence
+    # values that switch it off; these are harmless and accepted, the first is what reading it gives
     off: tuple[Any, ...] = ()
-    draws_otherwise: bool = False
+    draws_otherwise: bool = False  # whether another value would draw other tokens
 
     def admits(self, value: Any) -> bool:
         """Tells whether a value switches the setting off; values may be text, as from a command line."""

@@ -29,21 +29,13 @@ _WORDS: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class Range:
-    """An interval of numbers.
+    """An interval of numbers."""
 
-    Args:
-        low: least number.
-        high: greatest number.
-        open_low: whether ``low`` itself lies outside.
-        open_high: whether ``high`` itself lies outside.
-        none: what None stands for, where infinity might be written for it; empty where that is unlikely.
-    """
-
-    low: float = -math.inf
-    high: float = math.inf
-    open_low: bool = False
-    open_high: bool = False
-    none: str = ""
+    low: float = -math.inf  # least number
+    high: float = math.inf  # greatest number
+    open_low: bool = False  # whether ``low`` itself lies outside
+    open_high: bool = False  # whether ``high`` itself lies outside
+    none: str = ""  # what None stands for, where infinity might be written for it; empty where that is unlikely
 
     def __contains__(self, value: float) -> bool:
         above = value > self.low if self.open_low else value >= self.low

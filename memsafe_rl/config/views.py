@@ -21,17 +21,11 @@ View = TypeVar("View")
 
 @dataclass(frozen=True)
 class KLStop:
-    """When the passes over a rollout end early.
+    """When the passes over a rollout end early."""
 
-    Args:
-        target: KL to the model before the first update on that rollout, in nats, above which they end.
-        unit: "token" (mean over tokens) or "sequence" (sum over a row, mean over rows).
-        estimator: "k3" or "k1" (Schulman 2020, "Approximating KL divergence").
-    """
-
-    target: float
-    unit: str = "token"
-    estimator: str = "k3"
+    target: float  # KL to the model before the first update on that rollout, in nats, above which they end
+    unit: str = "token"  # "token" (mean over tokens) or "sequence" (sum over a row, mean over rows)
+    estimator: str = "k3"  # "k3" or "k1" (Schulman 2020, "Approximating KL divergence")
 
 
 @dataclass(frozen=True)

@@ -62,17 +62,11 @@ def judge_of(environment: Any) -> Any:
 
 @dataclass
 class _Pool:
-    """Environments of one name, made once and reset often.
+    """Environments of one name, made once and reset often."""
 
-    Args:
-        make: makes another.
-        made: all there are.
-        used: of them, those that the present rollout has.
-    """
-
-    make: Callable[[], Environment]
-    made: list[Environment] = field(default_factory=list)
-    used: int = 0
+    make: Callable[[], Environment]  # makes another
+    made: list[Environment] = field(default_factory=list)  # all there are
+    used: int = 0  # of them, those that the present rollout has
 
     def take(self) -> Environment:
         """Gives one that the present rollout does not have yet."""

@@ -22,44 +22,29 @@ _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 
 @dataclass(frozen=True)
 class Piece:
-    """One of the sequences that a completion consists of.
+    """One of the sequences that a completion consists of."""
 
-    Args:
-        condition: (length,) int64, what it follows.
-        completion: its tokens.
-        mask: (T,) uint8, 1 where the model itself chose the token.
-    """
-
-    condition: Tensor
-    completion: Completion
-    mask: Tensor
+    condition: Tensor  # (length,) int64, what it follows
+    completion: Completion  # its tokens
+    mask: Tensor  # (T,) uint8, 1 where the model itself chose the token
 
 
 @dataclass(frozen=True)
 class ExternalRollout:
-    """Completions of some rows, whoever drew them.
+    """Completions of some rows, whoever drew them."""
 
-    Args:
-        conditions: prompt ids of each row, (length,) int64.
-        completions: one a row.
-        masks: per row, 1 where the model itself chose the token, uint8; None when it chose all.
-        extra: further columns for the reward functions.
-        external: whether the sampler's own log-probs came with them.
-        pieces: the sequences that each completion is learnt from; None where each is one.
-        prompts: per row, what the reward functions see of the prompt; None for the dataset's.
-        texts: per row, what the reward functions see of the completion; None for its tokens as text.
-        facts: what is logged of how they were drawn.
-    """
-
-    conditions: list[Tensor]
-    completions: list[Completion]
+    conditions: list[Tensor]  # prompt ids of each row, (length,) int64
+    completions: list[Completion]  # one a row
+    # per row, 1 where the model itself chose the token, uint8; None when it chose all
     masks: list[Tensor] | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-    external: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)  # further columns for the reward functions
+    external: bool = False  # whether the sampler's own log-probs came with them
+    # the sequences that each completion is learnt from; None where each is one
     pieces: list[tuple[Piece, ...]] | None = None
-    prompts: list[Any] | None = None
+    prompts: list[Any] | None = None  # per row, what the reward functions see of the prompt; None for the dataset's
+    # per row, what the reward functions see of the completion; None for its tokens as text
     texts: list[Any] | None = None
-    facts: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)  # what is logged of how they were drawn
 
 
 def read_rollout(output: Any, *, rows: int, vocab_size: int, ends: Collection[int]) -> ExternalRollout:

@@ -15,19 +15,12 @@ _MULTIPLIER = 6364136223846793005
 
 @dataclass(frozen=True)
 class Cursor:
-    """The next optimizer step of a run.
+    """The next optimizer step of a run."""
 
-    Args:
-        rollout: index of the rollout it learns from.
-        epoch: pass over that rollout's rows.
-        step: optimizer step within the pass.
-        position: prompts consumed before that rollout.
-    """
-
-    rollout: int = 0
-    epoch: int = 0
-    step: int = 0
-    position: int = 0
+    rollout: int = 0  # index of the rollout it learns from
+    epoch: int = 0  # pass over that rollout's rows
+    step: int = 0  # optimizer step within the pass
+    position: int = 0  # prompts consumed before that rollout
 
     @property
     def starts_rollout(self) -> bool:

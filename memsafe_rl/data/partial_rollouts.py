@@ -24,21 +24,13 @@ from memsafe_rl.types import Completion, SequenceKey
 
 @dataclass(frozen=True)
 class OpenGroup:
-    """A prompt and its completions as far as they are drawn.
+    """A prompt and its completions as far as they are drawn."""
 
-    Args:
-        position: of the prompt in the data, in prompts consumed since the run began.
-        rollout: index of the rollout in which it was begun.
-        prompt: its index among the prompts begun there.
-        prompts: the one prompt.
-        completions: one a sample; None where nothing is drawn.
-    """
-
-    position: int
-    rollout: int
-    prompt: int
-    prompts: Prompts
-    completions: tuple[Completion | None, ...]
+    position: int  # of the prompt in the data, in prompts consumed since the run began
+    rollout: int  # index of the rollout in which it was begun
+    prompt: int  # its index among the prompts begun there
+    prompts: Prompts  # the one prompt
+    completions: tuple[Completion | None, ...]  # one a sample; None where nothing is drawn
 
     def waiting(self, limit: int) -> list[int]:
         """Gives the samples that go on."""
@@ -63,19 +55,12 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The groups of one rollout.
+    """The groups of one rollout."""
 
-    Args:
-        whole: those to learn from, the oldest first.
-        waiting: those that wait for the next rollout, whole or not.
-        consumed: prompts that were begun.
-        rounds: draws.
-    """
-
-    whole: tuple[OpenGroup, ...]
-    waiting: tuple[OpenGroup, ...]
-    consumed: int
-    rounds: int
+    whole: tuple[OpenGroup, ...]  # those to learn from, the oldest first
+    waiting: tuple[OpenGroup, ...]  # those that wait for the next rollout, whole or not
+    consumed: int  # prompts that were begun
+    rounds: int  # draws
 
 
 def begin_groups(

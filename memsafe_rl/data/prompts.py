@@ -93,17 +93,11 @@ class StreamedPrompts:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of one rollout.
+    """The prompts of one rollout."""
 
-    Args:
-        examples: the dataset's rows.
-        prompts: what the reward functions see: text, or a list of messages.
-        ids: token ids of each prompt, (length,) int64.
-    """
-
-    examples: tuple[dict[str, Any], ...]
-    prompts: tuple[Any, ...]
-    ids: tuple[Tensor, ...]
+    examples: tuple[dict[str, Any], ...]  # the dataset's rows
+    prompts: tuple[Any, ...]  # what the reward functions see: text, or a list of messages
+    ids: tuple[Tensor, ...]  # token ids of each prompt, (length,) int64
 
 
 class PromptReader(Protocol):

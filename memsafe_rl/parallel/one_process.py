@@ -16,19 +16,13 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class OneProcess:
-    """A run of one process, or one rank of several on which a dry run stands for all.
+    """A run of one process, or one rank of several on which a dry run stands for all."""
 
-    Args:
-        parts: ranks that share each component; empty where everything is whole.
-        world_size: processes.
-        rank: index of this one.
-        is_main: whether this one writes logs and checkpoints.
-    """
-
+    # ranks that share each component; empty where everything is whole
     parts: Mapping[Component, int] = field(default_factory=dict)
-    world_size: int = 1
-    rank: int = 0
-    is_main: bool = True
+    world_size: int = 1  # processes
+    rank: int = 0  # index of this one
+    is_main: bool = True  # whether this one writes logs and checkpoints
 
     def share(self, count: int) -> range:
         """Gives all rows."""

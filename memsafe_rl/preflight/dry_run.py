@@ -58,15 +58,10 @@ _ANY_PROMPT = 512
 
 @dataclass(frozen=True)
 class SharedState:
-    """How ranks share a run's state.
+    """How ranks share a run's state."""
 
-    Args:
-        sharding: the way of dividing.
-        ranks: how many ranks there are.
-    """
-
-    sharding: Sharding
-    ranks: int
+    sharding: Sharding  # the way of dividing
+    ranks: int  # how many ranks there are
 
     @property
     def parts(self) -> dict[Component, int]:
@@ -236,19 +231,13 @@ class DryRun:
 
 
 class Checked(NamedTuple):
-    """What the check at start finds, as far as fake tensors tell: everything that runs agrees.
+    """What the check at start finds, as far as fake tensors tell: everything that runs agrees."""
 
-    Args:
-        path: how rows are scored and decoded.
-        joins: whether prompts are kept once for their groups.
-        packs_prompts: whether completions can share one copy of their prompt.
-        extra_bytes: int, bytes that the check holds besides the weights; of a network that is checked in place of a
-            deeper one, narrow copies of the weights left out.
-    """
-
-    path: ScoringPath
-    joins: bool
-    packs_prompts: bool
+    path: ScoringPath  # how rows are scored and decoded
+    joins: bool  # whether prompts are kept once for their groups
+    packs_prompts: bool  # whether completions can share one copy of their prompt
+    # int, bytes that the check holds besides the weights; of a network that is checked in place of a deeper one, narrow
+    # copies of the weights left out
     extra_bytes: int
 
 

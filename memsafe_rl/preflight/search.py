@@ -22,33 +22,19 @@ CARD_GIB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192)
 
 @dataclass(frozen=True)
 class Job:
-    """The sizes of a run that decide what it holds.
+    """The sizes of a run that decide what it holds."""
 
-    Args:
-        geometry: sizes of the network.
-        prompts: unique prompts of a rollout.
-        group_size: completions per prompt.
-        prompt_tokens: longest prompt, in tokens.
-        completion_tokens: longest completion, in tokens.
-        step_share: share of a rollout's rows that one optimizer step takes.
-        scored: whether a reference scores rollouts.
-        packs_prompts: whether completions can share one copy of their prompt.
-        held_bytes: int, bytes held before a rollout: weights and optimizer state.
-        optimizer_bytes: int, bytes of the optimizer state.
-        gradients_aside: whole gradients that wait for those of further objectives.
-    """
-
-    geometry: ModelGeometry
-    prompts: int
-    group_size: int
-    prompt_tokens: int
-    completion_tokens: int
-    step_share: float
-    scored: bool
-    packs_prompts: bool
-    held_bytes: int
-    optimizer_bytes: int
-    gradients_aside: int = 0
+    geometry: ModelGeometry  # sizes of the network
+    prompts: int  # unique prompts of a rollout
+    group_size: int  # completions per prompt
+    prompt_tokens: int  # longest prompt, in tokens
+    completion_tokens: int  # longest completion, in tokens
+    step_share: float  # share of a rollout's rows that one optimizer step takes
+    scored: bool  # whether a reference scores rollouts
+    packs_prompts: bool  # whether completions can share one copy of their prompt
+    held_bytes: int  # int, bytes held before a rollout: weights and optimizer state
+    optimizer_bytes: int  # int, bytes of the optimizer state
+    gradients_aside: int = 0  # whole gradients that wait for those of further objectives
 
     @property
     def rollout(self) -> RolloutWork:
@@ -76,15 +62,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a policy would do with a job on a device.
+    """What a policy would do with a job on a device."""
 
-    Args:
-        peak_bytes: int, bytes that its plans are predicted to reach.
-        budget_bytes: int, bytes that may be held.
-    """
-
-    peak_bytes: int
-    budget_bytes: int
+    peak_bytes: int  # int, bytes that its plans are predicted to reach
+    budget_bytes: int  # int, bytes that may be held
 
     @property
     def fits(self) -> bool:
@@ -94,19 +75,12 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Scout:
-    """Asks a policy about jobs.
+    """Asks a policy about jobs."""
 
-    Args:
-        policy: makes the plans.
-        device: kind of device.
-        budget_bytes: int, bytes that may be held.
-        corrections: per phase, what forecasts or measurements say of the estimates.
-    """
-
-    policy: MemoryPolicy
-    device: str
-    budget_bytes: int
-    corrections: dict[str, float]
+    policy: MemoryPolicy  # makes the plans
+    device: str  # kind of device
+    budget_bytes: int  # int, bytes that may be held
+    corrections: dict[str, float]  # per phase, what forecasts or measurements say of the estimates
 
     def outlook(self, job: Job) -> Outlook:
         """Says what the policy would do."""

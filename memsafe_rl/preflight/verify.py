@@ -76,40 +76,24 @@ _NO_SUCH_BYTES = 2**60
 
 @dataclass(frozen=True)
 class PlanRun:
-    """The probe step under one plan.
+    """The probe step under one plan."""
 
-    Args:
-        name: "chosen", "plain", "halved" or "failures".
-        rollout_plan: how the rollout was cut in the end.
-        update_plan: how the update was cut in the end.
-        tokens: tokens sampled under the chosen plan, which the others are compared with.
-        tokens_equal: of these, how many this plan sampled too, each row up to its first difference.
-        rows_differing: rows with a difference.
-        rows_excused: of these, how many have a certified tie, so that either token was right.
-        gradient_difference: norm of the difference to the gradient of the plan compared with, over that one's norm;
-            None for the one that the others are compared with.
-        same_bits: whether the gradient is the chosen plan's, bit for bit.
-        micro_batches: of the last try.
-        failures: out-of-memory errors that were recovered from, injected ones included.
-        peak_bytes: int, most bytes held.
-        phase_peaks: int, bytes, by phase.
-        seconds: wall time.
-    """
-
-    name: str
-    rollout_plan: RolloutPlan
-    update_plan: UpdatePlan
-    tokens: int
-    tokens_equal: int
-    rows_differing: int
-    rows_excused: int
+    name: str  # "chosen", "plain", "halved" or "failures"
+    rollout_plan: RolloutPlan  # how the rollout was cut in the end
+    update_plan: UpdatePlan  # how the update was cut in the end
+    tokens: int  # tokens sampled under the chosen plan, which the others are compared with
+    tokens_equal: int  # of these, how many this plan sampled too, each row up to its first difference
+    rows_differing: int  # rows with a difference
+    rows_excused: int  # of these, how many have a certified tie, so that either token was right
+    # norm of the difference to the gradient of the plan compared with, over that one's norm; None for the one that the
+    # others are compared with
     gradient_difference: float | None
-    same_bits: bool
-    micro_batches: int
-    failures: int
-    peak_bytes: int
-    phase_peaks: dict[str, int]
-    seconds: float
+    same_bits: bool  # whether the gradient is the chosen plan's, bit for bit
+    micro_batches: int  # of the last try
+    failures: int  # out-of-memory errors that were recovered from, injected ones included
+    peak_bytes: int  # int, most bytes held
+    phase_peaks: dict[str, int]  # int, bytes, by phase
+    seconds: float  # wall time
 
 
 @dataclass(frozen=True)

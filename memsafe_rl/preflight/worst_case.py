@@ -61,19 +61,13 @@ _LEARNT = ("failure", "retry", "fallback")
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest row a run may meet.
+    """The longest row a run may meet."""
 
-    Args:
-        prompt: token ids of the longest prompt.
-        completion_tokens: longest completion, in tokens.
-        source: how the prompt's length is known, for people.
-        longest_prompts: lengths of the longest prompts there are, the longest first, as many as a rollout
-            has; empty where only the longest one is known.
-    """
-
-    prompt: tuple[int, ...]
-    completion_tokens: int
-    source: str
+    prompt: tuple[int, ...]  # token ids of the longest prompt
+    completion_tokens: int  # longest completion, in tokens
+    source: str  # how the prompt's length is known, for people
+    # lengths of the longest prompts there are, the longest first, as many as a rollout has; empty where only the
+    # longest one is known
     longest_prompts: tuple[int, ...] = ()
 
     @property
@@ -95,19 +89,12 @@ class Longest:
 
 @dataclass(frozen=True)
 class Drawing:
-    """What a rollout or an evaluation draws at most.
+    """What a rollout or an evaluation draws at most."""
 
-    Args:
-        longest: the longest row.
-        prompts: unique prompts.
-        group_size: completions per prompt.
-        phase: rollout or evaluate.
-    """
-
-    longest: Longest
-    prompts: int
-    group_size: int
-    phase: Phase
+    longest: Longest  # the longest row
+    prompts: int  # unique prompts
+    group_size: int  # completions per prompt
+    phase: Phase  # rollout or evaluate
 
 
 def check_worst_case(loop: TrainingLoop) -> dict[str, int]:

@@ -51,22 +51,16 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class RewardScores:
-    """What the reward functions said of a rollout.
+    """What the reward functions said of a rollout."""
 
-    Args:
-        rewards_BF: (B, F) float32, on the CPU; NaN where a function gave None.
-        names: F names, distinct.
-        seconds: wall time of each function, in seconds, by name.
-        extras: B values by column, logged by the functions for the table of completions.
-        metrics: numbers by name, logged by the functions, in their order.
-        timeouts: by name, how often a function took longer than it may; functions that never did are left out.
-    """
-
-    rewards_BF: Tensor
-    names: tuple[str, ...]
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    rewards_BF: Tensor  # (B, F) float32, on the CPU; NaN where a function gave None
+    names: tuple[str, ...]  # F names, distinct
+    seconds: Mapping[str, float] = field(default_factory=dict)  # wall time of each function, in seconds, by name
+    # B values by column, logged by the functions for the table of completions
     extras: Mapping[str, list[Any]] = field(default_factory=dict)
+    # numbers by name, logged by the functions, in their order
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
+    # by name, how often a function took longer than it may; functions that never did are left out
     timeouts: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -65,15 +65,10 @@ Patience = TimeoutPolicy
 
 @dataclass(frozen=True)
 class Begun:
-    """An async function and its first call.
+    """An async function and its first call."""
 
-    Args:
-        function: makes further calls.
-        coroutine: the first call, not yet run.
-    """
-
-    function: RewardFunction
-    coroutine: Coroutine[Any, Any, Any]
+    function: RewardFunction  # makes further calls
+    coroutine: Coroutine[Any, Any, Any]  # the first call, not yet run
 
 
 class Awaited:

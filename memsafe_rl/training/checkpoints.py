@@ -24,17 +24,11 @@ from memsafe_rl.types import Trajectory
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint as it was read, weights left out.
+    """A checkpoint as it was read, weights left out."""
 
-    Args:
-        tensors: of optimizer, schedule, loss scale and a moving reference.
-        loop: everything in plain values.
-        trajectory: the rollout that was being trained on; None where there was none.
-    """
-
-    tensors: dict[str, Any]
-    loop: Mapping[str, Any]
-    trajectory: Trajectory | None
+    tensors: dict[str, Any]  # of optimizer, schedule, loss scale and a moving reference
+    loop: Mapping[str, Any]  # everything in plain values
+    trajectory: Trajectory | None  # the rollout that was being trained on; None where there was none
 
     @property
     def degradations(self) -> list[Degradation]:

@@ -68,21 +68,13 @@ _NO_REWARDS = torch.empty(0, 0)
 
 @dataclass(frozen=True)
 class Drawn:
-    """Completions of a rollout, whose rewards may still be under way.
+    """Completions of a rollout, whose rewards may still be under way."""
 
-    Args:
-        samples: prompts and completions, over all ranks.
-        answers: this rank's rewards; None once they are among the samples.
-        consumed: prompts taken from the source.
-        waiting: groups that the next rollout resumes.
-        metrics: what is logged of how they were drawn.
-    """
-
-    samples: Samples
-    answers: Answers | None
-    consumed: int
-    waiting: tuple[OpenGroup, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    samples: Samples  # prompts and completions, over all ranks
+    answers: Answers | None  # this rank's rewards; None once they are among the samples
+    consumed: int  # prompts taken from the source
+    waiting: tuple[OpenGroup, ...] = ()  # groups that the next rollout resumes
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what is logged of how they were drawn
 
 
 class Collector:

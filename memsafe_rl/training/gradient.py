@@ -36,72 +36,45 @@ from memsafe_rl.types import (
 
 @dataclass(frozen=True)
 class ValueTerms:
-    """What an optimizer step has fixed of the critic's loss.
+    """What an optimizer step has fixed of the critic's loss."""
 
-    Args:
-        critic: what is trained.
-        coef: coefficient of its loss.
-        clip: most a value moves away from the rollout's before the loss holds it; None for no bound.
-    """
-
-    critic: Critic
-    coef: float
-    clip: float | None
+    critic: Critic  # what is trained
+    coef: float  # coefficient of its loss
+    clip: float | None  # most a value moves away from the rollout's before the loss holds it; None for no bound
 
 
 @dataclass(frozen=True)
 class StepTerms:
-    """What an optimizer step has fixed before its first backward.
+    """What an optimizer step has fixed before its first backward."""
 
-    Args:
-        settings: the loss.
-        denominators: counts over the whole step and all ranks.
-        temperature: divides the logits.
-        with_entropy: whether entropies are wanted, for the bonus, the token mask or the log.
-        entropy_coef: coefficient of the entropy bonus.
-        entropy_masks: 1 where an action is among the most uncertain of the step, per row; None when all count.
-        sampler_is_external: whether another sampler drew the completions, so that its log-probs differ from the old.
-        values: the critic's loss; None without a critic.
-        objectives: of each of several objectives, over its own rows; empty where there is but one.
-    """
-
-    settings: LossSettings
-    denominators: Denominators
-    temperature: float
-    with_entropy: bool
-    entropy_coef: float = 0.0
+    settings: LossSettings  # the loss
+    denominators: Denominators  # counts over the whole step and all ranks
+    temperature: float  # divides the logits
+    with_entropy: bool  # whether entropies are wanted, for the bonus, the token mask or the log
+    entropy_coef: float = 0.0  # coefficient of the entropy bonus
+    # 1 where an action is among the most uncertain of the step, per row; None when all count
     entropy_masks: Mapping[int, Tensor] | None = None
+    # whether another sampler drew the completions, so that its log-probs differ from the old
     sampler_is_external: bool = False
-    values: ValueTerms | None = None
+    values: ValueTerms | None = None  # the critic's loss; None without a critic
+    # of each of several objectives, over its own rows; empty where there is but one
     objectives: tuple[StepTerms, ...] = ()
 
 
 @dataclass
 class StepGradient:
-    """What accumulating a step's gradient leaves besides the gradient itself.
+    """What accumulating a step's gradient leaves besides the gradient itself."""
 
-    Args:
-        loss: detached scalar.
-        sums: scalars added over micro-batches.
-        lows: scalars minimised over micro-batches.
-        highs: scalars maximised over micro-batches.
-        run_tokens: scalar, counted actions of the rows that were run.
-        logprobs: nats, of each row that was run, on the device.
-        micro_batches: how many were run.
-        tokens: tokens run, padding included.
-        objectives: of each of several objectives; empty where there is but one.
-        merge: what is known of the objectives' gradients and of how they were merged, by metric.
-    """
-
-    loss: Tensor
-    run_tokens: Tensor
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    lows: dict[str, Tensor] = field(default_factory=dict)
-    highs: dict[str, Tensor] = field(default_factory=dict)
-    logprobs: dict[int, Tensor] = field(default_factory=dict)
-    micro_batches: int = 0
-    tokens: int = 0
-    objectives: tuple[StepGradient, ...] = ()
+    loss: Tensor  # detached scalar
+    run_tokens: Tensor  # scalar, counted actions of the rows that were run
+    sums: dict[str, Tensor] = field(default_factory=dict)  # scalars added over micro-batches
+    lows: dict[str, Tensor] = field(default_factory=dict)  # scalars minimised over micro-batches
+    highs: dict[str, Tensor] = field(default_factory=dict)  # scalars maximised over micro-batches
+    logprobs: dict[int, Tensor] = field(default_factory=dict)  # nats, of each row that was run, on the device
+    micro_batches: int = 0  # how many were run
+    tokens: int = 0  # tokens run, padding included
+    objectives: tuple[StepGradient, ...] = ()  # of each of several objectives; empty where there is but one
+    # what is known of the objectives' gradients and of how they were merged, by metric
     merge: dict[str, float] = field(default_factory=dict)
 
 

@@ -19,21 +19,13 @@ def _nothing() -> list[Tensor]:
 
 @dataclass
 class Holdings:
-    """The long-lived tensors of a run.
+    """The long-lived tensors of a run."""
 
-    Args:
-        device: where the model computes.
-        networks: the model, and every network beside it.
-        optimizer: None before training begins.
-        trajectory: gives the tensors of the stored rollout.
-        optimizer_parts: ranks that share the optimizer's state.
-    """
-
-    device: torch.device
-    networks: tuple[nn.Module, ...] = ()
-    optimizer: torch.optim.Optimizer | None = None
-    trajectory: Callable[[], list[Tensor]] = _nothing
-    optimizer_parts: int = 1
+    device: torch.device  # where the model computes
+    networks: tuple[nn.Module, ...] = ()  # the model, and every network beside it
+    optimizer: torch.optim.Optimizer | None = None  # None before training begins
+    trajectory: Callable[[], list[Tensor]] = _nothing  # gives the tensors of the stored rollout
+    optimizer_parts: int = 1  # ranks that share the optimizer's state
 
     def by_component(self) -> dict[Component, int]:
         """Counts the bytes on the device by what they are for; nothing while the model is still being loaded."""

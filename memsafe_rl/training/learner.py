@@ -31,19 +31,12 @@ from memsafe_rl.types import Component, Denominators, Phase, Trajectory, UpdateP
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step knows before its weights move.
+    """What an optimizer step knows before its weights move."""
 
-    Args:
-        rollout: the rollout, where the plan has put it, with the old log-probs that this step gave.
-        metrics: the step's, over all ranks.
-        micro_batches: how many were run.
-        sample: half-precision weights before the step; None where nobody asks whether they move.
-    """
-
-    rollout: Rollout
-    metrics: dict[str, float]
-    micro_batches: int
-    sample: WeightSample | None
+    rollout: Rollout  # the rollout, where the plan has put it, with the old log-probs that this step gave
+    metrics: dict[str, float]  # the step's, over all ranks
+    micro_batches: int  # how many were run
+    sample: WeightSample | None  # half-precision weights before the step; None where nobody asks whether they move
 
 
 class Learner:

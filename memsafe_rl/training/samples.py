@@ -23,35 +23,23 @@ from memsafe_rl.types import AdvantageResult, Completion, Component, Phase, Ragg
 
 @dataclass(frozen=True)
 class Samples:
-    """Prompts and their completions, group by group, over all ranks.
+    """Prompts and their completions, group by group, over all ranks."""
 
-    Args:
-        prompts: P prompts.
-        group_size: completions per prompt.
-        conditions: the prompt ids that each completion follows; the tokenizer's, or those a `rollout_func` gave.
-        completions: P × group_size of them, prompt by prompt.
-        masks: per completion, 1 where the model itself chose the token; None when it chose all.
-        texts: what the reward functions see of each completion.
-        rewards_BF: (B, F) float32, NaN where a function gave None; (0, 0) until the rewards are known.
-        extras: per completion, what the reward functions logged through `log_extra`; () until the rewards are known.
-        external: whether another sampler than the trained model drew them.
-        stale: per completion, whether older weights drew some of it; () where none is.
-        pieces: per completion, the sequences that it is learnt from; () where each is one.
-        facts: what is logged of how they were drawn.
-    """
-
-    prompts: Prompts
-    group_size: int
+    prompts: Prompts  # P prompts
+    group_size: int  # completions per prompt
+    # the prompt ids that each completion follows; the tokenizer's, or those a `rollout_func` gave
     conditions: tuple[Tensor, ...]
-    completions: tuple[Completion, ...]
-    masks: tuple[Tensor, ...] | None
-    texts: tuple[Any, ...]
-    rewards_BF: Tensor
+    completions: tuple[Completion, ...]  # P × group_size of them, prompt by prompt
+    masks: tuple[Tensor, ...] | None  # per completion, 1 where the model itself chose the token; None when it chose all
+    texts: tuple[Any, ...]  # what the reward functions see of each completion
+    rewards_BF: Tensor  # (B, F) float32, NaN where a function gave None; (0, 0) until the rewards are known
+    # per completion, what the reward functions logged through `log_extra`; () until the rewards are known
     extras: tuple[dict[str, Any], ...]
-    external: bool = False
-    stale: tuple[bool, ...] = ()
+    external: bool = False  # whether another sampler than the trained model drew them
+    stale: tuple[bool, ...] = ()  # per completion, whether older weights drew some of it; () where none is
+    # per completion, the sequences that it is learnt from; () where each is one
     pieces: tuple[tuple[Piece, ...], ...] = ()
-    facts: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, float] = field(default_factory=dict)  # what is logged of how they were drawn
 
     def groups(self, indices: Sequence[int]) -> Samples:
         """Gives some groups only."""
@@ -89,38 +77,23 @@ class Samples:
 
 @dataclass(frozen=True)
 class Answers:
-    """Rewards of one rank's rows, to be waited for.
+    """Rewards of one rank's rows, to be waited for."""
 
-    Args:
-        pending: the reward functions' calls.
-        rows: completions of this rank.
-        phase: to which the wait belongs.
-    """
-
-    pending: PendingScores
-    rows: int
-    phase: Phase
+    pending: PendingScores  # the reward functions' calls
+    rows: int  # completions of this rank
+    phase: Phase  # to which the wait belongs
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A rollout, rewarded and ready to learn from.
+    """A rollout, rewarded and ready to learn from."""
 
-    Args:
-        trajectory: the store.
-        consumed: prompts taken from the source.
-        external: whether another sampler than the trained model drew the completions.
-        metrics: what is logged of it.
-        table: one row a completion, for people.
-        waiting: groups that are gone on with in the next rollout.
-    """
-
-    trajectory: Trajectory
-    consumed: int
-    external: bool
-    metrics: dict[str, float] = field(default_factory=dict)
-    table: tuple[dict[str, Any], ...] = ()
-    waiting: tuple[OpenGroup, ...] = ()
+    trajectory: Trajectory  # the store
+    consumed: int  # prompts taken from the source
+    external: bool  # whether another sampler than the trained model drew the completions
+    metrics: dict[str, float] = field(default_factory=dict)  # what is logged of it
+    table: tuple[dict[str, Any], ...] = ()  # one row a completion, for people
+    waiting: tuple[OpenGroup, ...] = ()  # groups that are gone on with in the next rollout
 
     def to(self, place: str, device: torch.device) -> Rollout:
         """Moves the trajectory to where a plan wants it."""

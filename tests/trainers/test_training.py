@@ -306,9 +306,8 @@ def test_the_synced_reference_moves_by_the_mixture(tmp_path: Path) -> None:
     )
     before = [parameter.clone() for parameter in trainer.setup.reference_model.parameters()]
     trainer.train()
-    for old, new, model in zip(
-        before, trainer.setup.reference_model.parameters(), trainer.model.parameters(), strict=True
-    ):
+    references = before, trainer.setup.reference_model.parameters(), trainer.model.parameters()
+    for old, new, model in zip(*references, strict=True):
         assert torch.allclose(new, 0.75 * old + 0.25 * model, atol=1e-6)
 
 

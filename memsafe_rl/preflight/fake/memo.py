@@ -26,27 +26,16 @@ class _Unknown(Exception):  # noqa: N818 - no error: the question is passed on
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How a result follows from arguments of these shapes.
+    """How a result follows from arguments of these shapes."""
 
-    Args:
-        place: index of the argument that shares its storage; None for storage of its own.
-        same: whether the result is that argument itself.
-        shape: of the result.
-        stride: of the result, in elements.
-        offset: of the result in its storage, in elements.
-        dtype: of the result.
-        device: of the result, as it says.
-        about: what a fake tensor knows besides.
-    """
-
-    place: int | None
-    same: bool
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-    about: Mapping[str, Any]
+    place: int | None  # index of the argument that shares its storage; None for storage of its own
+    same: bool  # whether the result is that argument itself
+    shape: torch.Size  # of the result
+    stride: tuple[int, ...]  # of the result, in elements
+    offset: int  # of the result in its storage, in elements
+    dtype: torch.dtype  # of the result
+    device: torch.device  # of the result, as it says
+    about: Mapping[str, Any]  # what a fake tensor knows besides
 
 
 class Memo:

@@ -19,19 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoringNeeds:
-    """What an estimator has scored of every rollout before its advantages are known.
+    """What an estimator has scored of every rollout before its advantages are known."""
 
-    Args:
-        logprobs: whether every row's log-probs are scored under the present weights.
-        columns: the columns scored of a row; None for all that count.
-        with_kl: whether the KL to the reference comes with the log-probs, in closed form.
-        critics: networks whose values are read.
-    """
-
-    logprobs: bool = False
-    columns: tuple[int, ...] | None = None
-    with_kl: bool = False
-    critics: tuple[Critic, ...] = ()
+    logprobs: bool = False  # whether every row's log-probs are scored under the present weights
+    columns: tuple[int, ...] | None = None  # the columns scored of a row; None for all that count
+    with_kl: bool = False  # whether the KL to the reference comes with the log-probs, in closed form
+    critics: tuple[Critic, ...] = ()  # networks whose values are read
 
 
 class Advantages(Protocol):

@@ -14,15 +14,10 @@ from memsafe_rl.training.algorithms.objectives import BetaControl, first_betas, 
 
 @dataclass(frozen=True)
 class Controllers:
-    """Where the steered coefficients stand.
+    """Where the steered coefficients stand."""
 
-    Args:
-        entropy: the adaptive entropy bonus.
-        betas: each objective's beta, by the objective's name, in their order.
-    """
-
-    entropy: EntropyControl
-    betas: Mapping[str, BetaControl]
+    entropy: EntropyControl  # the adaptive entropy bonus
+    betas: Mapping[str, BetaControl]  # each objective's beta, by the objective's name, in their order
 
     @classmethod
     def at_start(cls, config: TrainerConfig) -> Controllers:

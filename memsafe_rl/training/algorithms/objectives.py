@@ -116,14 +116,10 @@ class GradientsAside:
 
 
 class BetaControl(NamedTuple):
-    """Where the steering of an objective's beta stands.
+    """Where the steering of an objective's beta stands."""
 
-    Args:
-        beta: the coefficient of the next step.
-        recent: measured KLs since beta last moved, in nats per token, oldest first, at most a window of them.
-    """
-
-    beta: float
+    beta: float  # the coefficient of the next step
+    # measured KLs since beta last moved, in nats per token, oldest first, at most a window of them
     recent: tuple[float, ...] = ()
 
 

@@ -89,46 +89,27 @@ class TrainingRequest:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A request that was checked, as far as that goes before any weight is loaded.
+    """A request that was checked, as far as that goes before any weight is loaded."""
 
-    Args:
-        request: what the user passed.
-        config: the run's settings.
-        models: reads prompts, loads and shows what this kind of model needs.
-        environments: where episodes are played; None where a completion is one turn.
-        train_dataset: the prompts, checked.
-        eval_dataset: prompts for evaluation, checked.
-        source: the prompts by position.
-        rewards: the reward functions, their models not on the device yet.
-        memory_policy: makes the plans.
-    """
-
-    request: TrainingRequest
-    config: TrainerConfig
-    models: ModelFactory
-    environments: EnvironmentPool | None
-    train_dataset: Any
-    eval_dataset: Any
-    source: PromptSource
-    rewards: RewardRunner
-    memory_policy: MemoryPolicy
+    request: TrainingRequest  # what the user passed
+    config: TrainerConfig  # the run's settings
+    models: ModelFactory  # reads prompts, loads and shows what this kind of model needs
+    environments: EnvironmentPool | None  # where episodes are played; None where a completion is one turn
+    train_dataset: Any  # the prompts, checked
+    eval_dataset: Any  # prompts for evaluation, checked
+    source: PromptSource  # the prompts by position
+    rewards: RewardRunner  # the reward functions, their models not on the device yet
+    memory_policy: MemoryPolicy  # makes the plans
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a setup is built.
+    """Where a setup is built."""
 
-    Args:
-        device: where the weights go.
-        parallel: the processes of the run.
-        recovery: repeats stages that run out of memory, and tracks the run's memory.
-        holdings: filled in as parts are made.
-    """
-
-    device: torch.device
-    parallel: Parallel
-    recovery: Recovery
-    holdings: Holdings
+    device: torch.device  # where the weights go
+    parallel: Parallel  # the processes of the run
+    recovery: Recovery  # repeats stages that run out of memory, and tracks the run's memory
+    holdings: Holdings  # filled in as parts are made
 
 
 def read_inputs(config: TrainerConfig, request: TrainingRequest) -> Inputs:

@@ -27,21 +27,13 @@ _REWARD_SECONDS = ("time/reward/", "_seconds")
 
 
 class _Reading(NamedTuple):
-    """What a step says about a rule.
+    """What a step says about a rule."""
 
-    Args:
-        broken: whether the rule is broken.
-        value: what was measured.
-        limit: what the rule allows.
-        sentence: what was found and what to do.
-        details: more for the event.
-    """
-
-    broken: bool
-    value: float
-    limit: Any
-    sentence: str
-    details: Mapping[str, Any] = {}
+    broken: bool  # whether the rule is broken
+    value: float  # what was measured
+    limit: Any  # what the rule allows
+    sentence: str  # what was found and what to do
+    details: Mapping[str, Any] = {}  # more for the event
 
 
 class AlarmWatch:

@@ -15,19 +15,12 @@ from memsafe_rl.training.gradient import StepGradient, StepTerms
 
 
 class StepNumbers(NamedTuple):
-    """An optimizer step's numbers of one rank, on the host.
+    """An optimizer step's numbers of one rank, on the host."""
 
-    Args:
-        sums: added over ranks.
-        lows: minimised over ranks.
-        highs: maximised over ranks.
-        grad_norm: the gradient's norm before clipping, the same on every rank.
-    """
-
-    sums: dict[str, float]
-    lows: dict[str, float]
-    highs: dict[str, float]
-    grad_norm: float
+    sums: dict[str, float]  # added over ranks
+    lows: dict[str, float]  # minimised over ranks
+    highs: dict[str, float]  # maximised over ranks
+    grad_norm: float  # the gradient's norm before clipping, the same on every rank
 
 
 def read_step(gradient: StepGradient, norm: Tensor) -> StepNumbers:

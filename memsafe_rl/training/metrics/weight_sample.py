@@ -19,17 +19,11 @@ _ROUNDS_TO_NEAREST = ("torch.optim", "bitsandbytes", "transformers")
 
 @dataclass(frozen=True)
 class WeightSample:
-    """What a sample of the weights was before a step.
+    """What a sample of the weights was before a step."""
 
-    Args:
-        tensors: the tensors looked at.
-        before: values of the sampled elements of each.
-        pushed: whether each of these elements has a gradient other than 0.
-    """
-
-    tensors: tuple[nn.Parameter, ...]
-    before: tuple[list[float], ...]
-    pushed: tuple[list[bool], ...]
+    tensors: tuple[nn.Parameter, ...]  # the tensors looked at
+    before: tuple[list[float], ...]  # values of the sampled elements of each
+    pushed: tuple[list[bool], ...]  # whether each of these elements has a gradient other than 0
 
     def lost_share(self) -> float | None:
         """Gives the share of elements with a gradient that are what they were; None where too few have one."""

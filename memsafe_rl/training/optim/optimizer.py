@@ -304,19 +304,12 @@ class Committer:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What is known of the gradients when the commit begins.
+    """What is known of the gradients when the commit begins."""
 
-    Args:
-        clip_factors: scalar by device and dtype; empty for no clipping.
-        one: scalar float32 on the CPU, 1.
-        scale: state of the loss scaler, on the host; empty without one.
-        overflowed: whether an fp16 gradient is infinite or NaN.
-    """
-
-    clip_factors: Mapping[tuple[torch.device, torch.dtype], Tensor]
-    one: Tensor
-    scale: Mapping[str, Any]
-    overflowed: bool
+    clip_factors: Mapping[tuple[torch.device, torch.dtype], Tensor]  # scalar by device and dtype; empty for no clipping
+    one: Tensor  # scalar float32 on the CPU, 1
+    scale: Mapping[str, Any]  # state of the loss scaler, on the host; empty without one
+    overflowed: bool  # whether an fp16 gradient is infinite or NaN
 
 
 def next_scale(state: Mapping[str, Any], *, overflowed: bool) -> dict[str, Any]:
