@@ -33,22 +33,9 @@ from memsafe_rl.config import grpo as grpo_module
 from memsafe_rl.config import validation
 from memsafe_rl.config.declaring import declare, grouped, setting
 from memsafe_rl.config.grpo import GRPOConfig
-from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.config.refusals import ALIASES, REFUSED
 from memsafe_rl.config.settings import GROUPS, OPTIMIZERS, GRPOSettings, PPOSettings
 from memsafe_rl.config.validation import ENUMS, REGISTRIES
-from memsafe_rl.config.views import (
-    EntropySettings,
-    ImportanceSettings,
-    KLStop,
-    RolloutSettings,
-    StepSettings,
-    UpdateSettings,
-    critic_settings,
-    rollout_settings,
-    step_settings,
-    update_settings,
-)
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.types import LossSettings, SamplingSettings
 
@@ -768,11 +755,7 @@ HINTS = {
 """Settings that may never change a result, so that nothing needs to read them."""
 
 
-VIEWED = {
-    field.name
-    for view in (LossSettings, SamplingSettings, RolloutSettings, UpdateSettings, EntropySettings, StepSettings)
-    for field in dataclasses.fields(view)
-}
+VIEWED = {field.name for view in (LossSettings, SamplingSettings) for field in dataclasses.fields(view)}
 """Settings that other rooms read by the name of a view's field."""
 
 
@@ -839,23 +822,6 @@ def test_settings_are_given_by_name() -> None:
     assert GRPOConfig("out").output_dir == "out"
     with pytest.raises(TypeError, match="positional"):
         GRPOConfig("out", 4)  # type: ignore[misc]
-
-
-def test_views_follow_the_fields() -> None:
-    config = GRPOConfig(num_generations=4, temperature=0.7, entropy_coef=0.1, num_iterations=2, kl_stop=0.02, beta=0.04)
-    rollout, update, step = rollout_settings(config), update_settings(config), step_settings(config)
-    for view in (rollout, update, update.entropy, step):
-        names = {field.name for field in dataclasses.fields(view)} - {"importance", "loss", "entropy", "eval_tries"}
-        assert all(getattr(view, name) == getattr(config, name) for name in names)
-        assert hash(view) is not None
-    assert rollout.importance == ImportanceSettings(True, "sequence_mask", None, 3.0)
-    assert rollout.eval_tries == (1, 2, 4)
-    assert rollout.visits_rows_again
-    assert update.loss == config.loss_settings()
-    assert update.entropy.gives_bonus
-    assert step.kl_stop_rule == KLStop(0.02)
-    critic = critic_settings(PPOConfig(gamma=0.9))
-    assert (critic.gamma, critic.kl_coef, critic.has_reference, critic.rollout_rows) == (0.9, 0.05, True, 8)
 
 
 def test_a_copy_may_count_other_ranks() -> None:
