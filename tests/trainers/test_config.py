@@ -36,6 +36,7 @@ from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.refusals import ALIASES, REFUSED
 from memsafe_rl.config.settings import GROUPS, OPTIMIZERS, GRPOSettings, PPOSettings
 from memsafe_rl.config.validation import ENUMS, REGISTRIES
+from memsafe_rl.config.views import KLStop
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.types import LossSettings, SamplingSettings
 
