@@ -542,8 +542,8 @@ def test_a_run_is_verified_on_a_simulated_device(tiny_run: Path) -> None:
 
 
 def test_a_wrong_plan_ends_with_its_own_exit_code(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(trainer: Any) -> Verification:
-        found = verify_plan(trainer.loop)
+    def wrong(loop: Any) -> Verification:
+        found = verify_plan(loop)
         return replace(found, failing=replace(found.failing, gradient_difference=0.38))
 
     monkeypatch.setattr(verifying_module, "verify_plan", wrong)

@@ -91,7 +91,7 @@ def test_a_saved_policy_is_restored(tmp_path: Path) -> None:
     trainer.save_model(tmp_path / "saved")
     other = make_trainer(tmp_path / "other")
     assert not torch.equal(weights(other), weights(trainer))
-    other._load_weights(tmp_path / "saved")
+    other.loop.checkpoints.load_weights(tmp_path / "saved")
     assert torch.equal(weights(other), weights(trainer))
 
 
