@@ -211,7 +211,7 @@ def test_a_model_object_that_does_not_fit_is_named_with_its_size() -> None:
 def test_remedies_are_left_to_the_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with SimulatedMemory(ROOM), caplog.at_level(logging.WARNING):
         trainer_for(folder, memory_budget=2**20, allow_lossy=["num_iterations"])
-    assert "going on, for allow_lossy names remedies" in caplog.text
+    assert "the run starts, since allow_lossy names remedies" in caplog.text
 
 
 def test_a_network_that_cannot_be_forecast_trains_nevertheless(

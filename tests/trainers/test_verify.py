@@ -73,7 +73,7 @@ def test_three_plans_are_equal_and_differently_cut(tmp_path: Path) -> None:
     ],
 )
 def test_kinds_of_runs_pass(tmp_path: Path, settings: dict[str, Any]) -> None:
-    found = verify_plan(make_trainer(tmp_path, reward_funcs=never, **{"policy": cut(**LEAN), **settings}))
+    found = verify_plan(make_trainer(tmp_path, reward_funcs=never, **{"policy": cut(**LEAN), **settings}).loop)
     assert found.passed, found.sentence()
     assert found.difference > 0
     assert found.failing.failures == 2
@@ -220,7 +220,7 @@ def test_tokens_that_depend_on_the_wave_are_caught(tmp_path: Path, monkeypatch: 
         return original([key._replace(sample=place) for place, key in enumerate(keys)])
 
     monkeypatch.setattr(generation, "key_tensor", of_the_place)
-    found = verify_plan(make_trainer(tmp_path, policy=cut(**LEAN)))
+    found = verify_plan(make_trainer(tmp_path, policy=cut(**LEAN)).loop)
     assert found.difference <= found.tolerance
     assert not found.tokens_agree
     assert not found.passed
@@ -304,7 +304,7 @@ def test_callbacks_hear_nothing_of_it(tmp_path: Path) -> None:
                 raise AttributeError(name)
             return lambda *_, **__: heard.append(name)
 
-    verify_plan(make_trainer(tmp_path, policy=cut(**LEAN), callbacks=[Listener()]))
+    verify_plan(make_trainer(tmp_path, policy=cut(**LEAN), callbacks=[Listener()]).loop)
     assert heard == ["on_init_end"]
 
 
@@ -373,13 +373,15 @@ def test_the_coarsest_type_sets_the_tolerance(tmp_path: Path, dtype: torch.dtype
 
 
 def test_half_precision_passes_within_its_own_tolerance(tmp_path: Path) -> None:
-    found = verify_plan(make_trainer(tmp_path, model=tiny_model(dtype=torch.bfloat16, scale=1.0), policy=cut(**LEAN)))
+    found = verify_plan(
+        make_trainer(tmp_path, model=tiny_model(dtype=torch.bfloat16, scale=1.0), policy=cut(**LEAN)).loop
+    )
     assert found.passed, found.sentence()
     assert found.difference > 1e-6
 
 
 def test_the_default_policy_is_verified(tmp_path: Path) -> None:
-    found = verify_plan(make_trainer(tmp_path, policy=AdaptivePolicy()))
+    found = verify_plan(make_trainer(tmp_path, policy=AdaptivePolicy()).loop)
     assert found.passed, found.sentence()
 
 
