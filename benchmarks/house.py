@@ -34,6 +34,13 @@ PARTS = {
 }
 """Functions whose call is one rollout or one update; what runs inside both counts for the inner one."""
 
+LIBRARY_PRIVATES = {
+    *("_cdata", "_version", "_buffers", "_parameters", "_make_subclass", "_use_count"),  # torch
+    *("_forward_hooks", "_forward_pre_hooks", "_replace"),  # torch, named tuples
+    *("_attn_implementation", "_attn_implementation_internal", "_name_or_path"),  # transformers
+}
+"""Privates of libraries for which there is no public name."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Places = Iterator[tuple[int, str]]
 """Lines, and what stands there."""
@@ -55,9 +62,10 @@ def last_name(node: ast.AST) -> str:
 
 
 def private_reaches(nodes: tuple[Any, ...], _: Path) -> Places:
-    """Yields `x._y` with x not self, cls or torch's and `_y` not defined in the file, and getattr(x, "_y") likewise."""
+    """Yields `x._y` with x not self or cls and `_y` neither of the file nor a library's; getattr(x, "_y") likewise."""
     own = {node.name for node in nodes if isinstance(node, Function | ast.ClassDef)}
-    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    own |= {last_name(node) for node in stored} | LIBRARY_PRIVATES
     for node in nodes:
         name = node.attr if isinstance(node, ast.Attribute) else ""
         if isinstance(node, ast.Call) and last_name(node.func) in ("getattr", "setattr", "hasattr", "delattr"):

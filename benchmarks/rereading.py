@@ -22,7 +22,7 @@ from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.rollout.multi_turn.calls import Caller
 from memsafe_rl.rollout.multi_turn.episode import EpisodeLimits
-from memsafe_rl.rollout.multi_turn.lockstep import Beginning, Table, play
+from memsafe_rl.rollout.multi_turn.lockstep import Beginning, EpisodeSettings, play
 from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Step
 from memsafe_rl.rollout.native.generation import generate
 from memsafe_rl.rollout.native.kv_retention import KeptCaches
@@ -119,7 +119,7 @@ def measure(
         )
         for number in range(episodes)
     ]
-    table = Table(tokenizer, EpisodeLimits(turns * (turn + answer + 32), turn_tokens=turn), draw, None, Caller())
+    table = EpisodeSettings(tokenizer, EpisodeLimits(turns * (turn + answer + 32), turn_tokens=turn), draw, None, Caller())
     with SimulatedMemory() as memory:
         started = time.process_time()
         play(beginnings, table)

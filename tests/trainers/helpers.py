@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -85,18 +86,27 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def rewire(trainer: Any, part: str, name: str, wrap: Callable[[Any], Any]) -> None:
     """Wraps a method of a part that the loop builds anew whenever its setup changes."""
-    use = trainer.loop.use
 
     def wrapped() -> None:
-        owner = attrgetter(part)(trainer.loop)
-        setattr(owner, name, wrap(getattr(owner, name)))
+        override(attrgetter(part)(trainer.loop), name, wrap)
 
-    def used(setup: Any) -> None:
+    def used(use: Any, setup: Any) -> None:
         use(setup)
         wrapped()
 
-    trainer.loop.use = used
+    override(trainer.loop, "use", lambda use: partial(used, use))
     wrapped()
+
+
+def override(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Wraps a method by a class of its own: a wrapper on the object would hold on to it, and to all that it holds."""
+    kind = type(owner)
+    method = getattr(kind, name)
+
+    def wrapped(self: Any, *arguments: Any, **named: Any) -> Any:
+        return wrap(partial(method, self))(*arguments, **named)
+
+    owner.__class__ = type(kind.__name__, (kind,), {name: wrapped})
 
 
 def trained(trainer: PPOTrainer) -> torch.Tensor:
