@@ -74,12 +74,14 @@ def test_an_evaluation_is_a_phase_of_its_own(folder: Path) -> None:
     assert any("evaluations draw 1 completion(s) of 16 prompts" in told for told in trainer.forecast.assumptions)
 
 
+@pytest.mark.slow
 def test_an_evaluation_with_a_reward_model_holds_both(folder: Path) -> None:
     given = {"eval_dataset": prompts(16, PROMPT), "reward_processing_classes": [None, SteadyTokenizer()]}
     trainer, held = run(folder, [alternating, str(folder / "judge")], given, eval_strategy="steps", eval_steps=1)
     check(trainer, held, Phase.EVALUATE, Phase.REWARD)
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_known_by_its_config_alone(folder: Path, tmp_path: Path) -> None:
     judge_config().save_pretrained(tmp_path)
     config = GRPOConfig("unused", report_to="none", max_completion_length=32)
