@@ -305,7 +305,7 @@ def test_tokens_do_not_depend_on_the_plan(family: str) -> None:
     adapter = adapter_of(family)
     geometry = adapter.geometry
     expected = tokens_of(roll_out(adapter, RolloutPlan(rows_in_flight=100)))
-    assert len({len(row) for row in expected}) > 4
+    assert len({len(row) for row in expected}) >= 4  # rows end at different steps
     tight = geometry.batch_kv_bytes(2 * geometry.prompt_kv_bytes(14), 6, 40)
     for plan in (
         RolloutPlan(rows_in_flight=7),

@@ -181,7 +181,7 @@ class TestTraining:
                 raise MemoryBudgetError("does not fit", failure=MemoryFailure(Phase.ROLLOUT, 1, 1, ""))
             steps()
 
-        monkeypatch.setattr(trainer, "_train_step", fails_once)
+        monkeypatch.setattr(trainer.loop, "step", fails_once)
         trainer.train()
         told = [event for event in trainer.memory_events if event["event"] == "degradation"]
         assert [event["changes"] for event in told] == [{"cache_implementation": (None, "quantized")}]

@@ -136,7 +136,7 @@ def test_a_lean_optimizer_takes_the_place_of_one_that_does_not_fit(
             raise MemoryBudgetError("does not fit", failure=failure(Phase.OPTIMIZER))
         steps()
 
-    monkeypatch.setattr(trainer, "_train_step", fails_once)
+    monkeypatch.setattr(trainer.loop, "step", fails_once)
     trainer.train()
     assert type(trainer.optimizer).__module__.startswith("bitsandbytes")
     rates = [record["learning_rate"] for record in trainer.history]

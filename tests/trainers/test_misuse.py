@@ -91,22 +91,23 @@ def test_an_optimizer_without_the_models_weights_is_refused(tmp_path: Path, capl
 
 
 def test_an_optimizer_of_ppo_must_hold_the_critic_too(tmp_path: Path) -> None:
-    def trainer() -> PPOTrainer:
+    def trainer() -> tuple[PPOTrainer, torch.optim.Optimizer]:
         model = tiny_model()
-        return PPOTrainer(
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        made = PPOTrainer(
             model,
             count_digits,
             PPOConfig(output_dir=str(tmp_path), max_steps=1, max_completion_length=6, use_cpu=True, disable_tqdm=True),
             Dataset.from_dict({"prompt": PROMPTS}),
             processing_class=tiny_tokenizer(),
-            optimizers=(torch.optim.SGD(model.parameters(), lr=1e-2), None),
+            optimizers=(optimizer, None),
         )
+        return made, optimizer
 
     with pytest.raises(ConfigError, match=r"none of the 2 trained tensors of the critic.*trainer\.critic\.beside"):
-        trainer().train()
-    mended = trainer()
-    assert mended._given_optimizers[0] is not None
-    mended._given_optimizers[0].add_param_group({"params": list(mended.critic.beside.parameters())})
+        trainer()[0].train()
+    mended, optimizer = trainer()
+    optimizer.add_param_group({"params": list(mended.critic.beside.parameters())})
     mended.train()
     assert mended.critic.head.weight.abs().sum() > 0
 

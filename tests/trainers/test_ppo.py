@@ -264,7 +264,7 @@ def test_the_kl_stands_in_the_reward_or_in_the_loss(tmp_path: Path) -> None:
     alone = make_ppo(tmp_path, kl_coef=0.0, max_steps=1)
     alone.train()
     assert "objective/kl" not in alone.history[0]
-    assert alone._reference_model is None
+    assert alone.setup.reference_model is None
 
 
 def test_rows_that_nobody_scored_teach_nothing(tmp_path: Path) -> None:
