@@ -119,7 +119,9 @@ def measure(
         )
         for number in range(episodes)
     ]
-    table = EpisodeSettings(tokenizer, EpisodeLimits(turns * (turn + answer + 32), turn_tokens=turn), draw, None, Caller())
+    table = EpisodeSettings(
+        tokenizer, EpisodeLimits(turns * (turn + answer + 32), turn_tokens=turn), draw, None, Caller()
+    )
     with SimulatedMemory() as memory:
         started = time.process_time()
         play(beginnings, table)

@@ -433,6 +433,6 @@ def test_of_many_prompts_those_with_the_most_characters_are_tokenized(
 ) -> None:
     monkeypatch.setattr("memsafe_rl.preflight.worst_case._TOKENIZED", 3)
     prompts = ["a" * (1 + length % 17) for length in range(40)]
-    found = find_longest(make_trainer(tmp_path, train_dataset=Dataset.from_dict({"prompt": prompts})))
+    found = find_longest(make_trainer(tmp_path, train_dataset=Dataset.from_dict({"prompt": prompts})).setup)
     assert len(found.prompt) == 17
     assert found.source == "of the 3 longest texts of train_dataset"
