@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -86,7 +87,7 @@ def ids_of(rows: list[Completion]) -> list[list[int]]:
 LENGTHS = (3, 17, 1, 30, 17, 9, 22, 5)
 
 
-@pytest.fixture(params=[1, 8, 1000])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 8, pytest.param(1000, marks=pytest.mark.slow)])
 def threshold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Shares at which rows leave and join: as late as possible, as usual, at once."""
     monkeypatch.setattr(generation, "_COMPACT_SHARE", request.param)
@@ -94,14 +95,21 @@ def threshold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return int(request.param)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_generates(family: str, threshold: int) -> None:
+@cache
+def greedy_of_all(family: str) -> tuple[tuple[int, ...], list[list[int]]]:
+    """Tokens that end completions, and the greedy tokens of every prompt, by the model's generate."""
     model, prompts = model_of(family), prompts_of(LENGTHS)
     endless = [greedy(model, prompt, ()) for prompt in prompts]
     # Tokens that some rows reach early, some late, some never.
     firsts = {token: min(ids.index(token) if token in ids else NEW for ids in endless) for token in range(VOCABULARY)}
     eos = tuple(token for token, first in firsts.items() if 4 <= first < NEW)[::2]
-    expected = [greedy(model, prompt, eos) for prompt in prompts]
+    return eos, [greedy(model, prompt, eos) for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_generates(family: str, threshold: int) -> None:
+    model, prompts = model_of(family), prompts_of(LENGTHS)
+    eos, expected = greedy_of_all(family)
     assert len({len(ids) for ids in expected}) > 1
     settings = SamplingSettings(NEW, eos, temperature=0.0)
     for joins in (True, False):
@@ -156,6 +164,7 @@ class _Refusing:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.slow
 def test_two_hundred_refused_allocations_change_no_token(family: str) -> None:
     adapter = CausalLMAdapter(model_of(family), pad_token_id=0)
     check_head(adapter)

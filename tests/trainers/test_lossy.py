@@ -49,6 +49,7 @@ def failure(phase: Phase = Phase.UPDATE) -> MemoryFailure:
     return MemoryFailure(phase, 1, 1, "")
 
 
+@pytest.mark.slow
 def test_without_leave_the_error_comes_out_and_the_task_stays(tmp_path: Path, too_small: int) -> None:
     with SimulatedMemory(too_small):
         trainer = make_trainer(tmp_path, model=tiny_model(), **SETTINGS)
@@ -58,6 +59,7 @@ def test_without_leave_the_error_comes_out_and_the_task_stays(tmp_path: Path, to
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
+@pytest.mark.slow
 def test_completions_are_halved_until_they_fit_and_learnt_as_if_asked_for(tmp_path: Path, too_small: int) -> None:
     trainer, _ = build(tmp_path / "a", too_small, allow_lossy=["max_completion_length"])
     told = [event for event in trainer.memory_events if event["event"] == "degradation"]
@@ -166,6 +168,7 @@ def test_completions_are_not_cut_below_their_least_length(tmp_path: Path) -> Non
     assert next_degradation(config, ["max_completion_length"], failure()) is None
 
 
+@pytest.mark.slow
 def test_a_least_length_that_the_model_declares_comes_down_with_the_longest(tmp_path: Path, too_small: int) -> None:
     model = tiny_model()
     model.generation_config.min_new_tokens = 20

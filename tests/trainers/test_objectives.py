@@ -374,6 +374,7 @@ def test_a_forecast_calls_no_reward_and_needs_no_weights_for_them(tmp_path: Path
 
 
 @pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.slow
 def test_a_forecast_knows_them(tmp_path: Path, count: int) -> None:
     """Within a percent of the run, and by one copy of the gradients more for each further objective."""
     folder = tmp_path / "model"
