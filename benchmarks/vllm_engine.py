@@ -1,7 +1,7 @@
 """vLLM itself as the rollout engine, by one command: makes an environment, tests the engine there, and compares speeds.
 
 `python -m benchmarks.vllm_engine` installs vLLM's build for CPUs beside this library into a virtual environment of its
-own (3.7 GB, once), runs `tests/engines` in it, and then draws the same work with each engine, each in a process of its
+own (3.7 GB, once), runs their tests in it, and then draws the same work with each engine, each in a process of its
 own. Peak is resident memory above that of the loaded model: for vLLM, its copy of the weights counts.
 """
 
@@ -46,7 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.only_install:
         return
     if not options.skip_tests:
-        run(python, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "tests/engines")
+        run(
+            python,
+            "-m",
+            "pytest",
+            "-o",
+            "addopts=",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/rollout/external",
+            "tests/rollout/vllm",
+        )
     runs = [measured(python, engine, shape, options.threads) for shape in SHAPES for engine in ENGINES]
     table(runs)
     found = {"machine": machine(python) | {"threads": str(options.threads)}, "runs": runs}

@@ -12,8 +12,8 @@ import torch
 
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.types import Phase
-from tests.diffusion.test_trainer import make_trainer as make_diffusion_trainer
 from tests.trainers.helpers import cut, make_trainer, weights
+from tests.trainers.test_diffusion import make_trainer as make_diffusion_trainer
 
 ROOT = Path(__file__).parents[1]
 ROWS = [line for line in (ROOT / "docs" / "cases.md").read_text().splitlines() if re.match(r"\| (all|00\d) ", line)]

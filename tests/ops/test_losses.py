@@ -20,7 +20,7 @@ from memsafe_rl.ops.entropy import (
 )
 from memsafe_rl.ops.losses import LOSSES, policy_loss
 from memsafe_rl.types import Denominators, LossInputs, LossSettings
-from tests.naive_losses import counts_of, naive_loss, rows_of
+from tests.ops.naive_losses import counts_of, naive_loss, rows_of
 
 LENGTHS = (7, 3, 1, 5, 4, 6)
 LEVELS = ("token", "sequence")

@@ -38,10 +38,10 @@ from memsafe_rl.types import (
     Trajectory,
     UpdatePlan,
 )
-from tests.rollout.episodes.helpers import FORGETFUL, TEMPLATE, chat_tokenizer
+from tests.parallel.test_ranks import run_ranks, set_up_rank
+from tests.rollout.multi_turn.helpers import FORGETFUL, TEMPLATE, chat_tokenizer
 from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, relative, rewire, weights
-from tests.trainers.test_ranks import run_ranks, set_up_rank
 
 ENDS = list(range(1, 80))
 """So many tokens end a turn that a random model ends its turns soon."""

@@ -15,7 +15,7 @@ from torch import nn
 from memsafe_rl import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.rollout.multi_turn.protocol import Environment, Step
-from tests.rollout.episodes.helpers import chat_tokenizer
+from tests.rollout.multi_turn.helpers import chat_tokenizer
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, weights
 from tests.trainers.test_encoder_decoder import tiny_t5

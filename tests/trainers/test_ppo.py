@@ -14,7 +14,7 @@ from benchmarks.small import small_t5
 from memsafe_rl import GRPOConfig, PPOConfig, PPOTrainer
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.critic import OwnModel, SecondAdapter, SharedTrunk
-from tests.models.test_packing import InDouble
+from tests.models.language.test_packing import InDouble
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, cut, gradient_of, relative, trained
 

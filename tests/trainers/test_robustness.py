@@ -21,7 +21,7 @@ from memsafe_rl.types import RolloutPlan, UpdatePlan
 from memsafe_rl.units import format_bytes
 from tests.tiny import tiny_model
 from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, rewire, weights
-from tests.trainers.test_training import StopAt
+from tests.training.test_training import StopAt
 
 EVALUATION = Dataset.from_dict({"prompt": PROMPTS[:2]})
 

@@ -4,7 +4,7 @@ Every function gives the bytes that come on top of what is held when the phase b
 for an update no gradients yet), split by what they are for at the moment of the peak. Against the allocator's count
 the sums lie between 0.6 and 1.7 times the measured peak for Llama-, Qwen- and GPT-2-like networks, float32 and
 bfloat16, full training and LoRA, and between 0.45 and 1.9 for T5, whose attention keeps scores where its biases learn
-(``tests/memory/test_estimator.py``); run-time corrections and the forecast take care of the rest. Not
+(``tests/memory/planning/test_estimator.py``); run-time corrections and the forecast take care of the rest. Not
 seen from a geometry, and therefore left to them: attention kernels that keep a score for each pair of tokens, layers
 that unpack quantised weights, filters of the sampler that copy the logits, and reward models.
 """

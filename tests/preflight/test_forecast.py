@@ -1,0 +1,394 @@
+"""A forecast beside the run it was made for: peaks within a percent, the same plans, and no failure on the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from memsafe_rl import GRPOConfig, GRPOTrainer, MemoryBudgetError, SimulatedMemory, forecast_memory
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy
+from memsafe_rl.preflight.outcome import MemoryForecast
+from memsafe_rl.preflight.search import Scout
+from memsafe_rl.types import Component, Phase, RolloutPlan, UpdatePlan
+from tests.preflight import beside
+from tests.preflight.beside import ROOM, alternating, prompts
+from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
+
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved network, large enough that its tensors outweigh a step's odd bytes."""
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("qwen3", vocab_size=4000, layers=2, hidden=128).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def config_for(folder: Path, **settings: Any) -> GRPOConfig:
+    return beside.config_for(folder, **{"max_completion_length": LENGTH, **settings})
+
+
+def trainer_for(folder: Path, peft_config: Any = None, **settings: Any) -> GRPOTrainer:
+    return GRPOTrainer(str(folder), alternating, config_for(folder, **settings), prompts(), peft_config=peft_config)
+
+
+def run(folder: Path, peft_config: Any = None, **settings: Any) -> tuple[GRPOTrainer, dict[Phase, int]]:
+    return beside.run(folder, given={"peft_config": peft_config}, **{"max_completion_length": LENGTH, **settings})
+
+
+def foreseen(trainer: GRPOTrainer) -> MemoryForecast:
+    assert trainer.forecast is not None
+    return trainer.forecast
+
+
+def failures(trainer: GRPOTrainer) -> list[str]:
+    return [event["event"] for event in trainer.memory_events if event["event"] in ("failure", "retry", "fallback")]
+
+
+LORA = {"r": 8, "target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize(
+    ("lora", "settings"),
+    [
+        (False, {"num_iterations": 2, "beta": 0.04}),
+        pytest.param(True, {"gradient_checkpointing": True, "beta": 0.04}, marks=pytest.mark.slow),
+        pytest.param(False, {"optim": "sgd", "gradient_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param(True, {"optim": "adamw_torch"}, marks=pytest.mark.slow),
+        pytest.param(True, {"cache_implementation": "quantized"}, marks=pytest.mark.slow),
+    ],
+    ids=["full, reference copy", "LoRA, recomputed", "SGD", "LoRA, state made late", "LoRA, cache in 8 bits"],
+)
+def test_peaks_are_what_the_run_then_holds(folder: Path, lora: bool, settings: dict[str, Any]) -> None:
+    trainer, held = run(folder, LoraConfig(**LORA) if lora else None, **settings)
+    forecast = foreseen(trainer)
+    assert forecast.peak_bytes == pytest.approx(max(held.values()), rel=0.01)
+    for phase, size in forecast.phase_bytes.items():
+        assert size == pytest.approx(held[phase], rel=0.03), phase
+    assert forecast.job.geometry.trainable_bytes == trainer.adapter.geometry.trainable_bytes
+    assert forecast.job.geometry.kv_bytes(7) == trainer.adapter.geometry.kv_bytes(7)
+    assert failures(trainer) == []
+
+
+@pytest.mark.slow
+def test_prompts_that_are_read_a_few_at_a_time_count_once_they_are_all_there(tmp_path: Path) -> None:
+    tiny_model("qwen3", vocab_size=2000, layers=2, hidden=128, positions=1024).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    policy = FixedPolicy(RolloutPlan(rows_in_flight=16, prefill_tokens=512, score_tokens=512), UpdatePlan())
+    with SimulatedMemory(ROOM, exact=True) as memory:
+        settings: dict[str, Any] = {"max_completion_length": 8, "max_steps": 1}
+        settings["generation_kwargs"] = {"min_new_tokens": 8}
+        prompts = Dataset.from_dict({"prompt": [f"{index:02d}".ljust(400, ".") for index in range(8)]})
+        trainer = GRPOTrainer(
+            str(tmp_path),
+            alternating,
+            config_for(tmp_path, num_generations=4, per_device_train_batch_size=32, **settings),
+            prompts,
+            memory_policy=policy,
+        )
+        trainer.train()
+        held = sum(memory.phase_peaks()[Phase.ROLLOUT].values())
+    assert foreseen(trainer).phase_bytes[Phase.ROLLOUT] == pytest.approx(held, rel=0.03)
+
+
+@pytest.mark.slow
+def test_rows_of_a_rollout_of_several_steps_share_few_prompts(folder: Path) -> None:
+    packed = FixedPolicy(RolloutPlan(), UpdatePlan(pack_prompts=True))
+    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "steps_per_generation": 4}
+    settings |= {"max_completion_length": 8, "generation_kwargs": None}
+    with SimulatedMemory(ROOM):
+        forecast = forecast_memory(
+            str(folder), config_for(folder, **settings), device_bytes=ROOM, prompt_tokens=60, memory_policy=packed
+        )
+    assert len(set(forecast.job.update.prompts)) == 4
+    alone = forecast_memory(
+        str(folder),
+        config_for(folder, **settings),
+        device_bytes=ROOM,
+        prompt_tokens=60,
+        memory_policy=FixedPolicy(RolloutPlan(), UpdatePlan(pack_prompts=False)),
+    )
+    ours, unshared = (found.phases[Phase.UPDATE][Component.ACTIVATIONS] for found in (forecast, alone))
+    assert ours > 0.8 * unshared
+
+
+@pytest.mark.slow
+def test_the_same_settings_give_the_same_forecast_again(folder: Path) -> None:
+    config = GRPOConfig("unused", report_to="none", max_completion_length=16)
+    first, second = (
+        forecast_memory(str(folder), config, device_bytes="8GiB", prompt_tokens=16).peak_bytes for _ in range(2)
+    )
+    assert first == second
+
+
+def test_what_the_check_at_start_holds_is_held_to_the_device_alone(on_a_gib: MemoryForecast) -> None:
+    forecast = on_a_gib
+    load = forecast.phase_bytes[Phase.LOAD]
+    others = max(size for phase, size in forecast.phase_bytes.items() if phase is not Phase.LOAD)
+    parts = {**forecast.phases, Phase.LOAD: {Component.WEIGHTS: 2 * others}}
+    raised = replace(forecast, phases=parts, budget_bytes=others, device_bytes=2 * others)
+    assert load < 2 * others
+    assert raised.fits
+    assert not replace(raised, device_bytes=2 * others - 1).fits
+    assert not replace(raised, budget_bytes=others - 1).fits
+
+
+def test_weights_that_do_not_fit_are_a_refusal(folder: Path) -> None:
+    forecast = on_a_card(folder, device_bytes=2**20)
+    assert not forecast.fits
+    assert "does not fit into 921.60 KiB" in forecast.sentence()
+
+
+@pytest.mark.slow
+def test_an_optimizer_whose_first_step_does_not_fit_is_a_refusal(folder: Path) -> None:
+    """Optimizers of bitsandbytes make their state then, and other steps hold temporaries."""
+    pytest.importorskip("bitsandbytes")
+    small = {"max_completion_length": 8, "per_device_train_batch_size": 4, "generation_kwargs": None}
+    config = config_for(folder, optim="adamw_bnb_8bit", **small)
+    given: dict[str, Any] = {"device_bytes": ROOM, "device": "cpu", "prompt_tokens": 4}
+    sizes = dict(forecast_memory(str(folder), config, **given).phase_bytes)
+    stepping, before = sizes.pop(Phase.OPTIMIZER), max(sizes.values())
+    assert before < stepping
+    config.memory_budget = (before + stepping) // 2
+    tight = forecast_memory(str(folder), config, **given)
+    assert not tight.fits
+    assert "The optimizer's state or step does not fit in memory" in (tight.refusal or "")
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"eval_strategy": "steps", "eval_steps": 1}], ids=str)
+def test_settings_that_change_what_is_drawn_or_when_are_forecast(folder: Path, settings: dict[str, Any]) -> None:
+    assert on_a_card(folder, settings=settings).fits
+
+
+@pytest.mark.slow
+def test_a_tight_budget_needs_no_failure_to_be_kept(folder: Path) -> None:
+    trainer, held = run(folder)
+    state = foreseen(trainer).job.held_bytes + trainer.adapter.geometry.trainable_bytes
+    budget = int(state + 0.5 * (max(held.values()) - state))
+    tight, kept = run(folder, memory_budget=budget)
+    assert max(kept.values()) <= budget
+    assert failures(tight) == []
+    assert foreseen(tight).update_plan == tight.setup.memory.update_plan or foreseen(tight).fits
+
+
+def test_a_run_that_cannot_fit_is_refused_before_its_weights_are_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr("memsafe_rl.training.assembly.language_models.load_model", never)
+    with SimulatedMemory(ROOM), pytest.raises(MemoryBudgetError, match=r"before loading weights: the run does not fit"):
+        trainer_for(folder, memory_budget=3 * 2**20)
+
+
+def test_a_model_object_that_does_not_fit_is_named_with_its_size() -> None:
+    network = tiny_model("qwen3", vocab_size=4000, layers=4, hidden=128)
+    told = r"The weights of the Qwen3ForCausalLM that was given are 3\.83 MiB\. Loading the model does not fit"
+    with SimulatedMemory(2**20), pytest.raises(MemoryBudgetError, match=told) as caught:
+        GRPOTrainer(
+            network,
+            alternating,
+            GRPOConfig("unused", report_to="none", use_cpu=True, max_completion_length=8),
+            Dataset.from_dict({"prompt": ["a"] * 8}),
+            processing_class=tiny_tokenizer(),
+        )
+    assert caught.value.failure is not None
+    assert caught.value.failure.phase is Phase.LOAD
+
+
+def test_remedies_are_left_to_the_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with SimulatedMemory(ROOM), caplog.at_level(logging.WARNING):
+        trainer_for(folder, memory_budget=2**20, allow_lossy=["num_iterations"])
+    assert "the run starts, since allow_lossy names remedies" in caplog.text
+
+
+def test_a_network_that_cannot_be_forecast_trains_nevertheless(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("an operator without shapes\nand a long story")
+
+    monkeypatch.setattr("memsafe_rl.preflight.forecast.fake_language_model", broken)
+    with SimulatedMemory(ROOM), caplog.at_level(logging.WARNING):
+        trainer = trainer_for(folder, max_steps=1)
+    assert trainer.forecast is None
+    assert "no forecast of this run's memory: RuntimeError: an operator without shapes" in caplog.text
+
+
+def test_nothing_of_the_run_is_touched(folder: Path) -> None:
+    lora = LoraConfig(**LORA)
+    before, state = lora.to_dict(), torch.get_rng_state()
+    config = config_for(folder)
+    settings = config.to_dict()
+    forecast_memory(str(folder), config, device_bytes=ROOM, prompt_tokens=20, peft_config=lora)
+    assert lora.to_dict() == before
+    assert config.to_dict() == settings
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.zeros(3).tolist() == [0.0] * 3
+
+
+def test_a_forecast_is_wanted_where_it_can_be_had(folder: Path) -> None:
+    with SimulatedMemory(ROOM):
+        assert trainer_for(folder, memory_forecast=None).forecast is None  # "auto" on a CPU
+        assert trainer_for(folder, memory_forecast=None, memory_budget="512MiB").forecast is not None
+        assert trainer_for(folder, memory_forecast=False, memory_budget="512MiB").forecast is None
+    with pytest.raises(ConfigError, match=r"memory_forecast is True, but model is a Qwen3ForCausalLM"):
+        GRPOTrainer(
+            tiny_model(),
+            alternating,
+            config_for(folder),
+            Dataset.from_dict({"prompt": ["a"] * 8}),
+            processing_class=tiny_tokenizer(),
+        )
+
+
+@pytest.fixture(scope="module")
+def on_a_gib(folder: Path) -> MemoryForecast:
+    """Of the saved network, on a card of 1 GiB."""
+    return on_a_card(folder)
+
+
+def on_a_card(folder: Path, **changes: Any) -> MemoryForecast:
+    given: dict[str, Any] = {"device_bytes": "1GiB", "prompt_tokens": 64, **changes}
+    config = GRPOConfig("unused", report_to="none", max_completion_length=64, **given.pop("settings", {}))
+    return forecast_memory(str(folder), config, **given)
+
+
+@pytest.fixture(scope="module")
+def parameters(folder: Path) -> int:
+    """Weights of the saved network."""
+    return sum(weight.numel() for weight in tiny_model("qwen3", vocab_size=4000, layers=2, hidden=128).parameters())
+
+
+class TestOfACard:
+    """Forecasts for a device that is not there."""
+
+    def test_the_types_of_a_cuda_device(self, folder: Path, parameters: int, on_a_gib: MemoryForecast) -> None:
+        forecast = on_a_card(folder, peft_config=LoraConfig(**LORA))
+        adapter = forecast.job.geometry.trainable_bytes
+        assert forecast.job.held_bytes - 3 * adapter == pytest.approx(2 * parameters, rel=0.03)
+        assert "weights of the base are bfloat16" in forecast.assumptions
+        whole = on_a_gib
+        assert whole.phases[Phase.UPDATE][Component.OPTIMIZER] == pytest.approx(8 * parameters, rel=0.03)
+        assert whole.phases[Phase.OPTIMIZER][Component.GRADIENTS] == pytest.approx(4 * parameters, rel=0.03)
+
+    def test_eight_bit_moments_are_a_quarter(self, folder: Path, parameters: int) -> None:
+        optimizer = on_a_card(folder, settings={"optim": "adamw_bnb_8bit"}).job.optimizer_bytes
+        assert optimizer == pytest.approx(2 * parameters, rel=0.1)
+
+    @pytest.mark.slow
+    def test_a_name_is_enough(self) -> None:
+        forecast = forecast_memory(
+            "HuggingFaceTB/SmolLM2-135M-Instruct", device_bytes="24GiB", peft_config=LoraConfig(**LORA)
+        )
+        assert forecast.fits
+        assert forecast.job.geometry.parameter_bytes > 2 * 134_515_008
+
+    @pytest.mark.slow
+    def test_what_is_given_of_the_prompts_is_told(self, folder: Path, on_a_gib: MemoryForecast) -> None:
+        assert "the longest prompt has 64 tokens (as given)" in on_a_gib.assumptions
+        assumed = on_a_card(folder, prompt_tokens=None, settings={"max_prompt_length": 33})
+        assert assumed.prompt_tokens == 33
+        assert "the longest prompt has 33 tokens (max_prompt_length)" in assumed.assumptions
+        dataset = Dataset.from_dict({"prompt": ["abc", "a" * 17]})
+        found = on_a_card(folder, prompt_tokens=None, train_dataset=dataset, processing_class=tiny_tokenizer())
+        assert "the longest prompt has 17 tokens (the longest of train_dataset)" in found.assumptions
+
+    def test_a_length_is_assumed_where_nobody_says(self, tmp_path: Path) -> None:
+        tiny_model("qwen3", positions=2048).save_pretrained(tmp_path)
+        assumed = on_a_card(tmp_path, prompt_tokens=None)
+        assert assumed.prompt_tokens == 512
+        assert "the longest prompt has 512 tokens (assumed, for nothing says how long prompts are)" in (
+            assumed.assumptions
+        )
+
+    def test_plain_values_are_json_with_the_peak_on_top(self, on_a_gib: MemoryForecast) -> None:
+        forecast = on_a_gib
+        written = json.loads(json.dumps(forecast.plain()))
+        assert written["predicted_peak_bytes"] == forecast.peak_bytes == max(written["phases"].values())
+        assert written["fits"] is True
+        assert sum(written["components"]["update"].values()) == written["phases"]["update"]
+
+    @pytest.mark.slow
+    def test_how_the_weights_were_saved_counts(self, tmp_path: Path) -> None:
+        config = tiny_config("qwen3", hidden=128, layers=2)
+        config.dtype = torch.bfloat16
+        config.save_pretrained(tmp_path / "half")
+        half = on_a_card(tmp_path / "half", settings={"model_init_kwargs": {"dtype": "auto"}})
+        assert "weights of the base are bfloat16" in half.assumptions
+        config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+        config.save_pretrained(tmp_path / "four")
+        lora = LoraConfig(**LORA)
+        four, plain = (on_a_card(tmp_path / name, peft_config=lora) for name in ("four", "half"))
+        weights = [found.phases[Phase.LOAD][Component.WEIGHTS] for found in (four, plain)]
+        assert weights[0] < 0.5 * weights[1]
+        config.quantization_config = {"quant_method": "awq", "bits": 4}
+        config.save_pretrained(tmp_path / "other")
+        with pytest.raises(ConfigError, match=r"saved quantised \(awq\)"):
+            on_a_card(tmp_path / "other", peft_config=lora)
+
+    @pytest.mark.parametrize(
+        ("changes", "told"),
+        [
+            ({"device_bytes": 0}, "device_bytes is 0"),
+            ({"device_bytes": "many"}, "many"),
+            ({"device": "tpu"}, "device is 'tpu'; write 'cuda' or 'cpu'"),
+            ({"prompt_tokens": 0}, "prompt_tokens is 0"),
+            ({"train_dataset": Dataset.from_dict({"prompt": ["a"]})}, "without processing_class"),
+        ],
+    )
+    def test_bad_input_is_named(self, folder: Path, changes: dict[str, Any], told: str) -> None:
+        with pytest.raises(ConfigError, match=told):
+            on_a_card(folder, **changes)
+
+
+@pytest.fixture(scope="module")
+def small_card(folder: Path) -> MemoryForecast:
+    return on_a_card(folder, device_bytes="64MiB")
+
+
+def scout_for(forecast: MemoryForecast) -> Scout:
+    return Scout(AdaptivePolicy(), "cuda", forecast.budget_bytes, dict(forecast.corrections))
+
+
+class TestSearch:
+    """What else would fit, and whether a forecast agrees."""
+
+    def test_its_estimate_is_near_the_forecast(self, small_card: MemoryForecast) -> None:
+        assert small_card.fits
+        found = scout_for(small_card).outlook(small_card.job)
+        assert found.peak_bytes == pytest.approx(small_card.peak_bytes, rel=0.15)
+
+    def test_the_longest_completion_fits_and_the_next_does_not(self, small_card: MemoryForecast) -> None:
+        job = replace(small_card.job, geometry=replace(small_card.job.geometry, max_positions=10**6))
+        scout = scout_for(small_card)
+        longest = scout.longest_completion(job)
+        assert 0 < longest < 10**6 - 64
+        fits = [scout.outlook(replace(job, completion_tokens=tokens)).fits for tokens in (longest, longest + 1)]
+        assert fits == [True, False]
+
+    def test_larger_cards_hold_what_smaller_ones_hold(self, small_card: MemoryForecast) -> None:
+        job = replace(small_card.job, held_bytes=3 * 2**30)
+        fits = [found.fits for found in scout_for(small_card).cards(job, (1, 2, 4, 24)).values()]
+        assert fits == [False, False, True, True]
+
+    def test_a_policy_that_predicts_nothing_is_named(self, small_card: MemoryForecast) -> None:
+        class Silent(FixedPolicy):
+            def before_update(self, *_: Any) -> UpdatePlan:
+                return UpdatePlan()
+
+        scout = Scout(Silent(RolloutPlan(), UpdatePlan()), "cuda", 2**34, {})
+        with pytest.raises(ConfigError, match="Silent predicts no bytes"):
+            scout.outlook(small_card.job)

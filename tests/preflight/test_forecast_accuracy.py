@@ -1,0 +1,94 @@
+"""Forecasts of what is easily counted wrongly, each beside the run it was made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import T5Config, T5ForConditionalGeneration
+
+from memsafe_rl.data.order import permutation
+from memsafe_rl.preflight.fake.device import fake_device, true_numbers
+from memsafe_rl.types import Phase
+from tests.preflight import beside
+from tests.tiny import tiny_model, tiny_tokenizer
+
+RAGGED = (40, 30, 12, 11)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    tiny_model("qwen3", vocab_size=3000, layers=2, hidden=64).save_pretrained(path / "qwen3")
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    T5ForConditionalGeneration(T5Config(vocab_size=3000, **sizes, **ids)).save_pretrained(path / "t5")
+    for family in ("qwen3", "t5"):
+        tiny_tokenizer().save_pretrained(path / family)
+    return path
+
+
+def run(
+    folder: Path, family: str = "qwen3", lora: dict[str, Any] | None = None, tokens: tuple[int, ...] = (), **more: Any
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Gives the peaks of a run by phase, forecast and held."""
+    prompts = [f"{index:02d}".ljust(length, ".") for index, length in enumerate(tokens or (20,) * 8)]
+    given = {
+        "train_dataset": Dataset.from_dict({"prompt": prompts}),
+        "peft_config": None if lora is None else LoraConfig(r=8, target_modules="all-linear", **lora),
+    }
+    trainer, held = beside.run(folder / family, given=given, **{"alarms": False, **more})
+    assert trainer.forecast is not None
+    foreseen = trainer.forecast.phase_bytes
+    return {phase.value: size for phase, size in foreseen.items()}, {phase.value: size for phase, size in held.items()}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"family": "t5", "lora": {}, "tokens": RAGGED, "beta": 0.04},
+        {"family": "t5", "tokens": RAGGED, "gradient_checkpointing": True},
+        {"tokens": RAGGED},
+        {"lora": {"use_dora": True}},
+        {"bf16": True},
+        {"lora": {}, "bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}},
+        {"top_entropy_quantile": 0.2, "lora": {}},
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_every_phase_holds_what_was_said(folder: Path, given: dict[str, Any]) -> None:
+    foreseen, held = run(folder, **given)
+    assert max(foreseen.values()) == pytest.approx(max(held.values()), rel=0.01)
+    for phase, size in foreseen.items():
+        assert size == pytest.approx(held[phase], rel=0.02), phase
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_32bit"])
+@pytest.mark.slow
+def test_what_an_optimizer_of_bitsandbytes_holds_as_it_steps_on_a_cpu(folder: Path, optim: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    foreseen, held = run(folder, optim=optim)
+    assert max(foreseen.values()) == pytest.approx(max(held.values()), rel=0.01)
+    assert foreseen[Phase.OPTIMIZER] == pytest.approx(held[Phase.OPTIMIZER], rel=0.01)
+
+
+@pytest.mark.slow
+def test_shuffled_steps_hold_no_more_than_was_said(folder: Path) -> None:
+    """Eight rollouts of four steps: half of those that the forecast looks at."""
+    foreseen, held = run(folder, lora={}, per_device_train_batch_size=4, steps_per_generation=4, max_steps=32)
+    for phase, size in foreseen.items():
+        assert size > 0.99 * held[phase], phase
+    assert max(foreseen.values()) < 1.03 * max(held.values())
+
+
+def test_a_random_order_is_that_of_the_run_on_tensors_without_numbers() -> None:
+    wanted = permutation(9, 1, 2)
+    with fake_device(), true_numbers():
+        assert permutation(9, 1, 2) == wanted
