@@ -369,7 +369,7 @@ def test_ratio_of_norms() -> None:
 )
 def test_the_coarsest_type_sets_the_tolerance(tmp_path: Path, dtype: torch.dtype, expected: Any) -> None:
     trainer = make_trainer(tmp_path, model=tiny_model(dtype=dtype), policy=cut(**LEAN))
-    assert verify_module._tolerance(trainer) == expected
+    assert verify_module._tolerance(trainer.setup) == expected
 
 
 def test_half_precision_passes_within_its_own_tolerance(tmp_path: Path) -> None:

@@ -538,13 +538,13 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, settings: dict[str, An
 
 
 def test_bad_input_is_refused_before_any_weight_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memsafe_rl.trainers import kinds
+    from memsafe_rl.training.assembly import language_models
     from tests.tiny import tiny_tokenizer
 
     folder = tmp_path / "model"
     tiny_model().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    monkeypatch.setattr(kinds, "load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(language_models, "load_model", lambda *_, **__: pytest.fail("weights were loaded"))
     with pytest.raises(DataError, match="empty"):
         make_trainer(tmp_path, model=str(folder), train_dataset=Dataset.from_dict({"prompt": []}))
 
