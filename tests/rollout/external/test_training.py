@@ -15,7 +15,7 @@ from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.planning.policies import FixedPolicy, LadderPolicy
 from memsafe_rl.rollout.external.continuous_batching import ContinuousEngine
 from memsafe_rl.rollout.vllm.engine import VLLMEngine
-from memsafe_rl.training.collector import Collector
+from memsafe_rl.training.scorer import Scorer
 from memsafe_rl.types import RolloutPlan, Trajectory
 from tests.rollout.external.common import small_model
 from tests.trainers.helpers import PROMPTS, make_trainer
@@ -34,7 +34,7 @@ ENGINES = [
 def gaps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Collects, per rollout, the largest difference of the sampler's log-probs from the trainer's own, in nats."""
     seen: list[float] = []
-    corrections = Collector._corrections
+    corrections = Scorer._corrections
 
     def noted(self: Any, trajectory: Trajectory) -> Any:
         assert trajectory.old_logprobs is not None
@@ -42,7 +42,7 @@ def gaps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         seen.append(float((trajectory.old_logprobs.flat - trajectory.sampling_logprobs.flat).abs().max()))
         return corrections(self, trajectory)
 
-    monkeypatch.setattr(Collector, "_corrections", noted)
+    monkeypatch.setattr(Scorer, "_corrections", noted)
     return seen
 
 
