@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +27,7 @@ from memsafe_rl.models.blocks import find_blocks
 from memsafe_rl.preflight.fake.device import fake_device, give_fake_weights
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
 from memsafe_rl.types import Component, Phase
+from tests.parallel.test_ranks import free_port
 
 RANKS = 2
 SHAPES = {
@@ -100,9 +100,7 @@ def _rank(rank: int, port: int, shape: dict[str, Any], folder: str) -> None:
 
 def measured(shape: dict[str, Any]) -> list[int]:
     """Runs it on two ranks; gives the peak of each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with TemporaryDirectory() as folder:
         multiprocessing.spawn(_rank, (port, shape, folder), nprocs=RANKS)
         return [int(Path(folder, str(rank)).read_text()) for rank in range(RANKS)]
