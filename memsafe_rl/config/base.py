@@ -210,11 +210,6 @@ class TrainerConfig(TrainerSettings, ABC):
         return self.entropy_coef != 0 or self.use_adaptive_entropy
 
     @property
-    def gradients_aside(self) -> int:
-        """Whole gradients that wait for those of further objectives."""
-        return max(0, len(self.objective_list) - 1)
-
-    @property
     def autocast_dtype(self) -> torch.dtype | None:
         """Type in which forward passes compute what can be narrower than the weights; None for the weights' own."""
         if self.bf16:

@@ -340,7 +340,7 @@ def _job(setup: TrainingSetup, longest: Longest, memory: SimulatedMemory) -> Job
         packs_prompts=setup.adapter.packs_prompts,
         held_bytes=memory.live_bytes,
         optimizer_bytes=optimizer_bytes,
-        gradients_aside=config.gradients_aside,
+        gradients_aside=setup.combiner.gradients_aside,
     )
 
 

@@ -195,10 +195,7 @@ class Collector:
 
     def groups_from(self, plain: Sequence[Mapping[str, Any]]) -> tuple[OpenGroup, ...]:
         """Restores groups that waited when a checkpoint was written."""
-        return groups_from(plain, self._prompt_at)
-
-    def _prompt_at(self, position: int) -> Prompts:
-        return self._setup.models.reader(self._setup.source.take(position, 1))
+        return groups_from(plain, partial(self._read_now, count=1))
 
     # ------------------------------------------------------------------ completions
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from memsafe_rl.accounting import weights_of
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.environments import EnvironmentPool
 from memsafe_rl.data.prompts import PromptSource
@@ -167,10 +166,6 @@ class TrainingSetup:
             raise ConfigError("max_steps is -1 but the dataset is a stream of unknown length. Set max_steps.")
         rollouts = per_epoch // config.prompts_per_rollout
         return math.ceil(config.num_train_epochs * rollouts * config.updates_per_epoch * config.num_iterations)
-
-    def weights(self) -> list[Tensor]:
-        """Gives the weights of all networks, shared ones once."""
-        return list(weights_of(*self.networks))
 
     def autocast(self) -> torch.autocast:
         """Gives the context of a forward pass; left after each, so that its weight cache never outlives one."""
