@@ -21,6 +21,14 @@ class DataError(MemsafeError, ValueError):
     """A dataset, a prompt, a completion or a reward does not have the form it must have."""
 
 
+class DamagedCheckpointError(ConfigError):
+    """A checkpoint's files are not those that were written."""
+
+
+class SaveError(MemsafeError, OSError):
+    """A checkpoint or a log cannot be written; what was saved before it is intact."""
+
+
 class RewardTimeoutError(MemsafeError, TimeoutError):
     """A reward function took longer than the run allows."""
 

@@ -2,72 +2,139 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
+from memsafe_rl.checkpoint.manifest import FORMAT, LOOP, Manifest, RunMark, check_files, read_manifest, write_manifest
 from memsafe_rl.checkpoint.trajectory_file import load_trajectory, save_trajectory
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.diagnostics.status import RUN_FILE, read_json
+from memsafe_rl.errors import ConfigError, DamagedCheckpointError, SaveError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.types import Trajectory
+from memsafe_rl.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "checkpoint-"
 _STATE = "training_state.pt"
-_LOOP = "loop.json"
 _TRAINER = "trainer_state.json"
 _SIGNS_OF_DAMAGE = (OSError, EOFError, LookupError, RuntimeError, TypeError, ValueError, AttributeError)
 """What readers raise on torn files, whose bytes can look like anything."""
+_CANNOT_WRITE = (OSError, RuntimeError, SafetensorError)
+"""What writers raise on a disk that is full or gone."""
+_PLAIN_BYTES = 1 << 20
+"""Allowance for the files of a checkpoint that hold no tensors."""
+_UNKNOWN = RunMark("unknown", 1 << 30)
+"""Of a checkpoint whose manifest is unreadable: it is taken for the newest, and passed over."""
 
 
-def write_checkpoint(
-    output_dir: Path,
-    step: int,
-    *,
-    save_model: Callable[[Path], None],
-    write_state: Callable[[Path], None],
-    tensors: dict[str, Any] | None,
-    loop: dict[str, Any],
-    trajectory: Trajectory | None,
-) -> Path:
-    """Writes a checkpoint beside its final place and moves it there when it is complete."""
-    final = checkpoint_folder(output_dir, step)
-    draft = output_dir / f".{PREFIX}{step}.part"
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    save_model(draft)
-    write_state(draft / _TRAINER)
-    if tensors is not None:
-        torch.save(tensors, draft / _STATE)
-        (draft / _LOOP).write_text(json.dumps(loop))
-        if trajectory is not None:
-            save_trajectory(trajectory, draft)
-    for path in draft.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    if final.exists():
-        shutil.rmtree(final)
-    draft.rename(final)
+@dataclass(frozen=True)
+class CheckpointContent:
+    """What a checkpoint will hold, as it stood when the step ended.
+
+    Args:
+        step: optimizer steps done.
+        save_model: writes the weights in the form users load.
+        progress: transformers' trainer state, as JSON.
+        tensors: of optimizer, schedule and loss scale; None for weights alone.
+        loop: everything in plain values.
+        trajectory: the rollout that is being trained on, if any.
+        tensor_bytes: bytes of all tensors that are going to be written.
+    """
+
+    step: int
+    save_model: Callable[[Path], None]
+    progress: str
+    tensors: dict[str, Any] | None
+    loop: dict[str, Any]
+    trajectory: Trajectory | None
+    tensor_bytes: int
+
+
+def write_checkpoint(output_dir: Path, content: CheckpointContent, mark: RunMark) -> Path:
+    """Writes a checkpoint beside its final place and moves it there when it is complete.
+
+    Raises:
+        SaveError: it cannot be written; nothing of it stays, and earlier checkpoints are as they were.
+    """
+    final = checkpoint_folder(output_dir, content.step)
+    draft = output_dir / f".{final.name}.part"
+    try:
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(draft, ignore_errors=True)
+        wanted, free = content.tensor_bytes + _PLAIN_BYTES, shutil.disk_usage(output_dir).free
+        if free < wanted:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        draft.mkdir()
+        _write_files(draft, content)
+        write_manifest(draft, mark, content.step)
+        for path in (*draft.rglob("*"), draft):
+            _sync(path)
+        _replace(final, draft)
+    except BaseException as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        if not isinstance(error, _CANNOT_WRITE) or is_out_of_memory(error):
+            raise
+        raise SaveError(_why_not_saved(output_dir, final, content, error)) from error
     return final
 
 
+def _write_files(draft: Path, content: CheckpointContent) -> None:
+    content.save_model(draft)
+    (draft / _TRAINER).write_text(content.progress)
+    if content.tensors is not None:
+        torch.save(content.tensors, draft / _STATE)
+        (draft / LOOP).write_text(json.dumps({"format": FORMAT, **content.loop}))
+        if content.trajectory is not None:
+            save_trajectory(content.trajectory, draft)
+
+
+def _replace(final: Path, draft: Path) -> None:
+    """Puts a draft in its place; at every moment the old or the new one can be found (`run_folder` looks for both)."""
+    replaced = final.with_name(f".{final.name}.old")
+    if final.exists():
+        final.rename(replaced)
+    draft.rename(final)
+    _sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _why_not_saved(output_dir: Path, final: Path, content: CheckpointContent, error: BaseException) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
+    wanted = format_bytes(content.tensor_bytes + _PLAIN_BYTES)
+    free = format_bytes(shutil.disk_usage(output_dir).free) if output_dir.exists() else "no folder"
+    good = checkpoints(output_dir)
+    last = f"The last good checkpoint is {good[-1]}." if good else "No checkpoint was written before it."
+    return (
+        f"{final} was not saved: {reason}. It takes {wanted}; free are {free}. {last} Free space, or set output_dir to "
+        "another disk; on_save_error='warn' trains on without the checkpoint."
+    )
+
+
 def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any], Trajectory | None]:
-    """Reads what a run needs besides the weights."""
-    if not (folder / _LOOP).exists() or not (folder / _STATE).exists():
-        raise ConfigError(
-            f"resume_from_checkpoint is {str(folder)!r}, which holds no {_LOOP} or {_STATE}. Name a folder "
-            f"'{PREFIX}N' written without save_only_model."
-        )
+    """Reads what a run needs besides the weights, from a folder that `find_checkpoint` gave."""
     try:
         tensors = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
-        loop = json.loads((folder / _LOOP).read_text())
+        loop = json.loads((folder / LOOP).read_text())
         state = json.loads((folder / _TRAINER).read_text())
         return tensors, {**loop, "trainer_state": state}, load_trajectory(folder)
     except (*_SIGNS_OF_DAMAGE, pickle.UnpicklingError, SafetensorError) as error:
@@ -79,21 +146,67 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any], Traje
         ) from error
 
 
-def find_checkpoint(output_dir: Path, wanted: bool | str | Path) -> Path:
-    """Finds the checkpoint to resume from."""
+def find_checkpoint(output_dir: Path, wanted: bool | str | Path) -> Path | None:
+    """Finds the checkpoint to resume from, and compares its files with what was written.
+
+    Args:
+        output_dir: of the run.
+        wanted: a folder; True for the newest sound one of the run in `output_dir`; "auto" for that one if there is any.
+
+    Returns:
+        A folder; None where "auto" found none.
+
+    Raises:
+        ConfigError: there is none, or the one that was named is damaged or lacks what a run needs.
+    """
     if not isinstance(wanted, (bool, str, Path)):
-        raise ConfigError(f"resume_from_checkpoint is {wanted!r}; it must be True, or a checkpoint's folder.")
-    if not isinstance(wanted, bool) and str(wanted).lower() != "true":
-        if not Path(wanted).is_dir():
-            told = str(wanted)
-            raise ConfigError(f"resume_from_checkpoint is {told!r}, which is not a folder. Name a checkpoint folder.")
-        return Path(wanted)
-    found = [path for path in checkpoints(output_dir) if (path / _LOOP).exists()]
-    if not found:
-        raise ConfigError(
-            f"resume_from_checkpoint is True but {str(output_dir)!r} holds no folder '{PREFIX}N'. Start without it."
-        )
-    return found[-1]
+        raise ConfigError(f"resume_from_checkpoint is {wanted!r}; it must be True, 'auto', or a checkpoint's folder.")
+    if not isinstance(wanted, bool) and str(wanted).lower() not in ("true", "auto"):
+        return _named(Path(wanted))
+    for folder in reversed(own_checkpoints(output_dir)):
+        try:
+            manifest = read_manifest(folder)
+            if _holds_weights_only(folder, manifest):
+                continue
+            check_files(folder, manifest)
+        except DamagedCheckpointError as error:
+            logger.warning("%s; the checkpoint before it is used", error)
+        else:
+            return folder
+    if str(wanted).lower() == "auto":
+        return None
+    raise ConfigError(
+        f"resume_from_checkpoint is True but {str(output_dir)!r} holds no sound folder '{PREFIX}N' of its run. Start "
+        "without it, or set resume_from_checkpoint='auto', which starts anew where there is none."
+    )
+
+
+def _named(folder: Path) -> Path:
+    """Gives a folder that a user named, if it is a sound checkpoint."""
+    told = f"resume_from_checkpoint is {str(folder)!r}"
+    if not folder.is_dir():
+        raise ConfigError(f"{told}, which is not a folder. Name a checkpoint folder.")
+    try:
+        manifest = read_manifest(folder)
+        if _holds_weights_only(folder, manifest):
+            raise ConfigError(
+                f"{told}, which holds no {LOOP} or {_STATE}. Name a folder '{PREFIX}N' written without save_only_model."
+            )
+        check_files(folder, manifest)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{told}: {error}. Delete it and resume from an earlier one.") from error
+    return folder
+
+
+def _holds_weights_only(folder: Path, manifest: Manifest) -> bool:
+    held = manifest.files if manifest.files is not None else {path.name for path in folder.iterdir()}
+    return not {LOOP, _STATE} <= set(held)
+
+
+def step_of(folder: Path) -> int:
+    """Gives the optimizer steps done in a checkpoint."""
+    step = read_manifest(folder).step
+    return step if step >= 0 else int(json.loads((folder / _TRAINER).read_text())["global_step"])
 
 
 def checkpoint_folder(output_dir: Path, step: int) -> Path:
@@ -102,16 +215,33 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Lists complete checkpoints, oldest first."""
+    """Lists the folders of complete checkpoints, the one written last at the end.
+
+    A run that resumes from an earlier step writes lower numbers later, so starts count before steps.
+    """
     found = [path for path in output_dir.glob(f"{PREFIX}*") if path.is_dir() and path.name[len(PREFIX) :].isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+    return sorted(found, key=lambda path: (_mark_of(path).start, int(path.name.removeprefix(PREFIX))))
 
 
-def drop_old_checkpoints(output_dir: Path, limit: int | None, keep: str | None) -> None:
-    """Deletes the oldest checkpoints above a limit, but never the newest nor the best."""
+def own_checkpoints(output_dir: Path) -> list[Path]:
+    """Lists the checkpoints of the run that `run.json` names, damaged ones and those of earlier versions too."""
+    wanted = (read_json(output_dir / RUN_FILE) or {}).get("run_id")
+    found = [(path, _mark_of(path).run_id) for path in checkpoints(output_dir)]
+    return [path for path, run in found if wanted is None or run in (wanted, _UNKNOWN.run_id, "")]
+
+
+def _mark_of(folder: Path) -> RunMark:
+    try:
+        return read_manifest(folder).mark
+    except DamagedCheckpointError:
+        return _UNKNOWN
+
+
+def drop_old_checkpoints(output_dir: Path, mark: RunMark, limit: int | None, keep: str | None) -> None:
+    """Deletes a run's oldest checkpoints above a limit, but never the newest nor the best, nor another run's."""
     if not limit or limit < 0:
         return
-    found = checkpoints(output_dir)
+    found = [path for path in checkpoints(output_dir) if _mark_of(path).run_id == mark.run_id]
     kept = {path for path in found if keep is not None and path == Path(keep)} | set(found[-1:])
     for path in reversed(found):
         if len(kept) < limit:

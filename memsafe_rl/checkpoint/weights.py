@@ -35,6 +35,14 @@ def write_weights(model: Any, tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
+def saved_bytes(model: Any) -> int:
+    """Gives the bytes that `write_weights` will write: of the adapter where there is one, else of all weights."""
+    adapted = isinstance(model, PeftModel)
+    weights = [weight for weight in model.parameters() if weight.requires_grad or not adapted]
+    buffers = [] if adapted else list(model.buffers())
+    return sum(int(tensor.nbytes) for tensor in (*weights, *buffers))
+
+
 def read_weights(model: Any, folder: Path) -> None:
     """Copies saved weights into a model, in place and bit for bit."""
     try:

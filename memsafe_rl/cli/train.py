@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import BitsAndBytesConfig
 
+from memsafe_rl.checkpoint.run_folder import check_writable
 from memsafe_rl.cli.arguments import RunFields, RunRequest
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.grpo import GRPOConfig
@@ -92,7 +92,7 @@ def written(run: Run) -> str:
 def train(run: Run, console: Console) -> None:
     """Trains, and writes the model into `output_dir`."""
     given = ingredients(run)
-    check_writable(run.config.output_dir)
+    check_writable(Path(run.config.output_dir))
     with device_of(run, console):
         trainer = trainer_of(run)(**given)
         result = trainer.train()
@@ -141,19 +141,6 @@ def device_of(run: Run, console: Console) -> Iterator[None]:
     finally:
         if run.config.should_log:
             show_simulation(device, console)
-
-
-def check_writable(output_dir: str) -> None:
-    """Makes the run's folder, so that an unwritable one is found before training."""
-    folder = Path(output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(
-            f"output_dir is {output_dir!r}, which cannot be written ({error.strerror}). Set output_dir to a folder "
-            "that you may write to."
-        ) from error
 
 
 def reward(entry: Any) -> Any:

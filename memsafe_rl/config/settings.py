@@ -90,7 +90,7 @@ class RunSettings:
     do_train: bool = run(False, "For scripts that ask whether to train; the trainer does not read it.")
     resume_from_checkpoint: str | None = run(
         None,
-        "Checkpoint folder to resume from; 'true': the latest in output_dir.",
+        "Checkpoint folder to resume from; 'true': the newest sound one in output_dir; 'auto': if there is one.",
         spellings={True: "true", False: "none"},
     )
     seed: int = run(
@@ -236,6 +236,15 @@ class RunSettings:
     )
     save_steps: float = checkpoint(500, "Optimizer steps between checkpoints; below 1: share of the run.", above=0)
     save_total_limit: int | None = checkpoint(None, "Checkpoints kept, oldest removed first; None: all.", low=1)
+    overwrite_output_dir: bool = checkpoint(
+        False,
+        "Move an earlier run's checkpoints and weights in output_dir into its folder previous/; nothing is deleted.",
+    )
+    on_save_error: str = checkpoint(
+        "raise",
+        "When a checkpoint cannot be written: 'raise' ends the run, 'warn' trains on without it.",
+        choices=("raise", "warn"),
+    )
     save_only_model: bool = checkpoint(False, "Save weights only; such a checkpoint cannot be resumed from.")
     load_best_model_at_end: bool = checkpoint(False, "Load the best checkpoint when the run ends.")
     metric_for_best_model: str | None = checkpoint(

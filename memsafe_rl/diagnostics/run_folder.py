@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, RUN_FILE, STATUS_FILE, STEPS_FILE, read_json
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.records import read_lines
 
 _COMPLETIONS = "completions"
 _PER_STEP = ("loss", "memory/peak_bytes")
@@ -37,9 +37,10 @@ def read_run(folder: Path) -> RunFolder:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"{str(folder)!r} {what}. Give the output_dir of a run, the folder with {METRICS_FILE}.")
-    steps, first = _lines(folder / STEPS_FILE)
-    logs, second = _lines(folder / METRICS_FILE)
-    events, third = _lines(folder / MEMORY_FILE)
+    steps, first = read_lines(folder / STEPS_FILE)
+    logs, second = read_lines(folder / METRICS_FILE)
+    events, third = read_lines(folder / MEMORY_FILE)
+    steps = list({line["step"]: line for line in steps}.values())  # of a step done again, what came of it last
     # A run of an earlier version wrote no steps; its log has them, averaged over logging_steps.
     steps = [line for line in steps or logs if all(name in line for name in _PER_STEP)]
     run = read_json(folder / RUN_FILE) or {}
@@ -60,27 +61,9 @@ def read_run(folder: Path) -> RunFolder:
     )
 
 
-def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Reads JSON lines."""
-    try:
-        texts = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return [], 0
-    found = [line for line in map(_object, texts) if line is not None and isinstance(line.get("step"), (int, float))]
-    return found, sum(bool(text.strip()) for text in texts) - len(found)
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        content = json.loads(text)
-    except ValueError:
-        return None
-    return content if isinstance(content, dict) else None
-
-
 def _completions(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """Reads the first and the last file of completions; those between are not shown."""
     files = sorted(folder.glob("completions_*.jsonl"))
     chosen = dict.fromkeys([*files[:1], *files[-1:]])
-    read = [_lines(path)[0] for path in chosen]
+    read = [read_lines(path)[0] for path in chosen]
     return {int(rows[0]["step"]): rows for rows in read if rows}

@@ -16,9 +16,10 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.callbacks.console import CompletionsTable, ProgressBar, banner
-from memsafe_rl.callbacks.logs import MetricsLog, RunRecord
+from memsafe_rl.callbacks.logs import RunRecord
 from memsafe_rl.callbacks.status_file import StatusFile
 from memsafe_rl.callbacks.trackers import Trackers
+from memsafe_rl.checkpoint.run_folder import check_writable
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.external_rollout import RolloutFunction
 from memsafe_rl.errors import ConfigError
@@ -110,6 +111,7 @@ class PolicyTrainer:
         self.args = own_config(args, request.model, type(self))
         _set_log_level(self.args.get_process_log_level())
         set_seed(self.args.seed)
+        check_writable(Path(self.args.output_dir))
         inputs = read_inputs(self.args, request)
         self.train_dataset = inputs.train_dataset
         self.accelerator = Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)
@@ -283,13 +285,13 @@ class PolicyTrainer:
         return self._loop.report.control
 
     @property
-    def history(self) -> list[dict[str, float]]:
-        """One record per optimizer step."""
+    def history(self) -> Sequence[dict[str, float]]:
+        """One record per optimizer step, read from the run's `steps.jsonl`."""
         return self._loop.state.history
 
     @property
-    def memory_events(self) -> list[dict[str, Any]]:
-        """One record per plan, retry or alarm."""
+    def memory_events(self) -> Sequence[dict[str, Any]]:
+        """One record per plan, retry or alarm, read from the run's `memory.jsonl`."""
         return self.setup.memory.events
 
     # ------------------------------------------------------------------ callbacks and files
@@ -356,7 +358,6 @@ class PolicyTrainer:
         output_dir, device = Path(self.args.output_dir), self.accelerator.device
         parallel = setup.parallel
         own: list[Any] = [
-            MetricsLog(output_dir, setup.memory.events),
             RunRecord(output_dir, setup.memory, device, self._run_record),
             StatusFile(output_dir, setup.memory, device, rank=parallel.rank, world_size=parallel.world_size),
         ]

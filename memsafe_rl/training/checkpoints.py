@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerState
 
-from memsafe_rl.checkpoint.store import drop_old_checkpoints, read_checkpoint, write_checkpoint
+from memsafe_rl.checkpoint.manifest import RunMark
+from memsafe_rl.checkpoint.store import CheckpointContent, drop_old_checkpoints, read_checkpoint, write_checkpoint
+from memsafe_rl.checkpoint.weights import saved_bytes
 from memsafe_rl.config.degradation import Degradation
 from memsafe_rl.config.resume_checks import check_same_run, run_facts
 from memsafe_rl.data.order import Cursor
@@ -43,20 +48,28 @@ class Checkpoints:
         self._setup = setup
         self._collector = collector
 
-    def write(self, state: RunState) -> None:
+    def write(self, state: RunState, mark: RunMark) -> None:
         """Writes a checkpoint; a step that did not end is resumed with the random state it began from."""
-        config, progress = self._setup.config, state.progress
+        config = self._setup.config
         output_dir = Path(config.output_dir)
-        write_checkpoint(
-            output_dir,
-            state.step,
+        write_checkpoint(output_dir, self._content(state), mark)
+        drop_old_checkpoints(output_dir, mark, config.save_total_limit, state.progress.best_model_checkpoint)
+
+    def _content(self, state: RunState) -> CheckpointContent:
+        setup = self._setup
+        tensors = None if setup.config.save_only_model else self._tensors()
+        trajectory = None if state.rollout is None else state.rollout.trajectory
+        stored = 0 if trajectory is None else sum(trajectory.nbytes().values())
+        progress = dataclasses.asdict(state.progress) | {"log_history": []}  # metrics.jsonl has it
+        return CheckpointContent(
+            step=state.step,
             save_model=self.write_weights,
-            write_state=lambda path: progress.save_to_json(str(path)),
-            tensors=None if config.save_only_model else self._tensors(),
+            progress=json.dumps(progress, indent=2, sort_keys=True),
+            tensors=tensors,
             loop=self._loop(state),
-            trajectory=None if state.rollout is None else state.rollout.trajectory,
+            trajectory=trajectory,
+            tensor_bytes=saved_bytes(setup.model) + _tensor_bytes(tensors) + stored,
         )
-        drop_old_checkpoints(output_dir, config.save_total_limit, progress.best_model_checkpoint)
 
     def read(self, folder: Path) -> SavedRun:
         """Reads a checkpoint; changes nothing yet."""
@@ -72,7 +85,6 @@ class Checkpoints:
             setup.reference_model.load_state_dict(saved.tensors["reference"])
         state.progress = TrainerState(**loop["trainer_state"])
         state.progress.is_world_process_zero = state.progress.is_local_process_zero = setup.parallel.is_main
-        state.history = list(loop["history"])
         state.cursor = Cursor(**loop["cursor"])
         state.controllers = state.controllers.loaded(loop)
         setup.advantages.load_state_dict(loop)
@@ -105,7 +117,6 @@ class Checkpoints:
             **state.controllers.state_dict(),
             "memory": self._setup.memory.state_dict(),
             "alarms": state.alarms.state_dict(),
-            "history": state.history,
             "experience": _rollout_facts(state.rollout),
             "waiting": plain_groups(state.waiting),
             "concessions": [asdict(degradation) for degradation in state.degradations],
@@ -124,6 +135,14 @@ class Checkpoints:
         setup = self._setup
         first = setup.source.take(0, 2)
         return {**run_facts(setup.config, first, setup.source.prompts_per_epoch), **setup.models.run_facts()}
+
+
+def _tensor_bytes(value: Any) -> int:
+    """Sums the bytes of all tensors in nested dicts and lists."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(_tensor_bytes, parts))
 
 
 def _rollout_facts(rollout: Rollout | None) -> dict[str, Any] | None:

@@ -14,10 +14,10 @@ import torch
 from transformers.trainer_callback import CallbackHandler
 
 from memsafe_rl.callbacks.console import summary
-from memsafe_rl.checkpoint.store import checkpoint_folder, find_checkpoint
+from memsafe_rl.checkpoint.store import checkpoint_folder
 from memsafe_rl.config.degradation import Degradation, degrade, next_degradation
 from memsafe_rl.diagnostics.run_figures import run_figures
-from memsafe_rl.errors import MemoryBudgetError, MemsafeError
+from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError, SaveError
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter
 from memsafe_rl.memory.runtime.random_state import capture_random_state
@@ -29,6 +29,7 @@ from memsafe_rl.training.evaluation import evaluate, track_best
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.metrics.run_log import RunLog
 from memsafe_rl.training.metrics.weight_sample import WeightSample
+from memsafe_rl.training.run_files import RunFiles
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.training.state import RunState
@@ -98,6 +99,7 @@ class TrainingLoop:
         self._learning_rate = 0.0
         self.use(replace(setup, events=self.report))
         self.state = RunState.at_start(setup.config, is_main=setup.parallel.is_main)
+        self.files = RunFiles()
         setup.holdings.trajectory = self._trajectory_tensors
 
     def use(self, setup: TrainingSetup) -> None:
@@ -124,7 +126,9 @@ class TrainingLoop:
         finally:
             self.collector.close()
             self.setup.memory.release()
+            self.report.write(self.state)
             self.report.notify("close")
+            self.files.release()
         return self._end(started, first)
 
     def step(self) -> None:
@@ -187,6 +191,7 @@ class TrainingLoop:
         state, report, epoch = self.state, self.report, self._epoch()
         crossed = int(epoch) > int(state.progress.epoch)
         state.progress.epoch = epoch
+        report.write(state)
         report.notify("on_progress", state.step, metrics)
         report.fire("on_step_end", state)
         if self._used_up():
@@ -284,7 +289,8 @@ class TrainingLoop:
         setup.parallel.fail(f"{type(error).__name__}: {error}")
         if not isinstance(error, (KeyboardInterrupt, MemsafeError)):
             return
-        if self.config.save_strategy != "no" and self.state.step > 0:
+        unsaved = self.state.step > self.files.saved_step
+        if self.config.save_strategy != "no" and unsaved and not isinstance(error, SaveError):
             logger.warning("saving step %d before leaving", self.state.step)
             self.save_checkpoint()
 
@@ -329,20 +335,26 @@ class TrainingLoop:
             setup.memory.enforce()
         self.make_optimizer()
         self._go_to_start()
-        if resume:
-            folder = find_checkpoint(Path(config.output_dir), resume)
-            setup.recovery.repeat(Stage.RESUME, self._resume, folder)
+        checkpoint = self.files.claim(config, setup.parallel, resume)
+        if checkpoint is not None:
+            setup.recovery.repeat(Stage.RESUME, self._resume, checkpoint)
+        self.files.open_logs(self.state, self.report, checkpoint)
         progress, max_steps = self.state.progress, setup.planned_steps
         progress.max_steps = max_steps
         progress.num_train_epochs = math.ceil(config.num_train_epochs)
         progress.train_batch_size = config.per_device_train_batch_size
         progress.compute_steps(config, max_steps)
+        if checkpoint is not None and self.state.step >= max_steps:
+            raise ConfigError(
+                f"nothing is left to train: {checkpoint} is at step {self.state.step} of {max_steps}. Raise max_steps "
+                "or num_train_epochs, or start without resume_from_checkpoint."
+            )
         self._before_training(self)
         self.report.fire("on_train_begin", self.state)
         self.report.fire("on_epoch_begin", self.state)
         if self.state.step >= max_steps:
             self.report.control.should_training_stop = True
-        if config.eval_on_start and not resume and self.eval_dataset is not None:
+        if config.eval_on_start and checkpoint is None and self.eval_dataset is not None:
             self.evaluate()
 
     def make_optimizer(self) -> None:
@@ -380,7 +392,7 @@ class TrainingLoop:
             progress.best_model_checkpoint = str(checkpoint_folder(Path(self.config.output_dir), self.state.step))
         with self.setup.memory.phase(Phase.CHECKPOINT):
             if self.setup.parallel.is_main:
-                self.setup.recovery.repeat(Stage.CHECKPOINT, self.checkpoints.write, self.state)
+                self.files.save(self.setup, self.checkpoints, self.report, self.state)
             self.setup.parallel.wait()
         self.report.fire("on_save", self.state)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import TrainerState
 
@@ -11,6 +13,7 @@ from memsafe_rl.config.degradation import Degradation
 from memsafe_rl.data.order import Cursor
 from memsafe_rl.data.partial_rollouts import OpenGroup
 from memsafe_rl.memory.runtime.random_state import RandomState
+from memsafe_rl.records import RecordLog
 from memsafe_rl.training.algorithms.controllers import Controllers
 from memsafe_rl.training.algorithms.objectives import kl_bands
 from memsafe_rl.training.metrics.alarms import AlarmWatch
@@ -28,7 +31,7 @@ class RunState:
         cursor: the next optimizer step, in plain integers.
         rollout: what is being learnt from; None where the next step draws anew.
         waiting: groups of completions that the next rollout resumes.
-        history: one record per optimizer step.
+        history: one record per optimizer step; kept in `steps.jsonl`.
         degradations: changes of the task that were taken because no plan fitted.
         random: state of the random generators at the step's beginning; None between steps.
     """
@@ -39,7 +42,7 @@ class RunState:
     cursor: Cursor = field(default_factory=Cursor)
     rollout: Rollout | None = None
     waiting: tuple[OpenGroup, ...] = ()
-    history: list[dict[str, float]] = field(default_factory=list)
+    history: RecordLog = field(default_factory=lambda: RecordLog(_step_record))
     degradations: list[Degradation] = field(default_factory=list)
     random: RandomState | None = None
 
@@ -86,3 +89,10 @@ class RunState:
         """Lets go of a rollout that is used up; its unfinished groups wait for the next one."""
         self.waiting = () if self.rollout is None else self.rollout.waiting
         self.rollout = None
+
+
+def _step_record(line: dict[str, Any]) -> dict[str, Any]:
+    """Gives a step's numbers as they were logged, from its line in `steps.jsonl`."""
+    numbers = {name: value for name, value in line.items() if name not in ("seconds", "held_at_peak")}
+    numbers = {name: math.nan if value is None else value for name, value in numbers.items()}
+    return numbers | {"step": float(line["step"])}

@@ -18,6 +18,7 @@ from memsafe_rl.memory.planning.plan_checks import check_rollout_plan, check_upd
 from memsafe_rl.memory.runtime.headroom import HeadroomWatch
 from memsafe_rl.memory.runtime.leaks import LeakWatch
 from memsafe_rl.memory.runtime.meters import MemoryMeter
+from memsafe_rl.records import RecordLog
 from memsafe_rl.types import Component, MemoryFailure, MemoryState, Phase, RolloutPlan, UpdatePlan
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class MemoryTracker:
     ) -> None:
         self.budget_bytes = budget_bytes
         self.meter = meter
-        self.events: list[dict[str, Any]] = []
+        self.events = RecordLog()
         self.step = 0
         self.phase_now = Phase.LOAD
         self.phase_peaks: dict[str, int] = {}
@@ -64,7 +65,7 @@ class MemoryTracker:
     def fork(self) -> MemoryTracker:
         """Gives a tracker of the same device that knows the same past and records its own future."""
         fork = copy.copy(self)
-        fork.events, fork.phase_peaks, fork.phase_seconds = [], {}, {}
+        fork.events, fork.phase_peaks, fork.phase_seconds = RecordLog(), {}, {}
         fork._plans, fork._planned_at, fork._corrections = (
             dict(self._plans),
             dict(self._planned_at),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.trainer_callback import CallbackHandler
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.parallel.protocol import Parallel
+from memsafe_rl.records import RecordLog
 from memsafe_rl.rewards.base import RewardScores
 from memsafe_rl.training.metrics.step_metrics import averages
 from memsafe_rl.training.state import RunState
@@ -31,8 +33,14 @@ class RunLog:
         self.control = TrainerControl()
         self.pending: dict[str, list[float]] = defaultdict(list)
         self.table: tuple[dict[str, Any], ...] = ()
+        self.records = RecordLog()
         self._config, self._memory, self._parallel = config, memory, parallel
         self._reward_seconds: dict[str, float] = {}
+
+    @property
+    def events(self) -> RecordLog:
+        """One record per plan, retry or alarm."""
+        return self._memory.events
 
     def reset(self) -> None:
         """Forgets what an earlier call of `train` left."""
@@ -74,7 +82,8 @@ class RunLog:
 
     def note(self, state: RunState, metrics: Mapping[str, float], epoch: float) -> None:
         """Writes a step down that is done, and sounds alarms whose rules it broke."""
-        state.history.append({"step": float(state.step), "epoch": epoch, **metrics})
+        beside = {"seconds": time.time(), "held_at_peak": self._memory.step_parts}
+        state.history.append({"step": float(state.step), "epoch": epoch, **metrics}, **beside)
         for name, value in metrics.items():
             self.pending[name].append(value)
         seen = {**metrics, **self._reward_seconds}
@@ -82,7 +91,7 @@ class RunLog:
 
     def note_lost_updates(self, state: RunState, share: float, learning_rate: float) -> None:
         """Writes down which share of half-precision weights the step just done did not move."""
-        state.history[-1]["lost_updates"] = share
+        state.history.amend(lost_updates=share)
         self.pending["lost_updates"].append(share)
         self._sound(state.alarms.observe_weights(state.step, share, learning_rate))
 
@@ -100,7 +109,13 @@ class RunLog:
         progress = state.progress
         record = {name: None if _is_nan(value) else value for name, value in logs.items()} | {"epoch": progress.epoch}
         progress.log_history.append({**record, "step": state.step})
+        self.records.append({"step": state.step, **record})
         self.control = self.callbacks.on_log(self._config, progress, self.control, record)
+
+    def write(self, state: RunState, *, durable: bool = False) -> bool:
+        """Writes steps, logs and memory events that wait in memory; tells whether all of them are written."""
+        written = [log.flush(durable=durable) for log in (state.history, self.records, self.events)]
+        return all(written)
 
     def flush(self, state: RunState) -> None:
         """Logs the averages since the last record, and shows the completions of the last rollout."""

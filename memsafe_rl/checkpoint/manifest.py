@@ -1,0 +1,124 @@
+"""What a checkpoint says of itself: whose it is, and the size and hash of every file, so that damage is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from memsafe_rl.errors import DamagedCheckpointError
+from memsafe_rl.records import Lineage
+
+MANIFEST = "manifest.json"
+LOOP = "loop.json"
+"""Where the run stood, in plain values."""
+FORMAT = 2
+"""Of `loop.json`; 1 held the history and had no manifest beside it."""
+_VERSIONS_OF = ("memsafe-rl", "torch", "transformers", "peft", "accelerate", "bitsandbytes", "vllm")
+
+
+@dataclass(frozen=True)
+class RunMark:
+    """Which run, and which of its starts, wrote something."""
+
+    run_id: str = ""  # empty: written by a version without run ids
+    start: int = -1
+    lineage: Lineage = field(default_factory=Lineage)
+
+    @property
+    def stamp(self) -> dict[str, Any]:
+        """What each line of a log repeats."""
+        return {"run_id": self.run_id, "start": self.start}
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """All of it, in values that JSON has a form for."""
+        return {**self.stamp, "lineage": self.lineage.starts}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    mark: RunMark
+    step: int = -1
+    versions: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, Mapping[str, Any]] | None = None  # bytes and sha256 by name; None: an earlier version's
+
+
+def write_manifest(folder: Path, mark: RunMark, step: int) -> None:
+    """Describes all files of a folder, in a file that is written last."""
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    content = {"format": 1, **mark.plain, "step": step, "versions": versions(), "files": files}
+    (folder / MANIFEST).write_text(json.dumps({**content, "seal": _seal(content)}, indent=1))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads what a checkpoint says of itself; checkpoints of earlier versions say nothing."""
+    path = folder / MANIFEST
+    try:
+        if not path.exists():
+            if _format(folder) >= FORMAT:
+                raise FileNotFoundError("it is missing")
+            return Manifest(RunMark())
+        content = json.loads(path.read_text())
+        if content.pop("seal") != _seal(content):
+            raise ValueError("its seal does not fit its content")
+        lineage = Lineage(tuple((int(start), int(step)) for start, step in content["lineage"]))
+        mark = RunMark(str(content["run_id"]), int(content["start"]), lineage)
+        return Manifest(mark, int(content["step"]), dict(content["versions"]), dict(content["files"]))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{str(path)!r} is damaged ({type(error).__name__}: {error})") from error
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Compares every file with what was written.
+
+    Raises:
+        DamagedCheckpointError: one is missing, longer, shorter or different.
+    """
+    for name, written in (manifest.files or {}).items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedCheckpointError(f"{str(path)!r} is missing")
+        if path.stat().st_size != written["bytes"]:
+            sizes = f"{path.stat().st_size:,} bytes, written were {written['bytes']:,}"
+            raise DamagedCheckpointError(f"{str(path)!r} is damaged ({sizes})")
+        if _sha256(path) != written["sha256"]:
+            raise DamagedCheckpointError(f"{str(path)!r} is damaged (its sha-256 differs from the one written)")
+
+
+def _format(folder: Path) -> int:
+    try:
+        return int(json.loads((folder / LOOP).read_text()).get("format", 1))
+    except (OSError, ValueError, AttributeError):
+        return 1
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    """Hashes a manifest's own content."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Gives the versions of the libraries that a result may depend on."""
+    found = {}
+    for name in _VERSIONS_OF:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,329 @@
+"""Records of a run: an append-only file of JSON lines that reads as a sequence, with only the newest in memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import tempfile
+import threading
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+logger = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+
+RECENT = 100
+"""Records kept in memory besides those not yet written."""
+
+_STAMP = ("start", "redone", "run_id")
+"""What a line says besides its record: which start of the run wrote it, and whether the step was recorded before."""
+_HEAD = re.compile(rb'\{"step": (\d+)(?:\.0)?, "start": (\d+), ("redone")?')
+
+
+class Lineage(NamedTuple):
+    """Which start of a run did a step: a run that resumes leaves the later steps of earlier starts behind.
+
+    Args:
+        starts: number of a start and the step it began from, oldest first.
+    """
+
+    starts: tuple[tuple[int, int], ...] = ((0, 0),)
+
+    def start_of(self, step: float) -> int:
+        """Gives the start whose record of a step counts."""
+        return next((start for start, began in reversed(self.starts) if began < step), self.starts[0][0])
+
+    def resumed(self, start: int, step: int) -> Lineage:
+        """Gives the lineage of a start that goes on from a step."""
+        return Lineage((*((old, began) for old, began in self.starts if began < step or began == 0), (start, step)))
+
+
+class RecordLog(Sequence[Record]):
+    """Records in the order they were appended, read-only but for `append` and `amend`.
+
+    Records wait in memory until `flush` writes them: to a temporary file until `open` names the log's own. A disk that
+    is full loses nothing: what could not be written waits for the next flush.
+
+    Args:
+        restore: turns what JSON gives back into a record; non-finite numbers are stored as null.
+    """
+
+    def __init__(self, restore: Callable[[Record], Record] | None = None) -> None:
+        self._restore = restore or (lambda record: record)
+        self._path: Path | None = None
+        self._file: _File | None = None
+        self._size = 0
+        self._offsets = array("q")
+        self._recent: deque[Record] = deque(maxlen=RECENT)
+        self._waiting: list[tuple[Record, Mapping[str, Any]]] = []
+        self._stamp: dict[str, Any] = {"start": 0}
+        self._known = _Known()
+        self._complained = False
+        self._lock = threading.RLock()  # the status thread reads along
+
+    # ------------------------------------------------------------------ reading
+
+    def __len__(self) -> int:
+        return len(self._offsets) + len(self._waiting)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        with self._lock:
+            if isinstance(index, slice):
+                return [self._at(place) for place in range(*index.indices(len(self)))]
+            return self._at(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[Record]:
+        place = 0
+        while place < len(self):
+            yield self[place]
+            place += 1
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or len(self) != len(other):
+            return NotImplemented if not isinstance(other, Sequence) else False
+        return all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} records, newest {self[-1] if len(self) else None}>"
+
+    def _at(self, place: int) -> Record:
+        written = len(self._offsets)
+        if place >= written:
+            return self._waiting[place - written][0]
+        if place >= written - len(self._recent):
+            return self._recent[place - written + len(self._recent)]
+        return self._restore(_without_stamp(json.loads(_line_at(self._file, self._offsets[place]))))
+
+    # ------------------------------------------------------------------ writing
+
+    def append(self, record: Record, **beside: Any) -> None:
+        """Adds a record; `beside` is written with it and not read back."""
+        with self._lock:
+            self._waiting.append((record, beside))
+
+    def amend(self, **values: Any) -> None:
+        """Adds values to the newest record, which has not been written yet."""
+        with self._lock:
+            self._waiting[-1][0].update(values)
+
+    def open(self, path: Path, stamp: Mapping[str, Any], lineage: Lineage | None = None, step: int = 0) -> None:
+        """Goes on in a file, after what stands there; records that no file holds yet move into it.
+
+        Args:
+            path: the log; made where it does not exist.
+            stamp: the run's id and which of its starts writes.
+            lineage: of the run so far; its records up to `step` are what this log then begins with. None: no record.
+            step: where the run resumes; 0 for a new one.
+        """
+        with self._lock:
+            carried: list[tuple[Record, Mapping[str, Any]]] = [] if self._path else [(record, {}) for record in self]
+            self.close()
+            self._path, self._stamp = path, dict(stamp)
+            self._file = _File(path)
+            self._offsets, self._recent = array("q"), deque(maxlen=RECENT)
+            self._known = _Known(resumed_at=step)
+            for offset, line in _lines(self._file.descriptor):
+                number, start, redone = _head(line)
+                self._known = self._known.seen(number, unmarked=not redone)
+                if lineage is not None and number <= step and start == lineage.start_of(number):
+                    self._offsets.append(offset)
+                    self._recent.append(self._restore(_without_stamp(json.loads(line))))
+            self._size = os.fstat(self._file.descriptor).st_size
+            if self._size and _last_byte(self._file.descriptor, self._size) != b"\n":
+                self._write(b"\n")  # a killed process left half a line, which stays for itself
+            self._waiting = carried
+
+    def flush(self, *, durable: bool = False) -> bool:
+        """Writes what waits; a full disk is said once, and what waits goes on waiting.
+
+        Args:
+            durable: also wait until the disk has it.
+
+        Returns:
+            Whether everything is written.
+        """
+        with self._lock:
+            try:
+                self._flush()
+                if durable and self._path is not None:
+                    os.fsync(self._file.descriptor)
+            except OSError as error:
+                if not self._complained:
+                    logger.warning("%s cannot be written (%s); records wait in memory", self._path, error.strerror)
+                self._complained = True
+                return False
+            self._complained = False
+            return True
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _flush(self) -> None:
+        if self._file is None and self._waiting:
+            self._file = _File()
+        if self._file is not None and self._path is not None and not os.fstat(self._file.descriptor).st_nlink:
+            self._put_back()
+        while self._waiting:
+            record, beside = self._waiting[0]
+            step = float(record.get("step", 0))
+            known, redone = self._known.writing(step)
+            line = {"step": int(step), "start": self._stamp["start"], **({"redone": True} if redone else {})}
+            line |= {name: value for name, value in {**record, **beside}.items() if name not in line}
+            line |= {name: value for name, value in self._stamp.items() if name not in line}
+            offset = self._write(
+                json.dumps({name: _plain(value) for name, value in line.items()}, default=str).encode() + b"\n"
+            )
+            self._known = known
+            self._offsets.append(offset)
+            self._recent.append(record)
+            del self._waiting[0]
+
+    def _write(self, content: bytes) -> int:
+        """Writes at the end, whole or not at all; gives where."""
+        offset, descriptor = self._size, self._file.descriptor
+        try:
+            written = 0
+            while written < len(content):
+                written += os.write(descriptor, content[written:])
+        except OSError:
+            os.ftruncate(descriptor, offset)
+            raise
+        self._size += len(content)
+        return offset
+
+    def _put_back(self) -> None:
+        """Writes a log again that was deleted while it was open."""
+        assert self._path is not None
+        old = self._file
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        logger.warning("%s was deleted during the run; it is written again", self._path)
+        self._file = _File(self._path)
+        self._size = os.fstat(self._file.descriptor).st_size
+        moved = array("q")
+        for offset in self._offsets:
+            moved.append(self._write(_line_at(old, offset)))
+        self._offsets = moved
+        old.close()
+
+
+class _File:
+    """A file that is appended to; without a path, one that has no name."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        if path is None:
+            self.descriptor, name = tempfile.mkstemp(prefix="memsafe_rl-")
+            os.unlink(name)
+        else:
+            self.descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self.close = weakref.finalize(self, os.close, self.descriptor)
+
+
+class _Known(NamedTuple):
+    """What a log held when a run resumed in it: steps above where it resumes are done again."""
+
+    resumed_at: int = 0
+    highest: float = -1.0  # of the steps recorded before
+    records: int = 0  # of the highest step
+    repeated: int = 0  # of those, written again by now
+
+    def seen(self, step: float, *, unmarked: bool) -> _Known:
+        """Takes a record that stands in the file."""
+        if step > self.highest:
+            return self._replace(highest=step, records=1)
+        return self._replace(records=self.records + (unmarked and step == self.highest))
+
+    def writing(self, step: float) -> tuple[_Known, bool]:
+        """Tells whether a record that is about to be written stands in the file already."""
+        if step <= self.resumed_at or step > self.highest:
+            return self, False
+        if step < self.highest:
+            return self, True
+        return self._replace(repeated=self.repeated + 1), self.repeated < self.records
+
+
+def records_until(path: Path, lineage: Lineage, step: int) -> Iterator[Record]:
+    """Yields the records of the steps that a checkpoint builds on; none where there is no log."""
+    for line in read_lines(path)[0]:
+        if line["step"] <= step and line.get("start", 0) == lineage.start_of(line["step"]):
+            yield _without_stamp(line)
+
+
+def read_lines(path: Path) -> tuple[list[Record], int]:
+    """Reads a log, stamps included: its records, and how many lines are unreadable."""
+    try:
+        texts = path.read_bytes().splitlines()
+    except OSError:
+        return [], 0
+    found = [record for record in map(_object, texts) if record is not None]
+    return found, sum(bool(text.strip()) for text in texts) - len(found)
+
+
+def _object(text: bytes) -> Record | None:
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return None
+    fits = isinstance(content, dict) and isinstance(content.get("step"), (int, float))
+    return content if fits else None
+
+
+def _without_stamp(line: Record) -> Record:
+    return {name: value for name, value in line.items() if name not in _STAMP}
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _head(line: bytes) -> tuple[float, int, bool]:
+    """Reads a line's step, its start and whether it is marked as done again; lines of before starts were counted."""
+    match = _HEAD.match(line)
+    if match is not None:
+        return float(match[1]), int(match[2]), match[3] is not None
+    record = _object(line) or {}
+    return float(record.get("step", math.inf)), int(record.get("start", 0)), bool(record.get("redone"))
+
+
+def _lines(descriptor: int, block: int = 1 << 20) -> Iterator[tuple[int, bytes]]:
+    """Yields the complete lines of a file and where they begin."""
+    offset, rest = 0, b""
+    position = 0
+    while content := os.pread(descriptor, block, position):
+        position += len(content)
+        *lines, rest = (rest + content).split(b"\n")
+        for line in lines:
+            yield offset, line
+            offset += len(line) + 1
+
+
+def _line_at(file: _File | None, offset: int, block: int = 1 << 13) -> bytes:
+    """Reads the line that begins somewhere, its end included."""
+    assert file is not None, "written records lie in a file"
+    content = b""
+    while b"\n" not in content:
+        more = os.pread(file.descriptor, block, offset + len(content))
+        if not more:
+            break
+        content += more
+    return content.partition(b"\n")[0] + b"\n"
+
+
+def _last_byte(descriptor: int, size: int) -> bytes:
+    return os.pread(descriptor, 1, size - 1)

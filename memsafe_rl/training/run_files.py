@@ -1,0 +1,96 @@
+"""What a run keeps in its folder: the claim on it, the logs, and the checkpoint it last wrote."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
+from memsafe_rl.checkpoint.run_folder import RunFolder, claim
+from memsafe_rl.checkpoint.store import checkpoint_folder
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, STEPS_FILE
+from memsafe_rl.errors import SaveError
+from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.parallel.protocol import Parallel
+from memsafe_rl.records import records_until
+from memsafe_rl.training.checkpoints import Checkpoints
+from memsafe_rl.training.metrics.run_log import RunLog
+from memsafe_rl.training.setup import TrainingSetup
+from memsafe_rl.training.state import RunState
+
+logger = logging.getLogger(__name__)
+
+
+class RunFiles:
+    """Claims a run's folder, goes on in its logs, and writes its checkpoints; only the main rank writes."""
+
+    def __init__(self) -> None:
+        self.folder: RunFolder | None = None
+        self.saved_step = 0
+
+    @property
+    def mark(self) -> RunMark:
+        """Which run, and which of its starts, this is."""
+        return RunMark() if self.folder is None else self.folder.mark
+
+    def claim(self, config: TrainerConfig, parallel: Parallel, resume: bool | str | Path | None) -> Path | None:
+        """Takes the folder for this run; gives the checkpoint to resume from, the same on all ranks."""
+        found: list[Path | None] = []
+        if parallel.is_main:
+            path, earlier = Path(config.output_dir), self.mark.run_id
+            self.folder = claim(path, resume or None, overwrite=config.overwrite_output_dir, own=earlier)
+            found = [self.folder.checkpoint]
+        return parallel.gather(found)[0]
+
+    def open_logs(self, state: RunState, report: RunLog, checkpoint: Path | None) -> None:
+        """Goes on in the run's logs, and takes over the records of the steps that a checkpoint builds on."""
+        self.saved_step = step = state.step
+        folder = self.folder
+        goes_on = folder is not None and checkpoint is not None and folder.holds(checkpoint)
+        if folder is not None:
+            stamp = folder.mark.stamp
+            report.records.open(folder.path / METRICS_FILE, stamp, step=step)
+            report.events.open(folder.path / MEMORY_FILE, stamp, step=step)
+            state.history.open(folder.path / STEPS_FILE, stamp, folder.mark.lineage if goes_on else None, step)
+        if checkpoint is None:
+            return
+        logger.warning("run %s resumes at step %d from %s", self.mark.run_id, step, checkpoint)
+        source, lineage = checkpoint.parent, read_manifest(checkpoint).mark.lineage
+        if not goes_on:
+            for record in records_until(source / STEPS_FILE, lineage, step):
+                state.history.append(record)
+        if not state.progress.log_history:
+            state.progress.log_history.extend(records_until(source / METRICS_FILE, lineage, step))
+        if len(state.history) < step:
+            logger.warning(
+                "%s holds %d of the %d steps before it; the others are missing in trainer.history",
+                source / STEPS_FILE,
+                len(state.history),
+                step,
+            )
+
+    def save(self, setup: TrainingSetup, checkpoints: Checkpoints, report: RunLog, state: RunState) -> None:
+        """Writes a checkpoint, after the records of the steps that it builds on.
+
+        Raises:
+            SaveError: it cannot be written, and `on_save_error` is "raise".
+        """
+        try:
+            if not report.write(state, durable=True):
+                folder = checkpoint_folder(Path(setup.config.output_dir), state.step)
+                raise SaveError(
+                    f"{folder} was not saved: the logs beside it cannot be written. Free space on that disk."
+                )
+            setup.recovery.repeat(Stage.CHECKPOINT, checkpoints.write, state, self.mark)
+        except SaveError as error:
+            if setup.config.on_save_error == "raise":
+                raise
+            logger.warning("%s", error)
+        else:
+            self.saved_step = state.step
+
+    def release(self) -> None:
+        """Lets other runs have the folder."""
+        if self.folder is not None:
+            self.folder.release()

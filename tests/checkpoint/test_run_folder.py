@@ -1,0 +1,202 @@
+"""A run folder belongs to one run, and nothing a run has written is lost."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from memsafe_rl.checkpoint.run_folder import claim
+from memsafe_rl.checkpoint.store import checkpoints
+from memsafe_rl.errors import ConfigError, DamagedCheckpointError, SaveError
+from memsafe_rl.records import read_lines
+from tests.trainers.helpers import make_trainer, weights
+
+SAVING = {"save_strategy": "steps", "save_steps": 1}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return read_lines(path)[0]
+
+
+def run_id(folder: Path) -> str:
+    return json.loads((folder / "run.json").read_text())["run_id"]
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_logs_of_a_run_that_left_no_weights_move_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_trainer(tmp_path, max_steps=3).train()
+    first = run_id(tmp_path)
+    before = {name: (tmp_path / name).read_bytes() for name in ("steps.jsonl", "metrics.jsonl", "memory.jsonl")}
+    make_trainer(tmp_path, max_steps=1).train()
+    assert {name: (tmp_path / "previous" / first / name).read_bytes() for name in before} == before
+    assert [line["step"] for line in lines(tmp_path / "steps.jsonl")] == [1]
+    assert run_id(tmp_path) != first
+    assert f"are now in {tmp_path / 'previous' / first}" in caplog.text
+
+
+@pytest.mark.parametrize("left", ["checkpoint", "weights"])
+def test_a_folder_with_another_runs_weights_is_refused(tmp_path: Path, left: str) -> None:
+    trainer = make_trainer(tmp_path, max_steps=1, **(SAVING if left == "checkpoint" else {}))
+    trainer.train()
+    if left == "weights":
+        trainer.save_model()
+    told = r"holds (checkpoint-1|model\.safetensors) of an earlier run \(\w{8}\).*resume_from_checkpoint=True.*another"
+    with pytest.raises(ConfigError, match=told + r" output_dir.*overwrite_output_dir=True"):
+        make_trainer(tmp_path, max_steps=1).train()
+    first = run_id(tmp_path)
+    held = {path.name for path in tmp_path.iterdir()} - {".run.lock"}
+    make_trainer(tmp_path, max_steps=1, overwrite_output_dir=True).train()
+    assert {path.name for path in (tmp_path / "previous" / first).iterdir()} == held
+    assert checkpoints(tmp_path) == []
+
+
+def test_a_second_call_of_the_same_trainer_keeps_the_first_ones_files(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=2, **SAVING)
+    trainer.train()
+    first = run_id(tmp_path)
+    trainer.train()
+    assert [path.name for path in checkpoints(tmp_path / "previous" / first)] == ["checkpoint-1", "checkpoint-2"]
+    assert len(lines(tmp_path / "steps.jsonl")) == len(lines(tmp_path / "previous" / first / "steps.jsonl")) == 2
+
+
+def test_two_runs_cannot_train_in_one_folder(tmp_path: Path) -> None:
+    held = claim(tmp_path, None)
+    with pytest.raises(ConfigError, match=rf"another run is training \(process {os.getpid()} on .*{held.mark.run_id}"):
+        make_trainer(tmp_path).train()
+    held.release()
+    make_trainer(tmp_path, max_steps=1).train()
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from pathlib import Path
+from memsafe_rl.checkpoint.run_folder import claim
+claim(Path({str(tmp_path)!r}), None)
+if os.fork() == 0:
+    os.execvp("sleep", ["sleep", "60"])  # a reward's process that outlives the run
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", script], check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    claim(tmp_path, None).release()
+
+
+def test_a_resumed_run_cuts_no_log_and_marks_what_is_done_again(tmp_path: Path) -> None:
+    whole = make_trainer(tmp_path / "whole", max_steps=6)
+    whole.train()
+    first = make_trainer(tmp_path / "run", max_steps=5, **SAVING)
+    first.train()
+    second = make_trainer(tmp_path / "run", max_steps=6)
+    second.train(tmp_path / "run" / "checkpoint-3")
+    for name in ("steps.jsonl", "metrics.jsonl"):
+        found = [line for line in lines(tmp_path / "run" / name) if "train_runtime" not in line]
+        assert [(line["step"], line["start"], line.get("redone", False)) for line in found] == [
+            *((step, 0, False) for step in (1, 2, 3, 4, 5)),
+            *((4, 1, True), (5, 1, True), (6, 1, False)),
+        ]
+        assert {line["run_id"] for line in found} == {run_id(tmp_path / "run")}
+    assert weights(second).equal(weights(whole))
+    learnt = ("step", "epoch", "loss", "grad_norm", "reward", "num_tokens", "learning_rate")
+    assert [[one[name] for name in learnt] for one in second.history] == [
+        [one[name] for name in learnt] for one in whole.history
+    ]
+    logged = [(one["step"], one.get("loss")) for one in second.state.log_history]
+    assert logged == [(one["step"], one.get("loss")) for one in whole.state.log_history]
+
+
+def test_rotation_never_takes_the_newest_of_a_run_that_went_back(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=5, **SAVING).train()
+    make_trainer(tmp_path, max_steps=4, save_total_limit=1, **SAVING).train(tmp_path / "checkpoint-2")
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
+
+
+def test_zero_steps_of_training_are_refused(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=2, **SAVING).train()
+    with pytest.raises(
+        ConfigError, match=r"nothing is left to train: .*checkpoint-2 is at step 2 of 2. Raise max_steps"
+    ):
+        make_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_trainer(tmp_path / "run", max_steps=3, **SAVING).train()
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoint-3").iterdir())
+    assert {"model.safetensors", "training_state.pt", "loop.json", "trainer_state.json", "manifest.json"} <= {*names}
+    for name in names:
+        for damage in (flip_a_bit, lambda path: path.write_bytes(path.read_bytes()[:-1]), Path.unlink):
+            shutil.copytree(tmp_path / "run", tmp_path / "damaged")
+            damage(tmp_path / "damaged" / "checkpoint-3" / name)
+            caplog.clear()
+            found = claim(tmp_path / "damaged", True)
+            found.release()
+            assert found.checkpoint == tmp_path / "damaged" / "checkpoint-2", (name, damage)
+            assert name in caplog.text, (name, damage)
+            with pytest.raises(DamagedCheckpointError, match=r"checkpoint-3.*Delete it and resume from an earlier one"):
+                claim(tmp_path / "damaged", tmp_path / "damaged" / "checkpoint-3")
+            shutil.rmtree(tmp_path / "damaged")
+
+
+def test_auto_starts_anew_where_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=1, resume_from_checkpoint="auto", **SAVING).train()
+    trainer = make_trainer(tmp_path, max_steps=2, resume_from_checkpoint="auto", **SAVING)
+    trainer.train()
+    assert [line["start"] for line in lines(tmp_path / "steps.jsonl")] == [0, 1]
+
+
+def test_strays_of_a_dead_run_go_and_a_checkpoint_being_replaced_comes_back(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=2, **SAVING).train()
+    (tmp_path / "checkpoint-2").rename(tmp_path / ".checkpoint-2.old")
+    (tmp_path / ".checkpoint-2.part").mkdir()
+    (tmp_path / ".run.json.123").write_text("{")
+    folder = claim(tmp_path, True)
+    folder.release()
+    assert folder.checkpoint == tmp_path / "checkpoint-2"
+    assert not [path for path in tmp_path.glob(".*") if path.name != ".run.lock"]
+
+
+@pytest.mark.parametrize("choice", ["raise", "warn"])
+def test_a_full_disk_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, choice: str
+) -> None:
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    trainer = make_trainer(tmp_path, max_steps=2, on_save_error=choice, **SAVING)
+    told = "checkpoint-1 was not saved: No space left on device"
+    if choice == "raise":
+        with pytest.raises(SaveError, match=told + r". It takes .* free are 1000 B"):
+            trainer.train()
+    else:
+        assert trainer.train().global_step == 2
+        assert told in caplog.text
+    assert checkpoints(tmp_path) == []
+    assert not list(tmp_path.glob(".checkpoint-*"))
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "file"])
+def test_an_unusable_folder_is_named_before_any_weight_is_loaded(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output_dir is .*, which cannot be written \(.*\)"):
+        make_trainer(tmp_path / place, model="no/such-model")
+
+
+def test_a_log_that_is_deleted_during_the_run_is_written_again(tmp_path: Path) -> None:
+    class Deletes(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                shutil.rmtree(tmp_path / "run")
+
+    trainer = make_trainer(tmp_path / "run", max_steps=4, callbacks=[Deletes()])
+    trainer.train()
+    assert [line["step"] for line in lines(tmp_path / "run" / "steps.jsonl")] == [1, 2, 3, 4]
+    assert [one["step"] for one in trainer.history] == [1, 2, 3, 4]
