@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+INTERRUPTED_CODE = 75
+"""Exit code of a run that was asked to stop and can be resumed: EX_TEMPFAIL of sysexits.h."""
+
 
 class MemsafeError(Exception):
     """Base of every error this library raises on purpose."""
@@ -27,6 +30,21 @@ class DamagedCheckpointError(ConfigError):
 
 class SaveError(MemsafeError, OSError):
     """A checkpoint or a log cannot be written; what was saved before it is intact."""
+
+
+class TrainingInterrupted(SystemExit, KeyboardInterrupt):
+    """A signal or a stop file has ended training; left alone, the process ends with code 75 ("try again later").
+
+    Args:
+        reason: which signal, or which file.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(INTERRUPTED_CODE)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class RewardTimeoutError(MemsafeError, TimeoutError):

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from memsafe_rl.checkpoint.manifest import versions
-from memsafe_rl.diagnostics.status import RUN_FILE, read_json, write_json
+from memsafe_rl.diagnostics.status import RUN_FILE, read_json, versions, write_json
 from memsafe_rl.memory.runtime.device_readings import device_facts
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 
@@ -39,16 +38,17 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero:
             return
         self._output_dir.mkdir(parents=True, exist_ok=True)
+        known = read_json(self._output_dir / RUN_FILE) or {}
+        now = {"began": time.time(), "first_step": state.global_step, "command": " ".join(sys.argv)}
         content = {
-            **(read_json(self._output_dir / RUN_FILE) or {}),
-            "began": time.time(),
-            "first_step": state.global_step,
+            **known,
+            **now,
+            "starts": [*known.get("starts", ()), {"start": known.get("start", 0), **now}],
             "max_steps": state.max_steps,
             "device": asdict(device_facts(self._tracker.meter, self._device)),
             "budget_bytes": self._tracker.budget_bytes,
             "counts_tensors": self._tracker.meter.is_exact,
             "versions": {"python": platform.python_version(), **versions()},
-            "command": " ".join(sys.argv),
             "config": args.to_sanitized_dict(),
             **self._facts(),
         }

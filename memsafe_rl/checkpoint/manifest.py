@@ -6,10 +6,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from memsafe_rl.diagnostics.status import versions
 from memsafe_rl.errors import DamagedCheckpointError
 from memsafe_rl.records import Lineage
 
@@ -18,7 +18,6 @@ LOOP = "loop.json"
 """Where the run stood, in plain values."""
 FORMAT = 2
 """Of `loop.json`; 1 held the history and had no manifest beside it."""
-_VERSIONS_OF = ("memsafe-rl", "torch", "transformers", "peft", "accelerate", "bitsandbytes", "vllm")
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,10 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         if not path.is_file():
             raise DamagedCheckpointError(f"{str(path)!r} is missing")
         if path.stat().st_size != written["bytes"]:
-            sizes = f"{path.stat().st_size:,} bytes, written were {written['bytes']:,}"
-            raise DamagedCheckpointError(f"{str(path)!r} is damaged ({sizes})")
+            sizes = f"{path.stat().st_size:,} bytes; written were {written['bytes']:,}"
+            raise DamagedCheckpointError(f"{str(path)!r} has {sizes}")
         if _sha256(path) != written["sha256"]:
-            raise DamagedCheckpointError(f"{str(path)!r} is damaged (its sha-256 differs from the one written)")
+            raise DamagedCheckpointError(f"{str(path)!r} differs from what was written (sha-256)")
 
 
 def _format(folder: Path) -> int:
@@ -106,17 +105,6 @@ def _format(folder: Path) -> int:
 def _seal(content: Mapping[str, Any]) -> str:
     """Hashes a manifest's own content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def versions() -> dict[str, str]:
-    """Gives the versions of the libraries that a result may depend on."""
-    found = {}
-    for name in _VERSIONS_OF:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _sha256(path: Path) -> str:

@@ -170,7 +170,7 @@ def find_checkpoint(output_dir: Path, wanted: bool | str | Path) -> Path | None:
                 continue
             check_files(folder, manifest)
         except DamagedCheckpointError as error:
-            logger.warning("%s; the checkpoint before it is used", error)
+            logger.warning("%s is damaged (%s); the checkpoint before it is used", folder, error)
         else:
             return folder
     if str(wanted).lower() == "auto":
@@ -194,7 +194,9 @@ def _named(folder: Path) -> Path:
             )
         check_files(folder, manifest)
     except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{told}: {error}. Delete it and resume from an earlier one.") from error
+        raise DamagedCheckpointError(
+            f"{told}, which is damaged: {error}. Delete it and resume from an earlier one."
+        ) from error
     return folder
 
 

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from memsafe_rl.cli.arguments import read_request, require
 from memsafe_rl.cli.teaching import show_train_help, show_verify_help
-from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.errors import INTERRUPTED_CODE, ConfigError, MemsafeError, TrainingInterrupted
 
 DIFFERENT, MISUSED, INTERRUPTED = 1, 2, 130
 """Exit codes."""
@@ -80,8 +80,10 @@ def plain_errors() -> Iterator[None]:
     except MemsafeError as error:
         console.print(Text.assemble(("error: ", "bold red"), (" ".join(str(error).split()), "red")))
         raise typer.Exit(MISUSED) from None
+    except TrainingInterrupted:
+        raise typer.Exit(INTERRUPTED_CODE) from None  # the run has said what was saved
     except KeyboardInterrupt:
-        console.print("interrupted; resume with --resume-from-checkpoint true")
+        console.print("interrupted")
         raise typer.Exit(INTERRUPTED) from None
 
 

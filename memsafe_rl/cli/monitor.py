@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from memsafe_rl.checkpoint.store import own_checkpoints
 from memsafe_rl.cli.formats import duration
 from memsafe_rl.diagnostics.run_figures import PHASES
 from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, read_json, run_of, runs_alive, status_file
@@ -163,8 +164,7 @@ def _advice_on_life(seen: Sighting) -> str:
     if seen.liveness is Liveness.GONE:
         return (
             f"Process {status.get('pid')} died without an error, {ago} after its last status: the system killed it "
-            "or the machine restarted; look for the kernel's out-of-memory killer in dmesg, and resume with "
-            "resume_from_checkpoint=True."
+            f"or the machine restarted; look for the kernel's out-of-memory killer in dmesg. {_way_on(status)}"
         )
     if seen.liveness is Liveness.SILENT:
         return f"The run has written no status for {ago}, though it should every second: it is suspended or hangs."
@@ -172,8 +172,16 @@ def _advice_on_life(seen: Sighting) -> str:
         return "The run has finished; memsafe-rl report shows its results."
     if seen.liveness is Liveness.ENDED:
         why = str(status.get("ended_by") or "").split("\n")[0]
-        return f"The run was stopped{f' by {why}' if why else ''}; resume it with resume_from_checkpoint=True."
+        return f"The run was stopped{f' by {why}' if why else ''}. {_way_on(status)}"
     return ""
+
+
+def _way_on(status: Mapping[str, Any]) -> str:
+    """Says from where a run can be resumed, if from anywhere."""
+    saved = own_checkpoints(Path(str(status.get("run_dir", "."))))
+    if not saved:
+        return "It left no checkpoint; start it again."
+    return f"Resume it with resume_from_checkpoint=True: {saved[-1].name} is there."
 
 
 def _advice_on_allocator(status: Mapping[str, Any], cards: Sequence[Card]) -> str:

@@ -245,6 +245,9 @@ class RunSettings:
         "When a checkpoint cannot be written: 'raise' ends the run, 'warn' trains on without it.",
         choices=("raise", "warn"),
     )
+    interrupt_grace_seconds: float = checkpoint(
+        10.0, "Seconds that a step may go on after SIGTERM, SIGINT or SIGHUP before it is abandoned; 0: none.", low=0
+    )
     save_only_model: bool = checkpoint(False, "Save weights only; such a checkpoint cannot be resumed from.")
     load_best_model_at_end: bool = checkpoint(False, "Load the best checkpoint when the run ends.")
     metric_for_best_model: str | None = checkpoint(

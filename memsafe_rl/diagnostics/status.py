@@ -10,6 +10,8 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ STATUS_FILE = "monitor.json"
 """The run's current status, rewritten while it trains; further ranks have their number in the name."""
 
 _OWN_FOLDER_ONLY = 0o700
+_VERSIONS_OF = ("memsafe-rl", "torch", "transformers", "peft", "accelerate", "bitsandbytes", "vllm")
 
 
 def status_file(rank: int = 0) -> str:
@@ -48,6 +51,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def versions() -> dict[str, str]:
+    """Gives the versions of the libraries that a result may depend on."""
+    found = {}
+    for name in _VERSIONS_OF:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def process_started(pid: int) -> float | None:

@@ -17,8 +17,8 @@ from memsafe_rl.callbacks.console import summary
 from memsafe_rl.checkpoint.store import checkpoint_folder
 from memsafe_rl.config.degradation import Degradation, degrade, next_degradation
 from memsafe_rl.diagnostics.run_figures import run_figures
-from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError, SaveError
-from memsafe_rl.memory.runtime.interrupts import uninterrupted
+from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError, SaveError, TrainingInterrupted
+from memsafe_rl.memory.runtime.interrupts import StopRequest, uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter
 from memsafe_rl.memory.runtime.random_state import capture_random_state
 from memsafe_rl.memory.runtime.recovery import flush_autograd
@@ -100,6 +100,7 @@ class TrainingLoop:
         self.use(replace(setup, events=self.report))
         self.state = RunState.at_start(setup.config, is_main=setup.parallel.is_main)
         self.files = RunFiles()
+        self.stop = StopRequest()
         setup.holdings.trajectory = self._trajectory_tensors
 
     def use(self, setup: TrainingSetup) -> None:
@@ -114,15 +115,8 @@ class TrainingLoop:
         """Trains to the end, or from a checkpoint to the end."""
         started = time.perf_counter()
         try:
-            self.begin(resume or self.config.resume_from_checkpoint)
-            first = len(self.state.history)
-            while not self.report.control.should_training_stop:
-                degradation = self._step_or_degradation()
-                if degradation is not None:
-                    self.degrade(degradation)
-        except BaseException as error:
-            self._leave(error)
-            raise
+            with self.stop.listening(self.config.interrupt_grace_seconds):
+                first = self._train(resume or self.config.resume_from_checkpoint)
         finally:
             self.collector.close()
             self.setup.memory.release()
@@ -130,6 +124,28 @@ class TrainingLoop:
             self.report.notify("close")
             self.files.release()
         return self._end(started, first)
+
+    def _train(self, resume: bool | str | Path | None) -> int:
+        """Steps until the run ends or is asked to; gives how many steps stood in the history before."""
+        try:
+            self.begin(resume)
+            first = len(self.state.history)
+            while not self.report.control.should_training_stop:
+                degradation = self._step_or_degradation()
+                if degradation is not None:
+                    self.degrade(degradation)
+                self._stop_if_asked()
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return first
+
+    def _stop_if_asked(self) -> None:
+        """Ends the run between two steps, on all ranks where one was asked to."""
+        asked = self.setup.parallel.gather([self.stop.reason or self.files.stop_asked()])
+        reason = next(filter(None, asked), "")
+        if reason and not self.report.control.should_training_stop:
+            raise TrainingInterrupted(reason)
 
     def step(self) -> None:
         """One optimizer step, from the prompts to the log; what it needs is freed before evaluation and saving."""
@@ -293,6 +309,8 @@ class TrainingLoop:
         if self.config.save_strategy != "no" and unsaved and not isinstance(error, SaveError):
             logger.warning("saving step %d before leaving", self.state.step)
             self.save_checkpoint()
+        if isinstance(error, TrainingInterrupted) and setup.parallel.is_main:
+            logger.warning("%s: %s", error, self.files.how_to_resume(self.config))
 
     # ------------------------------------------------------------------ metrics and events
 
@@ -390,7 +408,7 @@ class TrainingLoop:
         progress = self.state.progress
         if progress.best_global_step == self.state.step:
             progress.best_model_checkpoint = str(checkpoint_folder(Path(self.config.output_dir), self.state.step))
-        with self.setup.memory.phase(Phase.CHECKPOINT):
+        with self.setup.memory.phase(Phase.CHECKPOINT), self.stop.saving():
             if self.setup.parallel.is_main:
                 self.files.save(self.setup, self.checkpoints, self.report, self.state)
             self.setup.parallel.wait()

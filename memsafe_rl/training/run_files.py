@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shlex
+import sys
 from pathlib import Path
 
 from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
@@ -20,6 +22,9 @@ from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.training.state import RunState
 
 logger = logging.getLogger(__name__)
+
+STOP_FILE = "stop"
+"""A file of this name in the run's folder ends the run after its step, as a signal does."""
 
 
 class RunFiles:
@@ -89,6 +94,28 @@ class RunFiles:
             logger.warning("%s", error)
         else:
             self.saved_step = state.step
+
+    def stop_asked(self) -> str:
+        """Gives the stop file that lies in the folder, and takes it away, so that the run can be resumed."""
+        if self.folder is None or not (self.folder.path / STOP_FILE).exists():
+            return ""
+        (self.folder.path / STOP_FILE).unlink(missing_ok=True)
+        return f"{self.folder.path / STOP_FILE} was found"
+
+    def how_to_resume(self, config: TrainerConfig) -> str:
+        """Says what was saved, and the command that goes on from there."""
+        saved = checkpoint_folder(Path(config.output_dir), self.saved_step)
+        if not saved.is_dir():
+            why = "save_strategy is 'no'" if config.save_strategy == "no" else "no step was done"
+            return f"nothing was saved ({why})"
+        command = shlex.join(sys.argv)
+        if Path(sys.argv[0]).name == "memsafe-rl":
+            again = command if "--resume-from-checkpoint" in command else f"{command} --resume-from-checkpoint true"
+        elif config.resume_from_checkpoint in ("auto", "true"):
+            again = f"{Path(sys.executable).name} {command}"
+        else:
+            again = "trainer.train(resume_from_checkpoint=True)"
+        return f"step {self.saved_step} is saved in {saved}; go on with: {again}"
 
     def release(self) -> None:
         """Lets other runs have the folder."""

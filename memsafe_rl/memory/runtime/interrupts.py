@@ -1,19 +1,128 @@
-"""Holds Ctrl+C back while a step must not be cut in half."""
+"""Signals that ask a run to stop: the step ends or is abandoned, never half committed, and what was learnt is saved."""
 
 from __future__ import annotations
 
+import _thread
+import logging
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from memsafe_rl.errors import TrainingInterrupted
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+"""Handlers that a run takes over for as long as it trains; one of the script's own stays."""
+
+
+class StopRequest:
+    """Whether somebody has asked the run to stop, by a signal.
+
+    The first signal lets the step end. The second, or the end of the grace, abandons the step; while a checkpoint is
+    written it changes nothing. The third leaves at once.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._heard = 0
+        self._saving = False
+        self._held = 0
+        self._deferred: int | None = None
+        self._grace_seconds = 0.0
+        self._timer: threading.Timer | None = None
+
+    @contextmanager
+    def listening(self, grace_seconds: float) -> Iterator[None]:
+        """Hears signals inside; a step may go on for so many seconds after the first."""
+        global _listener
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.__init__()  # type: ignore[misc]
+        self._grace_seconds = grace_seconds
+        previous = {number: signal.getsignal(number) for number in SIGNALS if signal.getsignal(number) in _DEFAULTS}
+        outer, _listener = _listener, self
+        try:
+            for number in previous:
+                signal.signal(number, self._hear)
+            yield
+        finally:
+            _listener = outer
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            if self._timer is not None:
+                self._timer.cancel()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Lets a checkpoint be written whole although a second signal arrives."""
+        outer, self._saving = self._saving, True
+        try:
+            yield
+        finally:
+            self._saving = outer
+
+    def hold(self) -> None:
+        """Defers signals until `let_go`."""
+        self._held += 1
+
+    def let_go(self) -> None:
+        """Hears what was deferred."""
+        self._held -= 1
+        if not self._held and self._deferred is not None:
+            number, self._deferred = self._deferred, None
+            self._act(number)
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        self._heard += 1
+        if self._held:
+            self._deferred = number
+        else:
+            self._act(number)
+
+    def _act(self, number: int) -> None:
+        first, self.reason = not self.reason, self.reason or signal.Signals(number).name
+        if self._heard >= 3 or (not self._saving and (self._heard == 2 or not self._grace_seconds)):
+            raise TrainingInterrupted(self.reason)
+        if self._saving:
+            logger.warning("%s: a checkpoint is being written; the run ends after it", self.reason)
+        elif first:
+            logger.warning(
+                "%s: the run ends after this step, or in %g s without it; a second signal ends it now",
+                self.reason,
+                self._grace_seconds,
+            )
+            self._timer = threading.Timer(self._grace_seconds, self._lose_patience, (number,))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _lose_patience(self, number: int) -> None:
+        if self._heard == 1 and not self._saving:
+            _thread.interrupt_main(number)
+
+
+_listener: StopRequest | None = None
+"""What hears signals now."""
+
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds Ctrl+C back until the block is done, so that a step is never half committed."""
+    """Defers signals until the block is done, so that a step is never half committed."""
     if threading.current_thread() is not threading.main_thread():
         yield
+        return
+    listener = _listener
+    if listener is not None:
+        listener.hold()
+        try:
+            yield
+        finally:
+            listener.let_go()
         return
     caught: list[tuple[int, FrameType | None]] = []
     previous = signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))

@@ -1,0 +1,143 @@
+"""SIGTERM, SIGINT, SIGHUP and a stop file end a run after its step, saved, with a code that says "try again"."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from memsafe_rl.checkpoint.store import checkpoints
+from memsafe_rl.errors import TrainingInterrupted
+from memsafe_rl.memory.runtime.interrupts import SIGNALS, StopRequest, uninterrupted
+from tests.trainers.helpers import count_digits, make_trainer, weights
+
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 500, "max_steps": 4}
+
+
+class At(TrainerCallback):
+    """Does something at an event of a step."""
+
+    def __init__(self, event: str, step: int, do: Any) -> None:
+        def handler(args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == step:
+                do()
+
+        setattr(self, event, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_the_run_after_its_step_and_saves_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: signal.Signals
+) -> None:
+    whole = make_trainer(tmp_path / "whole", **SAVING)
+    whole.train()
+    rewarded: list[int] = []
+
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        rewarded.append(1)
+        if len(rewarded) == 2:
+            signal.raise_signal(number)
+        return count_digits(completions, **columns)
+
+    before = signal.getsignal(number)
+    with pytest.raises(TrainingInterrupted) as caught:
+        make_trainer(tmp_path / "run", reward_funcs=reward, **SAVING).train()
+    assert (caught.value.code, caught.value.reason) == (75, number.name)
+    assert signal.getsignal(number) == before
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2"]
+    assert f"step 2 is saved in {tmp_path / 'run' / 'checkpoint-2'}; go on with: " in caplog.text
+    second = make_trainer(tmp_path / "run", reward_funcs=reward, **SAVING)
+    second.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(second), weights(whole))
+
+
+@pytest.mark.parametrize("manner", ["twice", "no grace", "grace over"])
+def test_a_step_that_is_abandoned_is_resumed_from_its_beginning(tmp_path: Path, manner: str) -> None:
+    whole = make_trainer(tmp_path / "whole", **SAVING)
+    whole.train()
+    rewarded: list[int] = []
+    grace = {"twice": 60.0, "no grace": 0.0, "grace over": 0.05}[manner]
+
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        rewarded.append(1)
+        if len(rewarded) == 3:
+            signal.raise_signal(signal.SIGTERM)
+            if manner == "twice":
+                signal.raise_signal(signal.SIGTERM)
+            while True:
+                pass
+        return count_digits(completions, **columns)
+
+    with pytest.raises(TrainingInterrupted, match="SIGTERM"):
+        make_trainer(tmp_path / "run", reward_funcs=reward, interrupt_grace_seconds=grace, **SAVING).train()
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2"]
+    second = make_trainer(tmp_path / "run", **SAVING)
+    second.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(second), weights(whole))
+
+
+def test_a_stop_file_ends_the_run_and_is_taken_away(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, callbacks=[At("on_step_end", 2, (tmp_path / "stop").touch)], **SAVING)
+    with pytest.raises(TrainingInterrupted, match="stop was found"):
+        trainer.train()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
+    assert make_trainer(tmp_path, **SAVING).train(resume_from_checkpoint=True).global_step == 4
+
+
+def test_advice_to_resume_is_given_only_where_there_is_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stops = At("on_step_end", 1, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(TrainingInterrupted):
+        make_trainer(tmp_path, callbacks=[stops]).train()
+    assert "SIGTERM: nothing was saved (save_strategy is 'no')" in caplog.text
+
+
+def test_a_second_signal_lets_a_save_end_and_the_third_leaves() -> None:
+    stop = StopRequest()
+    with pytest.raises(TrainingInterrupted), stop.listening(60), stop.saving():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        ended = "the save"
+        signal.raise_signal(signal.SIGTERM)
+    assert ended == "the save"
+
+
+def test_a_commit_is_never_cut_in_half() -> None:
+    stop, done = StopRequest(), []
+    with pytest.raises(TrainingInterrupted), stop.listening(0):
+        with uninterrupted():
+            signal.raise_signal(signal.SIGTERM)
+            done.append("the commit")
+        done.append("something else")
+    assert done == ["the commit"]
+
+
+def test_a_handler_of_the_scripts_own_stays() -> None:
+    heard: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with StopRequest().listening(60):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert heard == [signal.SIGTERM]
+
+
+def test_a_process_that_is_asked_to_stop_ends_with_its_own_code(tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from pathlib import Path
+from tests.trainers.helpers import make_trainer
+from tests.training.test_interrupts import SAVING, At
+make_trainer(Path({str(tmp_path)!r}), callbacks=[At("on_step_end", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))],
+             **SAVING).train()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=os.environ)
+    assert ended.returncode == 75, ended.stderr
+    assert "Traceback" not in ended.stderr
