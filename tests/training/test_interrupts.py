@@ -99,22 +99,32 @@ def test_advice_to_resume_is_given_only_where_there_is_a_checkpoint(
 
 
 def test_a_second_signal_lets_a_save_end_and_the_third_leaves() -> None:
-    stop = StopRequest()
-    with pytest.raises(TrainingInterrupted), stop.listening(60), stop.saving():
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        ended = "the save"
-        signal.raise_signal(signal.SIGTERM)
-    assert ended == "the save"
+    stop, heard = StopRequest(), []
+
+    def save() -> None:
+        with stop.listening(60), stop.saving():
+            for count in (1, 2, 3):
+                heard.append(count)
+                signal.raise_signal(signal.SIGTERM)
+            heard.append(4)
+
+    with pytest.raises(TrainingInterrupted):
+        save()
+    assert heard == [1, 2, 3]
 
 
 def test_a_commit_is_never_cut_in_half() -> None:
     stop, done = StopRequest(), []
-    with pytest.raises(TrainingInterrupted), stop.listening(0):
-        with uninterrupted():
-            signal.raise_signal(signal.SIGTERM)
-            done.append("the commit")
-        done.append("something else")
+
+    def step() -> None:
+        with stop.listening(0):
+            with uninterrupted():
+                signal.raise_signal(signal.SIGTERM)
+                done.append("the commit")
+            done.append("something else")
+
+    with pytest.raises(TrainingInterrupted):
+        step()
     assert done == ["the commit"]
 
 
