@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accelerate.tracking import get_available_trackers
 from transformers import TrainerCallback
+
+from memsafe_rl.errors import ConfigError
+
+
+def check_installed(trackers: Sequence[str]) -> None:
+    """Refuses trackers that are not installed, of which accelerate only warns.
+
+    Raises:
+        ConfigError: one is not installed.
+    """
+    installed = {str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()}
+    missing = [name for name in trackers if name not in installed]
+    if missing:
+        raise ConfigError(f"report_to has {missing[0]!r}, which is not installed. Install it, or leave it out.")
 
 
 class Trackers(TrainerCallback):  # type: ignore[misc]
@@ -15,15 +30,33 @@ class Trackers(TrainerCallback):  # type: ignore[misc]
         self._accelerator = accelerator
         self._project = project
         self._run_name = run_name
+        self._is_open = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Opens the trackers with the run's configuration."""
+    def open(self, args: Any) -> None:
+        """Opens the trackers with the run's configuration, before hours are spent on a run that none can follow.
+
+        Raises:
+            ConfigError: one does not answer.
+        """
         plain = {
             name: value if isinstance(value, (bool, int, float, str)) else str(value)
             for name, value in args.to_sanitized_dict().items()
         }
-        named = {"wandb": {"name": self._run_name}} if self._run_name else {}
-        self._accelerator.init_trackers(self._project, config=plain, init_kwargs=named)
+        options = {"wandb": {"name": self._run_name}} if self._run_name else {}
+        try:
+            self._accelerator.init_trackers(self._project, config=plain, init_kwargs=options)
+        except Exception as error:
+            told = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            named = ", ".join(args.trackers)
+            raise ConfigError(
+                f"report_to is {named}, which cannot be opened ({told}). Log in to it, or leave it out."
+            ) from error
+        self._is_open = True
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Opens the trackers again for a second run of the same trainer."""
+        if not self._is_open:
+            self.open(args)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002
         """Passes one log on."""
@@ -33,3 +66,4 @@ class Trackers(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Closes the trackers."""
         self._accelerator.end_training()
+        self._is_open = False

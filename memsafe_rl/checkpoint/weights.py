@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,25 @@ def write_weights(model: Any, tokenizer: Any, folder: Path) -> None:
         save_model(model, str(folder / _PLAIN))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def check_savable(tokenizer: Any) -> None:
+    """Proves that a tokenizer's files can be written, which some only find out when the first checkpoint is due.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if tokenizer is None:
+        return
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+    except Exception as error:
+        told = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ConfigError(
+            f"processing_class is a {type(tokenizer).__name__} whose files cannot be saved ({told}), so no checkpoint "
+            "could be written. Pass another, or set save_strategy='no'."
+        ) from error
 
 
 def saved_bytes(model: Any) -> int:

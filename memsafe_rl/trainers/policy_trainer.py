@@ -18,8 +18,9 @@ from transformers.utils import logging as transformers_logging
 from memsafe_rl.callbacks.console import CompletionsTable, ProgressBar, banner
 from memsafe_rl.callbacks.logs import RunRecord
 from memsafe_rl.callbacks.status_file import StatusFile
-from memsafe_rl.callbacks.trackers import Trackers
+from memsafe_rl.callbacks.trackers import Trackers, check_installed
 from memsafe_rl.checkpoint.run_folder import check_writable
+from memsafe_rl.checkpoint.weights import check_savable
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.external_rollout import RolloutFunction
 from memsafe_rl.errors import ConfigError
@@ -112,9 +113,13 @@ class PolicyTrainer:
         _set_log_level(self.args.get_process_log_level())
         set_seed(self.args.seed)
         check_writable(Path(self.args.output_dir))
+        check_installed(self.args.trackers)
         inputs = read_inputs(self.args, request)
         self.train_dataset = inputs.train_dataset
-        self.accelerator = Accelerator(cpu=self.args.use_cpu, log_with=self.args.trackers or None)
+        self.accelerator = Accelerator(
+            cpu=self.args.use_cpu, log_with=self.args.trackers or None, project_dir=self.args.output_dir
+        )
+        self._trackers = self._check_outputs(inputs.models.processing_class)
         machine = machine_for(inputs, self.accelerator.device, connect(self.accelerator))
         self.forecast = forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None
 
@@ -136,6 +141,18 @@ class PolicyTrainer:
         self._loop.report.fire("on_init_end", self._loop.state)
         if setup.parallel.is_main and not self.args.disable_tqdm:
             banner(self._facts())
+
+    def _check_outputs(self, processing_class: Any) -> list[Trackers]:
+        """Proves that the run's results can be written and followed, before any weight is loaded."""
+        if not self.accelerator.is_main_process:
+            return []
+        if self.args.save_strategy != "no":
+            check_savable(processing_class)
+        if not self.args.trackers:
+            return []
+        trackers = Trackers(self.accelerator, project=self.args.project, run_name=self.args.run_name)
+        trackers.open(self.args)
+        return [trackers]
 
     def __getattr__(self, name: str) -> Any:
         reason = _ABSENT.get(name)
@@ -364,8 +381,7 @@ class PolicyTrainer:
         if self.args.log_completions:
             limit = self.args.num_completions_to_print
             own.append(CompletionsTable(output_dir, limit=limit, unique_prompts=self.args.log_unique_prompts))
-        if self.args.trackers and parallel.is_main:
-            own.append(Trackers(self.accelerator, project=self.args.project, run_name=self.args.run_name))
+        own.extend(self._trackers)
         if not self.args.disable_tqdm:
             own.append(ProgressBar())
         return own

@@ -15,6 +15,7 @@ from memsafe_rl.checkpoint.run_folder import claim
 from memsafe_rl.checkpoint.store import checkpoints
 from memsafe_rl.errors import ConfigError, DamagedCheckpointError, SaveError
 from memsafe_rl.records import read_lines
+from tests.tiny import tiny_tokenizer
 from tests.trainers.helpers import make_trainer, weights
 
 SAVING = {"save_strategy": "steps", "save_steps": 1}
@@ -188,6 +189,20 @@ def test_an_unusable_folder_is_named_before_any_weight_is_loaded(tmp_path: Path,
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"output_dir is .*, which cannot be written \(.*\)"):
         make_trainer(tmp_path / place, model="no/such-model")
+
+
+def test_what_cannot_be_saved_or_followed_is_named_before_any_weight_is_loaded(tmp_path: Path) -> None:
+    class Unsavable(type(tiny_tokenizer())):  # type: ignore[misc]
+        def save_pretrained(self, *_: Any, **__: Any) -> None:
+            raise NotImplementedError("its vocabulary is elsewhere")
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.__class__ = Unsavable
+    with pytest.raises(ConfigError, match=r"Unsavable whose files cannot be saved \(NotImplementedError: its vocab"):
+        make_trainer(tmp_path, processing_class=tokenizer, save_strategy="steps")
+    make_trainer(tmp_path, processing_class=tokenizer)
+    with pytest.raises(ConfigError, match="report_to has 'clearml', which is not installed"):
+        make_trainer(tmp_path, report_to="clearml")
 
 
 def test_a_log_that_is_deleted_during_the_run_is_written_again(tmp_path: Path) -> None:

@@ -183,9 +183,7 @@ def test_a_checkpoint_may_be_named_by_a_path_and_by_nothing_else(tmp_path: Path)
     make_trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1).train()
     resumed = make_trainer(tmp_path, max_steps=2)
     assert resumed.train(resume_from_checkpoint=tmp_path / "checkpoint-1").global_step == 2
-    with pytest.raises(
-        ConfigError, match="resume_from_checkpoint is 5; it must be True, 'auto', or a"
-    ):
+    with pytest.raises(ConfigError, match="resume_from_checkpoint is 5; it must be True, 'auto', or a"):
         make_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=5)  # type: ignore[arg-type]
 
 
