@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.accounting import host_memory, worth_running
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
-from memsafe_rl.memory.planning.plan_checks import check_rollout_plan
+from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt, under
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.policy import Condition

@@ -24,7 +24,7 @@ from memsafe_rl.data.partial_rollouts import (
 )
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.planning.plan_checks import check_rollout_plan
+from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.ops.advantages import estimated_advantages, zero_spread_groups

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.memory.planning.plan_checks import check_rollout_plan
+from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.rollout.engine import Progress

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import DataError
-from memsafe_rl.memory.planning.plan_checks import check_rollout_plan
+from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache

@@ -22,8 +22,7 @@ from memsafe_rl.data.prompts import (
     usable_prompts,
 )
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.memory.planning.policies import AdaptivePolicy, LadderPolicy, MemoryPolicy
-from memsafe_rl.memory.planning.presets import PRESETS, preset
+from memsafe_rl.memory.planning.policies import PRESETS, AdaptivePolicy, LadderPolicy, MemoryPolicy, preset
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.loading import ModelFacts, read_config

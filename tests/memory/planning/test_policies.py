@@ -3,9 +3,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.planning.costs import update_time
-from memsafe_rl.memory.planning.plan_checks import check_packing
-from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, MemoryPolicy
+from memsafe_rl.memory.planning.estimator import update_time
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, MemoryPolicy, check_packing
 from memsafe_rl.memory.planning.search import extra_bytes
 from memsafe_rl.memory.runtime.meters import HostMeter
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
