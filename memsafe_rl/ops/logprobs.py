@@ -6,13 +6,14 @@ Axes: ``M`` tokens of several rows laid end to end, ``N`` tokens of one tile or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from memsafe_rl.accounting import charge, worth_running
@@ -406,3 +407,19 @@ def _store(where: slice, parts: tuple[Tensor | None, ...], wholes: tuple[Tensor 
 
 def _at(where: slice, tokens: Tensor, log_sums: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     return (tokens[where], log_sums[where], *(None if value is None else value[where] for value in others))
+
+
+def pad_rows(flat_M: Tensor, lengths: Sequence[int], fill: float = 0.0) -> Tensor:
+    """Cuts flat values into rows, padded on the right to the longest; gradients flow back to the flat values.
+
+    Args:
+        flat_M: (M, ...), any type; rows laid end to end.
+        lengths: entries of each row; they add up to M.
+        fill: value of the padding.
+
+    Returns:
+        (B, T, ...), of the type of ``flat_M``; T is the greatest length.
+    """
+    if not lengths:
+        return flat_M.reshape(0, 0, *flat_M.shape[1:])
+    return pad_sequence(list(torch.split(flat_M, list(lengths))), batch_first=True, padding_value=fill)

@@ -21,8 +21,7 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
-from memsafe_rl.memory.runtime.recovery import Recovery
+from memsafe_rl.memory.runtime.recovery import Recovery, capture_random_state, set_random_state
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy, prepare_policy
 from memsafe_rl.preflight.dry_run import DryRun, SharedState

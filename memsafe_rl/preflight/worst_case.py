@@ -18,8 +18,7 @@ from torch import Tensor
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.errors import DataError, MemoryBudgetError
-from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
-from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state, under
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.module_state import eval_mode

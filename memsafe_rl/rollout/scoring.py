@@ -21,8 +21,7 @@ from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter, ScoringAdapter
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.gaussian import gaussian_entropies, gaussian_kl, gaussian_logprobs
-from memsafe_rl.ops.logprobs import token_logprobs
-from memsafe_rl.ops.masking import pad_rows
+from memsafe_rl.ops.logprobs import pad_rows, token_logprobs
 from memsafe_rl.slices import MicroBatch, cut_by_tokens, packing_saves
 from memsafe_rl.types import (
     Distribution,

@@ -14,7 +14,7 @@ from memsafe_rl.accounting import charge
 from memsafe_rl.data.order import Cursor, rows_of_step
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.planning.policies import check_packing
-from memsafe_rl.memory.runtime.attribution import watch_gradients
+from memsafe_rl.memory.runtime.holdings import watch_gradients
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.rollout.scoring import update_work
 from memsafe_rl.training.algorithms.controllers import Controllers

@@ -20,8 +20,7 @@ from memsafe_rl.diagnostics.run_figures import run_figures
 from memsafe_rl.errors import MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter
-from memsafe_rl.memory.runtime.random_state import capture_random_state
-from memsafe_rl.memory.runtime.recovery import flush_autograd
+from memsafe_rl.memory.runtime.recovery import capture_random_state, flush_autograd
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.training.checkpoints import Checkpoints
 from memsafe_rl.training.collector import Collector

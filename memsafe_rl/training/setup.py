@@ -16,6 +16,7 @@ from memsafe_rl.data.environments import EnvironmentPool
 from memsafe_rl.data.prompts import PromptSource
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.memory.runtime.holdings import Holdings
 from memsafe_rl.memory.runtime.recovery import Recovery
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
@@ -27,7 +28,6 @@ from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.training.algorithms.advantages import Advantages
 from memsafe_rl.training.algorithms.combiner import Combiner
 from memsafe_rl.training.assembly.protocol import ModelFactory
-from memsafe_rl.training.holdings import Holdings
 from memsafe_rl.training.optim.optimizer import Committer
 from memsafe_rl.types import Component, ModelGeometry, SamplingSettings, UpdatePlan, UpdateWork
 

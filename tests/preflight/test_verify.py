@@ -16,7 +16,7 @@ from peft import LoraConfig
 
 from memsafe_rl.errors import MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy
-from memsafe_rl.memory.runtime.random_state import capture_random_state
+from memsafe_rl.memory.runtime.recovery import capture_random_state
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.preflight import verify as verify_module
 from memsafe_rl.preflight.verify import Verification, verify_plan

@@ -9,19 +9,21 @@ again: first under the same plan, then under the policy's next one.
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from accelerate.utils.memory import clear_device_cache
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.failures import is_out_of_memory, requested_bytes
-from memsafe_rl.memory.runtime.random_state import RandomState, capture_random_state, set_random_state
 from memsafe_rl.memory.runtime.stages import RETRIES, Retry, Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.runtime.verdict import changes, explain
@@ -288,3 +290,67 @@ def flush_autograd() -> None:
 
 def _nothing() -> None:
     """Undoes nothing."""
+
+
+# ------------------------------------------------------------------ random state
+
+
+class RandomState(NamedTuple):
+    """The state of every random generator a user's code may draw from; holds no tensor, and so no byte of a device."""
+
+    python: tuple[Any, ...]  # of `random`
+    numpy: tuple[Any, ...]  # of `numpy.random`
+    torch: bytes  # of the CPU
+    cuda: tuple[bytes, ...]  # of every CUDA device
+
+
+def capture_random_state() -> RandomState:
+    """Takes the present state; cheap enough for every step."""
+    with _disable_current_modes():  # generators have real states, where all other tensors are fake too
+        cuda = map(_bytes_of, torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else ()
+        own = _bytes_of(torch.get_rng_state())
+        return RandomState(random.getstate(), tuple(np.random.get_state()), own, tuple(cuda))
+
+
+def set_random_state(state: RandomState) -> None:
+    """Puts back what `capture_random_state` took."""
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+    with _disable_current_modes():
+        torch.set_rng_state(_tensor_of(state.torch))
+        if state.cuda:
+            torch.cuda.set_rng_state_all([_tensor_of(device) for device in state.cuda])
+
+
+def plain_random_state(state: RandomState) -> dict[str, Any]:
+    """Writes a state in plain values, ready for JSON."""
+    algorithm, words, position, has_gauss, gauss = state.numpy
+    return {
+        "python": state.python,
+        "numpy": [algorithm, np.asarray(words).tolist(), position, has_gauss, gauss],
+        "torch": list(state.torch),
+        "cuda": [list(device) for device in state.cuda],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Restores what `plain_random_state` wrote."""
+    version, words, gauss = state["python"]
+    algorithm, numbers, position, has_gauss, cached = state["numpy"]
+    set_random_state(
+        RandomState(
+            (version, tuple(words), gauss),
+            (algorithm, np.array(numbers, dtype=np.uint32), position, has_gauss, cached),
+            bytes(state["torch"]),
+            tuple(map(bytes, state["cuda"])) if torch.cuda.is_available() else (),
+        )
+    )
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
+
+
+def _tensor_of(state: bytes) -> torch.Tensor:
+    """Lends bytes to a tensor, without an allocation that could fail."""
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -21,9 +21,14 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memsafe_rl.errors import MemsafeError
-from memsafe_rl.models.attention_implementations import implementation
-from memsafe_rl.models.decoding.int8 import as_floats
-from memsafe_rl.models.decoding.shared_prefix_cache import Segment, SharedPrefixCache, SharedPrefixState, SourceMarks
+from memsafe_rl.models.decoding.shared_prefix_cache import (
+    Segment,
+    SharedPrefixCache,
+    SharedPrefixState,
+    SourceMarks,
+    as_floats,
+)
+from memsafe_rl.models.module_state import implementation
 from memsafe_rl.types import SCORE_ELEMENTS
 
 NAME = "memsafe_rl_grouped"

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.language.base import LanguageAdapter, Route
-from memsafe_rl.models.language.heads import naive_logits
+from memsafe_rl.models.language.base import LanguageAdapter, Route, naive_logits
 from memsafe_rl.types import Ragged, TokenDistribution, Trajectory
 
 logger = logging.getLogger(__name__)

@@ -44,10 +44,9 @@ from memsafe_rl.models.language.base import (
     ScoringPath,
     is_encoder_decoder,
     language_model_of,
+    logit_maps,
 )
-from memsafe_rl.models.language.heads import logit_maps
-from memsafe_rl.models.language.packed_attention import attending
-from memsafe_rl.models.language.packing import pack_rows
+from memsafe_rl.models.language.packing import attending, pack_rows
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.types import Component, Trajectory
 

@@ -26,7 +26,6 @@ from transformers import EncoderDecoderCache
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import DecodeState
-from memsafe_rl.models.attention_implementations import attention_configs
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading, shared_prefix_attention
 from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of, layer_windows
@@ -43,9 +42,9 @@ from memsafe_rl.models.language.base import (
     ScoringPath,
     is_encoder_decoder,
     language_model_of,
+    logit_maps,
 )
-from memsafe_rl.models.language.heads import logit_maps
-from memsafe_rl.models.module_state import eval_mode
+from memsafe_rl.models.module_state import attention_configs, eval_mode
 from memsafe_rl.types import Component, Trajectory
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What a loss is: a function of importance ratios, and the traits by which the trainer treats it.
+"""What a loss is: a function of importance ratios, the traits by which the trainer treats it, and what losses share.
 
 Axes: ``B`` rows, ``T`` columns. Shapes written (B, T|1) are (B, 1) when a row has one ratio
 (``importance_sampling_level="sequence"``) and (B, T) otherwise.
@@ -6,6 +6,7 @@ Axes: ``B`` rows, ``T`` columns. Shapes written (B, T|1) are (B, 1) when a row h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,9 +15,14 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.ops.losses.aggregation import AGGREGATIONS
 from memsafe_rl.ops.registry import Registry
-from memsafe_rl.types import LossSettings
+from memsafe_rl.types import Denominators, LossSettings
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+"""Every way to average, by the name that verl gives it."""
+
+CLIPPING_METRICS = {f"clip_ratio/{side}_mean": (f"clip_{side}", None) for side in ("low", "high", "region")}
+"""The metrics that `measure_clipping` gives, as `Loss` holds them."""
 
 
 @dataclass(frozen=True)
@@ -113,3 +119,97 @@ def by_sign(positive: Tensor, if_positive: float, otherwise: float, ratios: Rati
     """Chooses one of two numbers where advantages are positive or not, of the micro-batch's type."""
     like = ratios.logprobs_BT
     return torch.where(positive, like.new_full((), if_positive), like.new_full((), otherwise))
+
+
+# ------------------------------------------------------------------ aggregation
+
+
+def aggregate(
+    how: str, losses: Tensor, mask_BT: Tensor, counts_B: Tensor, denominators: Denominators, slots: int
+) -> Tensor:
+    """Gives a micro-batch's share of the step's loss.
+
+    - ``token-mean``: ``sum l / N_tokens`` (DAPO, arXiv:2503.14476, eq. 8);
+    - ``seq-mean-token-mean``: ``sum_b (1 / |o_b|) sum_t l / N_rows`` (GRPO, arXiv:2402.03300, eq. 3);
+    - ``seq-mean-token-sum``: ``sum l / N_rows`` (LUSPO, arXiv:2602.05261: a row of one ratio weighs by its length);
+    - ``seq-mean-token-sum-norm``: ``sum l / (N_rows · slots)`` (Dr. GRPO, arXiv:2503.20783).
+
+    Args:
+        how: one of `AGGREGATIONS`.
+        losses: (B, T|1).
+        mask_BT: (B, T), 1 where an action counts.
+        counts_B: (B,), counted actions of each whole row.
+        denominators: counts over the whole step and all ranks.
+        slots: actions that a row has room for.
+
+    Returns:
+        Scalar.
+    """
+    rows, tokens = max(denominators.rows, 1), max(denominators.tokens, 1)
+    if how == "seq-mean-token-mean":
+        return row_mean(losses, mask_BT, counts_B).sum() / rows
+    divisors = {"token-mean": tokens, "seq-mean-token-sum": rows, "seq-mean-token-sum-norm": rows * slots}
+    return (losses * mask_BT).sum() / divisors[how]
+
+
+def row_mean(values: Tensor, mask_BT: Tensor, counts_B: Tensor | None = None) -> Tensor:
+    """Averages (B, T|1) over each row's counted actions, (B,), 0 where none is; given counts are of whole rows."""
+    counts_B = mask_BT.sum(1) if counts_B is None else counts_B
+    return (values * mask_BT).sum(1) / counts_B.clamp(min=1)
+
+
+def total(values: Tensor, mask_BT: Tensor) -> Tensor:
+    """Sums (B, T) over counted actions, or (B, 1) over rows."""
+    return values.sum() if values.shape[1] == 1 else (values * mask_BT).sum()
+
+
+# ------------------------------------------------------------------ PPO's clipped objective
+
+
+def clipped_surrogate(ratios: Ratios) -> Tensor:
+    """PPO's clipped objective, ``-min(min(r, delta) A, clip(r, 1 - e_low, 1 + e_high) A)``.
+
+    PPO, arXiv:1707.06347, eq. 7; the two ranges are DAPO's (arXiv:2503.14476, eq. 8), ``delta`` is INTELLECT-2's
+    (arXiv:2505.07291).
+
+    Args:
+        ratios: the micro-batch.
+
+    Returns:
+        (B, T|1).
+    """
+    settings = ratios.settings
+    clipped = ratios.ratio.clamp(1 - settings.epsilon_low, 1 + settings.epsilon_high)
+    return -torch.min(_bounded(ratios) * ratios.advantages, clipped * ratios.advantages)
+
+
+def measure_clipping(ratios: Ratios) -> Measures:
+    """Counts ratios that clipping holds back, under TRL's conditions.
+
+    ``sums``: ``clip_low``, ``clip_high``, ``clip_region`` and ``ratios`` (how many there are: divide by it); ``lows``
+    and ``highs``: the least share of low-clipped and the greatest of high-clipped ratios in a row.
+    """
+    settings, advantages = ratios.settings, ratios.advantages
+    bounded = _bounded(ratios)
+    low = (bounded < 1 - settings.epsilon_low) & (advantages < 0)
+    high = (bounded > 1 + settings.epsilon_high) & (advantages > 0)
+    sums = {
+        "clip_low": total(low, ratios.mask_BT),
+        "clip_high": total(high, ratios.mask_BT),
+        "clip_region": total(low | high, ratios.mask_BT),
+        "ratios": total(torch.ones_like(low), ratios.mask_BT),
+    }
+    lows = {"clip_low": _row_shares(low, ratios.mask_BT, math.inf).amin()}
+    return Measures(sums, lows, {"clip_high": _row_shares(high, ratios.mask_BT, -math.inf).amax()})
+
+
+def _bounded(ratios: Ratios) -> Tensor:
+    delta = ratios.settings.delta
+    return ratios.ratio if delta is None else ratios.ratio.clamp(max=delta)
+
+
+def _row_shares(marks: Tensor, mask_BT: Tensor, if_empty: float) -> Tensor:
+    """Gives the share of marked ratios in each row, (B,)."""
+    if marks.shape[1] == 1:
+        return marks[:, 0].float()
+    return torch.where(mask_BT.sum(1) > 0, row_mean(marks.float(), mask_BT), if_empty)

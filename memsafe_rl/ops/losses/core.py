@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.ops.entropy import active_mask, entropy_bonus
-from memsafe_rl.ops.losses.aggregation import aggregate, row_mean
-from memsafe_rl.ops.losses.base import LOSSES, Ratios
+from memsafe_rl.ops.losses.base import LOSSES, Ratios, aggregate, row_mean
 from memsafe_rl.types import Denominators, LossInputs, LossResult, LossSettings
 
 LEVELS = ("sequence", "token")
@@ -183,3 +181,28 @@ def _common_sums(inputs: LossInputs, ratios: Ratios, kl_BT: Tensor | None) -> di
 def _row_counts(inputs: LossInputs) -> Tensor:
     """Gives the counted actions of each whole row, (B,)."""
     return inputs.mask_BT.sum(1) if inputs.row_counts_B is None else inputs.row_counts_B
+
+
+def entropy_bonus(inputs: LossInputs, denominators: Denominators) -> Tensor:
+    """Gives a micro-batch's share of the step's mean entropy over the actions that the policy loss acts on.
+
+    Args:
+        inputs: the micro-batch, with entropies.
+        denominators: counts over the whole step.
+
+    Returns:
+        Scalar, nats, with gradient.
+
+    Raises:
+        ConfigError: If there are no entropies.
+    """
+    if inputs.entropies_BT is None:
+        raise ConfigError(
+            f"`entropy_coef` is {inputs.entropy_coef} but entropies were not computed. Compute them, or set it to 0."
+        )
+    return (inputs.entropies_BT * active_mask(inputs)).sum() / max(denominators.entropy_tokens, 1)
+
+
+def active_mask(inputs: LossInputs) -> Tensor:
+    """Marks, (B, T), the actions that count and, under an entropy mask, are among the most uncertain."""
+    return inputs.mask_BT if inputs.entropy_mask_BT is None else inputs.mask_BT * inputs.entropy_mask_BT

@@ -20,8 +20,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
-from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
-from memsafe_rl.memory.runtime.recovery import Attempt
+from memsafe_rl.memory.runtime.recovery import Attempt, capture_random_state, set_random_state
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.models.module_state import eval_mode

@@ -19,6 +19,7 @@ from memsafe_rl.data.prompts import PromptSource
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.memory.runtime.holdings import Holdings
 from memsafe_rl.memory.runtime.meters import meter_for
 from memsafe_rl.memory.runtime.recovery import Recovery
 from memsafe_rl.memory.runtime.stages import Stage
@@ -45,7 +46,6 @@ from memsafe_rl.training.assembly.inputs import (
 )
 from memsafe_rl.training.assembly.language_models import LanguageModels
 from memsafe_rl.training.assembly.protocol import ModelFactory
-from memsafe_rl.training.holdings import Holdings
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.setup import DrawRollout, TrainingSetup
 from memsafe_rl.types import Phase
