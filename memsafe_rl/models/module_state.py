@@ -119,16 +119,12 @@ def implementation(configs: Iterable[Any], name: str) -> Iterator[None]:
     """
     known = tuple(configs)
     with _switch:
-        yield from _switched(known, name)
-
-
-def _switched(known: tuple[Any, ...], name: str) -> Iterator[None]:
-    # Not through the public setter, which writes to the configs of parts of the model too, and would not give back.
-    earlier = [config._attn_implementation_internal for config in known]
-    try:
-        for config in known:
-            config._attn_implementation_internal = name
-        yield
-    finally:
-        for config, own in zip(known, earlier, strict=True):
-            config._attn_implementation_internal = own
+        # Not through the public setter, which writes to the configs of parts of the model too, and would not give back.
+        earlier = [config._attn_implementation_internal for config in known]
+        try:
+            for config in known:
+                config._attn_implementation_internal = name
+            yield
+        finally:
+            for config, own in zip(known, earlier, strict=True):
+                config._attn_implementation_internal = own

@@ -27,7 +27,7 @@ from memsafe_rl.preflight.worst_rows import later_rows, tried_places, widest_sli
 from memsafe_rl.rollout.native.admission import Candidate, admit
 from memsafe_rl.rollout.native.generation import generate
 from memsafe_rl.rollout.scoring import score_all, value_all
-from memsafe_rl.training.algorithms.controllers import Controllers
+from memsafe_rl.training.algorithms.objectives import Controllers
 from memsafe_rl.training.collector import Collector, by_reward_rows, served_by
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.loop import TrainingLoop

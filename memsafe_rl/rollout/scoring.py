@@ -31,7 +31,6 @@ from memsafe_rl.types import (
     StateFeatures,
     TokenScores,
     Trajectory,
-    UpdateWork,
     ValueHead,
 )
 
@@ -153,13 +152,6 @@ def read_sources(adapter: ModelAdapter, trajectory: Trajectory, attempt: Attempt
             found |= attempt(read_next)
     with host_memory():
         return Ragged.from_rows([found[place] for place in range(len(prompts))])
-
-
-def update_work(
-    adapter: ScoringAdapter, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True
-) -> UpdateWork:
-    """Gives the shape of rows, as a memory policy may know it."""
-    return adapter.work(trajectory, rows, packable=packable)
 
 
 def _in_slices(

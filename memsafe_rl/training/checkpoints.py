@@ -12,8 +12,8 @@ from transformers import TrainerState
 from memsafe_rl.checkpoint.store import drop_old_checkpoints, read_checkpoint, write_checkpoint
 from memsafe_rl.config.degradation import Degradation
 from memsafe_rl.config.resume_checks import check_same_run, run_facts
-from memsafe_rl.data.order import Cursor
 from memsafe_rl.data.partial_rollouts import plain_groups
+from memsafe_rl.data.prompts import Cursor
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.samples import Rollout

@@ -86,7 +86,7 @@ class Collector:
 
     def __init__(self, setup: TrainingSetup) -> None:
         self._setup = setup
-        self._config = setup.config
+        self._config, self._settings = setup.config, setup.settings
         self.scorer = Scorer(setup)
         self.episodes = Episodes(setup, self.scorer)
 
@@ -103,7 +103,7 @@ class Collector:
         if self._config.partial_rollout_tokens is not None:
             return self._draw_partly(state)
         cursor, group_size = state.cursor, self._config.num_generations
-        prompts = self._read(cursor.position, self._config.prompts_per_rollout)
+        prompts = self._read(cursor.position, self._settings.prompts_per_rollout)
         batch = self.episodes.begin(prompts, cursor.rollout, group_size) if self.episodes.played else None
         self.plan(prompts, batch)
         samples, answers = self._draw(prompts, cursor.rollout, group_size, state, batch=batch)
@@ -184,7 +184,7 @@ class Collector:
             group_size=group_size,
             max_new_tokens=self._setup.sampling.max_new_tokens,
             geometry=adapter.geometry,
-            scored=self._config.has_reference and not adapter.closed_form_kl,
+            scored=self._settings.has_reference and not adapter.closed_form_kl,
         )
 
     @property
@@ -326,7 +326,7 @@ class Collector:
 
         gathered = gather_groups(
             [group.fitted(samples, limit) for group in state.waiting],
-            wanted=self._config.prompts_per_rollout,
+            wanted=self._settings.prompts_per_rollout,
             limit=limit,
             begin=begin,
             draw=draw,
@@ -427,10 +427,10 @@ class Collector:
         return self._repeat(_first_groups, useful, spare, wanted), consumed
 
     def _advantages(self, samples: Samples) -> AdvantageResult:
-        rewards, settings = self._setup.rewards, self._config.advantage_settings()
+        rewards, settings = self._setup.rewards, self._settings.advantages
         estimate = partial(_estimate, group_size=samples.group_size, settings=settings)
         weights_F = torch.tensor(rewards.weights, dtype=torch.float32)
-        return judge(samples.rewards_BF, rewards.names, weights_F, self._config.objective_list, estimate)
+        return judge(samples.rewards_BF, rewards.names, weights_F, self._settings.objectives, estimate)
 
     def _assigned(self, trajectory: Trajectory, advantages: AdvantageResult) -> tuple[Trajectory, dict[str, float]]:
         with host_memory():  # where the rollout is
@@ -439,7 +439,7 @@ class Collector:
     # ------------------------------------------------------------------ what is logged
 
     def _metrics(self, samples: Samples, advantages: AdvantageResult) -> dict[str, float]:
-        objectives = reward_metrics(self._config.objective_list, advantages)
+        objectives = reward_metrics(self._settings.objectives, advantages)
         metrics = {**rollout_metrics(samples, advantages, self._setup.rewards.names), **objectives}
         if self._config.num_generations == 1:  # a completion alone is always equal to itself
             metrics.pop("frac_reward_zero_std")

@@ -27,7 +27,7 @@ from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.evaluation import evaluate, track_best
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.metrics.run_log import RunLog
-from memsafe_rl.training.metrics.weight_sample import WeightSample
+from memsafe_rl.training.metrics.step_metrics import WeightSample
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.training.state import RunState

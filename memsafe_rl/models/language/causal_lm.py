@@ -74,8 +74,12 @@ class CausalLMAdapter(LanguageAdapter):
 
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
         """Gives the hidden states (M, D) from which the actions of rows are predicted."""
-        if packed:
-            return self._packed_states(trajectory, rows)
+        if packed:  # behind one copy of each prompt
+            laid = pack_rows(trajectory, rows, self.geometry.windows, self.device)
+            with attending(self._attention_configs, laid.layout):
+                output = self.lm.base_model(input_ids=laid.ids, position_ids=laid.positions, use_cache=False)
+            hidden_ND: Tensor = output[0][0]
+            return hidden_ND.index_select(0, laid.places.to(hidden_ND.device))
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
         ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
         hidden_BLD = self._trunk(ids_BL, trajectory.row_lengths(rows))
@@ -198,14 +202,6 @@ class CausalLMAdapter(LanguageAdapter):
                 input_ids=ids_BN, position_ids=positions_BN, past_key_values=reading.cache, use_cache=True
             )
         return cast(Tensor, output[0])
-
-    def _packed_states(self, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
-        """Runs the trunk over rows laid out behind one copy of each prompt."""
-        packed = pack_rows(trajectory, rows, self.geometry.windows, self.device)
-        with attending(self._attention_configs, packed.layout):
-            output = self.lm.base_model(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
-        hidden_ND: Tensor = output[0][0]
-        return hidden_ND.index_select(0, packed.places.to(hidden_ND.device))
 
 
 def check_head(adapter: CausalLMAdapter) -> None:

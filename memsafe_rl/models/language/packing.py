@@ -54,9 +54,10 @@ class Run:
         if self.first is not None:
             rows = packed[self.first : self.first + count]
         else:
-            tokens, places = self._indices()
+            if self.tokens is None or self.places is None:
+                raise AssertionError("a run is one stretch of tokens or has their indices")
             rows = packed.new_zeros(count, *packed.shape[1:])
-            rows.index_copy_(0, places, packed.index_select(0, tokens))
+            rows.index_copy_(0, self.places, packed.index_select(0, self.tokens))
         return rows.view(self.segments, self.width, *packed.shape[1:]).transpose(1, 2)
 
     def put(self, packed: Tensor, segments: Tensor) -> None:
@@ -64,14 +65,8 @@ class Run:
         rows = segments.transpose(1, 2).flatten(0, 1)
         if self.first is not None:
             packed[self.first : self.first + self.segments * self.width] = rows
-        else:
-            tokens, places = self._indices()
-            packed.index_copy_(0, tokens, rows.index_select(0, places))
-
-    def _indices(self) -> tuple[Tensor, Tensor]:
-        if self.tokens is None or self.places is None:
-            raise AssertionError("a run is one stretch of tokens or has their indices")
-        return self.tokens, self.places
+        elif self.tokens is not None and self.places is not None:
+            packed.index_copy_(0, self.tokens, rows.index_select(0, self.places))
 
 
 @dataclass(frozen=True)
@@ -380,7 +375,7 @@ class _Attention(torch.autograd.Function):
 
 def _own_part(layout: Layout, run: Run, inputs: tuple[Tensor, ...], window: int | None, scoring: _Scoring) -> _Part:
     """Gives the part of segments that see themselves."""
-    query, key, value = (run.take(whole) for whole in inputs)
+    query, key, value = map(run.take, inputs)
     mask = layout.own_mask(run.width, window, query)
     return _Part(query, key, value, mask is None, mask, scoring)
 
@@ -434,9 +429,9 @@ def _with_equal_heads(part: _Part) -> _Part:
     if repeats == 1:
         return part
     if part.query.shape[0] > 1:
-        key, value = (whole.repeat_interleave(repeats, 1) for whole in (part.key, part.value))
+        key, value = part.key.repeat_interleave(repeats, 1), part.value.repeat_interleave(repeats, 1)
         return part._replace(key=key, value=value)
-    key, value = (whole[0][:, None].expand(-1, repeats, -1, -1) for whole in (part.key, part.value))
+    key, value = part.key[0][:, None].expand(-1, repeats, -1, -1), part.value[0][:, None].expand(-1, repeats, -1, -1)
     query = part.query.reshape(kv_heads, repeats, *part.query.shape[2:])
     return part._replace(query=query, key=key, value=value)
 

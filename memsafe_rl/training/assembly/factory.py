@@ -33,8 +33,8 @@ from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.training.algorithms.advantages import Advantages, GroupAdvantages
-from memsafe_rl.training.algorithms.combiner import Combiner
 from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
+from memsafe_rl.training.algorithms.objectives import Combiner
 from memsafe_rl.training.assembly.critics import bound_prompts, make_critic
 from memsafe_rl.training.assembly.denoisers import Denoisers
 from memsafe_rl.training.assembly.inputs import (

@@ -17,7 +17,7 @@ from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.models.language.factory import LanguageModelAdapter, adapter_for
 from memsafe_rl.rollout.native.admission import Candidate, admit
 from memsafe_rl.rollout.native.generation import generate
-from memsafe_rl.rollout.scoring import score_all, update_work
+from memsafe_rl.rollout.scoring import score_all
 from memsafe_rl.slices import cut_by_tokens, measure_slices
 from memsafe_rl.training.gradient import StepTerms, accumulate_gradient
 from memsafe_rl.types import (
@@ -103,7 +103,7 @@ def measured_update(adapter: LanguageModelAdapter, plan: UpdatePlan) -> tuple[in
     with SimulatedMemory() as memory:
         accumulate_gradient(adapter, store, rows, plan, terms, autocast=nullcontext, scale=lambda loss: loss)
     adapter.model.zero_grad(set_to_none=True)
-    return memory.peak_bytes, update_work(adapter, store, rows, packable=False)
+    return memory.peak_bytes, adapter.work(store, rows, packable=False)
 
 
 def assert_near(adapter: LanguageModelAdapter, ratio: float) -> None:
@@ -127,7 +127,7 @@ def test_scoring_holds_what_was_estimated(adapter: LanguageModelAdapter, tokens:
     store, plan = trajectory(adapter.geometry.vocab_size), RolloutPlan(score_tokens=tokens)
     with SimulatedMemory() as memory:
         score_all(adapter, store, range(len(store)), temperature=1.0, attempt=under(plan), tile=tile)
-    work = update_work(adapter, store, range(len(store)), packable=False)
+    work = adapter.work(store, range(len(store)), packable=False)
     assert_near(adapter, sum(score_parts(work, plan, tile).values()) / memory.peak_bytes)
 
 
