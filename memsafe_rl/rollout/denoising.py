@@ -24,8 +24,8 @@ from memsafe_rl.ops.gaussian import gaussian_logprobs, normal_noise
 from memsafe_rl.ops.sampling import hash_fields, uniform_noise
 from memsafe_rl.rollout.engine import EngineCapabilities, LiveKeys, Progress, RolloutScope
 from memsafe_rl.rollout.external.sampling_support import refuse_begun, refuse_rounding
-from memsafe_rl.rollout.native.drawing import key_tensor
-from memsafe_rl.rollout.scope import opened
+from memsafe_rl.rollout.native.engine import opened
+from memsafe_rl.rollout.native.sequences import key_tensor
 from memsafe_rl.types import Completion, GaussianDistribution, RolloutPlan, SamplingSettings, SequenceKey
 
 _GROUP_SAMPLE = -1

@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -158,9 +159,9 @@ class AdaptivePolicy(MemoryPolicy):
             kept_kv_bytes=work.kept_bytes,
         )
         times: dict[Phase, Callable[[RolloutPlan], float]] = {
-            Phase.ROLLOUT: lambda lower: rollout_time(work, lower, fast),
-            Phase.SCORE: lambda lower: score_time(work, lower, fast),
-            Phase.REWARD: lambda lower: reward_time(lower, fast),
+            Phase.ROLLOUT: partial(rollout_time, work, fastest=fast),
+            Phase.SCORE: partial(score_time, work, fastest=fast),
+            Phase.REWARD: partial(reward_time, fastest=fast),
         }
         for phase, time in times.items():
             plan = fastest_that_fits(plan, self._fallbacks(phase, memory), Room(phase, work, memory), time)
@@ -188,7 +189,7 @@ class AdaptivePolicy(MemoryPolicy):
             trajectory_device=self.trajectory_device,
         )
         fallbacks, room = self._fallbacks(Phase.UPDATE, memory), Room(Phase.UPDATE, work, memory)
-        plan = fastest_that_fits(fast, fallbacks, room, lambda lower: update_time(memory.device, work, lower, fast))
+        plan = fastest_that_fits(fast, fallbacks, room, partial(update_time, memory.device, work, fastest=fast))
         return with_prediction(plan, work, memory)
 
     def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:

@@ -312,17 +312,20 @@ def walk(plan: Plan, work: Work, fallbacks: Sequence[Fallback]) -> Iterator[Plan
 
 
 def reachable(
-    plan: Plan, work: Work, fallbacks: Sequence[Fallback], worth: Callable[[Plan], bool] = lambda _: True
-) -> Iterator[Plan]:
-    """Gives every plan that some of the fallbacks make of one, each gone down as far as it likes."""
-    if not fallbacks:
-        yield plan
-        return
-    yield from reachable(plan, work, fallbacks[1:], worth)
-    for lower in _down(fallbacks[0], plan, work):
-        if not worth(lower):
-            break
-        yield from reachable(lower, work, fallbacks[1:], worth)
+    plan: Plan, work: Work, fallbacks: Sequence[Fallback], time: Callable[[Plan], float] | None = None
+) -> list[Plan]:
+    """Gives every plan that some of the fallbacks make of one, each gone down as far as it likes, or as is fast."""
+    plans = [plan]
+    for fallback in fallbacks:
+        further: list[Plan] = []
+        for known in plans:
+            further.append(known)
+            for lower in _down(fallback, known, work):
+                if time is not None and time(lower) > BAND:
+                    break
+                further.append(lower)
+        plans = further
+    return plans
 
 
 def leaner(first: Plan, second: Plan) -> Plan:
@@ -426,11 +429,11 @@ def first_that_fits(start: Plan, fallbacks: Sequence[Fallback], room: Room) -> P
 
 def fastest_that_fits(start: Plan, fallbacks: Sequence[Fallback], room: Room, time: Callable[[Plan], float]) -> Plan:
     """Takes the leanest plan within a tenth of the fastest if it fits, else the fastest that fits."""
-    quick = reachable(start, room.work, fallbacks, lambda plan: time(plan) <= BAND)
+    quick = reachable(start, room.work, fallbacks, time)
     lean = min(quick, key=lambda plan: (room.extra_bytes(plan), time(plan)))
     if room.fits(lean):
         return lean
-    fitting = room.fitting(list(reachable(start, room.work, fallbacks)))
+    fitting = room.fitting(reachable(start, room.work, fallbacks))
     return min(fitting, key=lambda entry: (time(entry[0]), entry[1]))[0]
 
 

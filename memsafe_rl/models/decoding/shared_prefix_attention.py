@@ -204,27 +204,29 @@ class Reading:
         return min(written, state.slots_of(layer)) if state.keys or self.counts is None else 0
 
     def _hidden_keys(self, segment: Segment, layer: int, used: int) -> Tensor | None:
-        """Gives the keys that tokens must not see, (rows, N, K) bool, the same for all layers alike; None if none."""
-        window, width = self.state.windows[layer], segment.block.keys[layer].shape[2]
-        name = (segment.rows.start, window, width, used)
-        if name not in self._hidden:
-            self._hidden[name] = self._find_hidden(segment, layer, used)
-        return self._hidden[name]
+        """Gives the keys that tokens must not see, (rows, N, K) bool, the same for all layers alike; None if none.
 
-    def _find_hidden(self, segment: Segment, layer: int, used: int) -> Tensor | None:
-        """Hides what lies outside of prompt, suffix, past or window."""
+        Hidden is what lies outside of prompt, suffix, past or window.
+        """
         state, block = self.state, segment.block
         window, width = state.windows[layer], block.keys[layer].shape[2]
+        name = (segment.rows.start, window, width, used)
+        if name in self._hidden:
+            return self._hidden[name]
+        hidden_BNK = None
         lengths = [state.lengths[row] for row in segment.rows]
         prompts = [state.bases[row] for row in segment.rows]
         dropped = [block.dropped[layer][prompt] for prompt in segment.prompts]
         farthest = max(prompt + length for prompt, length in zip(prompts, lengths, strict=True)) + self.tokens
         padded = any(first < 0 or first + width > prompt for first, prompt in zip(dropped, prompts, strict=True))
-        if self.counts is None and not padded and len({*lengths}) == 1 and (window is None or farthest <= window):
-            return None
-        now_BN, place_BK = self._places(segment, layer, used)
-        hidden_BNK = (place_BK < 0)[:, None] | (place_BK[:, None] > now_BN[:, :, None])
-        return hidden_BNK if window is None else hidden_BNK | (place_BK[:, None] <= now_BN[:, :, None] - window)
+        alike = self.counts is None and not padded and len({*lengths}) == 1
+        if not alike or (window is not None and farthest > window):
+            now_BN, place_BK = self._places(segment, layer, used)
+            hidden_BNK = (place_BK < 0)[:, None] | (place_BK[:, None] > now_BN[:, :, None])
+            if window is not None:
+                hidden_BNK = hidden_BNK | (place_BK[:, None] <= now_BN[:, :, None] - window)
+        self._hidden[name] = hidden_BNK
+        return hidden_BNK
 
     def _places(self, segment: Segment, layer: int, used: int) -> tuple[Tensor, Tensor]:
         """Gives the place of each token read (rows, N) and of each key (rows, K) in its row; -1 for padding."""

@@ -183,8 +183,8 @@ class SharedPrefixState:
     def segments(self) -> tuple[Segment, ...]:
         """Cuts the rows where the block changes."""
         if self._segments is None:
-            runs = groupby(range(self.rows), key=lambda row: id(self.blocks[row]))
-            self._segments = tuple(self._segment(list(run)) for _, run in runs)
+            runs = groupby(range(self.rows), key=[id(block) for block in self.blocks].__getitem__)
+            self._segments = tuple(map(self._segment, [list(run) for _, run in runs]))
         return self._segments
 
     def tensors(self) -> Iterator[Tensor]:

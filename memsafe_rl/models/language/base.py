@@ -26,6 +26,7 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.decoding.by_transformers import Choose
+from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
 from memsafe_rl.models.decoding.shared_prefix_cache import (
     RowCache,
@@ -99,6 +100,7 @@ class LanguageAdapter(ABC):
         self._key_bytes: int | None = None
         self.reference_adapter: Self | None = reference_adapter
         self.lm = lm
+        self._padded = PaddedDecoder(lm)
         self.start_token_id = start_token_id
         self._cross_layers = cross_layers
         self._attention_configs = attention_configs(lm)
@@ -115,9 +117,16 @@ class LanguageAdapter(ABC):
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
         """Reads prompts and fills a cache; see `ModelAdapter.prefill`."""
 
-    @abstractmethod
+    @torch.no_grad()
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
-        """Appends one token to every row of a cache, in place; see `ModelAdapter.decode_step`."""
+        """Appends one token to every row of a cache, in place."""
+        if not self.joins:
+            return self._padded.read(cast(PaddedState, state), tokens_B.to(self.device)[:, None])
+        rows = cast(SharedPrefixState, state)  # rows that follow a shared prompt
+        rows.reserve(1)
+        hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(rows))
+        rows.lengths = [length + 1 for length in rows.lengths]
+        return self._logits(hidden_B1D[:, -1])
 
     @abstractmethod
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
@@ -331,14 +340,6 @@ class LanguageAdapter(ABC):
         bias_1V = getattr(self.lm, "final_logits_bias", None)
         bias_V = None if bias_1V is None else bias_1V[0]
         return head_of(self.lm.get_output_embeddings(), self.path.logit_map, bias_V)
-
-    def _step_together(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
-        """Appends one token to every row that follows a shared prompt."""
-        rows = cast(SharedPrefixState, state)
-        rows.reserve(1)
-        hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(rows))
-        rows.lengths = [length + 1 for length in rows.lengths]
-        return self._logits(hidden_B1D[:, -1])
 
     def _reading(self, state: SharedPrefixState, counts: Sequence[int] | None = None) -> Reading:
         sources = SourceMarks(self._cross_layers, self.device) if self._cross_layers else None

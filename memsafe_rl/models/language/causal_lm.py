@@ -22,7 +22,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import DecodeState
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.cache import is_trimmable, transit_cache
-from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
+from memsafe_rl.models.decoding.padded import PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading, shared_prefix_attention
 from memsafe_rl.models.decoding.shared_prefix_cache import (
     SharedPrefixCache,
@@ -69,7 +69,6 @@ class CausalLMAdapter(LanguageAdapter):
             joins=_can_share_prompts(lm, path.route),
             reference_adapter=copy,
         )
-        self._padded = PaddedDecoder(lm)
         _warn_of_rope_that_reads_lengths(lm.config)
 
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
@@ -108,13 +107,6 @@ class CausalLMAdapter(LanguageAdapter):
         for start in range(chunk, max(int(prompt.shape[0]) for prompt in prompts), chunk):
             last_PD = self._read_on(state, prompts[0][start : start + chunk])
         return self._logits(last_PD), state
-
-    @torch.no_grad()
-    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
-        """Appends one token to every row of a cache, in place."""
-        if self.joins:
-            return self._step_together(state, tokens_B)
-        return self._padded.read(cast(PaddedState, state), tokens_B.to(self.device)[:, None])
 
     def read_together(
         self,

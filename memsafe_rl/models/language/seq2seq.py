@@ -129,11 +129,6 @@ class Seq2SeqAdapter(LanguageAdapter):
         block.source = block_of(cross.read, lengths, [None] * len(self._windows))
         return self._logits(last_P1D[:, -1]), SharedPrefixState.of_prompts(block, self._windows, self.device)
 
-    @torch.no_grad()
-    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
-        """Appends one token to every row of a cache, in place."""
-        return self._step_together(state, tokens_B)
-
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Gives a model's own logits at completion tokens, row by row without padding."""
         prompts, pieces = trajectory.conditions.rows(), []

@@ -36,7 +36,7 @@ from memsafe_rl.rollout.external.sampling_support import (
     refuse_settings,
 )
 from memsafe_rl.rollout.external.seeds import seed_of
-from memsafe_rl.rollout.scope import opened
+from memsafe_rl.rollout.native.engine import opened
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", "top_p", "top_k"})

@@ -16,9 +16,14 @@ from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.rollout.engine import Progress
-from memsafe_rl.rollout.native.drawing import Drawer, key_tensor
-from memsafe_rl.rollout.native.sequences import LiveSequence, begin_sequences, draw_next
-from memsafe_rl.rollout.sampling_checks import checked_limits
+from memsafe_rl.rollout.native.sequences import (
+    Drawer,
+    LiveSequence,
+    begin_sequences,
+    checked_limits,
+    draw_next,
+    key_tensor,
+)
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 

@@ -1,28 +1,439 @@
-"""The library's own engine: it decodes with the trained weights themselves, in waves that fit the plan."""
+"""The library's own engine: a running batch that fits a plan; the company of a sequence never changes its tokens.
+
+Sequences join the batch as room becomes free and leave it as they end. What they have drawn lies on the host: when
+memory runs out the batch is dropped, and a leaner one reads it back and continues.
+
+Axes: ``P`` unique prompts, ``B`` rows of the running batch, ``V`` vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.errors import DataError
+from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
-from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.rollout.engine import EngineCapabilities, LiveKeys, Progress, RolloutScope
-from memsafe_rl.rollout.native.generation import generate
-from memsafe_rl.rollout.scope import opened
-from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
+from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
+from memsafe_rl.models.module_state import eval_mode
+from memsafe_rl.rollout.engine import EngineCapabilities, Generate, LiveKeys, Progress, RolloutScope
+from memsafe_rl.rollout.native.by_transformers import generate_by_transformers
+from memsafe_rl.rollout.native.kv_retention import KeptCaches, name_of
+from memsafe_rl.rollout.native.sequences import (
+    Candidate,
+    Drawer,
+    LiveSequence,
+    admit,
+    begin_sequences,
+    check_settings,
+    checked_limits,
+    draw_next,
+    key_tensor,
+)
+from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
+
+_SPAN_STEPS = 32
+"""Steps that are repeated together when memory runs out."""
+_COMPACT_SHARE = 8
+"""An ended row costs its share of every step to come; dropping rows copies the cache once."""
+
+
+def generate(
+    adapter: ModelAdapter,
+    prompts: Sequence[Tensor],
+    keys: Sequence[Sequence[SequenceKey]],
+    settings: SamplingSettings,
+    attempt: Attempt[RolloutPlan],
+    progress: Progress | None = None,
+    *,
+    begun: Sequence[Sequence[Completion | None]] | None = None,
+    limits: Sequence[int] | None = None,
+    kept: KeptCaches | None = None,
+) -> list[Completion]:
+    """Samples completions for every prompt, without gradient, in eval mode, in a running batch that fits the plan.
+
+    A span of steps is what is repeated when memory runs out. Tokens drawn before it are on the host and are kept: the
+    batch is dropped and read back, as many rows at a time as the plan then in force allows.
+
+    A sequence depends on its prompt, its key and the settings; the plan and the other sequences change it only where
+    a draw is marked in `Completion.ties`. That holds for networks that compute in float32. In bfloat16 another batch
+    shape moves logits by more than a tie's gap, so another batch may draw other, equally likely tokens; and the edge
+    at which top-k, top-p or min-p cuts can move by rounding in any type, which is not marked.
+    """
+    limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
+    _check([int(prompt.shape[0]) for prompt in prompts], keys, settings, adapter.geometry, limits)
+    if not adapter.decodes:
+        with torch.no_grad(), eval_mode(adapter.model):
+            return generate_by_transformers(
+                adapter, prompts, keys, settings, attempt, progress, begun=begun, limits=limits
+            )
+    with host_memory():
+        sequences = begin_sequences(prompts, keys, settings, begun, limits)
+    batch = _RunningBatch(adapter, sequences, settings, progress, kept)
+    try:
+        with torch.no_grad(), eval_mode(adapter.model):
+            while batch.goes_on:
+                attempt(batch.advance, batch.give_up_all)
+            if kept is not None:
+                attempt(batch.drop_ended, batch.give_up_all)
+    finally:
+        batch.give_up()
+    with host_memory():
+        return [sequence.completion(batch.draw.keeps_model_logprobs) for sequence in sequences]
+
+
+@dataclass(frozen=True)
+class _Template:
+    """A prompt that has been read and that further samples wait for."""
+
+    prompt: int  # index of the prompt
+    logits_1V: Tensor  # (1, V), of the first token
+    state: DecodeState  # a cache of one row that has drawn nothing
+
+
+class _RunningBatch:
+    """The sequences being decoded, and those that wait."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        sequences: Sequence[LiveSequence],
+        settings: SamplingSettings,
+        progress: Progress | None,
+        kept: KeptCaches | None = None,
+    ) -> None:
+        self._caches = kept
+        self._kept = None if kept is None else kept.of(adapter)
+        self.draw = Drawer(settings, adapter.start_token_id)
+        self._adapter, self._sequences, self._progress = adapter, sequences, progress
+        self._eos = frozenset(settings.eos_token_ids)
+        self._order = sorted(range(len(sequences)), key=lambda place: -len(sequences[place].prompt_ids))
+        self._longest = max((one.limit for one in sequences), default=0)
+        self._told = 0
+        self.give_up()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether any sequence has not ended."""
+        return any(not sequence.ended for sequence in self._sequences)
+
+    def give_up(self) -> None:
+        """Frees everything on the device; drawn tokens stay."""
+        self._state: DecodeState | None = None
+        self._rows: list[LiveSequence] = []
+        self._tokens_B: Tensor | None = None
+        self._keys_B4: Tensor | None = None
+        self._template: _Template | None = None
+
+    def give_up_all(self) -> None:
+        """Frees what waits for later turns too, of every role."""
+        self.give_up()
+        if self._caches is not None:
+            self._caches.clear()
+
+    def advance(self, plan: RolloutPlan) -> None:
+        """Drops rows that have ended, takes in rows that wait, and decodes a span of steps."""
+        check_rollout_plan(plan)
+        self.drop_ended(plan)
+        while wave := self._next_to_join(plan):
+            self._take_in(wave, plan)
+        for _ in range(_SPAN_STEPS):
+            if self._is_due():
+                break
+            self._step()
+        self._tell()
+
+    def _waiting(self) -> list[LiveSequence]:
+        """Sequences that are not in the batch: those begun first, then those kept, then the longest prompts."""
+        inside = {id(row) for row in self._rows}
+        outside = [self._sequences[place] for place in self._order]
+        waiting = [one for one in outside if not one.ended and id(one) not in inside]
+        return sorted(waiting, key=lambda one: (not one.ids, not self._common(one)))
+
+    def _common(self, one: LiveSequence) -> int:
+        """Counts the tokens of a sequence that an earlier turn has left; 0 once it has begun."""
+        if self._kept is None or one.ids:
+            return 0
+        return self._kept.common(name_of(one.key), one.prompt_ids)
+
+    def _next_to_join(self, plan: RolloutPlan) -> list[LiveSequence]:
+        """Chooses what joins the batch in one forward over prompts."""
+        waiting = self._waiting()
+        if not waiting or (self._rows and not self._adapter.joins):
+            return []
+        if self._kept is not None and self._common(waiting[0]):
+            return self._next_kept(waiting, plan)
+        alike = [one for one in waiting if bool(one.ids) == bool(waiting[0].ids)]
+        for one in alike:
+            one.base = len(one.prompt_ids)  # it may have been less, of what was kept and is not there any more
+        template = self._template
+        if template is not None and not alike[0].ids and alike[0].prompt == template.prompt:
+            alike = [one for one in alike if one.prompt == template.prompt]
+        shared = self._widest(alike) if self._adapter.geometry.shares_prompts else 0
+        candidates = [Candidate(one.prompt, len(one.prompt_ids), len(one.ids), max(one.limit, shared)) for one in alike]
+        held = 0 if self._state is None else self._state.prompt_bytes()
+        count = admit(candidates, plan, self._adapter.geometry, rows=len(self._rows), prompt_bytes=held)
+        return alike[:count]
+
+    def _next_kept(self, waiting: Sequence[LiveSequence], plan: RolloutPlan) -> list[LiveSequence]:
+        """Chooses what joins the batch from what was kept; what does not fit an empty batch is read anew."""
+        if self._kept is None:
+            raise AssertionError("called only where something was kept")
+        kept = self._kept
+        alike = [one for one in waiting if self._common(one)]
+        for one in alike:
+            one.base = min(kept.waiting(name_of(one.key)).base, self._common(one))
+        caches = {id(one): kept.waiting(name_of(one.key)) for one in alike}
+        alike.sort(key=lambda one: (id(caches[id(one)].block), caches[id(one)].prompt))  # rows of a block side by side
+        blocks = {id(block): block for block in self._blocks()}
+        blocks |= {id(cache.block): cache.block for cache in caches.values()}
+        shared = self._widest(alike)
+        candidates = [Candidate(one.prompt, len(one.prompt_ids), 0, shared, is_kept=True) for one in alike]
+        held = sum(block.nbytes() for block in blocks.values())
+        count = admit(candidates, plan, self._adapter.geometry, rows=len(self._rows), prompt_bytes=held)
+        if count == 0 and not self._rows:
+            longest = max(alike, key=lambda one: len(one.prompt_ids))
+            kept.drop(name_of(longest.key))
+            longest.base = len(longest.prompt_ids)
+            return self._next_to_join(plan)
+        return alike[:count]
+
+    def _blocks(self) -> list[PromptBlock]:
+        """Gives the prompts that the rows of the batch follow."""
+        return [] if self._state is None else self._state.prompt_blocks()
+
+    def _widest(self, joining: Sequence[LiveSequence]) -> int:
+        """Most tokens that any row may have behind its block of prompts."""
+        return max(self._longest, *(one.suffix for one in (*self._rows, *joining)))
+
+    def _take_in(self, wave: Sequence[LiveSequence], plan: RolloutPlan) -> None:
+        """Reads what sequences consist of so far, draws the next token of each, and joins them to the batch."""
+        prompts = list(dict.fromkeys(one.prompt for one in wave))
+        common = [self._common(one) for one in wave]
+        resumed = self._kept.take([name_of(one.key) for one in wave]) if self._kept is not None and common[0] else []
+        self._make_room(plan, wave, resumed)
+        if resumed:
+            with host_memory():
+                tokens = [one.prompt_ids[count:] for one, count in zip(wave, common, strict=True)]
+            logits_BV, state = self._adapter.resume(resumed, common, tokens, plan.prefill_tokens)
+            spread = None
+        else:
+            logits_BV, state, spread = self._read(wave, prompts, plan)
+        rows, keys_B4 = list(wave), key_tensor([one.key for one in wave]).to(self._adapter.device)
+        tokens_B = draw_next(self.draw, logits_BV, rows, keys_B4, self._eos)
+        del logits_BV  # its bytes are free before the cache is spread
+        going = [place for place, one in enumerate(rows) if not one.ended]
+        if spread is not None and self._keeps(plan):
+            state, spread = state.select(spread), None
+        some_wait = len(going) < len(rows) and self._keeps(plan)
+        if some_wait:
+            state = self._without_ended(state, rows)
+        elif going and (spread is not None or len(going) < len(rows)):
+            state = state.select(going if spread is None else [spread[place] for place in going])
+        if going:
+            self._join(state, [rows[place] for place in going], tokens_B, keys_B4, going)
+        if some_wait:
+            self._make_room(plan)
+        resumed.clear()  # held until here, so that none of their prompts is freed before all rows are together
+
+    def _join(
+        self, state: DecodeState, rows: list[LiveSequence], tokens_B: Tensor, keys_B4: Tensor, going: Sequence[int]
+    ) -> None:
+        """Puts rows behind those of the batch; of their tokens and keys, those at the places ``going`` are theirs."""
+        index = torch.tensor(going, device=self._adapter.device)
+        tokens_B, keys_B4 = tokens_B[index], keys_B4[index]
+        if self._state is not None and self._tokens_B is not None and self._keys_B4 is not None:
+            held, self._state = self._state, None
+            state = held.join(state)
+            tokens_B, keys_B4 = torch.cat([self._tokens_B, tokens_B]), torch.cat([self._keys_B4, keys_B4])
+        self._state, self._tokens_B, self._keys_B4, self._rows = state, tokens_B, keys_B4, self._rows + rows
+
+    def _make_room(
+        self, plan: RolloutPlan, joining: Sequence[LiveSequence] = (), resumed: Sequence[RowCache] = ()
+    ) -> None:
+        """Frees what waits for later turns and does not fit beside the rows in flight at their longest."""
+        if self._caches is None:
+            return
+        geometry = self._adapter.geometry
+        blocks = list({id(b): b for b in (*self._blocks(), *(row.block for row in resumed))}.values())
+        prompts = sum(block.nbytes() for block in blocks)
+        if joining and not resumed:
+            lengths = {one.prompt: len(one.prompt_ids) for one in joining}
+            prompts += len(lengths) * geometry.prompt_kv_bytes(max(lengths.values()))
+        rows = len(self._rows) + len(joining)
+        in_flight = geometry.batch_kv_bytes(prompts, rows, self._widest(joining)) if rows else 0
+        self._caches.shrink(plan.kept_limit_bytes - in_flight, blocks)
+
+    def _keeps(self, plan: RolloutPlan) -> bool:
+        return self._kept is not None and plan.kept_limit_bytes > 0
+
+    def _without_ended(self, state: DecodeState, rows: Sequence[LiveSequence]) -> DecodeState:
+        """Takes rows that have ended out of a cache, and keeps them for a later turn."""
+        if self._kept is None:
+            raise AssertionError("called only where something is kept")
+        with host_memory():
+            leaving = [(place, name_of(one.key), one.history()) for place, one in enumerate(rows) if one.ended]
+        return self._kept.set_aside(state, leaving, [place for place, one in enumerate(rows) if not one.ended])
+
+    def _read(
+        self, wave: Sequence[LiveSequence], prompts: Sequence[int], plan: RolloutPlan
+    ) -> tuple[Tensor, DecodeState, list[int] | None]:
+        """Reads prompts, and what was drawn after them."""
+        adapter = self._adapter
+        if wave[0].ids and not adapter.joins:
+            logits_BV, state = adapter.prefill([one.history() for one in wave], plan.prefill_tokens)
+            return logits_BV, state, None
+        template = self._template
+        if template is not None and template.prompt == prompts[0] and not wave[0].ids:
+            logits_PV, state = template.logits_1V, template.state
+        else:
+            self._template = template = None
+            ids = {one.prompt: one.prompt_ids for one in wave}
+            logits_PV, state = adapter.prefill([ids[prompt] for prompt in prompts], plan.prefill_tokens)
+        places = [prompts.index(one.prompt) for one in wave]
+        if wave[0].ids:
+            state = state.select(places)
+            drawn = [torch.tensor(one.ids, dtype=torch.int64) for one in wave]
+            return adapter.extend(state, drawn, plan.prefill_tokens), state, None
+        self._keep_template(wave, prompts, logits_PV, state)
+        alone = not adapter.joins and places == list(range(len(prompts)))
+        return logits_PV[torch.tensor(places, device=logits_PV.device)], state, None if alone else places
+
+    def _keep_template(
+        self, wave: Sequence[LiveSequence], prompts: Sequence[int], logits_PV: Tensor, state: DecodeState
+    ) -> None:
+        """Keeps a prompt that further samples wait for; a wave that parts a group has no other prompt."""
+        fresh = sum(1 for one in self._sequences if one.prompt == prompts[0] and not one.ids and not one.ended)
+        parted = len(prompts) == 1 and fresh > len(wave) and self._adapter.joins
+        self._template = _Template(prompts[0], logits_PV, state) if parted else None
+        state.keep_whole(parted)
+
+    def _step(self) -> None:
+        """Decodes one token of every row."""
+        if self._state is None or self._tokens_B is None or self._keys_B4 is None:
+            raise AssertionError("a step follows the rows' first tokens")
+        logits_BV = self._adapter.decode_step(self._state, self._tokens_B)
+        self._tokens_B = draw_next(self.draw, logits_BV, self._rows, self._keys_B4, self._eos)
+
+    def _is_due(self) -> bool:
+        """Whether rows should leave before the next step; none may idle past its longest length."""
+        ended = [one for one in self._rows if one.ended]
+        if len(ended) == len(self._rows) or (ended and len(ended) * _COMPACT_SHARE >= len(self._rows)):
+            return True
+        return any(len(one.ids) + one.idle >= one.limit for one in ended)
+
+    def drop_ended(self, plan: RolloutPlan) -> None:
+        """Takes rows that have ended out of the cache; what they have read may be kept for a later turn."""
+        ended, going = self._rows, [place for place, one in enumerate(self._rows) if not one.ended]
+        if len(going) == len(ended):
+            return
+        held, self._state = self._state, None
+        self._rows = [ended[place] for place in going]
+        if held is not None and self._keeps(plan):
+            self._state = self._without_ended(held, ended)
+            self._make_room(plan)
+        elif held is not None and going:
+            self._state = held.select(going)
+        if not going or self._tokens_B is None or self._keys_B4 is None:
+            self._state = self._tokens_B = self._keys_B4 = None
+            return
+        index = torch.tensor(going, device=self._tokens_B.device)
+        self._tokens_B, self._keys_B4 = self._tokens_B[index], self._keys_B4[index]
+
+    def _tell(self) -> None:
+        ended = sum(one.ended for one in self._sequences)
+        if self._progress is not None and ended > self._told:
+            self._told = ended
+            self._progress(ended, len(self._sequences))
+
+
+def _check(
+    lengths: Sequence[int],
+    keys: Sequence[Sequence[SequenceKey]],
+    settings: SamplingSettings,
+    geometry: ModelGeometry,
+    limits: Sequence[int],
+) -> None:
+    check_settings(settings, geometry.vocab_size)
+    if len(lengths) != len(keys):
+        raise DataError(f"{len(lengths)} prompts came with keys for {len(keys)}; give one list of keys per prompt.")
+    for index, length in enumerate(lengths):
+        if length == 0:
+            raise DataError(f"Prompt {index} has 0 tokens; give it at least one, such as the tokenizer's bos token.")
+        limit = geometry.max_positions
+        if limit is not None and geometry.positions(length, limits[index]) > limit:
+            raise DataError(_too_long(index, length, limits[index], limit, geometry.source_bytes is None))
+
+
+def _too_long(index: int, length: int, new_tokens: int, limit: int, one_sequence: bool) -> str:
+    if one_sequence:
+        shorter = f" or lower max_completion_length to at most {limit - length}" if limit > length else ""
+        return (
+            f"Prompt {index} has {length} tokens; with up to {new_tokens} new ones it passes the model's {limit} "
+            f"positions. Shorten the prompt{shorter}."
+        )
+    return (
+        f"Prompt {index} has {length} tokens and its completion up to {new_tokens}; the model's encoder and decoder "
+        f"have {limit} positions each. Shorten the prompt, or lower max_completion_length, to at most {limit}."
+    )
+
+
+# ------------------------------------------------------------------ between turns
+
+
+class LocalScope:
+    """Draws the agent's turns by a given function, and those of other roles by this library's own loop."""
+
+    def __init__(self, draw: Generate, kept: KeptCaches) -> None:
+        self.generate = draw
+        self._kept = kept
+
+    def generate_as(
+        self,
+        adapter: ModelAdapter,
+        prompts: Sequence[Tensor],
+        keys: Sequence[Sequence[SequenceKey]],
+        settings: SamplingSettings,
+        attempt: Attempt[RolloutPlan],
+        *,
+        limits: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """Draws with another network; see `RolloutScope.generate_as`."""
+        return generate(adapter, prompts, keys, settings, attempt, limits=limits, kept=self._kept)
+
+    def drop(self) -> None:
+        """Frees every cache."""
+        self._kept.clear()
+
+
+@contextmanager
+def opened(live_keys: LiveKeys | None, drawing: Callable[[KeptCaches], Generate]) -> Iterator[LocalScope]:
+    """Opens a scope; ``drawing`` gives what draws the agent's turns, with the caches or, in other engines, without."""
+    kept = KeptCaches(live_keys)
+    try:
+        yield LocalScope(drawing(kept), kept)
+    finally:
+        kept.clear()
+
+
+# ------------------------------------------------------------------ the engine
 
 
 class NativeEngine:
-    """Runs `memsafe_rl.rollout.native.generation.generate`; what lasts from call to call belongs to its scopes."""
+    """Runs `generate`; what lasts from call to call belongs to its scopes."""
 
     name = "native"
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
+        self.generate = partial(generate, adapter)
 
     @property
     def supports(self) -> EngineCapabilities:
@@ -50,20 +461,6 @@ class NativeEngine:
     def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
         """Opens a scope whose bytes for waiting caches the agent and all other roles share."""
         return opened(live_keys, lambda kept: partial(generate, self._adapter, kept=kept))
-
-    def generate(
-        self,
-        prompts: Sequence[Tensor],
-        keys: Sequence[Sequence[SequenceKey]],
-        settings: SamplingSettings,
-        attempt: Attempt[RolloutPlan],
-        progress: Progress | None = None,
-        *,
-        limits: Sequence[int] | None = None,
-        begun: Sequence[Sequence[Completion | None]] | None = None,
-    ) -> list[Completion]:
-        """Draws one completion for every key, as `Generate` says."""
-        return generate(self._adapter, prompts, keys, settings, attempt, progress, limits=limits, begun=begun)
 
     def release(self) -> None:
         """Does nothing: every wave gives its bytes back."""

@@ -31,7 +31,7 @@ from memsafe_rl.rollout.external.sampling_support import (
     refuse_settings,
 )
 from memsafe_rl.rollout.external.seeds import seed_of
-from memsafe_rl.rollout.scope import opened
+from memsafe_rl.rollout.native.engine import opened
 from memsafe_rl.rollout.vllm.hosting import (
     Hosted,
     build,

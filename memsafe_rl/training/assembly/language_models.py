@@ -18,7 +18,7 @@ from memsafe_rl.models.language.base import language_model_of
 from memsafe_rl.models.language.factory import LanguageModelAdapter, adapter_for, check_adapter
 from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
 from memsafe_rl.rollout.engine import RolloutEngine
-from memsafe_rl.rollout.sampling_checks import check_settings
+from memsafe_rl.rollout.native.sequences import check_settings
 from memsafe_rl.training.assembly.inputs import model_facts, prompt_reader, rollout_engine
 from memsafe_rl.types import Completion, SamplingSettings
 

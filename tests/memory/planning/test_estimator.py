@@ -15,8 +15,8 @@ from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.models.language.factory import LanguageModelAdapter, adapter_for
-from memsafe_rl.rollout.native.admission import Candidate, admit
-from memsafe_rl.rollout.native.generation import generate
+from memsafe_rl.rollout.native.engine import generate
+from memsafe_rl.rollout.native.sequences import Candidate, admit
 from memsafe_rl.rollout.scoring import score_all
 from memsafe_rl.slices import cut_by_tokens, measure_slices
 from memsafe_rl.training.gradient import StepTerms, accumulate_gradient
