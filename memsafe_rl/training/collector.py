@@ -171,8 +171,10 @@ class Collector:
     def plan(self, prompts: Prompts, batch: EpisodeBatch | None = None) -> None:
         """Asks the memory policy how to cut the rollout; episodes are as long as their environments make them."""
         work = self.work(prompts, self._config.num_generations)
-        work = replace(work, prompt_tokens=self.episodes.first_tokens(work.prompt_tokens, batch))
-        work = replace(work, kept_bytes=self.episodes.most_kept_bytes(work, batch))
+        if batch is not None:
+            work = replace(work, prompt_tokens=self.episodes.first_tokens(work.prompt_tokens, batch))
+        if self.episodes.several_turns:
+            work = replace(work, kept_bytes=self.episodes.most_kept_bytes(work, batch))
         plan = self._setup.memory_policy.before_rollout(work, self._setup.memory.state())
         self._setup.memory.adopt(served_by(self._setup.engine, plan), RolloutPlan)
 

@@ -164,38 +164,38 @@ class Reading:
         return _Seen(keys, values, hidden, None if bias is None else self._biased(segment, layer, used, bias))
 
     def _attend_all(self, segment: Segment, query_BHXD: Tensor, seen: _Seen, scoring: Scoring) -> Tensor:
-        """Attends a few tokens at a time, where those of one head alone have too many scores."""
-        keys_each = query_BHXD.shape[0] * sum(part.shape[2] for part in seen.keys)
-        group = query_BHXD.shape[2] // self.tokens
-        step = max(1, SCORE_ELEMENTS // max(1, keys_each * group))
-        if step >= self.tokens:
-            return self._attend_tokens(segment, query_BHXD, seen, scoring, self.tokens)
-        query_BHRND = query_BHXD.reshape(*query_BHXD.shape[:2], group, self.tokens, -1)
+        """Attends a few key/value heads at a time, and a few tokens where those of one head have too many scores."""
+        rows, heads, width = query_BHXD.shape[:3]
+        keys, group = rows * sum(part.shape[2] for part in seen.keys), width // self.tokens
+        step = min(self.tokens, max(1, SCORE_ELEMENTS // max(1, keys * group)))
         mixed = []
         for first in range(0, self.tokens, step):
-            query = query_BHRND[:, :, :, first : first + step].flatten(2, 3)
-            some = seen.by_tokens(slice(first, first + step))
-            mixed.append(self._attend_tokens(segment, query, some, scoring, min(step, self.tokens - first)))
-            del query  # a copy, which the next one need not find there
+            query, some = query_BHXD, seen
+            if step < self.tokens:
+                query_BHRND = query_BHXD.reshape(rows, heads, group, self.tokens, -1)
+                query = query_BHRND[:, :, :, first : first + step].flatten(2, 3)
+                some = seen.by_tokens(slice(first, first + step))
+            # keys in 8 bits are floats while they are attended to, as wide as their head
+            each = max(query.shape[2], query.shape[3] if seen.keys[0].dtype == torch.int8 else 0)
+            at_once = max(1, min(heads, SCORE_ELEMENTS // max(1, keys * each)))
+            pieces = []
+            for head in range(0, heads, at_once):
+                chosen = slice(head, head + at_once)
+                pieces.append(
+                    _attend_heads(
+                        segment,
+                        query[:, chosen],
+                        some.by_heads(chosen, heads),
+                        scoring.soft_cap,
+                        None if scoring.sinks is None else scoring.sinks.view(heads, -1)[chosen],
+                        min(step, self.tokens - first),
+                    )
+                )
+            mixed.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1))
+            del query, pieces  # copies, which the next tokens need not find there
+        if len(mixed) == 1:
+            return mixed[0]
         return torch.cat([part.reshape(*part.shape[:2], group, -1, part.shape[3]) for part in mixed], 3).flatten(2, 3)
-
-    def _attend_tokens(
-        self, segment: Segment, query_BHXD: Tensor, seen: _Seen, scoring: Scoring, tokens: int
-    ) -> Tensor:
-        """Attends a few key/value heads at a time."""
-        heads = query_BHXD.shape[1]
-        # keys in 8 bits are floats while they are attended to, as wide as their head
-        width = max(query_BHXD.shape[2], query_BHXD.shape[3] if seen.keys[0].dtype == torch.int8 else 0)
-        each = query_BHXD.shape[0] * width * sum(part.shape[2] for part in seen.keys)
-        step = max(1, min(heads, SCORE_ELEMENTS // max(1, each)))
-        sinks = None if scoring.sinks is None else scoring.sinks.view(heads, -1)
-        pieces = []
-        for head in range(0, heads, step):
-            chosen = slice(head, head + step)
-            some_sinks = None if sinks is None else sinks[chosen]
-            some = seen.by_heads(chosen, heads)
-            pieces.append(_attend_heads(segment, query_BHXD[:, chosen], some, scoring.soft_cap, some_sinks, tokens))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
     def _used(self, segment: Segment, layer: int) -> int:
         """Slots of a segment's suffixes that hold anything, this step's token included if it was written first."""

@@ -211,6 +211,10 @@ class DiffusionAdapter:
         """Recomputes each block's activations in the backward pass of what is run inside, in any mode."""
         return recomputed(blocks_of(self._denoiser)) if enabled else nullcontext()
 
+    def check(self) -> None:
+        """Compares states that are denoised together with the same ones alone."""
+        check_denoiser(self)
+
 
 def check_denoiser(adapter: DiffusionAdapter) -> None:
     """Denoises states together and alone, which must come to the same: chains are cut into waves and micro-batches.

@@ -107,6 +107,10 @@ class StateNetwork:
         """Where the network computes."""
         return self.adapter.device
 
+    def check(self) -> None:
+        """Compares states that are valued together with the same ones alone."""
+        check_state_critic(self)
+
     @property
     def dtype(self) -> torch.dtype:
         """The type of the critic's weights, and of the states that it is given."""

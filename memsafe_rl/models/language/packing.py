@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -220,7 +221,7 @@ def _runs(segments: Iterable[tuple[int, int]], device: torch.device) -> tuple[Ru
             runs[-1].append(segment)
         else:
             runs.append([segment])
-    return tuple(_run(members, device) for members in runs)
+    return tuple(map(partial(_run, device=device), runs))
 
 
 def _run(members: Sequence[tuple[int, int]], device: torch.device) -> Run:

@@ -19,7 +19,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
-from memsafe_rl.ops.sampling import greedy_tokens, sample_tokens, taken_logprobs
+from memsafe_rl.ops.sampling import Draw, greedy_tokens, sample_tokens, taken_logprobs
 from memsafe_rl.rollout.native.processors import Rows, processors_of
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey, TextStops
 
@@ -223,8 +223,9 @@ class Drawer:
     def __init__(self, settings: SamplingSettings, start_token_id: int | None = None) -> None:
         self._start_token_id = start_token_id
         self.reads_on = start_token_id is None
-        self._greedy = settings.temperature == 0
-        self._temperature = 1.0 if self._greedy else float(settings.temperature)
+        greedy = settings.temperature == 0
+        self._draw = _most_likely if greedy else sample_tokens
+        self._temperature = 1.0 if greedy else float(settings.temperature)
         self._processors = processors_of(settings)
         self._stops = settings.stops
         self.needs_history = any(processor.needs_history for processor in self._processors)
@@ -244,7 +245,7 @@ class Drawer:
     ) -> tuple[Tensor, Tensor]:
         """Draws a token a row."""
         if not self._processors:
-            drawn = self._draw(logits_BV, keys_B4, positions_B, self._temperature)
+            drawn = self._draw(logits_BV, keys_B4, positions_B, temperature=self._temperature)
             columns = (drawn.tokens_B.double(), drawn.logprobs_B, drawn.logprobs_B, drawn.tied_B.double())
             return drawn.tokens_B, torch.stack(columns)
         size = max(1, _TILE_ELEMENTS // logits_BV.shape[1])
@@ -299,15 +300,14 @@ class Drawer:
         return scores_BV
 
     def _draw_processed(self, logits_BV: Tensor, keys_B4: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        drawn = self._draw(self._process(logits_BV, rows), keys_B4, rows.positions_B, 1.0)
+        drawn = self._draw(self._process(logits_BV, rows), keys_B4, rows.positions_B, temperature=1.0)
         model_logprobs_B = taken_logprobs(logits_BV, drawn.tokens_B, temperature=self._temperature)
         columns = (drawn.tokens_B.double(), drawn.logprobs_B, model_logprobs_B, drawn.tied_B.double())
         return drawn.tokens_B, torch.stack(columns)
 
-    def _draw(self, scores_BV: Tensor, keys_B4: Tensor, positions_B: Tensor, temperature: float) -> Any:
-        if self._greedy:
-            return greedy_tokens(scores_BV)
-        return sample_tokens(scores_BV, keys_B4, positions_B, temperature=temperature)
+
+def _most_likely(scores_BV: Tensor, keys_B4: Tensor, positions_B: Tensor, *, temperature: float) -> Draw:  # noqa: ARG001
+    return greedy_tokens(scores_BV)
 
 
 def key_tensor(keys: Sequence[SequenceKey]) -> Tensor:

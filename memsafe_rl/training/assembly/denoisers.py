@@ -17,9 +17,9 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.prompts import PromptReader, Prompts, prompt_of
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
-from memsafe_rl.models.diffusion.adapter import DiffusionAdapter, check_denoiser
+from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy, policy_of, prepare_policy
-from memsafe_rl.models.diffusion.state_critic import StateNetwork, check_state_critic
+from memsafe_rl.models.diffusion.state_critic import StateNetwork
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.rollout.denoising import DenoisingEngine
 from memsafe_rl.training.gradient import check_separable
@@ -84,10 +84,7 @@ class Denoisers:
 
     def check(self, adapter: DiffusionAdapter | StateNetwork) -> None:
         """Compares states that are denoised, or valued, together with the same ones alone; see `ModelFactory.check`."""
-        if isinstance(adapter, StateNetwork):
-            check_state_critic(adapter)
-        else:
-            check_denoiser(adapter)
+        adapter.check()
 
     def sampling_settings(self, adapter: DiffusionAdapter) -> SamplingSettings:
         """Gives the steps of a chain; how they are drawn, the policy says."""
