@@ -10,7 +10,14 @@ from torch import Tensor
 
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.rollout.engine import EngineCapabilities, LiveKeys, Progress, RolloutScope
+from memsafe_rl.rollout.engine import (
+    Engine,
+    EngineCapabilities,
+    LiveKeys,
+    Progress,
+    RolloutScope,
+    register_engine,
+)
 from memsafe_rl.rollout.native.generation import generate
 from memsafe_rl.rollout.scope import opened
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
@@ -70,3 +77,6 @@ class NativeEngine:
 
     def close(self) -> None:
         """Does nothing."""
+
+
+register_engine(Engine(NativeEngine.name, lambda context: NativeEngine(context.adapter)))
