@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from memsafe_rl.training.loop import collect
     from memsafe_rl.training.setup import TrainingSetup
     from memsafe_rl.training.state import RunState
-    from memsafe_rl.types import Completion, LinearHead, RolloutPlan, UpdatePlan
+    from memsafe_rl.types import Completion, RolloutPlan, UpdatePlan
 
 __version__ = "0.1.0.dev0"
 
@@ -60,7 +60,6 @@ _HOMES = {
     "EngineRequest": "memsafe_rl.rollout.external.request",
     "FunctionAdapter": "memsafe_rl.models.language.function_adapter",
     "FunctionEngine": "memsafe_rl.rollout.external.function_engine",
-    "LinearHead": "memsafe_rl.types",
     "register_adapter": "memsafe_rl.models.adapter",
     "register_engine": "memsafe_rl.rollout.engine",
     "Action": "memsafe_rl.rollout.multi_turn.protocol",
@@ -136,7 +135,6 @@ __all__ = [
     "HalfDuplex",
     "LadderPolicy",
     "Learner",
-    "LinearHead",
     "Loss",
     "LossTraits",
     "MemoryBudget",

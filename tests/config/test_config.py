@@ -59,6 +59,7 @@ NEW = {
     "max_prompt_length",
     "max_turn_length",
     "memory_budget",
+    "memory_forecast",
     "objectives",
     "overlap_async_rewards",
     "overlong_prompts",
@@ -67,8 +68,8 @@ NEW = {
     "reward_retries",
     "reward_timeout_result",
     "reward_timeout_seconds",
+    "rollout_engine",
     "trajectory_device",
-    "memory_forecast",
     "verify_plan",
 }
 """Settings that TRL does not have."""

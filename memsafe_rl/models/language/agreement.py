@@ -103,8 +103,8 @@ def check_rows_alone(adapter: ModelAdapter) -> None:
     relative = relative_difference(alone, wanted_MV[torch.cat([firsts, firsts + whole.actions.lengths[0]])])
     if not relative <= _ALONE:
         raise ConfigError(
-            f"{type(adapter.model).__name__} gives a row other logits beside another, or once tokens follow (they "
-            f"differ by {relative:.1e} of the largest). Have its hidden states depend on their own and earlier tokens alone."
+            f"{type(adapter.model).__name__} gives a row other logits beside another, or once tokens follow: they "
+            f"differ by {relative:.1e} of the largest. Let a hidden state depend on its own and earlier tokens alone."
         )
 
 

@@ -19,10 +19,10 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.cuts import token_micro_batches, token_work
 from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.geometry import autocast_bytes, weight_bytes
-from memsafe_rl.models.language.heads import naive_logits
+from memsafe_rl.models.language.heads import LogitMap, head_of, naive_logits
 from memsafe_rl.models.module_state import as_reference
 from memsafe_rl.slices import MicroBatchGroup
-from memsafe_rl.types import Component, LinearHead, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
+from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
 
 
 class FunctionAdapter:
@@ -34,7 +34,7 @@ class FunctionAdapter:
     Args:
         model: the network that is trained.
         hidden_states: gives hidden states (B, L, D) of token ids (B, L) int64, padded on the right.
-        head: gives the head that makes logits of them, read anew for every forward.
+        head: gives the linear layer that makes logits of them, under LoRA too.
         pad_token_id: fills rows up.
         reference_model: a frozen copy; None where there is none, or PEFT is switched off.
         layers: repeated blocks, for estimates of bytes.
@@ -49,7 +49,7 @@ class FunctionAdapter:
         self,
         model: nn.Module,
         hidden_states: Callable[[Any, Tensor], Tensor],
-        head: Callable[[Any], LinearHead],
+        head: Callable[[Any], nn.Module],
         *,
         pad_token_id: int,
         reference_model: nn.Module | None = None,
@@ -72,8 +72,7 @@ class FunctionAdapter:
     @property
     def geometry(self) -> ModelGeometry:
         """Sizes from which bytes are counted."""
-        weight_VD = self._head(self._inner).weight_VD
-        vocabulary, width = weight_VD.shape
+        width, dtype = self.value_inputs
         return ModelGeometry(
             layers=self._layers,
             hidden_size=width,
@@ -81,14 +80,14 @@ class FunctionAdapter:
             heads=1,
             kv_heads=1,
             head_dim=width,
-            vocab_size=vocabulary,
+            vocab_size=int(self._layer.out_features),
             max_positions=self._max_positions,
             windows=(0,) * self._layers,
             parameter_bytes=weight_bytes(self.model, *(() if self._reference is None else (self._reference.model,))),
             trainable_bytes=sum(weight.nbytes for weight in self.model.parameters() if weight.requires_grad),
-            compute_bytes=autocast_bytes(self.device) or weight_VD.element_size(),
-            cache_bytes=weight_VD.element_size(),
-            head_trainable=weight_VD.requires_grad,
+            compute_bytes=autocast_bytes(self.device) or dtype.itemsize,
+            cache_bytes=dtype.itemsize,
+            head_trainable=any(weight.requires_grad for weight in self._layer.parameters()),
         )
 
     def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:  # noqa: ARG002
@@ -126,7 +125,7 @@ class FunctionAdapter:
         ]
         hidden_MD = hidden_BLD.flatten(0, 1).index_select(0, torch.cat(places))
         tokens_M = trajectory.actions.take(rows).flat.to(self.device)
-        return TokenDistribution(hidden_MD, tokens_M, lengths, self._head(self._inner))
+        return TokenDistribution(hidden_MD, tokens_M, lengths, self._logits_head())
 
     def read_together(
         self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
@@ -167,7 +166,7 @@ class FunctionAdapter:
         with torch.no_grad():
             for _ in range(max_new_tokens):
                 hidden_BD = self._states(ids_BL)[:, -1]
-                logits_BV = naive_logits(TokenDistribution(hidden_BD, nothing, (), self._head(self._inner)))
+                logits_BV = naive_logits(TokenDistribution(hidden_BD, nothing, (), self._logits_head()))
                 claim(Component.LOGITS, [logits_BV])
                 tokens_B, ends_B = choose(logits_BV.float())
                 ended_B |= ends_B.cpu()
@@ -186,8 +185,7 @@ class FunctionAdapter:
     @property
     def value_inputs(self) -> tuple[int, torch.dtype]:
         """Width and type of the hidden states."""
-        weight_VD = self._head(self._inner).weight_VD
-        return weight_VD.shape[1], weight_VD.dtype
+        return int(self._layer.in_features), self._layer.weight.dtype
 
     def reread(self) -> None:
         """Does nothing: sizes are read anew each time."""
@@ -207,6 +205,13 @@ class FunctionAdapter:
         raise AssertionError("this adapter has no cache and no encoder; it says so by `decodes` and `reads_alike`")
 
     prefill = decode_step = extend = resume = read_sources = _cannot
+
+    @property
+    def _layer(self) -> Any:
+        return self._head(self._inner)
+
+    def _logits_head(self) -> LinearHead | LogitsHead:
+        return head_of(self._layer, LogitMap())
 
     def _states(self, ids_BL: Tensor) -> Tensor:
         if not (self._recomputes and torch.is_grad_enabled()):

@@ -126,7 +126,8 @@ class FunctionEngine:
         ids, vocab = completion.ids, self._adapter.geometry.vocab_size
         if ids.dtype != torch.int64 or ids.dim() != 1 or not 1 <= len(ids) <= longest:
             raise DataError(f"{told} ids {tuple(ids.shape)} {ids.dtype}. Give 1 to {longest} token ids, int64.")
-        if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-            raise DataError(f"{told} token id {int(ids.max())}, but the model knows {vocab} tokens.")
+        unknown = [token for token in ids.tolist() if not 0 <= token < vocab]
+        if unknown:
+            raise DataError(f"{told} token id {unknown[0]}. Give ids from 0 to {vocab - 1}, the model's tokens.")
         if completion.logprobs.shape != ids.shape or not bool(completion.logprobs.isfinite().all()):
             raise DataError(f"{told} log-probs {tuple(completion.logprobs.shape)}. Give a finite one for each token.")
