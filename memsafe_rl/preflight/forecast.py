@@ -299,6 +299,7 @@ def _config_of_forecast(args: TrainerConfig, device: str, ranks: int) -> Trainer
     config.reward_weights = config.eval_pass_reward = None  # rewards are synthetic
     config.load_best_model_at_end = False
     config.use_vllm = config.use_transformers_continuous_batching = False
+    config.rollout_engine = None
     if device == "cuda" and left_open and not config.fp16:
         config.bf16 = True
     return config

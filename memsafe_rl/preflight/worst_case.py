@@ -24,7 +24,7 @@ from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.preflight.synthetic import chains, embedded_prompts, lay_down
 from memsafe_rl.preflight.worst_rows import later_rows, tried_places, widest_slices, worst_step
-from memsafe_rl.rollout.native.engine import generate
+from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.rollout.native.sequences import Candidate, admit
 from memsafe_rl.rollout.scoring import score_all, value_all
 from memsafe_rl.training.algorithms.objectives import Controllers

@@ -18,7 +18,7 @@ from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy, TrainedSteps, policy_of, prepare_policy
 from memsafe_rl.models.diffusion.schedulers import DDIMScheduler, FlowSDEScheduler
 from memsafe_rl.ops.gaussian import normal_noise
-from memsafe_rl.rollout.denoising import DenoisingEngine
+from memsafe_rl.rollout.engines.denoising import DenoisingEngine
 from memsafe_rl.rollout.native.sequences import key_tensor
 from memsafe_rl.rollout.scoring import score_rows
 from memsafe_rl.training.gradient import accumulate_gradient

@@ -51,7 +51,6 @@ from memsafe_rl.types import MemoryFailure, MemoryState, Phase, RolloutPlan, Rol
 
 _PLACES = ("device", "host")
 _CACHE_DTYPES = (None, "int8")
-_ENGINES = ("native", "vllm", "continuous", "denoising")
 
 _GIB = 2**30
 
@@ -342,8 +341,6 @@ def check_rollout_plan(plan: RolloutPlan) -> None:
         _check_count(plan, "kept_kv_bytes")
     _check_switch(plan, "park_optimizer")
     _check_predictions(plan)
-    if plan.engine not in _ENGINES:
-        raise ConfigError(f"RolloutPlan.engine is {plan.engine!r}; write one of {', '.join(map(repr, _ENGINES))}.")
     if plan.cache_dtype not in _CACHE_DTYPES:
         raise ConfigError(
             f"RolloutPlan.cache_dtype is {plan.cache_dtype!r}; write one of {', '.join(map(repr, _CACHE_DTYPES))}."

@@ -193,6 +193,15 @@ class LanguageAdapter(ABC):
             self._geometries[key] = self._rounded_cache(geometry) if self.in_8_bits else geometry
         return self._geometries[key]
 
+    @property
+    def value_inputs(self) -> tuple[int, torch.dtype] | None:
+        """Width and type of the hidden states that a critic's head can read; None where only logits are shown."""
+        if self.path.route is Route.WHOLE:
+            return None
+        output = self.lm.get_output_embeddings()
+        width = getattr(output, "in_features", None) or output.weight.shape[-1]
+        return int(width), self.lm.get_input_embeddings().weight.dtype
+
     def reread(self) -> None:
         """Forgets the sizes read so far, after weights were added or frozen."""
         self._geometries.clear()

@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.adapter import DecodeState
+from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.cache import is_trimmable, transit_cache
 from memsafe_rl.models.decoding.padded import PaddedState
@@ -33,6 +33,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
 )
 from memsafe_rl.models.language.agreement import (
     difference,
+    known_tokens,
     probe_rows,
     sampling_disagreement,
     settle_generate,
@@ -206,7 +207,7 @@ def check_head(adapter: CausalLMAdapter) -> None:
     geometry.
     """
     with torch.no_grad(), eval_mode(adapter.model):
-        trajectory = probe_rows(adapter)
+        trajectory = probe_rows(known_tokens(adapter))
         wanted_MV = adapter.row_logits(adapter.model, trajectory, range(2))
         settle_path(adapter, trajectory, wanted_MV)
         _check_sampling(adapter, trajectory, wanted_MV)
@@ -252,7 +253,7 @@ def _first_route(lm: Any) -> Route:
 def _settle_packing(adapter: CausalLMAdapter) -> None:
     """Keeps the packed route if it gives the logits of rows alone, and says so if it does not."""
     # Rows of a prompt lie apart from each other and are unlike in length.
-    trajectory = probe_rows(adapter, (3, 6), (4, 3, 7, 1, 5), (0, 1, 0, 1, 0))
+    trajectory = probe_rows(known_tokens(adapter), (3, 6), (4, 3, 7, 1, 5), (0, 1, 0, 1, 0))
     wanted_MV = adapter.row_logits(adapter.model, trajectory, range(len(trajectory)))
     reason = _packing_disagreement(adapter, trajectory, wanted_MV)
     adapter.packs_prompts = reason is None
@@ -325,3 +326,10 @@ def _predicting_places(prompts: Sequence[int], lengths: Sequence[int], *, width:
     """Indices (M,), into rows laid end to end, of the positions that predict completion tokens."""
     starts = [row * width + prompt - 1 for row, prompt in enumerate(prompts)]
     return torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
+
+
+def _matches(model: Any) -> bool:
+    return isinstance(model, PreTrainedModel) and not is_encoder_decoder(model)
+
+
+register_adapter(Adapter("causal LM", CausalLMAdapter, _matches, check_head))

@@ -108,7 +108,6 @@ def test_a_policy_of_ones_own_needs_two_methods() -> None:
     ("plan", "message"),
     [
         (RolloutPlan(rows_in_flight=0), "RolloutPlan.rows_in_flight is 0"),
-        (RolloutPlan(engine="vlm"), "RolloutPlan.engine is 'vlm'; write one of 'native', 'vllm', 'continuous'."),
         (RolloutPlan(cache_dtype="int4"), "cache_dtype is 'int4'; write one of None, 'int8'"),
         (UpdatePlan(micro_batch_tokens=0), "UpdatePlan.micro_batch_tokens is 0"),
         (UpdatePlan(trajectory_device="moon"), "trajectory_device is 'moon'"),

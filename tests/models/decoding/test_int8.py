@@ -18,7 +18,7 @@ from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.decoding.shared_prefix_cache import as_floats, from_int8, to_int8
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
-from memsafe_rl.rollout.native.engine import generate
+from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Completion, MemoryFailure, Phase, RolloutPlan, SamplingSettings, UpdatePlan
 from tests.models.language.test_seq2seq import BUILDERS
 from tests.rollout.native.test_kv_bound import GROUP, NEW, formula, keys_of, peaks, prompts_of

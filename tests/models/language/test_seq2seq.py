@@ -37,7 +37,7 @@ from memsafe_rl.models.language.base import Route, naive_logits
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
 from memsafe_rl.models.language.seq2seq import Seq2SeqAdapter, check_seq2seq, start_token_of
-from memsafe_rl.rollout.native.engine import generate
+from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import (
     Completion,
     Component,

@@ -26,7 +26,7 @@ from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.rollout.native import engine as native
 from memsafe_rl.rollout.native import sequences
-from memsafe_rl.rollout.native.engine import generate
+from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 from tests.ops.test_sampling import chi_square
 from tests.tiny import tiny_model

@@ -18,8 +18,8 @@ from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.rollout.multi_turn.episode import turn_key
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.rollout.native import engine as native
-from memsafe_rl.rollout.native.engine import generate
 from memsafe_rl.rollout.native.kv_retention import KeptCaches
+from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.rollout.native.sequences import admit
 from memsafe_rl.types import Completion, Component, RolloutPlan, SamplingSettings, SequenceKey
 from tests.rollout.native.test_kv_bound import _Watch

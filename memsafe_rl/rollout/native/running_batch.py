@@ -9,9 +9,8 @@ Axes: ``P`` unique prompts, ``B`` rows of the running batch, ``V`` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
 from memsafe_rl.models.module_state import eval_mode
-from memsafe_rl.rollout.engine import EngineCapabilities, Generate, LiveKeys, Progress, RolloutScope
+from memsafe_rl.rollout.engine import Generate, LiveKeys, Progress
 from memsafe_rl.rollout.native.by_transformers import generate_by_transformers
 from memsafe_rl.rollout.native.kv_retention import KeptCaches, name_of
 from memsafe_rl.rollout.native.sequences import (
@@ -421,49 +420,3 @@ def opened(live_keys: LiveKeys | None, drawing: Callable[[KeptCaches], Generate]
         yield LocalScope(drawing(kept), kept)
     finally:
         kept.clear()
-
-
-# ------------------------------------------------------------------ the engine
-
-
-class NativeEngine:
-    """Runs `generate`; what lasts from call to call belongs to its scopes."""
-
-    name = "native"
-
-    def __init__(self, adapter: ModelAdapter) -> None:
-        self._adapter = adapter
-        self.generate = partial(generate, adapter)
-
-    @property
-    def supports(self) -> EngineCapabilities:
-        """What the engine can do; a rounded cache makes its log-probs another sampler's."""
-        keeps = self._adapter.kv_retention
-        return EngineCapabilities(
-            is_external=self.cache_dtype is not None, kv_retention=keeps, int8_cache=keeps, resumes_completions=True
-        )
-
-    @property
-    def cache_dtype(self) -> str | None:
-        """Element type of the cache, as in `RolloutPlan.cache_dtype`."""
-        return "int8" if self._adapter.in_8_bits else None
-
-    def round_cache(self) -> None:
-        """Keeps the caches to come in 8 bits."""
-        self._adapter.cache_in_8_bits(True)
-
-    def check(self, settings: SamplingSettings) -> None:
-        """Finds nothing to refuse: this engine has every setting."""
-
-    def synchronise(self, version: int) -> None:
-        """Does nothing: the weights are the trained ones."""
-
-    def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
-        """Opens a scope whose bytes for waiting caches the agent and all other roles share."""
-        return opened(live_keys, lambda kept: partial(generate, self._adapter, kept=kept))
-
-    def release(self) -> None:
-        """Does nothing: every wave gives its bytes back."""
-
-    def close(self) -> None:
-        """Does nothing."""
