@@ -14,10 +14,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memsafe_rl.accounting import claim
+from memsafe_rl.accounting import autocast_bytes, claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.decoding.by_transformers import Choose
-from memsafe_rl.models.geometry import autocast_bytes, weight_bytes
+from memsafe_rl.models.geometry import weight_bytes
 from memsafe_rl.models.language.base import LogitMap, head_of, naive_logits
 from memsafe_rl.models.module_state import as_reference
 from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
