@@ -16,7 +16,7 @@ from examples.motions import make_motions
 from memsafe_rl import DDIMScheduler, RolloutPlan, SimulatedMemory, TrainedSteps, UpdatePlan
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
-from memsafe_rl.rollout.denoising import DenoisingEngine
+from memsafe_rl.rollout.engines.denoising import DenoisingEngine
 from memsafe_rl.training.gradient import StepTerms, accumulate_gradient
 from memsafe_rl.types import Completion, Denominators, LossSettings, Ragged, SamplingSettings, SequenceKey, Trajectory
 

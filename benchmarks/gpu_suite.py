@@ -64,7 +64,7 @@ from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.language.factory import adapter_for
 from memsafe_rl.preflight.fake.families import config_for
 from memsafe_rl.preflight.verify import verify_plan
-from memsafe_rl.rollout.native.generation import generate
+from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Phase, SamplingSettings
 
 Record = dict[str, Any]

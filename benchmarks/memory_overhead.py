@@ -36,7 +36,7 @@ from rich.table import Table
 from benchmarks.machine import describe_machine
 from benchmarks.small import byte_tokenizer, small_qwen3
 from memsafe_rl import AdaptivePolicy, GRPOConfig, GRPOTrainer, MemoryPolicy
-from memsafe_rl.memory.runtime.recovery import Attempts, Recovery
+from memsafe_rl.memory.runtime.recovery import Attempts
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.simulated.counting import CountingAllocator
 from memsafe_rl.training import loop as base
@@ -86,7 +86,7 @@ def bare() -> Iterator[None]:
     """Takes away everything that watches memory or could repeat a unit."""
 
     with (
-        patch.object(Recovery, "run", _run_once),
+        patch.object(Attempts, "__call__", _run_once),
         patch.object(MemoryTracker, "phase", _answering(nullcontext())),
         patch.object(MemoryTracker, "adopt", _only_remember),
         patch.object(MemoryTracker, "record", _answering(None)),
@@ -98,8 +98,9 @@ def bare() -> Iterator[None]:
         yield
 
 
-def _run_once(_: Recovery, attempts: Attempts[Any], unit: Callable[[Any], Any], *__: Any) -> Any:
-    return unit(attempts.plan)
+def _run_once(attempts: Attempts[Any], unit: Callable[[Any], Any], undo: Any = None) -> Any:  # noqa: ARG001
+    with attempts.around(attempts.plan):
+        return unit(attempts.plan)
 
 
 def _only_remember(tracker: MemoryTracker, plan: RolloutPlan | UpdatePlan, *_: Any) -> None:

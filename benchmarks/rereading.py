@@ -24,8 +24,8 @@ from memsafe_rl.rollout.multi_turn.calls import Caller
 from memsafe_rl.rollout.multi_turn.episode import EpisodeLimits
 from memsafe_rl.rollout.multi_turn.lockstep import Beginning, EpisodeSettings, play
 from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Step
-from memsafe_rl.rollout.native.generation import generate
 from memsafe_rl.rollout.native.kv_retention import KeptCaches
+from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 _ANY_BYTES = 2**40

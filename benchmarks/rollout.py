@@ -37,7 +37,7 @@ from benchmarks.turns import Record, Referee, Side, counted, median_of
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.factory import adapter_for
-from memsafe_rl.rollout.native.generation import generate
+from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Component, RolloutPlan, SamplingSettings
 
 RESULTS = Path(__file__).parent / "results" / "rollout.json"

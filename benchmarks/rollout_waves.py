@@ -28,7 +28,7 @@ from benchmarks.draws import keys_of, lengths_by_generate
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.counting import CountingAllocator
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
-from memsafe_rl.rollout.native.generation import generate
+from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 
 RESULTS = Path(__file__).parent / "results" / "rollout_waves.json"

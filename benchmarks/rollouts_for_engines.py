@@ -11,12 +11,11 @@ from torch import Tensor
 
 from benchmarks.draws import keys_of, lengths_by_generate
 from benchmarks.small import PAD_ID, small_qwen3
+from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
-from memsafe_rl.rollout.engine import RolloutEngine
-from memsafe_rl.rollout.external.continuous_batching import ContinuousEngine
-from memsafe_rl.rollout.native.engine import NativeEngine
-from memsafe_rl.rollout.vllm.engine import VLLMEngine, VLLMSettings
+from memsafe_rl.rollout.engine import EngineContext, RolloutEngine
+from memsafe_rl.rollout.engines import ENGINES
 from memsafe_rl.types import RolloutPlan, SamplingSettings
 
 Draw = Callable[[Sequence[Tensor], int, int], list[int]]
@@ -77,11 +76,8 @@ def drawer_of(engine: str, model: Any, ends: tuple[int, ...], longest: int) -> D
 def _engine(name: str, model: Any) -> RolloutEngine:
     adapter = CausalLMAdapter(model, pad_token_id=PAD_ID)
     plenty = psutil.virtual_memory().total
-    if name == "vllm":
-        return VLLMEngine(adapter, VLLMSettings(dtype="float32"), total_bytes=plenty, room=lambda: plenty)
-    if name == "continuous":
-        return ContinuousEngine(adapter, {}, room=lambda: plenty)
-    return NativeEngine(adapter)
+    config = GRPOConfig(use_cpu=True, report_to="none")
+    return ENGINES[name].function(EngineContext(name, adapter, config, plenty, lambda: plenty))
 
 
 def resident_bytes(*, peak: bool = False) -> int:

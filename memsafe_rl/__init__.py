@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from memsafe_rl.memory.budget import MemoryBudget
     from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, LadderPolicy, MemoryPolicy
     from memsafe_rl.memory.simulated.device import SimulatedMemory
+    from memsafe_rl.models.adapter import Adapter, register_adapter
     from memsafe_rl.models.diffusion.policy import Condition, DiffusionPolicy, TrainedSteps
     from memsafe_rl.models.diffusion.schedulers import (
         DDIMScheduler,
@@ -19,11 +20,15 @@ if TYPE_CHECKING:
         DiffusersScheduler,
         FlowSDEScheduler,
     )
+    from memsafe_rl.models.language.function_adapter import FunctionAdapter
     from memsafe_rl.ops.advantages import AdvantageEstimator, register_advantage_estimator
     from memsafe_rl.ops.losses import Loss, LossTraits, Ratios, register_loss
     from memsafe_rl.preflight.forecast import forecast_memory
     from memsafe_rl.rewards.calls import Patience, TimeoutPolicy
-    from memsafe_rl.rollout.denoising import draw_samples
+    from memsafe_rl.rollout.engine import Engine, EngineContext, register_engine
+    from memsafe_rl.rollout.engines.denoising import draw_samples
+    from memsafe_rl.rollout.external.function_engine import FunctionEngine
+    from memsafe_rl.rollout.external.request import EngineRequest
     from memsafe_rl.rollout.multi_turn.other_libraries import GymEnvironment, HalfDuplex
     from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Step, ToolCall
     from memsafe_rl.rollout.multi_turn.tools import ToolEnvironment
@@ -36,7 +41,7 @@ if TYPE_CHECKING:
     from memsafe_rl.training.loop import collect
     from memsafe_rl.training.setup import TrainingSetup
     from memsafe_rl.training.state import RunState
-    from memsafe_rl.types import RolloutPlan, UpdatePlan
+    from memsafe_rl.types import Completion, RolloutPlan, UpdatePlan
 
 __version__ = "0.1.0.dev0"
 
@@ -48,6 +53,15 @@ _HOMES = {
     "RunState": "memsafe_rl.training.state",
     "TrainingSetup": "memsafe_rl.training.setup",
     "TrainingRequest": "memsafe_rl.training.assembly.factory",
+    "Adapter": "memsafe_rl.models.adapter",
+    "Completion": "memsafe_rl.types",
+    "Engine": "memsafe_rl.rollout.engine",
+    "EngineContext": "memsafe_rl.rollout.engine",
+    "EngineRequest": "memsafe_rl.rollout.external.request",
+    "FunctionAdapter": "memsafe_rl.models.language.function_adapter",
+    "FunctionEngine": "memsafe_rl.rollout.external.function_engine",
+    "register_adapter": "memsafe_rl.models.adapter",
+    "register_engine": "memsafe_rl.rollout.engine",
     "Action": "memsafe_rl.rollout.multi_turn.protocol",
     "AdvantageEstimator": "memsafe_rl.ops.advantages",
     "AdaptivePolicy": "memsafe_rl.memory.planning.policies",
@@ -86,7 +100,7 @@ _HOMES = {
     "TrainedSteps": "memsafe_rl.models.diffusion.policy",
     "ToolEnvironment": "memsafe_rl.rollout.multi_turn.tools",
     "UpdatePlan": "memsafe_rl.types",
-    "draw_samples": "memsafe_rl.rollout.denoising",
+    "draw_samples": "memsafe_rl.rollout.engines.denoising",
     "forecast_memory": "memsafe_rl.preflight.forecast",
     "register_advantage_estimator": "memsafe_rl.ops.advantages",
     "register_loss": "memsafe_rl.ops.losses",
@@ -94,10 +108,12 @@ _HOMES = {
 
 __all__ = [
     "Action",
+    "Adapter",
     "AdaptivePolicy",
     "AdvantageEstimator",
     "CallableUser",
     "Collector",
+    "Completion",
     "Condition",
     "ConfigError",
     "DDIMScheduler",
@@ -105,9 +121,14 @@ __all__ = [
     "DataError",
     "DiffusersScheduler",
     "DiffusionPolicy",
+    "Engine",
+    "EngineContext",
+    "EngineRequest",
     "Environment",
     "FixedPolicy",
     "FlowSDEScheduler",
+    "FunctionAdapter",
+    "FunctionEngine",
     "GRPOConfig",
     "GRPOTrainer",
     "GymEnvironment",
@@ -140,7 +161,9 @@ __all__ = [
     "draw_samples",
     "forecast_memory",
     "prepare",
+    "register_adapter",
     "register_advantage_estimator",
+    "register_engine",
     "register_loss",
 ]
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from itertools import islice
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from memsafe_rl.types import Component, Phase
@@ -195,3 +196,9 @@ def _host_memory() -> Iterator[None]:
         for listener in _listeners:
             stack.callback(listener.mark_host, listener.mark_host(True))
         yield
+
+
+def autocast_bytes(device: torch.device) -> int | None:
+    """Gives the width of an element under the autocast in force."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind).itemsize if torch.is_autocast_enabled(kind) else None

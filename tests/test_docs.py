@@ -6,12 +6,15 @@ import re
 import subprocess
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import memsafe_rl
 from memsafe_rl import GRPOConfig, MemoryPolicy, RolloutPlan, UpdatePlan
 from memsafe_rl.types import MemoryState, ModelGeometry, RolloutWork, UpdateWork
+from tests.tiny import VOCAB_SIZE
+from tests.trainers.helpers import make_trainer
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -102,6 +105,16 @@ def test_the_policy_of_the_docs_plans() -> None:
     update = policy.before_update(UpdateWork((20, 1100), (4, 4), geometry), memory)
     assert (type(rollout), rollout.rows_in_flight) == (RolloutPlan, 8)
     assert (type(update), update.checkpointing) == (UpdatePlan, True)
+
+
+def test_the_parts_of_a_users_own_train_together(tmp_path: Path) -> None:
+    scope: dict[str, Any] = {"__name__": "docs"}
+    for block in blocks((ROOT / "docs" / "extending.md").read_text(), "python"):
+        exec(block, scope)
+    engine = make_trainer(tmp_path, rollout_engine=scope["by_hand"], loss_type="squared", max_steps=1)
+    network = make_trainer(tmp_path, model=scope["GRUModel"](VOCAB_SIZE), advantage_estimator="best", max_steps=1)
+    for trainer in (engine, network):
+        assert trainer.train().global_step == 1
 
 
 def test_ci_runs_the_readme_and_checks_style() -> None:

@@ -217,6 +217,13 @@ class TrainerConfig(TrainerSettings, ABC):
         return torch.float16 if self.fp16 else None
 
     @property
+    def engines_chosen(self) -> dict[str, str]:
+        """The engines that are to draw in place of the model's own, by the setting that names each."""
+        switches = {"use_vllm": "vllm", "use_transformers_continuous_batching": "continuous"}
+        chosen = {setting: engine for setting, engine in switches.items() if getattr(self, setting)}
+        return chosen if self.rollout_engine is None else {**chosen, "rollout_engine": self.rollout_engine}
+
+    @property
     def caches_in_8_bits(self) -> bool:
         """Whether rollouts keep their keys and values in 8 bits."""
         return self.cache_implementation == QUANTISED_CACHE

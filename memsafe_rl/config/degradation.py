@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memsafe_rl.memory.planning.fallbacks import Lossy
+from memsafe_rl.memory.planning.search import Lossy
 from memsafe_rl.types import MemoryFailure, Phase
 
 SHORTEST_COMPLETION = 16

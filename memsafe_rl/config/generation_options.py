@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from memsafe_rl.config.refusals import DECLARED, REFUSED_OPTIONS, admit
 from memsafe_rl.config.values import Range, check_in, read
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.rollout.native.drawing import text_stops
 from memsafe_rl.rollout.native.processors import processors_of
-from memsafe_rl.rollout.sampling_checks import check_least_tokens
+from memsafe_rl.rollout.native.sequences import check_least_tokens, text_stops
 from memsafe_rl.types import SamplingSettings
 
 if TYPE_CHECKING:

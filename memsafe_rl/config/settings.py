@@ -373,6 +373,11 @@ class TrainerSettings(RunSettings):
     )
     vllm_importance_sampling_clip_min: float | None = sampling(None, "Lower bound of those weights; None: none.", low=0)
 
+    rollout_engine: str | None = engine(
+        None,
+        "Engine that draws completions, by name; in a script also your own (docs/extending.md); None: the model's own.",
+        registry="engines",
+    )
     use_vllm: bool = engine(
         False, "Draw completions with vLLM, in this process, with a copy of the weights; needs the package vllm."
     )

@@ -23,7 +23,9 @@ from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.ops.advantages import ESTIMATORS
 from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.ops.registry import Registry
+from memsafe_rl.rollout.engines import ENGINES
 from memsafe_rl.rollout.external.sampling_support import check_options, refuse_missing_vllm
+from memsafe_rl.types import RolloutPlan
 
 if TYPE_CHECKING:
     from memsafe_rl.config.base import TrainerConfig
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 ENUMS = {kind.__name__: kind for kind in (IntervalStrategy, SaveStrategy, SchedulerType, OptimizerNames)}
 """The enumerations of transformers that settings are declared with."""
 
-REGISTRIES: dict[str, Registry[Any]] = {"losses": LOSSES, "estimators": ESTIMATORS}
+REGISTRIES: dict[str, Registry[Any]] = {"losses": LOSSES, "estimators": ESTIMATORS, "engines": ENGINES}
 """The registries that settings are declared with; a user's own part is entered under its name."""
 
 
@@ -58,7 +60,7 @@ def _read_settings(config: TrainerConfig) -> None:
         given = getattr(config, name)
         registry = REGISTRIES.get(one.registry)
         value = one.read(given if registry is None else registry.name_of(given))
-        if registry is not None:
+        if registry is not None and value is not None:
             check_choice(name, value, registry)
         object.__setattr__(config, name, ENUMS[one.enum](value) if one.enum else value)
 
@@ -178,19 +180,20 @@ def _check_importance(config: TrainerConfig) -> None:
 
 
 def _check_engine(config: TrainerConfig) -> None:
-    chosen = [name for name in ("use_vllm", "use_transformers_continuous_batching") if getattr(config, name)]
+    if len(config.engines_chosen) > 1:
+        names = " and ".join(config.engines_chosen)
+        raise ConfigError(f"{names} are both set. Set one of them, for there is one engine.")
+    chosen = [setting for setting, engine in config.engines_chosen.items() if engine != RolloutPlan.engine]
     if config.caches_in_8_bits:
         _check_rounded_cache(config, chosen)
     if not chosen:
         return
-    if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)} are both True. Set one of them, for there is one engine.")
     for name in ("verify_plan", "probe_worst_case"):
         if getattr(config, name):
             raise ConfigError(
                 f"{name} is True with {chosen[0]}; it looks at the library's own engine. Leave one of the two out."
             )
-    if config.use_vllm:
+    if "vllm" in config.engines_chosen.values():
         _check_vllm(config)
     check_options(config.transformers_continuous_batching_config or {})
 

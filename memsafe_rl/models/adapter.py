@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, Self
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
+from memsafe_rl.ops.registry import Registry
 from memsafe_rl.slices import MicroBatchGroup
 from memsafe_rl.types import Distribution, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
 
@@ -226,6 +228,13 @@ class ModelAdapter(ScoringAdapter, Protocol):
             ConfigError: they cannot be, as `kv_retention` says.
         """
 
+    @property
+    def value_inputs(self) -> tuple[int, torch.dtype] | None:
+        """Width and type of the hidden states that a critic's head can read; None where it shows none."""
+
+    def reread(self) -> None:
+        """Forgets the sizes read so far, after weights were added or frozen."""
+
     def take_sources(self) -> None:
         """Reads prompts from trajectories from now on, where these hold what this very encoder made of them."""
 
@@ -320,3 +329,29 @@ class ModelAdapter(ScoringAdapter, Protocol):
 
     def reference(self) -> AbstractContextManager[ModelAdapter]:
         """Gives the reference network; see `ScoringAdapter.reference`."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A family of networks that draw tokens, built in or a user's own.
+
+    Args:
+        name: its name in messages.
+        function: wraps a network of the family, ``make(model, pad_token_id=..., reference_model=...)``; the model is a
+            `PeftModel` where there is an adapter, and the reference a frozen copy, or None.
+        matches: whether a network, without PEFT around it, is of the family.
+        check: compares an adapter's own paths with the network's logits; it may choose another path. None to compare
+            rows scored together with rows alone.
+    """
+
+    name: str
+    function: Callable[..., ModelAdapter]
+    matches: Callable[[Any], bool]
+    check: Callable[[Any], None] | None = None
+
+
+ADAPTERS: Registry[Adapter] = Registry("model", Adapter)
+"""Every family by name; where several match a network, the last."""
+
+register_adapter = ADAPTERS.add
+"""Makes a family known; its networks can be passed as ``model`` from then on."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.language.packed_attention import attention_again
+from memsafe_rl.models.language.packing import attention_again
 
 
 def find_blocks(trunk: nn.Module) -> tuple[nn.Module, ...]:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.adapter import ScoringAdapter
-from memsafe_rl.models.language.base import LanguageAdapter, Route
+from memsafe_rl.models.adapter import ModelAdapter, ScoringAdapter
 from memsafe_rl.models.module_state import kept_trainable, refuse_trained_bias
 from memsafe_rl.types import Component, ModelGeometry
 
@@ -107,7 +106,7 @@ class SharedTrunk(Critic):
 
     own_geometry = None
 
-    def __init__(self, adapter: LanguageAdapter) -> None:
+    def __init__(self, adapter: ModelAdapter) -> None:
         """Puts a head on a model."""
         super().__init__(_head_on(adapter, "critic=None, a head on the model's own hidden states"), shares_forward=True)
         self._adapter = adapter
@@ -117,7 +116,7 @@ class SharedTrunk(Critic):
         """The head."""
         return self.head
 
-    def running(self) -> AbstractContextManager[LanguageAdapter]:
+    def running(self) -> AbstractContextManager[ModelAdapter]:
         """Gives the model itself."""
         return nullcontext(self._adapter)
 
@@ -130,7 +129,7 @@ class SecondAdapter(Critic):
 
     own_geometry = None
 
-    def __init__(self, adapter: LanguageAdapter) -> None:
+    def __init__(self, adapter: ModelAdapter) -> None:
         """Adds the adapter, made as the model's own, to the model in place."""
         model = adapter.model
         if not isinstance(model, PeftModel):
@@ -153,7 +152,7 @@ class SecondAdapter(Critic):
         return self.head
 
     @contextmanager
-    def running(self) -> Iterator[LanguageAdapter]:
+    def running(self) -> Iterator[ModelAdapter]:
         """Gives the model with the critic's adapter in place of its own; what PEFT changes is as before afterwards."""
         active = self._model.active_adapter
         with kept_trainable(self._model):
@@ -174,7 +173,7 @@ class SecondAdapter(Critic):
 class OwnModel(Critic):
     """A network of its own, perhaps a smaller one, that reads the model's tokens, with a head."""
 
-    def __init__(self, adapter: LanguageAdapter, *, vocab_size: int) -> None:
+    def __init__(self, adapter: ModelAdapter, *, vocab_size: int) -> None:
         """Puts a head on another network, in place of its output head where that has weights of its own."""
         known = adapter.geometry.vocab_size
         if known < vocab_size:
@@ -199,7 +198,7 @@ class OwnModel(Critic):
         """Sizes of the critic's network."""
         return self._adapter.geometry
 
-    def running(self) -> AbstractContextManager[LanguageAdapter]:
+    def running(self) -> AbstractContextManager[ModelAdapter]:
         """Gives the critic's network."""
         return nullcontext(self._adapter)
 
@@ -215,16 +214,12 @@ def add_critic_adapter(model: PeftModel) -> None:
         model.add_adapter(CRITIC_ADAPTER, config)
 
 
-def _head_on(adapter: LanguageAdapter, told: str) -> ValueLayer:
+def _head_on(adapter: ModelAdapter, told: str) -> ValueLayer:
     """Makes a head for a network's hidden states."""
-    network: Any = adapter.model
-    if adapter.path.route is Route.WHOLE:
+    if adapter.value_inputs is None:
         raise ConfigError(
-            f"{told} reads hidden states, but {type(network).__name__} is scored as a whole model (the log says why) "
-            "and shows none. Pass another model as critic."
+            f"{told} reads hidden states, but {type(adapter.model).__name__} is scored as a whole model (the log says "
+            "why) and shows none. Pass another model as critic."
         )
-    output = network.get_output_embeddings()
-    width = getattr(output, "in_features", None) or output.weight.shape[-1]
-    embedding = network.get_input_embeddings().weight
     with charge(Component.WEIGHTS):
-        return ValueLayer(int(width), embedding.dtype, adapter.device)
+        return ValueLayer(*adapter.value_inputs, adapter.device)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
+from memsafe_rl.accounting import autocast_bytes
 from memsafe_rl.types import ModelGeometry
 
 
@@ -65,12 +65,6 @@ def max_positions(config: Any) -> int | None:
 def cache_windows(config: Any) -> tuple[int | None, ...]:
     """Gives each layer's attention window as transformers' cache sees it."""
     return tuple(_window(layer) for layer in DynamicCache(config=config).layers)
-
-
-def autocast_bytes(device: torch.device) -> int | None:
-    """Gives the width of an element under the autocast in force."""
-    kind = device.type
-    return torch.get_autocast_dtype(kind).itemsize if torch.is_autocast_enabled(kind) else None
 
 
 def weight_bytes(*modules: nn.Module) -> int:

@@ -31,6 +31,7 @@ from memsafe_rl.models.language.base import (
     language_model_of,
     refuse_prompt_learning,
 )
+from memsafe_rl.models.language.factory import adapter_for, family_of
 from memsafe_rl.models.module_state import REFERENCE_ADAPTER, kept_trainable, refuse_trained_bias
 from memsafe_rl.types import Component, room_for_prompt
 
@@ -46,7 +47,7 @@ _CONFIG_KEYS = ("revision", "subfolder", "cache_dir", "token", "local_files_only
 class ModelFacts:
     """What a config says of a network."""
 
-    config: Any  # transformers config
+    config: Any  # transformers config; None where the network has none
     max_positions: int | None  # longest sequence the network accepts, in tokens; None if unbounded
     vocab_size: int  # rows of the embedding
     router_aux_loss_coef: float  # coefficient of a mixture-of-experts balance loss; 0 without one
@@ -75,6 +76,9 @@ def read_config(
     """Reads a model's config; no weight is loaded."""
     _check_kind(model, told)
     arguments = dict(model_init_kwargs or {})
+    if not isinstance(model, str) and not isinstance(language_model_of(model), PreTrainedModel):
+        sizes = adapter_for(model, pad_token_id=0).geometry
+        return ModelFacts(None, sizes.max_positions, sizes.vocab_size, 0.0)
     if not isinstance(model, str):
         config = language_model_of(model).config
     elif arguments.get("config") is not None:
@@ -236,12 +240,16 @@ def _refuse_contradictions(
 
 
 def _check_kind(model: Any, told: str = "model") -> None:
-    if not isinstance(model, (str, PreTrainedModel, PeftModel)):
+    if isinstance(model, str):
+        return
+    lm = language_model_of(model)
+    if family_of(lm) is None:
         raise ConfigError(
-            f"{told} is a {type(model).__name__}; give a name, a path (as text), a transformers model or a PeftModel."
+            f"{told} is a {type(lm).__name__}; give a name, a path (as text), a transformers model or a PeftModel, or "
+            "name the adapter of its family first (register_adapter, docs/extending.md)."
         )
-    if not isinstance(model, str):
-        _refuse_without_tokens(language_model_of(model), told)
+    if isinstance(lm, PreTrainedModel):
+        _refuse_without_tokens(lm, told)
 
 
 def _refuse_without_tokens(lm: Any, told: str) -> None:
@@ -331,7 +339,8 @@ def _is_quantised(model: Any) -> bool:
 def _name(model: str | nn.Module) -> str:
     if isinstance(model, str):
         return model
-    return str(getattr(language_model_of(model).config, "_name_or_path", "") or type(model).__name__)
+    config = getattr(language_model_of(model), "config", None)
+    return str(getattr(config, "_name_or_path", "") or type(model).__name__)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Entropy of the model's choices: the bonus, its controller, and the mask that keeps the most uncertain actions.
+"""Entropy of the model's choices: the controller of its bonus, and the mask that keeps the most uncertain actions.
 
 Axes: ``B`` rows, ``T`` columns, ``M`` entries of all rows laid end to end.
 """
@@ -11,36 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memsafe_rl.errors import ConfigError
-from memsafe_rl.types import Denominators, LossInputs
-
 _TIE_NATS = 1e-4
 """Entropies closer than this may be equal: far above the rounding of another batch shape, far below what matters."""
-
-
-def entropy_bonus(inputs: LossInputs, denominators: Denominators) -> Tensor:
-    """Gives a micro-batch's share of the step's mean entropy over the actions that the policy loss acts on.
-
-    Args:
-        inputs: the micro-batch, with entropies.
-        denominators: counts over the whole step.
-
-    Returns:
-        Scalar, nats, with gradient.
-
-    Raises:
-        ConfigError: If there are no entropies.
-    """
-    if inputs.entropies_BT is None:
-        raise ConfigError(
-            f"`entropy_coef` is {inputs.entropy_coef} but entropies were not computed. Compute them, or set it to 0."
-        )
-    return (inputs.entropies_BT * active_mask(inputs)).sum() / max(denominators.entropy_tokens, 1)
-
-
-def active_mask(inputs: LossInputs) -> Tensor:
-    """Marks, (B, T), the actions that count and, under an entropy mask, are among the most uncertain."""
-    return inputs.mask_BT if inputs.entropy_mask_BT is None else inputs.mask_BT * inputs.entropy_mask_BT
 
 
 def entropy_threshold(entropies_M: Tensor, mask_M: Tensor, top_entropy_quantile: float) -> Tensor:

@@ -6,13 +6,14 @@ Axes: ``M`` tokens of several rows laid end to end, ``N`` tokens of one tile or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from memsafe_rl.accounting import charge, worth_running
@@ -100,7 +101,7 @@ class _Recipe:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        return _widen(self.product_dtype)
+        return torch.promote_types(self.product_dtype, torch.float32)
 
     def squash_(self, outputs_NV: Tensor) -> None:
         """Turns outputs of the linear map into logits over temperature, in place."""
@@ -181,7 +182,7 @@ class _LogitsScores(torch.autograd.Function):
         ctx: Any, logits_NV: Tensor, tokens_N: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        wide = _widen(logits_NV.dtype)
+        wide = torch.promote_types(logits_NV.dtype, torch.float32)
         logprobs_N, log_sums_N, entropies_N = _empty_scores(tokens_N, wide, with_entropy)
         with charge(Component.LOGITS):
             for part in _cuts(len(tokens_N), _part(len(tokens_N))):
@@ -289,7 +290,7 @@ def _write_scores(
     """Fills a tile with logits over temperature; the product is rounded to its own type, as a linear layer's is."""
     dtype = recipe.product_dtype
     hidden_ND = hidden_ND.to(dtype)
-    for block in _head_blocks(weight_VD, recipe):
+    for block in _cuts(len(weight_VD), _head_rows(weight_VD, recipe)):
         target = scores_NV[:, block] if scores_NV.dtype == dtype else None
         matrix = weight_VD[block].to(dtype).t()
         if bias_V is None:
@@ -328,7 +329,7 @@ class _HeadGradients:
         """Adds one tile's share, given the gradient with respect to the linear map's output."""
         hidden_MD, weight_VD, _ = self._inputs
         hidden_sum, weight_sum, bias_sum = self._sums
-        for block in _head_blocks(weight_VD, self._recipe):
+        for block in _cuts(len(weight_VD), _head_rows(weight_VD, self._recipe)):
             part = gradient_NV[:, block]
             if hidden_sum is not None:
                 self._add_product(hidden_sum[rows], part, weight_VD[block])
@@ -364,10 +365,6 @@ def _product_dtype(hidden_MD: Tensor, head: LinearHead) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and wider != torch.float64 else wider
 
 
-def _widen(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _cuts(length: int, size: int) -> Iterator[slice]:
     return worth_running(slice(start, min(start + size, length)) for start in range(0, length, size))
 
@@ -376,11 +373,10 @@ def _part(size: int) -> int:
     return max(1, -(-size // _PARTS))
 
 
-def _head_blocks(weight_VD: Tensor, recipe: _Recipe) -> Iterator[slice]:
-    """Cuts the vocabulary so that no copy of the whole head in another type exists; one piece if none is needed."""
-    vocab = weight_VD.shape[0]
+def _head_rows(weight_VD: Tensor, recipe: _Recipe) -> int:
+    """Gives the tokens of the vocabulary taken at once, so that no copy of the whole head in another type exists."""
     plain = weight_VD.dtype == recipe.product_dtype == recipe.wide_dtype
-    return _cuts(vocab, vocab if plain else _part(vocab))
+    return len(weight_VD) if plain else _part(len(weight_VD))
 
 
 def _zeros(like: Tensor, dtype: torch.dtype, component: Component) -> Tensor:
@@ -406,3 +402,19 @@ def _store(where: slice, parts: tuple[Tensor | None, ...], wholes: tuple[Tensor 
 
 def _at(where: slice, tokens: Tensor, log_sums: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     return (tokens[where], log_sums[where], *(None if value is None else value[where] for value in others))
+
+
+def pad_rows(flat_M: Tensor, lengths: Sequence[int], fill: float = 0.0) -> Tensor:
+    """Cuts flat values into rows, padded on the right to the longest; gradients flow back to the flat values.
+
+    Args:
+        flat_M: (M, ...), any type; rows laid end to end.
+        lengths: entries of each row; they add up to M.
+        fill: value of the padding.
+
+    Returns:
+        (B, T, ...), of the type of ``flat_M``; T is the greatest length.
+    """
+    if not lengths:
+        return flat_M.reshape(0, 0, *flat_M.shape[1:])
+    return pad_sequence(list(torch.split(flat_M, list(lengths))), batch_first=True, padding_value=fill)

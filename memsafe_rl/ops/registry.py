@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import get_annotations
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from memsafe_rl.errors import ConfigError
@@ -79,6 +80,26 @@ class Registry(dict[str, Part]):
                 f"Pass {self._kind.__name__}('name', it)."
             )
         return self.add(self._kind(name, given)).name  # type: ignore[call-arg]
+
+
+def refuse_incomplete(made: object, protocol: type, told: str) -> None:
+    """Refuses an object that lacks a part of a protocol.
+
+    Args:
+        made: what a user's function made.
+        protocol: what it must be.
+        told: what made it, for the message.
+
+    Raises:
+        ConfigError: If it lacks something.
+    """
+    wanted = {name for each in protocol.__mro__ for name in (*vars(each), *get_annotations(each))}
+    missing = sorted(name for name in wanted.difference(dir(made)) if not name.startswith("_"))
+    if missing:
+        raise ConfigError(
+            f"{told} gives a {type(made).__name__}, which has no {', '.join(missing)}. Add what "
+            f"{protocol.__module__}.{protocol.__name__} says of it."
+        )
 
 
 def _is_redefinition(known: object, other: object) -> bool:

@@ -21,8 +21,7 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
-from memsafe_rl.memory.runtime.recovery import Recovery
+from memsafe_rl.memory.runtime.recovery import Recovery, capture_random_state, set_random_state
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy, prepare_policy
 from memsafe_rl.preflight.dry_run import DryRun, SharedState
@@ -300,6 +299,7 @@ def _config_of_forecast(args: TrainerConfig, device: str, ranks: int) -> Trainer
     config.reward_weights = config.eval_pass_reward = None  # rewards are synthetic
     config.load_best_model_at_end = False
     config.use_vllm = config.use_transformers_continuous_batching = False
+    config.rollout_engine = None
     if device == "cuda" and left_open and not config.fp16:
         config.bf16 = True
     return config

@@ -29,9 +29,8 @@ from memsafe_rl.memory.simulated.device import active_simulation
 from memsafe_rl.models.blocks import find_blocks
 from memsafe_rl.preflight.synthetic import lay_down
 from memsafe_rl.preflight.worst_case import untouched
-from memsafe_rl.rollout.scoring import update_work
 from memsafe_rl.slices import measure_slices
-from memsafe_rl.training.algorithms.controllers import Controllers
+from memsafe_rl.training.algorithms.objectives import Controllers
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.gradient import StepTerms
 from memsafe_rl.training.learner import Learner
@@ -482,7 +481,7 @@ class _Comparison:
     def _halved_plans(self, chosen: PlanRun) -> tuple[RolloutPlan, UpdatePlan]:
         """Half the chosen plan; where a micro-batch is a single row already, half its tile of logits."""
         trajectory, rollout, update = self._laid_down(), chosen.rollout_plan, chosen.update_plan
-        work = update_work(self._setup.adapter, trajectory, range(self._rows), packable=update.pack_prompts)
+        work = self._setup.adapter.work(trajectory, range(self._rows), packable=update.pack_prompts)
         largest = measure_slices(work, update.micro_batch_tokens, packed=update.pack_prompts).tokens
         tokens = max(max(work.row_tokens), largest // 2)
         tile = update.logprob_tile if chosen.micro_batches < self._rows else max(1, update.logprob_tile // 2)

@@ -18,17 +18,16 @@ from torch import Tensor
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.errors import DataError, MemoryBudgetError
-from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
-from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state, under
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.preflight.synthetic import chains, embedded_prompts, lay_down
 from memsafe_rl.preflight.worst_rows import later_rows, tried_places, widest_slices, worst_step
-from memsafe_rl.rollout.native.admission import Candidate, admit
-from memsafe_rl.rollout.native.generation import generate
+from memsafe_rl.rollout.native.running_batch import generate
+from memsafe_rl.rollout.native.sequences import Candidate, admit
 from memsafe_rl.rollout.scoring import score_all, value_all
-from memsafe_rl.training.algorithms.controllers import Controllers
+from memsafe_rl.training.algorithms.objectives import Controllers
 from memsafe_rl.training.collector import Collector, by_reward_rows, served_by
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.loop import TrainingLoop

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
 
-from memsafe_rl.data.order import Cursor, rows_of_step
+from memsafe_rl.data.prompts import Cursor, rows_of_step
 from memsafe_rl.preflight.fake.device import true_numbers
-from memsafe_rl.rollout.scoring import update_work
 from memsafe_rl.slices import cut_groups, cut_work, measure_slices, packing_saves, telling, widest
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.setup import TrainingSetup
@@ -59,9 +58,9 @@ def widest_slices(
         return [max(map(list, sets), key=len)]
     slices: list[list[int]] = []
     for rows in sets:
-        work = update_work(setup.adapter, trajectory, rows)
+        work = setup.adapter.work(trajectory, rows)
         slices += [[rows[place] for place in part] for part in cut_work(work, budget, packed=packing_saves(work))]
-    whole = update_work(setup.adapter, trajectory, range(len(trajectory)))
+    whole = setup.adapter.work(trajectory, range(len(trajectory)))
     return [slices[index] for index in widest(whole, slices, packed=packing_saves(whole))]
 
 

@@ -225,7 +225,7 @@ class RewardRunner:
             later = {self.names.index(name): _numbers(name, output, len(prompts)) for name, output in outputs}
             rewards = [(columns_F | later)[index] for index in range(len(self._sources))]
             self._warn_of_unscored(rewards, prompts)
-            rewards_BF = attempt(lambda _: torch.tensor(rewards).T.contiguous())
+            rewards_BF = attempt(functools.partial(_by_row, rewards))
             return RewardScores(
                 rewards_BF, self.names, calls.seconds, calls.joined_extras(), calls.joined_metrics(), calls.timeouts
             )
@@ -267,6 +267,10 @@ class RewardRunner:
             first,
             prompts[first],
         )
+
+
+def _by_row(rewards_FB: Sequence[Sequence[float]], rows: int) -> Tensor:  # noqa: ARG001
+    return torch.tensor(rewards_FB).T.contiguous()
 
 
 def _numbers(name: str, output: Any, rows: int) -> list[float]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.ops.registry import Registry
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 Progress = Callable[[int, int], None]
@@ -172,3 +173,42 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Ends the engine and forgets which weights it has; a later `generate` would start it anew."""
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """What an engine is made from.
+
+    Args:
+        name: the name it was chosen by, which its ``name`` must be.
+        adapter: the network, whose weights move from step to step.
+        config: the run's settings, to be read only.
+        total_bytes: memory of the device.
+        room: gives the bytes that the run may still take.
+    """
+
+    name: str
+    adapter: ModelAdapter
+    config: Any
+    total_bytes: int
+    room: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A rollout engine, built in or a user's own: ``GRPOConfig(rollout_engine=Engine("mine", make))``.
+
+    Args:
+        name: its name in configurations, logs and checkpoints.
+        function: makes it.
+    """
+
+    name: str
+    function: Callable[[EngineContext], RolloutEngine]
+
+
+ENGINES: Registry[Engine] = Registry("rollout_engine", Engine)
+"""Every engine by its name in the configuration."""
+
+register_engine = ENGINES.add
+"""Makes an engine known by name, for run files and settings read back; passing it as ``rollout_engine`` does so too."""

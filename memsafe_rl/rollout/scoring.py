@@ -21,8 +21,7 @@ from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter, ScoringAdapter
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.gaussian import gaussian_entropies, gaussian_kl, gaussian_logprobs
-from memsafe_rl.ops.logprobs import token_logprobs
-from memsafe_rl.ops.masking import pad_rows
+from memsafe_rl.ops.logprobs import pad_rows, token_logprobs
 from memsafe_rl.slices import MicroBatch, cut_by_tokens, packing_saves
 from memsafe_rl.types import (
     Distribution,
@@ -32,7 +31,6 @@ from memsafe_rl.types import (
     StateFeatures,
     TokenScores,
     Trajectory,
-    UpdateWork,
     ValueHead,
 )
 
@@ -154,13 +152,6 @@ def read_sources(adapter: ModelAdapter, trajectory: Trajectory, attempt: Attempt
             found |= attempt(read_next)
     with host_memory():
         return Ragged.from_rows([found[place] for place in range(len(prompts))])
-
-
-def update_work(
-    adapter: ScoringAdapter, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True
-) -> UpdateWork:
-    """Gives the shape of rows, as a memory policy may know it."""
-    return adapter.work(trajectory, rows, packable=packable)
 
 
 def _in_slices(

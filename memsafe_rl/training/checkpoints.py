@@ -17,9 +17,9 @@ from memsafe_rl.checkpoint.store import CheckpointContent, drop_old_checkpoints,
 from memsafe_rl.checkpoint.weights import saved_bytes
 from memsafe_rl.config.degradation import Degradation
 from memsafe_rl.config.resume_checks import check_same_run, run_facts
-from memsafe_rl.data.order import Cursor
 from memsafe_rl.data.partial_rollouts import plain_groups
-from memsafe_rl.memory.runtime.random_state import capture_random_state, plain_random_state, restore_random_state
+from memsafe_rl.data.prompts import Cursor
+from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import TrainingSetup

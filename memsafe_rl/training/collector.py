@@ -24,7 +24,7 @@ from memsafe_rl.data.partial_rollouts import (
 )
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.planning.plan_checks import check_rollout_plan
+from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.ops.advantages import estimated_advantages, zero_spread_groups
@@ -86,7 +86,7 @@ class Collector:
 
     def __init__(self, setup: TrainingSetup) -> None:
         self._setup = setup
-        self._config = setup.config
+        self._config, self._settings = setup.config, setup.settings
         self.scorer = Scorer(setup)
         self.episodes = Episodes(setup, self.scorer)
 
@@ -103,7 +103,7 @@ class Collector:
         if self._config.partial_rollout_tokens is not None:
             return self._draw_partly(state)
         cursor, group_size = state.cursor, self._config.num_generations
-        prompts = self._read(cursor.position, self._config.prompts_per_rollout)
+        prompts = self._read(cursor.position, self._settings.prompts_per_rollout)
         batch = self.episodes.begin(prompts, cursor.rollout, group_size) if self.episodes.played else None
         self.plan(prompts, batch)
         samples, answers = self._draw(prompts, cursor.rollout, group_size, state, batch=batch)
@@ -171,8 +171,10 @@ class Collector:
     def plan(self, prompts: Prompts, batch: EpisodeBatch | None = None) -> None:
         """Asks the memory policy how to cut the rollout; episodes are as long as their environments make them."""
         work = self.work(prompts, self._config.num_generations)
-        work = replace(work, prompt_tokens=self.episodes.first_tokens(work.prompt_tokens, batch))
-        work = replace(work, kept_bytes=self.episodes.most_kept_bytes(work, batch))
+        if batch is not None:
+            work = replace(work, prompt_tokens=self.episodes.first_tokens(work.prompt_tokens, batch))
+        if self.episodes.several_turns:
+            work = replace(work, kept_bytes=self.episodes.most_kept_bytes(work, batch))
         plan = self._setup.memory_policy.before_rollout(work, self._setup.memory.state())
         self._setup.memory.adopt(served_by(self._setup.engine, plan), RolloutPlan)
 
@@ -184,7 +186,7 @@ class Collector:
             group_size=group_size,
             max_new_tokens=self._setup.sampling.max_new_tokens,
             geometry=adapter.geometry,
-            scored=self._config.has_reference and not adapter.closed_form_kl,
+            scored=self._settings.has_reference and not adapter.closed_form_kl,
         )
 
     @property
@@ -326,7 +328,7 @@ class Collector:
 
         gathered = gather_groups(
             [group.fitted(samples, limit) for group in state.waiting],
-            wanted=self._config.prompts_per_rollout,
+            wanted=self._settings.prompts_per_rollout,
             limit=limit,
             begin=begin,
             draw=draw,
@@ -427,10 +429,10 @@ class Collector:
         return self._repeat(_first_groups, useful, spare, wanted), consumed
 
     def _advantages(self, samples: Samples) -> AdvantageResult:
-        rewards, settings = self._setup.rewards, self._config.advantage_settings()
+        rewards, settings = self._setup.rewards, self._settings.advantages
         estimate = partial(_estimate, group_size=samples.group_size, settings=settings)
         weights_F = torch.tensor(rewards.weights, dtype=torch.float32)
-        return judge(samples.rewards_BF, rewards.names, weights_F, self._config.objective_list, estimate)
+        return judge(samples.rewards_BF, rewards.names, weights_F, self._settings.objectives, estimate)
 
     def _assigned(self, trajectory: Trajectory, advantages: AdvantageResult) -> tuple[Trajectory, dict[str, float]]:
         with host_memory():  # where the rollout is
@@ -439,7 +441,7 @@ class Collector:
     # ------------------------------------------------------------------ what is logged
 
     def _metrics(self, samples: Samples, advantages: AdvantageResult) -> dict[str, float]:
-        objectives = reward_metrics(self._config.objective_list, advantages)
+        objectives = reward_metrics(self._settings.objectives, advantages)
         metrics = {**rollout_metrics(samples, advantages, self._setup.rewards.names), **objectives}
         if self._config.num_generations == 1:  # a completion alone is always equal to itself
             metrics.pop("frac_reward_zero_std")

@@ -25,18 +25,12 @@ class Episodes:
         self._setup = setup
         self._scorer = scorer
         self.scope: RolloutScope | None = None
-
-    @property
-    def played(self) -> bool:
-        """Whether completions are episodes of this run's environments."""
-        return self._setup.environments is not None
-
-    @property
-    def several_turns(self) -> bool:
-        """Whether completions may have several turns; a dry run, which has no environments, goes by the limits."""
-        config = self._setup.config
+        config = setup.config
         limited = config.max_turn_length is not None or config.max_episode_turns is not None
-        return (self.played or limited) and config.max_episode_turns != 1
+        # whether completions are episodes of this run's environments
+        self.played = setup.environments is not None
+        # whether completions may have several turns; a dry run, which has no environments, goes by the limits
+        self.several_turns = (self.played or limited) and config.max_episode_turns != 1
 
     def begin(self, prompts: Prompts, rollout: int, group_size: int, first_prompt: int = 0) -> EpisodeBatch:
         """Resets the environments of this rank's rows, once."""
@@ -72,17 +66,17 @@ class Episodes:
         setup.engine.release()
         return environments.given(batch.episodes(), external=setup.engine.supports.is_external)
 
-    def first_tokens(self, prompt_tokens: Sequence[int], batch: EpisodeBatch | None) -> tuple[int, ...]:
+    def first_tokens(self, prompt_tokens: Sequence[int], batch: EpisodeBatch) -> tuple[int, ...]:
         """Gives the longest first prompt of each group, as far as it is known."""
         longest = list(prompt_tokens)
-        for key, context in () if batch is None else zip(batch.keys, batch.contexts, strict=True):
+        for key, context in zip(batch.keys, batch.contexts, strict=True):
             longest[key.prompt] = max(longest[key.prompt], len(context))
         return tuple(longest)
 
     def most_kept_bytes(self, work: RolloutWork, batch: EpisodeBatch | None = None) -> int:
         """Counts the keys and values that could wait between turns: of all agents at their longest, and of users."""
         geometry = work.geometry
-        if not self.several_turns or not self._setup.engine.supports.kv_retention:
+        if not self._setup.engine.supports.kv_retention:
             return 0
         longest = max(work.prompt_tokens, default=1)
         prompts = len(work.prompt_tokens) * geometry.prompt_kv_bytes(longest)

@@ -116,16 +116,11 @@ def accumulate_gradient(
 ) -> StepGradient:
     """Adds the gradient of some rows of a step to the parameters' `.grad`; how they are cut leaves it unchanged."""
     shared = _Pass(adapter, trajectory, plan, terms, autocast, scale)
-    return _accumulate_columns(shared, rows) if adapter.time_separable else _accumulate_rows(shared, rows)
-
-
-def _accumulate_rows(shared: _Pass, rows: Sequence[int]) -> StepGradient:
-    """Goes over micro-batches of whole rows, and measures each as it is run."""
-    adapter, trajectory = shared.adapter, shared.trajectory
+    if adapter.time_separable:
+        return _accumulate_columns(shared, rows)
     zero = torch.zeros((), device=adapter.device)
     step = StepGradient(loss=zero, run_tokens=zero)
-    tokens = shared.plan.micro_batch_tokens
-    for group in adapter.micro_batches(trajectory, rows, tokens, packed=shared.packs(adapter)):
+    for group in adapter.micro_batches(trajectory, rows, plan.micro_batch_tokens, packed=shared.packs(adapter)):
         together = [rows[place] for place in group.places]
         with adapter.read_together(trajectory, together, partial(shared.forward, adapter)):
             for micro in group.to_run():

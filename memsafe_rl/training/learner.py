@@ -5,22 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import charge
-from memsafe_rl.data.order import Cursor, rows_of_step
+from memsafe_rl.data.prompts import Cursor, rows_of_step
 from memsafe_rl.errors import MemsafeError
-from memsafe_rl.memory.planning.plan_checks import check_packing
-from memsafe_rl.memory.runtime.attribution import watch_gradients
+from memsafe_rl.memory.planning.policies import check_packing
+from memsafe_rl.memory.runtime.holdings import watch_gradients
 from memsafe_rl.memory.runtime.stages import Stage
-from memsafe_rl.rollout.scoring import update_work
-from memsafe_rl.training.algorithms.controllers import Controllers
+from memsafe_rl.training.algorithms.objectives import Controllers
 from memsafe_rl.training.gradient import StepGradient, StepTerms, accumulate_gradient, contributes, entropy_masks
-from memsafe_rl.training.metrics.step_metrics import read_step, step_metrics
-from memsafe_rl.training.metrics.weight_sample import WeightSample, is_due, rounds_to_nearest, sample_weights
+from memsafe_rl.training.metrics.step_metrics import (
+    WeightSample,
+    is_due,
+    read_step,
+    rounds_to_nearest,
+    sample_weights,
+    step_metrics,
+)
 from memsafe_rl.training.optim.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler, check_holds
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.scorer import Scorer
@@ -48,8 +54,10 @@ class Learner:
 
     def __init__(self, setup: TrainingSetup) -> None:
         self._setup = setup
-        self._config = setup.config
+        self._config, self._settings = setup.config, setup.settings
         self._repeat = setup.recovery.repeat
+        # accumulates a step's gradient over micro-batches, ranks and objectives; moves no weight
+        self.gradient = partial(setup.combiner.accumulate, setup, self.accumulate)
 
     def step(self, state: RunState) -> StepResult:
         """Accumulates the gradient of the next optimizer step; `commit` then moves the weights.
@@ -101,15 +109,13 @@ class Learner:
 
     def rows(self, cursor: Cursor) -> list[int]:
         """Gives the samples of an optimizer step, over all ranks."""
-        config = self._config
-        return self._repeat(
-            Stage.PREPARE, rows_of_step, cursor, config.rollout_rows, config.step_rows, config.order_seed
-        )
+        known = self._settings
+        return self._repeat(Stage.PREPARE, rows_of_step, cursor, known.rollout_rows, known.step_rows, known.order_seed)
 
     def later_rows(self, cursor: Cursor) -> list[int]:
         """Gives the samples that no optimizer step reads before the weights first move."""
         first = set(self.rows(cursor))
-        return [row for row in range(self._config.rollout_rows) if row not in first]
+        return [row for row in range(self._settings.rollout_rows) if row not in first]
 
     def fix_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers) -> StepTerms:
         """Fixes every denominator and threshold over the whole step and all ranks."""
@@ -120,7 +126,7 @@ class Learner:
         kept = tokens if masks is None else sum(sum(masks[row].tolist()) for row in rows)
         counted = sum(trajectory.group_of_row[row] >= 0 for row in rows)
         terms = StepTerms(
-            settings=self._setup.advantages.loss_settings(config.loss_settings()),
+            settings=self._setup.advantages.loss_settings(self._settings.loss),
             denominators=Denominators(rows=counted, tokens=tokens, entropy_tokens=kept),
             temperature=config.temperature,
             with_entropy=True,
@@ -143,14 +149,14 @@ class Learner:
 
     def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """Gives this rank's rows that can move a weight."""
-        useful = [row for row in rows if contributes(trajectory, row, every_row=self._config.every_row_learns)]
+        useful = [row for row in rows if contributes(trajectory, row, every_row=self._settings.every_row_learns)]
         return self._setup.parallel.balance(useful, trajectory.row_lengths(useful))
 
     def work(self, trajectory: Trajectory, rows: Sequence[int]) -> UpdateWork:
         """Gives the shape of this rank's part of an optimizer step."""
         # Under dropout, completions behind one prompt would share its mask.
         packable = self._config.disable_dropout
-        return self._setup.local_work(update_work(self._setup.adapter, trajectory, rows, packable=packable))
+        return self._setup.local_work(self._setup.adapter.work(trajectory, rows, packable=packable))
 
     def plan(self, trajectory: Trajectory, rows: Sequence[int]) -> None:
         """Asks the memory policy how to cut this rank's rows."""
@@ -160,12 +166,6 @@ class Learner:
         check_packing(plan, work)
 
     # ------------------------------------------------------------------ micro-batches
-
-    def gradient(
-        self, rollout: Rollout, rows: Sequence[int], terms: StepTerms, *, step: int
-    ) -> tuple[Rollout, StepGradient]:
-        """Accumulates the step's gradient over micro-batches, ranks and objectives; moves no weight."""
-        return self._setup.combiner.accumulate(self._setup, rollout, rows, terms, self.accumulate, step=step)
 
     def accumulate(
         self,
@@ -243,9 +243,10 @@ class Learner:
     def _sample_weights(self, state: RunState) -> WeightSample | None:
         """Notes a sample of half-precision weights where it is to be seen whether the step to come moves them."""
         committer, last = self._setup.committed, state.progress.max_steps
-        due = is_due(state.step, self._config.get_warmup_steps(last), last)
-        wanted = due and self._config.alarm_rules.lost_updates is not None
-        if not wanted or committer.learning_rate == 0 or not rounds_to_nearest(committer.optimizer):
+        due = is_due(state.step, committer.warmup_steps, last)
+        if not due or not self._settings.watches_updates:
+            return None
+        if committer.learning_rate == 0 or not rounds_to_nearest(committer.optimizer):
             return None
         return self._repeat(Stage.MEASURE, sample_weights, committer.parameters)
 
@@ -267,7 +268,14 @@ def make_committer(setup: TrainingSetup, given: tuple[torch.optim.Optimizer | No
     optimizer = optimizer or repeat(Stage.PREPARE, build_optimizer, setup.trained, config)
     scheduler = scheduler or build_scheduler(optimizer, config, max_steps)
     scaler = torch.amp.GradScaler(setup.adapter.device.type) if config.fp16 else None
-    committer = Committer(setup.trained, optimizer, scheduler, max_grad_norm=config.max_grad_norm, scaler=scaler)
+    committer = Committer(
+        setup.trained,
+        optimizer,
+        scheduler,
+        max_grad_norm=config.max_grad_norm,
+        scaler=scaler,
+        warmup_steps=config.get_warmup_steps(max_steps),
+    )
     setup.holdings.optimizer = optimizer
     committer.drop_gradients()
     return committer

@@ -20,15 +20,14 @@ from memsafe_rl.diagnostics.run_figures import run_figures
 from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError, SaveError, TrainingInterrupted
 from memsafe_rl.memory.runtime.interrupts import StopRequest, uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter
-from memsafe_rl.memory.runtime.random_state import capture_random_state
-from memsafe_rl.memory.runtime.recovery import flush_autograd
+from memsafe_rl.memory.runtime.recovery import capture_random_state, flush_autograd
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.training.checkpoints import Checkpoints
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.evaluation import evaluate, track_best
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.metrics.run_log import RunLog
-from memsafe_rl.training.metrics.weight_sample import WeightSample
+from memsafe_rl.training.metrics.step_metrics import WeightSample
 from memsafe_rl.training.run_files import RunFiles
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import TrainingSetup

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,11 @@ from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.ops.importance import importance_weights
-from memsafe_rl.rollout.scoring import RowScores, read_sources, score_all, update_work
+from memsafe_rl.rollout.scoring import RowScores, read_sources, score_all
 from memsafe_rl.training.gradient import contributes
 from memsafe_rl.training.samples import Samples
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Component, Phase, Ragged, RolloutPlan, RolloutWork, Trajectory, UpdateWork
-
-Made = TypeVar("Made")
 
 
 class Scorer:
@@ -30,7 +28,7 @@ class Scorer:
 
     def __init__(self, setup: TrainingSetup) -> None:
         self._setup = setup
-        self._config, self._adapter = setup.config, setup.adapter
+        self._config, self._settings, self._adapter = setup.config, setup.settings, setup.adapter
 
     @property
     def adapter(self) -> Any:
@@ -48,22 +46,17 @@ class Scorer:
     ) -> Attempt[RolloutPlan]:
         """Runs units of this work under the rollout plan in force, each in a context of its own."""
         setup = self._setup
-        attempts = setup.recovery.attempts(stage, setup.memory.rollout_plan, work)
 
-        def run(unit: Callable[[RolloutPlan], Made], undo: Callable[[], None] | None = None) -> Made:
-            def prepared(plan: RolloutPlan) -> Made:
-                if plan.park_optimizer and setup.committer is not None:
-                    setup.committer.park()
-                with context():
-                    return unit(plan)
+        def around(plan: RolloutPlan) -> AbstractContextManager[object]:
+            if plan.park_optimizer and setup.committer is not None:
+                setup.committer.park()
+            return context()
 
-            return attempts(prepared, undo)
-
-        return run
+        return setup.recovery.attempts(stage, setup.memory.rollout_plan, work, around)
 
     def scoring(self, trajectory: Trajectory, rows: Sequence[int], network: Any = None) -> Attempt[RolloutPlan]:
         """Begins a scoring pass over some rows, by the model or another network."""
-        return self.attempt(Stage.SCORE, update_work(network or self._adapter, trajectory, rows))
+        return self.attempt(Stage.SCORE, (network or self._adapter).work(trajectory, rows))
 
     def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """Gives this rank's part of rows that are scored together."""
@@ -105,8 +98,8 @@ class Scorer:
     @property
     def keeps_sources(self) -> bool:
         """Whether what an encoder reads is kept with the rollout: it is frozen, and would read it more than once."""
-        config = self._config
-        again = config.num_iterations > 1 or config.updates_per_epoch > 1 or config.has_reference
+        config, known = self._config, self._settings
+        again = config.num_iterations > 1 or known.updates_per_epoch > 1 or known.has_reference
         # Dropout would read a prompt anew each time.
         return bool(self._adapter.reads_alike) and again and config.disable_dropout
 
@@ -121,7 +114,7 @@ class Scorer:
     def score_unrewarded(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
         """Adds what no reward changes: reference log-probs, values, and old log-probs that correct another sampler."""
         # A KL in closed form is taken in the update, from the means of both networks.
-        referred = self._config.has_reference and not self._adapter.closed_form_kl
+        referred = self._settings.has_reference and not self._adapter.closed_form_kl
         everyone = list(range(len(trajectory)))
         with self._setup.memory.phase(Phase.SCORE):
             if referred:
@@ -173,7 +166,7 @@ class Scorer:
         return external and self._config.vllm_importance_sampling_correction
 
     def _learning(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
-        learns = partial(contributes, trajectory, every_row=self._config.every_row_learns)
+        learns = partial(contributes, trajectory, every_row=self._settings.every_row_learns)
         return [row for row in rows if learns(row)]
 
     def _corrections(self, trajectory: Trajectory) -> Ragged:

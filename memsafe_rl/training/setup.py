@@ -6,16 +6,19 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.config.objectives import Objective
 from memsafe_rl.data.environments import EnvironmentPool
 from memsafe_rl.data.prompts import PromptSource
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.memory.runtime.holdings import Holdings
 from memsafe_rl.memory.runtime.recovery import Recovery
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
@@ -25,11 +28,10 @@ from memsafe_rl.rewards.base import RewardRunner, RewardScores
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.training.algorithms.advantages import Advantages
-from memsafe_rl.training.algorithms.combiner import Combiner
+from memsafe_rl.training.algorithms.objectives import Combiner
 from memsafe_rl.training.assembly.protocol import ModelFactory
-from memsafe_rl.training.holdings import Holdings
 from memsafe_rl.training.optim.optimizer import Committer
-from memsafe_rl.types import Component, ModelGeometry, SamplingSettings, UpdatePlan, UpdateWork
+from memsafe_rl.types import Component, LossSettings, ModelGeometry, SamplingSettings, UpdatePlan, UpdateWork
 
 DrawRollout = Callable[[list[Any]], Mapping[str, Any]]
 """A user's `rollout_func`, its trainer given already."""
@@ -69,6 +71,44 @@ SILENT = Silent()
 
 def leave_room(plan: UpdatePlan) -> None:
     """Takes nothing more from the device before an update."""
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What follows from the configuration and is asked at each step; worked out once, when the parts are built."""
+
+    rollout_rows: int  # completions of a rollout, over all ranks
+    step_rows: int  # completions of an optimizer step, over all ranks
+    prompts_per_rollout: int
+    updates_per_epoch: int
+    order_seed: int  # of every order of prompts and rows
+    has_reference: bool  # whether a reference is scored
+    every_row_learns: bool  # whether rows without advantage move weights too
+    gives_entropy_bonus: bool
+    autocast_dtype: torch.dtype | None  # None for the weights' own
+    loss: LossSettings
+    objectives: tuple[Objective, ...]  # empty where there is but the weighted sum of all rewards
+    advantages: Mapping[str, str]  # how a group's rewards are compared
+    watches_updates: bool  # whether it is seen if half-precision weights stop moving
+
+    @classmethod
+    def of(cls, config: TrainerConfig) -> StepSettings:
+        """Works them out."""
+        return cls(
+            rollout_rows=config.rollout_rows,
+            step_rows=config.step_rows,
+            prompts_per_rollout=config.prompts_per_rollout,
+            updates_per_epoch=config.updates_per_epoch,
+            order_seed=config.order_seed,
+            has_reference=config.has_reference,
+            every_row_learns=config.every_row_learns,
+            gives_entropy_bonus=config.gives_entropy_bonus,
+            autocast_dtype=config.autocast_dtype,
+            loss=config.loss_settings(),
+            objectives=config.objective_list,
+            advantages=config.advantage_settings(),
+            watches_updates=config.alarm_rules.lost_updates is not None,
+        )
 
 
 @dataclass(frozen=True)
@@ -121,6 +161,11 @@ class TrainingSetup:
     events: StepEvents = SILENT
     make_room: Callable[[UpdatePlan], None] = leave_room
 
+    @cached_property
+    def settings(self) -> StepSettings:
+        """What follows from the configuration as it was when these parts were put together."""
+        return StepSettings.of(self.config)
+
     @property
     def memory(self) -> MemoryTracker:
         """The run's memory: budget, plans, peaks and events."""
@@ -169,7 +214,7 @@ class TrainingSetup:
 
     def autocast(self) -> torch.autocast:
         """Gives the context of a forward pass; left after each, so that its weight cache never outlives one."""
-        return autocast(self.adapter.device, self.config.autocast_dtype)
+        return autocast(self.adapter.device, self.settings.autocast_dtype)
 
     def local_work(self, work: UpdateWork) -> UpdateWork:
         """Adds to a step's shape what is trained beside the model, waits beside it, and is this rank's of both."""

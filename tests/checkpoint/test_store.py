@@ -16,7 +16,7 @@ from memsafe_rl.checkpoint.store import (
 )
 from memsafe_rl.checkpoint.weights import read_weights, write_weights
 from memsafe_rl.errors import ConfigError, SaveError
-from memsafe_rl.memory.runtime.random_state import capture_random_state, plain_random_state, restore_random_state
+from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
 from tests.tiny import tiny_model
 
 

@@ -27,8 +27,7 @@ from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.config.settings import GROUPS
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.memory.planning.policies import AdaptivePolicy, LadderPolicy
-from memsafe_rl.memory.planning.presets import PRESETS
+from memsafe_rl.memory.planning.policies import PRESETS, AdaptivePolicy, LadderPolicy
 from memsafe_rl.memory.simulated.device import active_simulation
 from memsafe_rl.preflight.verify import Verification, verify_plan
 from memsafe_rl.rewards import REWARD_FUNCTIONS

@@ -62,6 +62,7 @@ NEW = {
     "interrupt_grace_seconds",
     "on_save_error",
     "overwrite_output_dir",
+    "memory_forecast",
     "objectives",
     "overlap_async_rewards",
     "overlong_prompts",
@@ -70,8 +71,8 @@ NEW = {
     "reward_retries",
     "reward_timeout_result",
     "reward_timeout_seconds",
+    "rollout_engine",
     "trajectory_device",
-    "memory_forecast",
     "verify_plan",
 }
 """Settings that TRL does not have."""
@@ -147,7 +148,7 @@ def test_a_rollout_engine_is_chosen_with_what_goes_with_it(monkeypatch: pytest.M
     config = GRPOConfig(use_vllm=True, vllm_mode="colocate", vllm_max_model_length=1024)
     assert config.use_vllm is True
     for name, value, message in (
-        ("use_transformers_continuous_batching", True, r"are both True"),
+        ("use_transformers_continuous_batching", True, r"are both set"),
         ("verify_plan", True, r"verify_plan is True with use_vllm"),
         ("probe_worst_case", True, r"probe_worst_case is True with use_vllm"),
         ("vllm_max_model_length", 512, r"leaves no prompt beside max_completion_length 512"),

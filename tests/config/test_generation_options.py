@@ -20,7 +20,7 @@ from memsafe_rl.config.generation_options import (
 from memsafe_rl.config.refusals import REFUSED_OPTIONS
 from memsafe_rl.config.resume_checks import run_facts
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.rollout.native.drawing import Drawer
+from memsafe_rl.rollout.native.sequences import Drawer
 from memsafe_rl.types import SamplingSettings
 from tests.tiny import EOS_ID, tiny_model, tiny_tokenizer
 from tests.trainers.helpers import make_trainer

@@ -20,7 +20,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import LadderPolicy
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.rollout.native.generation import generate
+from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.types import Completion
 from tests.parallel.test_ranks import run_ranks, set_up_rank

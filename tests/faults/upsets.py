@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsafe_rl import MemoryBudgetError, SimulatedMemory
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.memory.runtime.random_state import capture_random_state, plain_random_state
+from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state
 from tests.faults.scenes import Scene
 from tests.faults.storms import NEVER, WEIGHT_TOLERANCE, Storm
 from tests.faults.watched import Watched

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from memsafe_rl import SimulatedMemory
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
+from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state
 from memsafe_rl.types import Completion
 from tests.faults.scenes import Reward, Scene, make_trainer
 from tests.trainers.helpers import rewire

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from memsafe_rl.models.language.heads import naive_logits
+from memsafe_rl.models.language.base import naive_logits
 from memsafe_rl.types import Ragged, TokenDistribution, Trajectory
 
 PAD = 0

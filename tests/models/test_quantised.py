@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.geometry import weight_bytes
+from memsafe_rl.models.language.base import ModuleHead, naive_logits
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, Route, check_head
-from memsafe_rl.models.language.heads import ModuleHead, naive_logits
 from memsafe_rl.models.loading import load_model
 from tests.models.helpers import PAD, assert_close, logprobs_of, make_rows, naive_row_logits
 from tests.tiny import tiny_model

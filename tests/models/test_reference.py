@@ -12,8 +12,8 @@ from torch import Tensor
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.geometry import weight_bytes
+from memsafe_rl.models.language.base import naive_logits
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.models.language.heads import naive_logits
 from memsafe_rl.models.loading import load_model
 from tests.models.helpers import PAD, assert_close, make_rows, naive_row_logits
 from tests.tiny import tiny_model

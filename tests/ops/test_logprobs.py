@@ -7,8 +7,7 @@ from torch.nn.functional import linear
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.ops.logprobs import token_logprobs
-from memsafe_rl.ops.masking import pad_rows, row_mask
+from memsafe_rl.ops.logprobs import pad_rows, token_logprobs
 from memsafe_rl.types import LinearHead, TokenDistribution
 
 TOKENS, WIDTH, VOCAB = 11, 6, 37
@@ -289,7 +288,6 @@ def test_pad_rows_lays_rows_out_and_carries_gradients():
     padded = pad_rows(flat, (2, 0, 3, 1), fill=-1.0)
     expected = torch.tensor([[0.0, 1.0, -1.0], [-1.0, -1.0, -1.0], [2.0, 3.0, 4.0], [5.0, -1.0, -1.0]])
     assert torch.equal(padded, expected)
-    assert torch.equal(row_mask((2, 0, 3, 1)), (expected >= 0).float())
     (padded * torch.arange(12.0).view(4, 3)).sum().backward()
     assert flat.grad.tolist() == [0.0, 1.0, 6.0, 7.0, 8.0, 9.0]
 
@@ -297,7 +295,6 @@ def test_pad_rows_lays_rows_out_and_carries_gradients():
 def test_pad_rows_without_rows():
     assert pad_rows(torch.zeros(0), ()).shape == (0, 0)
     assert pad_rows(torch.zeros(0), (0, 0)).shape == (2, 0)
-    assert row_mask(()).shape == (0, 0)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import T5Config, T5ForConditionalGeneration
 
-from memsafe_rl.data.order import permutation
+from memsafe_rl.data.prompts import permutation
 from memsafe_rl.preflight.fake.device import fake_device, true_numbers
 from memsafe_rl.types import Phase
 from tests.preflight import beside

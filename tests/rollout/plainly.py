@@ -7,7 +7,7 @@ from torch import Tensor
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.rollout import scoring
-from memsafe_rl.rollout.native import generation
+from memsafe_rl.rollout.native import engine as native
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey, Trajectory
 
 
@@ -19,7 +19,7 @@ def generate(
     plan: RolloutPlan,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Completion]:
-    return generation.generate(adapter, prompts, keys, settings, under(plan), progress)
+    return native.generate(adapter, prompts, keys, settings, under(plan), progress)
 
 
 def score_all(

@@ -18,9 +18,9 @@ from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy, TrainedSteps, policy_of, prepare_policy
 from memsafe_rl.models.diffusion.schedulers import DDIMScheduler, FlowSDEScheduler
 from memsafe_rl.ops.gaussian import normal_noise
-from memsafe_rl.rollout.denoising import DenoisingEngine
-from memsafe_rl.rollout.native.drawing import key_tensor
-from memsafe_rl.rollout.scoring import score_rows, update_work
+from memsafe_rl.rollout.engines.denoising import DenoisingEngine
+from memsafe_rl.rollout.native.sequences import key_tensor
+from memsafe_rl.rollout.scoring import score_rows
 from memsafe_rl.training.gradient import accumulate_gradient
 from memsafe_rl.types import (
     LossSettings,
@@ -210,7 +210,7 @@ def test_running_out_of_memory_changes_nothing(fail_at):
     with SimulatedMemory(fail_at=fail_at, exact=False) as memory:
         tracker, recovery = recovering(memory, LadderPolicy())
         attempts = recovery.attempts(
-            Stage.ACCUMULATE, UpdatePlan(micro_batch_tokens=9), update_work(adapter, trajectory, range(6))
+            Stage.ACCUMULATE, UpdatePlan(micro_batch_tokens=9), adapter.work(trajectory, range(6))
         )
         attempts(accumulate, undo=lambda: adapter.model.zero_grad(set_to_none=True))
         assert memory.refusals == 1
@@ -252,7 +252,7 @@ def test_a_small_device_is_served_by_smaller_waves_and_rectangles():
     with SimulatedMemory(capacity_bytes=sum(peaks) // 2, exact=False) as memory:
         tracker, recovery = recovering(memory, AdaptivePolicy())
         attempts = recovery.attempts(
-            Stage.ACCUMULATE, UpdatePlan(micro_batch_tokens=160), update_work(adapter, trajectory, range(32))
+            Stage.ACCUMULATE, UpdatePlan(micro_batch_tokens=160), adapter.work(trajectory, range(32))
         )
         with tracker.phase(Phase.UPDATE):
             attempts(accumulate, undo=lambda: adapter.model.zero_grad(set_to_none=True))
@@ -263,7 +263,7 @@ def test_a_small_device_is_served_by_smaller_waves_and_rectangles():
 def test_policies_plan_pairs():
     adapter = DiffusionAdapter(make_policy(denoiser=Denoiser(width=64)))
     trajectory = lay_down(adapter, draw(adapter))
-    work = update_work(adapter, trajectory, range(6))
+    work = adapter.work(trajectory, range(6))
     rollout = RolloutWork((2, 2), 3, 6, adapter.geometry)
     for policy in (AdaptivePolicy(), LadderPolicy()):
         plan = policy.before_update(work, ROOM)
@@ -286,7 +286,7 @@ def test_estimates_are_near(checkpointing):
     adapter.model.eval()
     trajectory = lay_down(adapter, draw(adapter, group=32), group=32)
     terms, plan = terms_of(trajectory, LossSettings()), UpdatePlan(micro_batch_tokens=64, checkpointing=checkpointing)
-    work = update_work(adapter, trajectory, range(64))
+    work = adapter.work(trajectory, range(64))
     predicted = AdaptivePolicy().before_update(work, ROOM)
     assert predicted.predicted_bytes["update"] > 0
     with SimulatedMemory(exact=False) as memory:

@@ -12,10 +12,9 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.rollout.engine import EngineCapabilities, RolloutEngine
-from memsafe_rl.rollout.external.continuous_batching import ContinuousEngine
 from memsafe_rl.rollout.external.limits import drawn_by_limit
-from memsafe_rl.rollout.native.engine import NativeEngine
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
+from tests.rollout.external.common import engine_of
 from tests.tiny import PAD_ID, tiny_model
 
 PROMPTS = [torch.tensor([5, 6, 7]), torch.tensor([8, 9]), torch.tensor([10])]
@@ -26,7 +25,7 @@ LIMITS = [4, 2, 4]
 def engines() -> list[RolloutEngine]:
     adapter = CausalLMAdapter(tiny_model("qwen3"), pad_token_id=PAD_ID)
     check_head(adapter)
-    return [NativeEngine(adapter), ContinuousEngine(adapter, {}, room=lambda: 1 << 30)]
+    return [engine_of(name, adapter) for name in ("native", "continuous")]
 
 
 def test_an_engine_of_one_limit_a_call_gives_completions_in_the_order_of_the_prompts() -> None:

@@ -13,8 +13,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from memsafe_rl.errors import ConfigError, DataError, MemoryBudgetError, MemsafeError
-from memsafe_rl.memory.planning.policies import FixedPolicy, LadderPolicy, MemoryPolicy
-from memsafe_rl.memory.planning.presets import PRESETS
+from memsafe_rl.memory.planning.policies import PRESETS, FixedPolicy, LadderPolicy, MemoryPolicy
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.types import RolloutPlan, UpdatePlan

@@ -23,7 +23,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.training import learner
 from memsafe_rl.training.metrics.alarms import STEPS_TO_END, WINDOW_STEPS, AlarmWatch
-from memsafe_rl.training.metrics.weight_sample import is_due, sample_weights
+from memsafe_rl.training.metrics.step_metrics import is_due, sample_weights
 from tests.tiny import tiny_model
 from tests.trainers.helpers import make_trainer
 

@@ -14,7 +14,7 @@ from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.policy import TrainedSteps, prepare_policy
-from memsafe_rl.rollout.scoring import score_all, score_rows, update_work
+from memsafe_rl.rollout.scoring import score_all, score_rows
 from memsafe_rl.slices import cut_columns
 from memsafe_rl.training.gradient import StepTerms, accumulate_gradient
 from memsafe_rl.types import Denominators, LossSettings, RolloutPlan, UpdatePlan
@@ -150,7 +150,7 @@ def test_columns_that_nobody_counts_are_not_run():
     adapter = DiffusionAdapter(policy)
     trajectory = lay_down(adapter, draw(adapter))
     assert len(trajectory.counted_columns) == 2
-    assert update_work(adapter, trajectory, range(6)).row_tokens == (2,) * 6
+    assert adapter.work(trajectory, range(6)).row_tokens == (2,) * 6
     policy.denoiser.calls.clear()
     step, _ = accumulate(adapter, trajectory, LossSettings("grpo"), UpdatePlan(micro_batch_tokens=6))
     assert step.tokens == 12

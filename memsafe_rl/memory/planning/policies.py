@@ -1,4 +1,4 @@
-"""Memory policies: strategies that cut logical work into plans. Pure functions of work and memory.
+"""Memory policies: strategies that cut logical work into plans, and what a plan may ask for. Pure functions.
 
 A policy of one's own is a subclass with two methods::
 
@@ -13,11 +13,17 @@ A policy of one's own is a subclass with two methods::
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
-from memsafe_rl.memory.planning.costs import (
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.budget import AUTO_SHARE
+from memsafe_rl.memory.planning.estimator import (
     full_speed_packed_tokens,
     full_speed_rows,
     full_speed_tile,
@@ -27,10 +33,26 @@ from memsafe_rl.memory.planning.costs import (
     score_time,
     update_time,
 )
-from memsafe_rl.memory.planning.fallbacks import FINE_STEPS, LOSSLESS, Fallback, Plan, fallbacks_named, leaner
-from memsafe_rl.memory.planning.search import Room, fastest_that_fits, first_that_fits, next_plan, with_prediction
+from memsafe_rl.memory.planning.search import (
+    FINE_STEPS,
+    LOSSLESS,
+    Fallback,
+    Plan,
+    Room,
+    fallbacks_named,
+    fastest_that_fits,
+    first_that_fits,
+    leaner,
+    next_plan,
+    with_prediction,
+)
 from memsafe_rl.slices import packing_saves
 from memsafe_rl.types import MemoryFailure, MemoryState, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+
+_PLACES = ("device", "host")
+_CACHE_DTYPES = (None, "int8")
+
+_GIB = 2**30
 
 
 class MemoryPolicy(ABC):
@@ -136,9 +158,9 @@ class AdaptivePolicy(MemoryPolicy):
             kept_kv_bytes=work.kept_bytes,
         )
         times: dict[Phase, Callable[[RolloutPlan], float]] = {
-            Phase.ROLLOUT: lambda lower: rollout_time(work, lower, fast),
-            Phase.SCORE: lambda lower: score_time(work, lower, fast),
-            Phase.REWARD: lambda lower: reward_time(lower, fast),
+            Phase.ROLLOUT: partial(rollout_time, work, fastest=fast),
+            Phase.SCORE: partial(score_time, work, fastest=fast),
+            Phase.REWARD: partial(reward_time, fastest=fast),
         }
         for phase, time in times.items():
             plan = fastest_that_fits(plan, self._fallbacks(phase, memory), Room(phase, work, memory), time)
@@ -166,7 +188,7 @@ class AdaptivePolicy(MemoryPolicy):
             trajectory_device=self.trajectory_device,
         )
         fallbacks, room = self._fallbacks(Phase.UPDATE, memory), Room(Phase.UPDATE, work, memory)
-        plan = fastest_that_fits(fast, fallbacks, room, lambda lower: update_time(memory.device, work, lower, fast))
+        plan = fastest_that_fits(fast, fallbacks, room, partial(update_time, memory.device, work, fastest=fast))
         return with_prediction(plan, work, memory)
 
     def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
@@ -303,3 +325,103 @@ class WithinBudget(MemoryPolicy):
 def _packs(wanted: bool | None, work: UpdateWork) -> bool:
     """Whether a plan packs prompts: where it can, as the user wants it, or where it is worth while."""
     return bool(work.prompts) and (packing_saves(work) if wanted is None else wanted)
+
+
+# ------------------------------------------------------------------ what a plan may ask for
+
+
+def check_rollout_plan(plan: RolloutPlan) -> None:
+    """Refuses a rollout plan that cannot be carried out."""
+    _check_kind(plan, RolloutPlan)
+    for name in ("rows_in_flight", "prefill_tokens", "score_tokens", "reward_rows"):
+        _check_count(plan, name)
+    if plan.kv_bytes is not None:
+        _check_count(plan, "kv_bytes")
+    if plan.kept_kv_bytes != 0:
+        _check_count(plan, "kept_kv_bytes")
+    _check_switch(plan, "park_optimizer")
+    _check_predictions(plan)
+    if plan.cache_dtype not in _CACHE_DTYPES:
+        raise ConfigError(
+            f"RolloutPlan.cache_dtype is {plan.cache_dtype!r}; write one of {', '.join(map(repr, _CACHE_DTYPES))}."
+        )
+
+
+def check_update_plan(plan: UpdatePlan) -> None:
+    """Refuses an update plan that cannot be carried out."""
+    _check_kind(plan, UpdatePlan)
+    for name in ("micro_batch_tokens", "logprob_tile"):
+        _check_count(plan, name)
+    for name in ("checkpointing", "offload_activations", "pack_prompts", "park_optimizer"):
+        _check_switch(plan, name)
+    _check_predictions(plan)
+    if plan.trajectory_device not in _PLACES:
+        raise ConfigError(
+            f"UpdatePlan.trajectory_device is {plan.trajectory_device!r}; write one of {', '.join(map(repr, _PLACES))}."
+        )
+
+
+def check_packing(plan: UpdatePlan, work: UpdateWork) -> None:
+    """Refuses a plan that packs what cannot be packed."""
+    if plan.pack_prompts and work.row_tokens and not work.prompts:
+        raise ConfigError(
+            f"UpdatePlan.pack_prompts is True, but these {len(work.row_tokens)} rows cannot share their prompts: the "
+            "network gives packed rows other log-probs (the log says why), or learns under dropout "
+            "(disable_dropout=False). Leave pack_prompts out, or set it only where work.prompts is not empty."
+        )
+
+
+def _check_kind(plan: Any, kind: type) -> None:
+    if not isinstance(plan, kind):
+        raise ConfigError(f"The memory policy answered {plan!r} where it must give a {kind.__name__}.")
+
+
+def _check_count(plan: RolloutPlan | UpdatePlan, name: str) -> None:
+    value = getattr(plan, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{type(plan).__name__}.{name} is {value!r}; it must be a whole number. Round it down.")
+    if value < 1:
+        raise ConfigError(f"{type(plan).__name__}.{name} is {value}; it must be at least 1.")
+
+
+def _check_switch(plan: RolloutPlan | UpdatePlan, name: str) -> None:
+    value = getattr(plan, name)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{type(plan).__name__}.{name} is {value!r}; write True or False.")
+
+
+def _check_predictions(plan: RolloutPlan | UpdatePlan) -> None:
+    if not isinstance(plan.predicted_bytes, Mapping):
+        raise ConfigError(
+            f"{type(plan).__name__}.predicted_bytes is {plan.predicted_bytes!r}; it must be a mapping of phase to "
+            "bytes. Leave it out."
+        )
+    for name, size in plan.predicted_bytes.items():
+        if isinstance(size, bool) or not isinstance(size, (int, float)) or not math.isfinite(size):
+            raise ConfigError(f"{type(plan).__name__}.predicted_bytes[{name!r}] is {size!r}; it must be bytes.")
+
+
+# ------------------------------------------------------------------ presets
+
+
+def _for_cards_of(gib: int) -> MemoryPolicy:
+    return WithinBudget(AdaptivePolicy(), int(AUTO_SHARE * gib * _GIB))
+
+
+PRESETS: Mapping[str, MemoryPolicy] = MappingProxyType(
+    {
+        "24GB+": AdaptivePolicy(),
+        "12-24GB": _for_cards_of(12),
+        "8-12GB": _for_cards_of(8),
+        "under-8GB": _for_cards_of(6),
+    }
+)
+"""Policies by kind of card, the same plans on each of a kind; the largest takes what there is. Group size, epochs,
+lengths and effective batch are not theirs to change. A smaller budget of the run still counts, as on a card of 4 GB."""
+
+
+def preset(name: str) -> MemoryPolicy:
+    """Gives the policy for a kind of card."""
+    if name not in PRESETS:
+        raise ConfigError(f"There is no preset {name!r} of memory policies; write one of {', '.join(PRESETS)}.")
+    return PRESETS[name]

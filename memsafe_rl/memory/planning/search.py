@@ -1,14 +1,47 @@
-"""Finds plans: what a plan is predicted to hold, how much it may hold, and the way down after a failure."""
+"""Fallbacks, which make a plan leaner in one field or, if lossy, the task in one setting; and the search among them.
+
+A lossless fallback bears the name of the plan's field, a lossy one that of the setting. Steps are pure: plan and
+work in, a leaner plan out, or None at the bottom.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any, TypeVar
 
-from memsafe_rl.memory.planning.costs import BAND
-from memsafe_rl.memory.planning.estimator import Parts, rollout_parts, score_parts, update_parts
-from memsafe_rl.memory.planning.fallbacks import LOSSLESS, Fallback, Plan, Work, fallbacks_named, reachable, walk
-from memsafe_rl.types import MemoryFailure, MemoryState, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.planning.estimator import (
+    BAND,
+    Parts,
+    kept_bytes,
+    read_tokens,
+    rollout_parts,
+    score_parts,
+    update_parts,
+    wave_rows,
+)
+from memsafe_rl.slices import measure_slices, packed_tokens
+from memsafe_rl.types import (
+    Component,
+    MemoryFailure,
+    MemoryState,
+    Phase,
+    RolloutPlan,
+    RolloutWork,
+    UpdatePlan,
+    UpdateWork,
+)
+
+Plan = TypeVar("Plan", RolloutPlan, UpdatePlan)
+Work = RolloutWork | UpdateWork | None
+"""The work that is cut; None where its shape is not known."""
+Step = Callable[[Any, Any], Any]
+
+SAMPLING = frozenset({Phase.ROLLOUT, Phase.EVALUATE})
+EVERYWHERE = frozenset({Phase.ROLLOUT, Phase.REWARD, Phase.SCORE, Phase.EVALUATE, Phase.UPDATE})
 
 _SHARE = 0.8
 """Share of what is free that an estimate may fill while it has not been compared with a measurement."""
@@ -20,6 +53,306 @@ _UNTROUBLED_STEPS = 8
 """Steps without a failure before a plan as large as the failed one is tried again; doubled by each repeated failure."""
 _STRIDE = 0.9
 """A plan after a failure holds at most this share of the failed one's estimate, where there is such a plan."""
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """One way to hold less."""
+
+    name: str  # the field of the plan that it changes; the setting, for a lossy fallback
+    about: str  # what it changes and what it saves, in one sentence
+    phases: frozenset[Phase] = field(default_factory=frozenset)  # where it helps
+    # gives a leaner plan for (plan, work), or None at the bottom; None for a lossy fallback, which no plan can take
+    # because it changes the work itself
+    step: Step | None = None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether tokens and gradients stay the same up to floating-point order."""
+        return self.step is not None
+
+
+def _checkpoint(plan: UpdatePlan, work: Work) -> UpdatePlan | None:  # noqa: ARG001
+    return None if plan.checkpointing else replace(plan, checkpointing=True)
+
+
+def _offload(plan: UpdatePlan, work: Work) -> UpdatePlan | None:  # noqa: ARG001
+    return None if plan.offload_activations else replace(plan, offload_activations=True)
+
+
+def _smaller_tile(plan: UpdatePlan, work: Work) -> UpdatePlan | None:
+    most = plan.logprob_tile
+    if isinstance(work, UpdateWork):
+        if work.geometry.unit is not None:
+            return None  # there are no logits
+        most = measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts).actions
+    tile = min(plan.logprob_tile, most) // 2
+    return replace(plan, logprob_tile=tile) if tile >= 1 else None
+
+
+def _smaller_micro_batch(plan: UpdatePlan, work: Work, share: float = 0.5) -> UpdatePlan | None:
+    least, tokens = 1, plan.micro_batch_tokens
+    if isinstance(work, UpdateWork) and work.row_tokens:
+        least = work.least_tokens
+        tokens = min(tokens, max(work.row_tokens) * len(work.row_tokens))
+        if plan.pack_prompts and work.prompts:
+            tokens = min(tokens, max(least, packed_tokens(work, range(len(work.prompts)))))
+    return replace(plan, micro_batch_tokens=max(least, int(share * tokens))) if tokens > least else None
+
+
+def _trajectory_to_host(plan: UpdatePlan, work: Work) -> UpdatePlan | None:  # noqa: ARG001
+    return None if plan.trajectory_device == "host" else replace(plan, trajectory_device="host")
+
+
+def _park(plan: Plan, work: Work) -> Plan | None:  # noqa: ARG001
+    return None if plan.park_optimizer else replace(plan, park_optimizer=True)
+
+
+def _smaller_waves(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
+    rows = wave_rows(work, plan)[0] if isinstance(work, RolloutWork) else plan.rows_in_flight
+    return replace(plan, rows_in_flight=rows // 2) if rows > 1 else None
+
+
+def _keep_none(plan: RolloutPlan, work: Work) -> RolloutPlan | None:  # noqa: ARG001
+    return replace(plan, kept_kv_bytes=0) if plan.kept_kv_bytes else None
+
+
+def _keep_half(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
+    if not plan.kept_kv_bytes or not isinstance(work, RolloutWork):
+        return _keep_none(plan, work)
+    alone = replace(plan, kept_kv_bytes=0)
+    half = kept_bytes(work, plan) // 2
+    # Less than the rows in flight hold by themselves would keep next to nothing.
+    return replace(plan, kept_kv_bytes=half) if half > rollout_parts(work, alone)[Component.KV_CACHE] else alone
+
+
+def _fewer_prompts(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
+    if not isinstance(work, RolloutWork):
+        return replace(plan, prefill_tokens=plan.prefill_tokens // 2) if plan.prefill_tokens > 1 else None
+    if work.geometry.unit is not None:
+        return None  # its prompts are no tokens
+    longest = max(work.prompt_tokens, default=1)
+    prompts = -(-read_tokens(work, plan) // longest)
+    if prompts > 1:
+        return replace(plan, prefill_tokens=prompts // 2 * longest)
+    tokens = min(plan.prefill_tokens, longest) // 2
+    return replace(plan, prefill_tokens=tokens) if work.geometry.shares_prompts and tokens >= 1 else None
+
+
+def _fewer_scored(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
+    tokens = min(plan.score_tokens, _tokens_of(work) or plan.score_tokens) // 2
+    return replace(plan, score_tokens=tokens) if tokens >= 1 else None
+
+
+def _fewer_rewarded(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
+    rows = min(plan.reward_rows, work.rows if isinstance(work, RolloutWork) else plan.reward_rows) // 2
+    return replace(plan, reward_rows=rows) if rows >= 1 else None
+
+
+def _tokens_of(work: Work) -> int:
+    """Tokens, or pairs, of all rows as long as the longest; 0 where the work is not known."""
+    if isinstance(work, RolloutWork):
+        prompt = 0 if work.geometry.unit is not None else max(work.prompt_tokens, default=0)
+        return work.rows * (prompt + work.max_new_tokens)
+    return 0 if work is None else len(work.row_tokens) * max(work.row_tokens, default=0)
+
+
+PARK = Fallback(
+    "park_optimizer",
+    "the optimizer state waits in host memory outside the commit: saves all of it, costs two transfers a step; bitwise",
+    EVERYWHERE,
+    _park,
+)
+
+UPDATE_RUNGS: tuple[Fallback, ...] = (
+    Fallback(
+        "checkpointing",
+        "each block runs again in the backward pass: saves its activations, costs a third; bitwise",
+        frozenset({Phase.UPDATE}),
+        _checkpoint,
+    ),
+    Fallback(
+        "offload_activations",
+        "saved activations wait in host memory: saves nearly all of them, costs transfers; bitwise",
+        frozenset({Phase.UPDATE}),
+        _offload,
+    ),
+    Fallback(
+        "logprob_tile",
+        "fewer logits exist at a time: halves them, costs passes over the head's weights; up to rounding",
+        frozenset({Phase.UPDATE}),
+        _smaller_tile,
+    ),
+    Fallback(
+        "micro_batch_tokens",
+        "fewer rows a forward and backward, down to one: halves activations, costs speed; up to rounding",
+        frozenset({Phase.UPDATE}),
+        _smaller_micro_batch,
+    ),
+    Fallback(
+        "trajectory_device",
+        "the rollout waits in host memory: saves its few bytes a token; bitwise",
+        frozenset({Phase.UPDATE}),
+        _trajectory_to_host,
+    ),
+    PARK,
+)
+"""Lossless fallbacks of an update, in the order in which a failure takes them."""
+
+ROLLOUT_RUNGS: tuple[Fallback, ...] = (
+    Fallback(
+        "kept_kv_bytes",
+        "caches of episodes are dropped between turns: saves those of all rows but the ones in flight, costs reading "
+        "each turn's context again; same tokens",
+        SAMPLING,
+        _keep_none,
+    ),
+    Fallback(
+        "rows_in_flight",
+        "fewer sequences are decoded together, down to one: halves caches and logits, costs speed; same tokens",
+        SAMPLING,
+        _smaller_waves,
+    ),
+    Fallback(
+        "prefill_tokens",
+        "fewer prompts are read at a time, then fewer tokens of one, where the cache allows it; same tokens",
+        SAMPLING,
+        _fewer_prompts,
+    ),
+    Fallback(
+        "score_tokens",
+        "fewer tokens are scored at a time; below the longest row, fewer of its logits exist together",
+        frozenset({Phase.SCORE}),
+        _fewer_scored,
+    ),
+    Fallback(
+        "reward_rows",
+        "fewer completions go through a reward model together, down to one",
+        frozenset({Phase.REWARD, Phase.EVALUATE}),
+        _fewer_rewarded,
+    ),
+    PARK,
+)
+"""Lossless fallbacks of a rollout, of scoring and of reward models."""
+
+_FINE: Mapping[str, Step] = {
+    "micro_batch_tokens": partial(_smaller_micro_batch, share=0.75),
+    "kept_kv_bytes": _keep_half,
+}
+FINE_STEPS: Mapping[str, Fallback] = {
+    fallback.name: replace(fallback, step=_FINE[fallback.name])
+    for fallback in (*UPDATE_RUNGS, *ROLLOUT_RUNGS)
+    if fallback.name in _FINE
+}
+"""Fallbacks by name whose steps are shorter where a plan is chosen: three quarters of a micro-batch may fit where half
+overshoots. After a failure, when nobody knows how far the estimate is off, halving finds a fit sooner."""
+
+
+class Lossy(StrEnum):
+    """Names of the remedies that change the task, each that of the setting it lowers."""
+
+    MAX_COMPLETION_LENGTH = "max_completion_length"
+    CACHE_IMPLEMENTATION = "cache_implementation"
+    NUM_ITERATIONS = "num_iterations"
+    NUM_GENERATIONS = "num_generations"
+    OPTIM = "optim"
+
+
+LOSSY_RUNGS: tuple[Fallback, ...] = (
+    Fallback(
+        Lossy.MAX_COMPLETION_LENGTH.value,
+        "completions are cut earlier: saves cache and activations in proportion, and changes which answers can be "
+        "given at all",
+    ),
+    Fallback(
+        Lossy.NUM_ITERATIONS.value,
+        "the rollout is learnt from fewer times: saves the old log-probs and their scoring pass, and learns less from "
+        "each rollout",
+    ),
+    Fallback(
+        Lossy.NUM_GENERATIONS.value,
+        "fewer samples a prompt: saves cache and trajectory, and makes advantages noisier; at two they are all ±0.707",
+    ),
+    Fallback(
+        Lossy.CACHE_IMPLEMENTATION.value,
+        "rollouts keep keys and values in 8 bits: saves up to three quarters of the cache, and draws from a "
+        "distribution a little beside the model's, which importance weights correct",
+    ),
+    Fallback(
+        Lossy.OPTIM.value,
+        "the optimizer keeps its state in 8 bits: saves three quarters of it, and rounds every update",
+    ),
+)
+"""What changes the task: never taken by a plan, only by the trainer, and only when `allow_lossy` names it."""
+
+LOSSLESS = tuple(dict.fromkeys(fallback.name for fallback in (ROLLOUT_RUNGS[0], *UPDATE_RUNGS, *ROLLOUT_RUNGS)))
+"""Names of all lossless fallbacks, in order; what is only kept for later goes before what a phase itself needs."""
+LOSSY = tuple(fallback.name for fallback in LOSSY_RUNGS)
+"""Names of all lossy fallbacks, in order."""
+
+
+def fallbacks_named(names: Sequence[str], phase: Phase) -> tuple[Fallback, ...]:
+    """Picks the fallbacks of a phase, in the order of the names."""
+    if isinstance(names, str):
+        raise ConfigError(f"fallbacks is the text {names!r}; give a tuple of names, such as ({names!r},).")
+    for name in names:
+        if name in LOSSY:
+            raise ConfigError(f"Fallback {name!r} changes the task, which no plan can; list it in allow_lossy instead.")
+        if name not in LOSSLESS:
+            raise ConfigError(f"There is no fallback {name!r}; write some of {', '.join(LOSSLESS)}.")
+    found = {fallback.name: fallback for fallback in (*UPDATE_RUNGS, *ROLLOUT_RUNGS) if phase in fallback.phases}
+    return tuple(found[name] for name in names if name in found)
+
+
+def walk(plan: Plan, work: Work, fallbacks: Sequence[Fallback]) -> Iterator[Plan]:
+    """Goes down a ladder step by step, each fallback to its bottom before the next."""
+    for fallback in fallbacks:
+        for plan in _down(fallback, plan, work):  # noqa: B020
+            yield plan
+
+
+def reachable(
+    plan: Plan, work: Work, fallbacks: Sequence[Fallback], time: Callable[[Plan], float] | None = None
+) -> list[Plan]:
+    """Gives every plan that some of the fallbacks make of one, each gone down as far as it likes, or as is fast."""
+    plans = [plan]
+    for fallback in fallbacks:
+        further: list[Plan] = []
+        for known in plans:
+            further.append(known)
+            for lower in _down(fallback, known, work):
+                if time is not None and time(lower) > BAND:
+                    break
+                further.append(lower)
+        plans = further
+    return plans
+
+
+def leaner(first: Plan, second: Plan) -> Plan:
+    """Takes of each field of two plans the value that holds less."""
+    picked: dict[str, Any] = {}
+    for name in (entry.name for entry in fields(first) if entry.name in LOSSLESS):
+        mine, other = getattr(first, name), getattr(second, name)
+        if isinstance(mine, bool):
+            picked[name] = mine or other
+        elif isinstance(mine, str):
+            picked[name] = "host" if "host" in (mine, other) else mine
+        else:
+            picked[name] = min(mine, other)
+    return replace(first, **picked, predicted_bytes={})
+
+
+def _down(fallback: Fallback, plan: Plan, work: Work) -> Iterator[Plan]:
+    """Takes one fallback again and again, down to its bottom."""
+    if fallback.step is None:
+        raise AssertionError(f"{fallback.name} is lossy")
+    lower: Plan | None = fallback.step(plan, work)
+    while lower is not None:
+        yield lower
+        lower = fallback.step(lower, work)
+
+
+# ------------------------------------------------------------------ the search
 
 
 def extra_bytes(
@@ -96,11 +429,11 @@ def first_that_fits(start: Plan, fallbacks: Sequence[Fallback], room: Room) -> P
 
 def fastest_that_fits(start: Plan, fallbacks: Sequence[Fallback], room: Room, time: Callable[[Plan], float]) -> Plan:
     """Takes the leanest plan within a tenth of the fastest if it fits, else the fastest that fits."""
-    quick = reachable(start, room.work, fallbacks, lambda plan: time(plan) <= BAND)
+    quick = reachable(start, room.work, fallbacks, time)
     lean = min(quick, key=lambda plan: (room.extra_bytes(plan), time(plan)))
     if room.fits(lean):
         return lean
-    fitting = room.fitting(list(reachable(start, room.work, fallbacks)))
+    fitting = room.fitting(reachable(start, room.work, fallbacks))
     return min(fitting, key=lambda entry: (time(entry[0]), entry[1]))[0]
 
 

@@ -9,19 +9,22 @@ again: first under the same plan, then under the policy's next one.
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from accelerate.utils.memory import clear_device_cache
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.failures import is_out_of_memory, requested_bytes
-from memsafe_rl.memory.runtime.random_state import RandomState, capture_random_state, set_random_state
 from memsafe_rl.memory.runtime.stages import RETRIES, Retry, Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.runtime.verdict import changes, explain
@@ -49,6 +52,11 @@ class Attempt(Protocol[Plan_co]):
         """Runs the unit."""
 
 
+def alone(plan: object) -> AbstractContextManager[object]:  # noqa: ARG001
+    """Runs a unit in no context of its own."""
+    return nullcontext()
+
+
 @dataclass(frozen=True)
 class _Failed:
     """What is kept of a failed attempt: words and numbers, nothing that could hold a tensor."""
@@ -56,12 +64,10 @@ class _Failed:
     message: str
     requested_bytes: int | None
 
-
-@dataclass(frozen=True)
-class _Done(Generic[T]):
-    """What a unit returned."""
-
-    value: T
+    @classmethod
+    def of(cls, error: BaseException) -> _Failed:
+        """Reads them from an error."""
+        return cls((str(error).strip().splitlines() or [type(error).__name__])[0], requested_bytes(error))
 
 
 @dataclass(frozen=True)
@@ -70,21 +76,6 @@ class _Start:
 
     random: RandomState
     live_bytes: int
-
-
-class Attempts(Generic[Plan]):
-    """One piece of work in units that may each be repeated; the plan after a failed unit serves the later ones too."""
-
-    def __init__(self, recovery: Recovery, stage: Stage, plan: Plan, work: Work | None) -> None:
-        self.stage = stage
-        self.plan = plan
-        self.work = work
-        self.failed_plans: list[Plan] = []
-        self._recovery = recovery
-
-    def __call__(self, unit: Callable[[Plan], T], undo: Callable[[], None] | None = None) -> T:
-        """Runs a unit until it succeeds."""
-        return self._recovery.run(self, unit, undo or _nothing)
 
 
 def under(plan: Plan) -> Attempt[Plan]:
@@ -109,12 +100,14 @@ class Recovery:
         self, tracker: MemoryTracker, policy: MemoryPolicy, may_repeat: Callable[[str], bool] = lambda _: True
     ) -> None:
         self.tracker = tracker
-        self._policy = policy
-        self._may_repeat = may_repeat
+        self.policy = policy
+        self.may_repeat = may_repeat
 
-    def attempts(self, stage: Stage, plan: Plan, work: Work) -> Attempts[Plan]:
-        """Begins a stage that a plan cuts; its units run again under ever leaner plans."""
-        return Attempts(self, _allowed(stage, Retry.LEANER_PLAN), plan, work)
+    def attempts(
+        self, stage: Stage, plan: Plan, work: Work, around: Callable[[Plan], AbstractContextManager[object]] = alone
+    ) -> Attempts[Plan]:
+        """Begins a stage that a plan cuts; its units run again under ever leaner plans, each inside ``around``."""
+        return Attempts(self, _allowed(stage, Retry.LEANER_PLAN), plan, work, around)
 
     def repeat(
         self,
@@ -143,65 +136,40 @@ class Recovery:
         def unit(plan: None) -> T:  # noqa: ARG001
             return function(*values, **named)
 
-        return self.run(Attempts(self, _allowed(stage, Retry.SAME_PLAN), None, None), unit, undo or _nothing)
+        return Attempts(self, _allowed(stage, Retry.SAME_PLAN), None, None)(unit, undo)
 
     def once(self, stage: Stage, function: Callable[..., T], *values: Any, **named: Any) -> T:
         """Runs a stage once, whatever the table allows; where it does not fit, the error says who holds what."""
         live, began = self.tracker.meter.live_bytes(), time.perf_counter()
-
-        def unit(plan: None) -> T:  # noqa: ARG001
+        try:
             return function(*values, **named)
-
-        outcome = _try(unit, None)
-        if isinstance(outcome, _Done):
-            return outcome.value
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = _Failed.of(error)
         clear_device_cache()
-        attempts = Attempts(self, stage, None, None)
-        self._record_failure(outcome, live, 1, time.perf_counter() - began)
-        raise self._verdict(attempts, outcome)
+        self.record_failure(failed, live, 1, time.perf_counter() - began)
+        raise Attempts(self, stage, None, None).verdict(failed)
 
-    def run(self, attempts: Attempts[Plan], unit: Callable[[Plan], T], undo: Callable[[], None]) -> T:
-        """Runs a unit until it succeeds: again under the same plan, then under the policy's next ones."""
-        start, tries = self._start(), 0
-        while True:
-            began = time.perf_counter()
-            outcome = _try(unit, attempts.plan)
-            if isinstance(outcome, _Done):
-                return outcome.value
-            self._clear(start, undo)
-            tries += 1
-            self._record_failure(outcome, start.live_bytes, tries, time.perf_counter() - began)
-            if not self._may_repeat(attempts.stage):
-                raise self._verdict(attempts, outcome)
-            if tries < (UNPLANNED_TRIES if attempts.plan is None else SAME_PLAN_TRIES):
-                self.tracker.record("retry", phase=self.tracker.phase_now, tries=tries)
-                continue
-            self._descend(attempts, outcome)
-            tries = 0
-
-    def _start(self) -> _Start:
-        """Reads the random state, which allocates too."""
+    def start(self) -> _Start:
+        """Reads the state a unit starts from; the random state allocates too."""
         live, tries = self.tracker.meter.live_bytes(), 0
         while True:
             began = time.perf_counter()
-            outcome = _try(lambda _: capture_random_state(), None)
-            if isinstance(outcome, _Done):
-                return _Start(outcome.value, self.tracker.meter.live_bytes())
+            try:
+                return _Start(capture_random_state(), self.tracker.meter.live_bytes())
+            except BaseException as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed = _Failed.of(error)
             clear_device_cache()
             tries += 1
-            self._record_failure(outcome, live, tries, time.perf_counter() - began)
+            self.record_failure(failed, live, tries, time.perf_counter() - began)
             if tries == UNPLANNED_TRIES:
-                raise self._verdict(Attempts(self, Stage.PREPARE, None, None), outcome)
+                raise Attempts(self, Stage.PREPARE, None, None).verdict(failed)
 
-    def _clear(self, start: _Start, undo: Callable[[], None]) -> None:
-        """Leaves nothing of a failed attempt; called with its exception gone."""
-        with host_memory():
-            undo()
-            set_random_state(start.random)
-        flush_autograd()
-        clear_device_cache()
-
-    def _record_failure(self, failed: _Failed, live_before: int, tries: int, seconds: float) -> None:
+    def record_failure(self, failed: _Failed, live_before: int, tries: int, seconds: float) -> None:
+        """Adds the event of a failed attempt."""
         live = self.tracker.meter.live_bytes()
         self.tracker.record(
             "failure",
@@ -215,48 +183,90 @@ class Recovery:
         )
         logger.info("out of memory in phase %s, try %d: %s", self.tracker.phase_now, tries, failed.message)
 
-    def _descend(self, attempts: Attempts[Plan], failed: _Failed) -> None:
+
+class Attempts(Generic[Plan]):
+    """One piece of work in units that may each be repeated; the plan after a failed unit serves the later ones too."""
+
+    def __init__(
+        self,
+        recovery: Recovery,
+        stage: Stage,
+        plan: Plan,
+        work: Work | None,
+        around: Callable[[Plan], AbstractContextManager[object]] = alone,
+    ) -> None:
+        self.plan = plan
+        self._recovery, self._tracker = recovery, recovery.tracker
+        self._stage, self._work, self.around = stage, work, around
+        self._failed_plans: list[Plan] = []
+
+    def __call__(self, unit: Callable[[Plan], T], undo: Callable[[], None] | None = None) -> T:
+        """Runs a unit until it succeeds: again under the same plan, then under the policy's next ones."""
+        start, tries = self._recovery.start(), 0
+        while True:
+            began = time.perf_counter()
+            try:
+                with self.around(self.plan):
+                    return unit(self.plan)
+            except BaseException as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed = _Failed.of(error)
+            _clear(start, undo)  # only here, where the error has died together with the frames it held
+            tries += 1
+            self._recovery.record_failure(failed, start.live_bytes, tries, time.perf_counter() - began)
+            if not self._recovery.may_repeat(self._stage):
+                raise self.verdict(failed)
+            if tries < (UNPLANNED_TRIES if self.plan is None else SAME_PLAN_TRIES):
+                self._tracker.record("retry", phase=self._tracker.phase_now, tries=tries)
+                continue
+            self._descend(failed)
+            tries = 0
+
+    def _descend(self, failed: _Failed) -> None:
         """Puts the policy's next plan in place of one that failed."""
-        plan = attempts.plan
-        attempts.failed_plans.append(plan)
-        failure = self._failure(attempts, failed)
+        plan, tracker, policy = self.plan, self._tracker, self._recovery.policy
+        self._failed_plans.append(plan)
+        failure = self._failure(failed)
         if not isinstance(plan, (RolloutPlan, UpdatePlan)):
-            raise self._verdict(attempts, failed)
-        self.tracker.remember(failure)
+            raise self.verdict(failed)
+        tracker.remember(failure)
         leaner: RolloutPlan | UpdatePlan | None = None
-        if len(attempts.failed_plans) < _MOST_PLANS:
-            leaner = self._policy.after_oom(plan, failure)  # type: ignore[type-var]
+        if len(self._failed_plans) < _MOST_PLANS:
+            leaner = policy.after_oom(plan, failure)  # type: ignore[type-var]
         if leaner is None:
-            raise self._verdict(attempts, failed)
-        self.tracker.adopt(leaner, UpdatePlan if isinstance(plan, UpdatePlan) else RolloutPlan)
-        if any(not changes(cast(RolloutPlan | UpdatePlan, failed), leaner) for failed in attempts.failed_plans):
+            raise self.verdict(failed)
+        tracker.adopt(leaner, UpdatePlan if isinstance(plan, UpdatePlan) else RolloutPlan)
+        if any(not changes(cast(RolloutPlan | UpdatePlan, failed), leaner) for failed in self._failed_plans):
             raise ConfigError(
-                f"{type(self._policy).__name__}.after_oom answered a plan that had failed already. Return a leaner "
+                f"{type(policy).__name__}.after_oom answered a plan that had failed already. Return a leaner "
                 "plan, or None to give up."
             )
-        self.tracker.record("fallback", phase=self.tracker.phase_now, changes=changes(plan, leaner))
-        logger.warning("out of memory twice in phase %s: going on with %s", self.tracker.phase_now, leaner)
-        attempts.plan = cast(Plan, leaner)
+        tracker.record("fallback", phase=tracker.phase_now, changes=changes(plan, leaner))
+        logger.warning("out of memory twice in phase %s: going on with %s", tracker.phase_now, leaner)
+        self.plan = cast(Plan, leaner)
 
-    def _failure(self, attempts: Attempts[Any], failed: _Failed) -> MemoryFailure:
+    def _failure(self, failed: _Failed) -> MemoryFailure:
         return MemoryFailure(
-            phase=self.tracker.phase_now,
+            phase=self._tracker.phase_now,
             requested_bytes=failed.requested_bytes,
-            attempt=len(attempts.failed_plans),
+            attempt=len(self._failed_plans),
             message=failed.message,
-            step=self.tracker.step,
-            plan=attempts.plan,
-            work=attempts.work,
-            budget_bytes=self.tracker.budget_bytes,
-            live_bytes=self.tracker.meter.live_bytes(),
+            step=self._tracker.step,
+            plan=cast(Any, self.plan),
+            work=self._work,
+            budget_bytes=self._tracker.budget_bytes,
+            live_bytes=self._tracker.meter.live_bytes(),
         )
 
-    def _verdict(self, attempts: Attempts[Any], failed: _Failed) -> MemoryBudgetError:
-        failure = self._failure(attempts, failed)
-        held = {str(component): size for component, size in self.tracker.held_bytes().items()}
-        plans = [plan for plan in attempts.failed_plans if plan is not None]
+    def verdict(self, failed: _Failed) -> MemoryBudgetError:
+        """Says why the work is given up, and who holds what."""
+        failure, tracker = self._failure(failed), self._tracker
+        held = {str(component): size for component, size in tracker.held_bytes().items()}
+        plans = [cast(RolloutPlan | UpdatePlan, plan) for plan in self._failed_plans if plan is not None]
+        policy = type(self._recovery.policy).__name__
         return MemoryBudgetError(
-            explain(failure, held, plans, limit_bytes=self.tracker.limit_bytes, policy=type(self._policy).__name__),
+            explain(failure, held, plans, limit_bytes=tracker.limit_bytes, policy=policy),
             failure=failure,
             held_bytes=held,
         )
@@ -269,14 +279,14 @@ def _allowed(stage: Stage, retry: Retry) -> Stage:
     return stage
 
 
-def _try(unit: Callable[[Plan], T], plan: Plan) -> _Done[T] | _Failed:
-    """Runs a unit; an out-of-memory error dies here, together with the frames it holds."""
-    try:
-        return _Done(unit(plan))
-    except BaseException as error:
-        if not is_out_of_memory(error):
-            raise
-        return _Failed((str(error).strip().splitlines() or [type(error).__name__])[0], requested_bytes(error))
+def _clear(start: _Start, undo: Callable[[], None] | None) -> None:
+    """Leaves nothing of a failed attempt; called with its exception gone."""
+    with host_memory():
+        if undo is not None:
+            undo()
+        set_random_state(start.random)
+    flush_autograd()
+    clear_device_cache()
 
 
 def flush_autograd() -> None:
@@ -286,5 +296,65 @@ def flush_autograd() -> None:
         torch.autograd.backward(scalar * 1.0)
 
 
-def _nothing() -> None:
-    """Undoes nothing."""
+# ------------------------------------------------------------------ random state
+
+
+class RandomState(NamedTuple):
+    """The state of every random generator a user's code may draw from; holds no tensor, and so no byte of a device."""
+
+    python: tuple[Any, ...]  # of `random`
+    numpy: tuple[Any, ...]  # of `numpy.random`
+    torch: bytes  # of the CPU
+    cuda: tuple[bytes, ...]  # of every CUDA device
+
+
+def capture_random_state() -> RandomState:
+    """Takes the present state; cheap enough for every step."""
+    with _disable_current_modes():  # generators have real states, where all other tensors are fake too
+        cuda = map(_bytes_of, torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else ()
+        own = _bytes_of(torch.get_rng_state())
+        return RandomState(random.getstate(), tuple(np.random.get_state()), own, tuple(cuda))
+
+
+def set_random_state(state: RandomState) -> None:
+    """Puts back what `capture_random_state` took."""
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+    with _disable_current_modes():
+        torch.set_rng_state(_tensor_of(state.torch))
+        if state.cuda:
+            torch.cuda.set_rng_state_all([_tensor_of(device) for device in state.cuda])
+
+
+def plain_random_state(state: RandomState) -> dict[str, Any]:
+    """Writes a state in plain values, ready for JSON."""
+    algorithm, words, position, has_gauss, gauss = state.numpy
+    return {
+        "python": state.python,
+        "numpy": [algorithm, np.asarray(words).tolist(), position, has_gauss, gauss],
+        "torch": list(state.torch),
+        "cuda": [list(device) for device in state.cuda],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Restores what `plain_random_state` wrote."""
+    version, words, gauss = state["python"]
+    algorithm, numbers, position, has_gauss, cached = state["numpy"]
+    set_random_state(
+        RandomState(
+            (version, tuple(words), gauss),
+            (algorithm, np.array(numbers, dtype=np.uint32), position, has_gauss, cached),
+            bytes(state["torch"]),
+            tuple(map(bytes, state["cuda"])) if torch.cuda.is_available() else (),
+        )
+    )
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
+
+
+def _tensor_of(state: bytes) -> torch.Tensor:
+    """Lends bytes to a tensor, without an allocation that could fail."""
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import in_phase
-from memsafe_rl.memory.planning.plan_checks import check_rollout_plan, check_update_plan
+from memsafe_rl.memory.planning.policies import check_rollout_plan, check_update_plan
 from memsafe_rl.memory.runtime.headroom import HeadroomWatch
 from memsafe_rl.memory.runtime.leaks import LeakWatch
 from memsafe_rl.memory.runtime.meters import MemoryMeter

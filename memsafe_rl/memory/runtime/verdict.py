@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from memsafe_rl.memory.planning.fallbacks import LOSSLESS, fallbacks_named
+from memsafe_rl.memory.planning.search import LOSSLESS, fallbacks_named
 from memsafe_rl.types import Component, MemoryFailure, Phase, RolloutPlan, UpdatePlan
 from memsafe_rl.units import format_bytes
 

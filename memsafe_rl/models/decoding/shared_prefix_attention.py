@@ -21,9 +21,14 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memsafe_rl.errors import MemsafeError
-from memsafe_rl.models.attention_implementations import implementation
-from memsafe_rl.models.decoding.int8 import as_floats
-from memsafe_rl.models.decoding.shared_prefix_cache import Segment, SharedPrefixCache, SharedPrefixState, SourceMarks
+from memsafe_rl.models.decoding.shared_prefix_cache import (
+    Segment,
+    SharedPrefixCache,
+    SharedPrefixState,
+    SourceMarks,
+    as_floats,
+)
+from memsafe_rl.models.module_state import implementation
 from memsafe_rl.types import SCORE_ELEMENTS
 
 NAME = "memsafe_rl_grouped"
@@ -51,6 +56,32 @@ class Scoring(NamedTuple):
     sinks: Tensor | None = None  # (H × R,) a score that takes weight and gives nothing; None for none
     # T5's attention module with a learned bias for each distance between tokens; None for no bias
     bias: nn.Module | None = None
+
+
+class _Seen(NamedTuple):
+    """What a segment's queries see: the first keys and values are the prompts', the others the rows' own."""
+
+    keys: list[Tensor]  # (rows, H, tokens, D) each
+    values: list[Tensor]  # likewise
+    hidden_BNK: Tensor | None  # what must not be seen, (rows, N or 1, K) bool; None for nothing
+    bias: Tensor | None = None  # what is added to scores, (rows or 1, H × R, N, K)
+
+    def by_tokens(self, tokens: slice) -> _Seen:
+        """Gives what some of the queries see."""
+        hidden = self.hidden_BNK
+        alike = hidden is None or hidden.shape[1] == 1  # where an encoder reads, all tokens see the same
+        bias = None if self.bias is None else self.bias[:, :, tokens]
+        return self._replace(hidden_BNK=hidden if alike or hidden is None else hidden[:, tokens], bias=bias)
+
+    def by_heads(self, chosen: slice, heads: int) -> _Seen:
+        """Gives what the queries of some of the key/value heads see; the bias by head, (B, H, R, N, K)."""
+        bias = None if self.bias is None else self.bias.reshape(self.bias.shape[0], heads, -1, *self.bias.shape[2:])
+        return _Seen(
+            [part[:, chosen] for part in self.keys],
+            [part[:, chosen] for part in self.values],
+            self.hidden_BNK,
+            None if bias is None else bias[:, chosen],
+        )
 
 
 class Reading:
@@ -91,10 +122,10 @@ class Reading:
         if drawn:
             state.store(layer, key, value, self._slots_to_fill(layer))
         grouped = _grouped_queries(query * scoring.scale, key.shape[1])
-        parts = [
-            self._attend_rows(segment, layer, grouped, None if drawn else (key, value), scoring)
-            for segment in state.segments()
-        ]
+        parts = []
+        for segment in state.segments():
+            seen = self._seen_by(segment, layer, None if drawn else (key, value), scoring.bias)
+            parts.append(self._attend_all(segment, _rows_of(grouped, segment), seen, scoring))
         if not drawn and self.keeps:
             state.store(layer, key, value, self._slots_to_fill(layer))
         return self._by_token(parts, query)
@@ -108,7 +139,8 @@ class Reading:
                 raise NotImplementedError("no encoder has read the prompts of these rows")
             keys, values = source.keys[layer], source.values[layer]
             grouped = _grouped_queries(_rows_of(query, segment) * scoring.scale, keys.shape[1])
-            parts.append(self._attend_all(segment, grouped, [keys], [values], self._hidden_source(segment), scoring))
+            seen = _Seen([keys], [values], self._hidden_source(segment))
+            parts.append(self._attend_all(segment, grouped, seen, scoring))
         return self._by_token(parts, query)
 
     def _by_token(self, parts: Sequence[Tensor], query: Tensor) -> Tensor:
@@ -116,10 +148,10 @@ class Reading:
         mixed = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         return mixed.reshape(query.shape[0], query.shape[1], self.tokens, -1).transpose(1, 2).contiguous()
 
-    def _attend_rows(
-        self, segment: Segment, layer: int, query_BHXD: Tensor, new: tuple[Tensor, Tensor] | None, scoring: Scoring
-    ) -> Tensor:
-        """Attends for one segment, over prompts, suffixes and tokens that are in neither yet."""
+    def _seen_by(
+        self, segment: Segment, layer: int, new: tuple[Tensor, Tensor] | None, bias: nn.Module | None
+    ) -> _Seen:
+        """Gives what one segment attends to: prompts, suffixes and tokens that are in neither yet."""
         state, block, used = self.state, segment.block, self._used(segment, layer)
         keys, values = [block.keys[layer]], [block.values[layer]]
         if used:
@@ -129,116 +161,41 @@ class Reading:
             keys.append(_rows_of(new[0], segment))
             values.append(_rows_of(new[1], segment))
         hidden = self._hidden_keys(segment, layer, used)
-        bias = None if scoring.bias is None else self._biased(segment, layer, used, scoring.bias)
-        return self._attend_all(segment, _rows_of(query_BHXD, segment), keys, values, hidden, scoring, bias)
+        return _Seen(keys, values, hidden, None if bias is None else self._biased(segment, layer, used, bias))
 
-    def _attend_all(
-        self,
-        segment: Segment,
-        query_BHXD: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-        hidden_BNK: Tensor | None,
-        scoring: Scoring,
-        bias_BHNK: Tensor | None = None,
-    ) -> Tensor:
-        """Attends a few tokens at a time, where those of one head alone have too many scores."""
-        keys_each = query_BHXD.shape[0] * sum(part.shape[2] for part in keys)
-        group = query_BHXD.shape[2] // self.tokens
-        step = max(1, SCORE_ELEMENTS // max(1, keys_each * group))
-        if step >= self.tokens:
-            return self._attend_tokens(segment, query_BHXD, keys, values, hidden_BNK, scoring, bias_BHNK, self.tokens)
-        alike = hidden_BNK is None or hidden_BNK.shape[1] == 1  # where an encoder reads, all tokens see the same
-        query_BHRND = query_BHXD.reshape(*query_BHXD.shape[:2], group, self.tokens, -1)
-        mixed = [
-            self._attend_tokens(
-                segment,
-                query_BHRND[:, :, :, first : first + step].flatten(2, 3),
-                keys,
-                values,
-                hidden_BNK if alike or hidden_BNK is None else hidden_BNK[:, first : first + step],
-                scoring,
-                None if bias_BHNK is None else bias_BHNK[:, :, first : first + step],
-                min(step, self.tokens - first),
-            )
-            for first in range(0, self.tokens, step)
-        ]
+    def _attend_all(self, segment: Segment, query_BHXD: Tensor, seen: _Seen, scoring: Scoring) -> Tensor:
+        """Attends a few key/value heads at a time, and a few tokens where those of one head have too many scores."""
+        rows, heads, width = query_BHXD.shape[:3]
+        keys, group = rows * sum(part.shape[2] for part in seen.keys), width // self.tokens
+        step = min(self.tokens, max(1, SCORE_ELEMENTS // max(1, keys * group)))
+        mixed = []
+        for first in range(0, self.tokens, step):
+            query, some = query_BHXD, seen
+            if step < self.tokens:
+                query_BHRND = query_BHXD.reshape(rows, heads, group, self.tokens, -1)
+                query = query_BHRND[:, :, :, first : first + step].flatten(2, 3)
+                some = seen.by_tokens(slice(first, first + step))
+            # keys in 8 bits are floats while they are attended to, as wide as their head
+            each = max(query.shape[2], query.shape[3] if seen.keys[0].dtype == torch.int8 else 0)
+            at_once = max(1, min(heads, SCORE_ELEMENTS // max(1, keys * each)))
+            pieces = []
+            for head in range(0, heads, at_once):
+                chosen = slice(head, head + at_once)
+                pieces.append(
+                    _attend_heads(
+                        segment,
+                        query[:, chosen],
+                        some.by_heads(chosen, heads),
+                        scoring.soft_cap,
+                        None if scoring.sinks is None else scoring.sinks.view(heads, -1)[chosen],
+                        min(step, self.tokens - first),
+                    )
+                )
+            mixed.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1))
+            del query, pieces  # copies, which the next tokens need not find there
+        if len(mixed) == 1:
+            return mixed[0]
         return torch.cat([part.reshape(*part.shape[:2], group, -1, part.shape[3]) for part in mixed], 3).flatten(2, 3)
-
-    def _attend_tokens(
-        self,
-        segment: Segment,
-        query_BHXD: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-        hidden_BNK: Tensor | None,
-        scoring: Scoring,
-        bias_BHNK: Tensor | None,
-        tokens: int,
-    ) -> Tensor:
-        """Attends a few key/value heads at a time."""
-        heads = query_BHXD.shape[1]
-        # keys in 8 bits are floats while they are attended to, as wide as their head
-        width = max(query_BHXD.shape[2], query_BHXD.shape[3] if keys[0].dtype == torch.int8 else 0)
-        each = query_BHXD.shape[0] * width * sum(part.shape[2] for part in keys)
-        step = max(1, min(heads, SCORE_ELEMENTS // max(1, each)))
-        sinks = None if scoring.sinks is None else scoring.sinks.view(heads, -1)
-        bias = None if bias_BHNK is None else bias_BHNK.reshape(bias_BHNK.shape[0], heads, -1, *bias_BHNK.shape[2:])
-        pieces = [
-            self._attend_heads(
-                segment,
-                query_BHXD[:, head : head + step],
-                [part[:, head : head + step] for part in keys],
-                [part[:, head : head + step] for part in values],
-                hidden_BNK,
-                scoring.soft_cap,
-                None if sinks is None else sinks[head : head + step],
-                None if bias is None else bias[:, head : head + step],
-                tokens,
-            )
-            for head in range(0, heads, step)
-        ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
-
-    def _attend_heads(
-        self,
-        segment: Segment,
-        query_BHXD: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-        hidden_BNK: Tensor | None,
-        soft_cap: float | None,
-        sinks_HR: Tensor | None,
-        bias_BHRNK: Tensor | None,
-        tokens: int,
-    ) -> Tensor:
-        """Attends for some heads of a segment: the first keys are the prompts', the others the rows' own."""
-        dtype = query_BHXD.dtype if values[0].dtype == torch.int8 else values[0].dtype
-        scores = [segment.by_row(segment.grouped(query_BHXD) @ as_floats(keys[0], dtype).mT)]
-        scores += [query_BHXD @ as_floats(part, dtype).mT for part in keys[1:]]
-        scores_BHXK = torch.cat(scores, 3) if len(scores) > 1 else scores[0]
-        del scores  # joined, and the largest thing here
-        if soft_cap is not None:
-            scores_BHXK = torch.tanh(scores_BHXK / soft_cap) * soft_cap
-        rows, heads, _, width = scores_BHXK.shape
-        split = scores_BHXK.view(rows, heads, -1, tokens, width)  # (B, H, R, N, K)
-        if bias_BHRNK is not None:
-            split = split + bias_BHRNK
-        if hidden_BNK is not None:
-            split = split.masked_fill_(hidden_BNK[:, None, None], -math.inf)
-        if sinks_HR is not None:
-            sink = sinks_HR[None, :, :, None, None].to(split.dtype).expand(*split.shape[:4], 1)
-            split = torch.cat([split, sink], 4)
-        wide = torch.promote_types(split.dtype, torch.float32)
-        del scores_BHXK
-        weights = torch.softmax(split, 4, dtype=wide)[..., :width].to(dtype).reshape(rows, heads, -1, width)
-        del split
-        lengths = [part.shape[2] for part in values]
-        first, *others = torch.split(weights, lengths, 3)
-        mixed = segment.by_row(segment.grouped(first) @ as_floats(values[0], dtype))
-        for part, value in zip(others, values[1:], strict=True):
-            mixed = mixed + part @ as_floats(value, dtype)
-        return mixed
 
     def _used(self, segment: Segment, layer: int) -> int:
         """Slots of a segment's suffixes that hold anything, this step's token included if it was written first."""
@@ -247,27 +204,29 @@ class Reading:
         return min(written, state.slots_of(layer)) if state.keys or self.counts is None else 0
 
     def _hidden_keys(self, segment: Segment, layer: int, used: int) -> Tensor | None:
-        """Gives the keys that tokens must not see, (rows, N, K) bool, the same for all layers alike; None if none."""
-        window, width = self.state.windows[layer], segment.block.keys[layer].shape[2]
-        name = (segment.rows.start, window, width, used)
-        if name not in self._hidden:
-            self._hidden[name] = self._find_hidden(segment, layer, used)
-        return self._hidden[name]
+        """Gives the keys that tokens must not see, (rows, N, K) bool, the same for all layers alike; None if none.
 
-    def _find_hidden(self, segment: Segment, layer: int, used: int) -> Tensor | None:
-        """Hides what lies outside of prompt, suffix, past or window."""
+        Hidden is what lies outside of prompt, suffix, past or window.
+        """
         state, block = self.state, segment.block
         window, width = state.windows[layer], block.keys[layer].shape[2]
+        name = (segment.rows.start, window, width, used)
+        if name in self._hidden:
+            return self._hidden[name]
+        hidden_BNK = None
         lengths = [state.lengths[row] for row in segment.rows]
         prompts = [state.bases[row] for row in segment.rows]
         dropped = [block.dropped[layer][prompt] for prompt in segment.prompts]
         farthest = max(prompt + length for prompt, length in zip(prompts, lengths, strict=True)) + self.tokens
         padded = any(first < 0 or first + width > prompt for first, prompt in zip(dropped, prompts, strict=True))
-        if self.counts is None and not padded and len({*lengths}) == 1 and (window is None or farthest <= window):
-            return None
-        now_BN, place_BK = self._places(segment, layer, used)
-        hidden_BNK = (place_BK < 0)[:, None] | (place_BK[:, None] > now_BN[:, :, None])
-        return hidden_BNK if window is None else hidden_BNK | (place_BK[:, None] <= now_BN[:, :, None] - window)
+        alike = self.counts is None and not padded and len({*lengths}) == 1
+        if not alike or (window is not None and farthest > window):
+            now_BN, place_BK = self._places(segment, layer, used)
+            hidden_BNK = (place_BK < 0)[:, None] | (place_BK[:, None] > now_BN[:, :, None])
+            if window is not None:
+                hidden_BNK = hidden_BNK | (place_BK[:, None] <= now_BN[:, :, None] - window)
+        self._hidden[name] = hidden_BNK
+        return hidden_BNK
 
     def _places(self, segment: Segment, layer: int, used: int) -> tuple[Tensor, Tensor]:
         """Gives the place of each token read (rows, N) and of each key (rows, K) in its row; -1 for padding."""
@@ -315,6 +274,45 @@ class Reading:
                 hidden = torch.arange(width, device=self.state.device) >= length_B11
             self._hidden_sources[segment.rows.start] = hidden
         return self._hidden_sources[segment.rows.start]
+
+
+def _attend_heads(
+    segment: Segment,
+    query_BHXD: Tensor,
+    seen: _Seen,
+    soft_cap: float | None,
+    sinks_HR: Tensor | None,
+    tokens: int,
+) -> Tensor:
+    """Attends for some heads of a segment: the first keys are the prompts', the others the rows' own."""
+    keys, values, hidden_BNK, bias_BHRNK = seen
+    dtype = query_BHXD.dtype if values[0].dtype == torch.int8 else values[0].dtype
+    scores = [segment.by_row(segment.grouped(query_BHXD) @ as_floats(keys[0], dtype).mT)]
+    for part in keys[1:]:
+        scores.append(query_BHXD @ as_floats(part, dtype).mT)
+    scores_BHXK = torch.cat(scores, 3) if len(scores) > 1 else scores[0]
+    del scores  # joined, and the largest thing here
+    if soft_cap is not None:
+        scores_BHXK = torch.tanh(scores_BHXK / soft_cap) * soft_cap
+    rows, heads, _, width = scores_BHXK.shape
+    split = scores_BHXK.view(rows, heads, -1, tokens, width)  # (B, H, R, N, K)
+    if bias_BHRNK is not None:
+        split = split + bias_BHRNK
+    if hidden_BNK is not None:
+        split = split.masked_fill_(hidden_BNK[:, None, None], -math.inf)
+    if sinks_HR is not None:
+        sink = sinks_HR[None, :, :, None, None].to(split.dtype).expand(*split.shape[:4], 1)
+        split = torch.cat([split, sink], 4)
+    wide = torch.promote_types(split.dtype, torch.float32)
+    del scores_BHXK
+    weights = torch.softmax(split, 4, dtype=wide)[..., :width].to(dtype).reshape(rows, heads, -1, width)
+    del split
+    lengths = [part.shape[2] for part in values]
+    first, *others = torch.split(weights, lengths, 3)
+    mixed = segment.by_row(segment.grouped(first) @ as_floats(values[0], dtype))
+    for part, value in zip(others, values[1:], strict=True):
+        mixed = mixed + part @ as_floats(value, dtype)
+    return mixed
 
 
 def _attention(

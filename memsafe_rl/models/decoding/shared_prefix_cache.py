@@ -20,8 +20,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from memsafe_rl.accounting import charge, claim
-from memsafe_rl.models.decoding import int8 as eight_bit
-from memsafe_rl.types import Component, whole_blocks
+from memsafe_rl.types import CACHE_SCALE_BYTES, Component, whole_blocks
+
+_LARGEST_INT8 = 127
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(eq=False)
@@ -181,8 +183,8 @@ class SharedPrefixState:
     def segments(self) -> tuple[Segment, ...]:
         """Cuts the rows where the block changes."""
         if self._segments is None:
-            runs = groupby(range(self.rows), key=lambda row: id(self.blocks[row]))
-            self._segments = tuple(self._segment(list(run)) for _, run in runs)
+            runs = groupby(range(self.rows), key=[id(block) for block in self.blocks].__getitem__)
+            self._segments = tuple(map(self._segment, [list(run) for _, run in runs]))
         return self._segments
 
     def tensors(self) -> Iterator[Tensor]:
@@ -419,13 +421,13 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         if not self.in_8_bits:
             keys, values = key_states, value_states
         else:
-            keys, values = eight_bit.packed(key_states), eight_bit.packed(value_states)
+            keys, values = to_int8(key_states), to_int8(value_states)
         if not self.reads_prompts:
             return keys, values
         if layer_idx != len(self.read):
             raise NotImplementedError(f"layer {layer_idx} hands in its keys after {len(self.read)} layers")
         self.read.append((self._kept(keys, layer_idx), self._kept(values, layer_idx)))
-        return eight_bit.as_floats(keys, key_states.dtype), eight_bit.as_floats(values, value_states.dtype)
+        return as_floats(keys, key_states.dtype), as_floats(values, value_states.dtype)
 
     def _kept(self, states: Tensor, layer: int) -> Tensor:
         """Gives what rows may still see of keys or values."""
@@ -563,3 +565,29 @@ def _kept(states: Tensor) -> Tensor:
 
 def _last(count: int, most: int) -> range:
     return range(max(0, count - most), count)
+
+
+# ------------------------------------------------------------------ keys and values in 8 bits
+
+
+def to_int8(values: Tensor) -> Tensor:
+    """Rounds vectors to whole multiples of a 127th of their largest element, the scale behind them in the same row.
+
+    ``s = max|x| / 127``, ``q = round(x / s)``: symmetric 8-bit rounding, the scale by vector (Dettmers et al.,
+    arXiv:2208.07339, Eq. 1).
+    """
+    wide = values.float()
+    scale = wide.abs().amax(-1, keepdim=True).div_(_LARGEST_INT8).clamp_min_(_SMALLEST_SCALE)
+    numbers = wide.div(scale).round_().to(torch.int8)
+    return torch.cat([numbers, scale.contiguous().view(torch.int8)], -1)
+
+
+def from_int8(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gives vectors back as floats, ``q · s``."""
+    scale = values[..., -CACHE_SCALE_BYTES:].contiguous().view(torch.float32)
+    return values[..., :-CACHE_SCALE_BYTES].float().mul_(scale).to(dtype)
+
+
+def as_floats(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gives cached vectors as floats, whether they are kept in 8 bits or not."""
+    return from_int8(values, dtype) if values.dtype == torch.int8 else values

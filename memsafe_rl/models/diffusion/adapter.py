@@ -13,15 +13,14 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from memsafe_rl.accounting import host_memory
+from memsafe_rl.accounting import autocast_bytes, host_memory
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.blocks import recomputed
-from memsafe_rl.models.cuts import step_micro_batches, step_work
 from memsafe_rl.models.diffusion.pair_bytes import blocks_of, measured_pair
 from memsafe_rl.models.diffusion.policy import Condition, policy_of
-from memsafe_rl.models.geometry import autocast_bytes, weight_bytes
+from memsafe_rl.models.geometry import weight_bytes
 from memsafe_rl.models.module_state import as_reference
-from memsafe_rl.slices import MicroBatchGroup
+from memsafe_rl.slices import MicroBatchGroup, step_micro_batches, step_work
 from memsafe_rl.types import GaussianDistribution, ModelGeometry, Trajectory, UnitBytes, UpdateWork
 
 _APART, _APART_NARROW = 1e-4, 5e-2
@@ -211,6 +210,10 @@ class DiffusionAdapter:
     def recompute(self, enabled: bool) -> AbstractContextManager[None]:
         """Recomputes each block's activations in the backward pass of what is run inside, in any mode."""
         return recomputed(blocks_of(self._denoiser)) if enabled else nullcontext()
+
+    def check(self) -> None:
+        """Compares states that are denoised together with the same ones alone."""
+        check_denoiser(self)
 
 
 def check_denoiser(adapter: DiffusionAdapter) -> None:

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsafe_rl.accounting import charge, hold, host_memory, weights_of
+from memsafe_rl.accounting import autocast_bytes, charge, hold, host_memory, weights_of
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.blocks import recomputed
 from memsafe_rl.models.critic import Critic, ValueLayer
-from memsafe_rl.models.cuts import step_work
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.pair_bytes import blocks_of, measured_pair
 from memsafe_rl.models.diffusion.policy import Condition
-from memsafe_rl.models.geometry import autocast_bytes, weight_bytes
+from memsafe_rl.models.geometry import weight_bytes
+from memsafe_rl.slices import step_work
 from memsafe_rl.types import Component, ModelGeometry, StateFeatures, Trajectory, UpdateWork
 
 _WIDTH = 128
@@ -106,6 +106,10 @@ class StateNetwork:
     def device(self) -> torch.device:
         """Where the network computes."""
         return self.adapter.device
+
+    def check(self) -> None:
+        """Compares states that are valued together with the same ones alone."""
+        check_state_critic(self)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.language.base import LanguageAdapter, Route
-from memsafe_rl.models.language.heads import naive_logits
+from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.models.language.base import LanguageAdapter, Route, naive_logits
+from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.types import Ragged, TokenDistribution, Trajectory
 
 logger = logging.getLogger(__name__)
+
+_ALONE = 3e-2
+"""What a row's logits may differ by for company, relative to the largest: less than bfloat16 may."""
 
 
 def settle_path(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
@@ -85,6 +89,24 @@ def settle_generate(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV:
     )
 
 
+@torch.no_grad()
+def check_rows_alone(adapter: ModelAdapter) -> None:
+    """Refuses a network whose rows see the padding, their neighbours or what follows a token."""
+    vocabulary = adapter.geometry.vocab_size
+    with eval_mode(adapter.model):
+        whole = probe_rows(vocabulary)
+        wanted_MV = naive_logits(adapter.distribution(whole, range(2)))
+        begun = replace(whole, actions=Ragged.from_rows([row[:3] for row in whole.actions.rows()]))
+        alone = torch.cat([naive_logits(adapter.distribution(begun, [row])) for row in range(2)])
+    firsts = torch.arange(3, device=wanted_MV.device)
+    relative = relative_difference(alone, wanted_MV[torch.cat([firsts, firsts + whole.actions.lengths[0]])])
+    if not relative <= _ALONE:
+        raise ConfigError(
+            f"{type(adapter.model).__name__} gives a row other logits beside another, or once tokens follow: they "
+            f"differ by {relative:.1e} of the largest. Let a hidden state depend on its own and earlier tokens alone."
+        )
+
+
 def difference(route: Callable[[], TokenDistribution], adapter: LanguageAdapter, wanted_MV: Tensor) -> str | None:
     """Says how a route's logits differ from those wanted."""
     try:
@@ -119,14 +141,19 @@ def tolerance_of(adapter: LanguageAdapter, device: torch.device) -> float:
     return {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2}.get(dtype, 5e-2)
 
 
+def known_tokens(adapter: LanguageAdapter) -> int:
+    """Counts the tokens that a network can read."""
+    return int(adapter.lm.get_input_embeddings().weight.shape[0])
+
+
 def probe_rows(
-    adapter: LanguageAdapter,
+    vocabulary: int,
     prompts: tuple[int, ...] = (5, 2),
     lengths: tuple[int, ...] = (7, 4),
     owners: tuple[int, ...] = (0, 1),
 ) -> Trajectory:
     """Makes rows of ids spread over the vocabulary, on the host; ``owners`` names the prompt of each."""
-    vocabulary, read = adapter.lm.get_input_embeddings().weight.shape[0], sum(prompts)
+    read = sum(prompts)
     ids = torch.tensor([(17 + 61 * place) % vocabulary for place in range(read + sum(lengths))])
     return Trajectory(
         conditions=Ragged(ids[:read], prompts),

@@ -18,15 +18,15 @@ import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from memsafe_rl.accounting import claim
+from memsafe_rl.accounting import autocast_bytes, claim
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
-from memsafe_rl.models.attention_implementations import attention_configs, keep_eager_masks_finite
 from memsafe_rl.models.blocks import find_blocks, recomputed
-from memsafe_rl.models.cuts import token_micro_batches, token_work
 from memsafe_rl.models.decoding.by_transformers import Choose
+from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
 from memsafe_rl.models.decoding.shared_prefix_cache import (
     RowCache,
@@ -35,10 +35,9 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     SourceMarks,
     resumed,
 )
-from memsafe_rl.models.geometry import autocast_bytes, read_geometry
-from memsafe_rl.models.language.heads import LogitMap, given_logits, head_of, naive_logits
-from memsafe_rl.models.module_state import as_reference
-from memsafe_rl.slices import MicroBatchGroup
+from memsafe_rl.models.geometry import read_geometry
+from memsafe_rl.models.module_state import as_reference, attention_configs, keep_eager_masks_finite
+from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
 from memsafe_rl.types import (
     CACHE_SCALE_BYTES,
     Component,
@@ -101,6 +100,7 @@ class LanguageAdapter(ABC):
         self._key_bytes: int | None = None
         self.reference_adapter: Self | None = reference_adapter
         self.lm = lm
+        self._padded = PaddedDecoder(lm)
         self.start_token_id = start_token_id
         self._cross_layers = cross_layers
         self._attention_configs = attention_configs(lm)
@@ -117,9 +117,16 @@ class LanguageAdapter(ABC):
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
         """Reads prompts and fills a cache; see `ModelAdapter.prefill`."""
 
-    @abstractmethod
+    @torch.no_grad()
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
-        """Appends one token to every row of a cache, in place; see `ModelAdapter.decode_step`."""
+        """Appends one token to every row of a cache, in place."""
+        if not self.joins:
+            return self._padded.read(cast(PaddedState, state), tokens_B.to(self.device)[:, None])
+        rows = cast(SharedPrefixState, state)  # rows that follow a shared prompt
+        rows.reserve(1)
+        hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(rows))
+        rows.lengths = [length + 1 for length in rows.lengths]
+        return self._logits(hidden_B1D[:, -1])
 
     @abstractmethod
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
@@ -185,6 +192,15 @@ class LanguageAdapter(ABC):
             geometry = replace(geometry, shares_prompts=self.joins)
             self._geometries[key] = self._rounded_cache(geometry) if self.in_8_bits else geometry
         return self._geometries[key]
+
+    @property
+    def value_inputs(self) -> tuple[int, torch.dtype] | None:
+        """Width and type of the hidden states that a critic's head can read; None where only logits are shown."""
+        if self.path.route is Route.WHOLE:
+            return None
+        output = self.lm.get_output_embeddings()
+        width = getattr(output, "in_features", None) or output.weight.shape[-1]
+        return int(width), self.lm.get_input_embeddings().weight.dtype
 
     def reread(self) -> None:
         """Forgets the sizes read so far, after weights were added or frozen."""
@@ -334,14 +350,6 @@ class LanguageAdapter(ABC):
         bias_V = None if bias_1V is None else bias_1V[0]
         return head_of(self.lm.get_output_embeddings(), self.path.logit_map, bias_V)
 
-    def _step_together(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
-        """Appends one token to every row that follows a shared prompt."""
-        rows = cast(SharedPrefixState, state)
-        rows.reserve(1)
-        hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(rows))
-        rows.lengths = [length + 1 for length in rows.lengths]
-        return self._logits(hidden_B1D[:, -1])
-
     def _reading(self, state: SharedPrefixState, counts: Sequence[int] | None = None) -> Reading:
         sources = SourceMarks(self._cross_layers, self.device) if self._cross_layers else None
         return Reading(state, SharedPrefixCache(reads_prompts=False, in_8_bits=self.in_8_bits), counts, sources=sources)
@@ -398,3 +406,99 @@ def _keep_gradient_of_4bit_layers(lm: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
             if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
                 module.state_dict()  # writing the weight out unpacks it in place
+
+
+# ------------------------------------------------------------------ output heads
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """What a model does to the output of its head: ``cap · tanh(scale · z / cap)``."""
+
+    scale: float = 1.0  # factor on the logits
+    soft_cap: float | None = None  # bound of the logits, None for none
+
+    def __call__(self, logits_MV: Tensor) -> Tensor:
+        """Applies the map, in float32 at least if it does anything."""
+        if self.scale == 1.0 and self.soft_cap is None:
+            return logits_MV
+        logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32)) * self.scale
+        return logits_MV if self.soft_cap is None else torch.tanh(logits_MV / self.soft_cap) * self.soft_cap
+
+
+@dataclass(frozen=True)
+class ModuleHead:
+    """A head that is more than one linear map (LoRA, quantised, hooked): the module itself, then the model's map."""
+
+    module: nn.Module  # maps hidden states (M, D) to (M, V)
+    logit_map: LogitMap  # what the model does afterwards
+    bias_V: Tensor | None = None  # (V,) that the model adds to the module's output, or None
+
+    def __call__(self, hidden_MD: Tensor) -> Tensor:
+        """Gives logits (M, V)."""
+        logits_MV: Tensor = self.module(hidden_MD)
+        return self.logit_map(logits_MV if self.bias_V is None else logits_MV + self.bias_V)
+
+
+def given_logits(logits_MV: Tensor) -> Tensor:
+    """The head of a distribution whose hidden states are already the model's logits."""
+    return logits_MV
+
+
+def logit_maps(config: Any) -> tuple[LogitMap, ...]:
+    """Guesses from a config what its model does to logits; the check at start picks the one that holds.
+
+    Cohere multiplies by ``logit_scale``, Falcon-H1 by ``lm_head_multiplier``; Granite divides by ``logits_scaling``
+    and HyperCLOVA X multiplies by it; T5 with a tied head multiplies by D**-0.5; Gemma caps at
+    ``final_logit_softcapping``.
+    """
+    text = config.get_text_config(decoder=True)
+    factor = _number(text, "logit_scale") * _number(text, "lm_head_multiplier")
+    scaling = _number(text, "logits_scaling")
+    scales = dict.fromkeys((factor / scaling, factor * scaling, 1.0))
+    if getattr(config, "is_encoder_decoder", False):
+        tied = text.hidden_size**-0.5
+        scaled = getattr(config, "scale_decoder_outputs", config.model_type in ("umt5", "switch_transformers"))
+        scales = dict.fromkeys((tied, 1.0) if scaled else (1.0, tied))
+    caps = dict.fromkeys((getattr(text, "final_logit_softcapping", None) or None, None))
+    return tuple(LogitMap(scale, cap) for cap in caps for scale in scales)
+
+
+def head_of(module: nn.Module, logit_map: LogitMap, bias_V: Tensor | None = None) -> LinearHead | ModuleHead:
+    """Describes an output head as it is now (PEFT's adapters on or off)."""
+    linear = _active(module)
+    if type(linear) is nn.Linear and not _hooked(module) and not _hooked(linear):
+        both = linear.bias if bias_V is None else bias_V if linear.bias is None else linear.bias + bias_V
+        return LinearHead(linear.weight, both, logit_map.scale, logit_map.soft_cap)
+    return ModuleHead(module, logit_map, bias_V)
+
+
+def naive_logits(distribution: TokenDistribution) -> Tensor:
+    """Gives all logits of a distribution, as the check at start compares them: the naive form of what `ops` does."""
+    head, hidden_MD = distribution.head, distribution.hidden_MD
+    if not isinstance(head, LinearHead):
+        return head(hidden_MD)
+    dtype = torch.promote_types(hidden_MD.dtype, head.weight_VD.dtype)
+    bias_V = None if head.bias_V is None else head.bias_V.to(dtype)
+    logits_MV = functional.linear(hidden_MD.to(dtype), head.weight_VD.to(dtype), bias_V)
+    return LogitMap(head.scale, head.soft_cap)(logits_MV)
+
+
+def _number(config: Any, name: str) -> float:
+    value = getattr(config, name, None)
+    return float(value) if isinstance(value, (int, float)) and value else 1.0
+
+
+def _active(module: Any) -> Any:
+    """Looks through PEFT's wrapper of a fully trained module."""
+    if not hasattr(module, "modules_to_save") or not hasattr(module, "original_module"):
+        return module
+    trained = [name for name in module.active_adapters if name in module.modules_to_save]
+    if module.disable_adapters or not trained:
+        return module.original_module
+    return module.modules_to_save[trained[0]]
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)

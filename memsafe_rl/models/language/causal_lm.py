@@ -15,14 +15,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.adapter import DecodeState
+from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.cache import is_trimmable, transit_cache
-from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
+from memsafe_rl.models.decoding.padded import PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading, shared_prefix_attention
 from memsafe_rl.models.decoding.shared_prefix_cache import (
     SharedPrefixCache,
@@ -33,6 +33,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
 )
 from memsafe_rl.models.language.agreement import (
     difference,
+    known_tokens,
     probe_rows,
     sampling_disagreement,
     settle_generate,
@@ -44,10 +45,9 @@ from memsafe_rl.models.language.base import (
     ScoringPath,
     is_encoder_decoder,
     language_model_of,
+    logit_maps,
 )
-from memsafe_rl.models.language.heads import logit_maps
-from memsafe_rl.models.language.packed_attention import attending
-from memsafe_rl.models.language.packing import pack_rows
+from memsafe_rl.models.language.packing import attending, pack_rows
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.types import Component, Trajectory
 
@@ -70,13 +70,16 @@ class CausalLMAdapter(LanguageAdapter):
             joins=_can_share_prompts(lm, path.route),
             reference_adapter=copy,
         )
-        self._padded = PaddedDecoder(lm)
         _warn_of_rope_that_reads_lengths(lm.config)
 
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
         """Gives the hidden states (M, D) from which the actions of rows are predicted."""
-        if packed:
-            return self._packed_states(trajectory, rows)
+        if packed:  # behind one copy of each prompt
+            laid = pack_rows(trajectory, rows, self.geometry.windows, self.device)
+            with attending(self._attention_configs, laid.layout):
+                output = self.lm.base_model(input_ids=laid.ids, position_ids=laid.positions, use_cache=False)
+            hidden_ND: Tensor = output[0][0]
+            return hidden_ND.index_select(0, laid.places.to(hidden_ND.device))
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
         ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
         hidden_BLD = self._trunk(ids_BL, trajectory.row_lengths(rows))
@@ -105,13 +108,6 @@ class CausalLMAdapter(LanguageAdapter):
         for start in range(chunk, max(int(prompt.shape[0]) for prompt in prompts), chunk):
             last_PD = self._read_on(state, prompts[0][start : start + chunk])
         return self._logits(last_PD), state
-
-    @torch.no_grad()
-    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
-        """Appends one token to every row of a cache, in place."""
-        if self.joins:
-            return self._step_together(state, tokens_B)
-        return self._padded.read(cast(PaddedState, state), tokens_B.to(self.device)[:, None])
 
     def read_together(
         self,
@@ -200,14 +196,6 @@ class CausalLMAdapter(LanguageAdapter):
             )
         return cast(Tensor, output[0])
 
-    def _packed_states(self, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
-        """Runs the trunk over rows laid out behind one copy of each prompt."""
-        packed = pack_rows(trajectory, rows, self.geometry.windows, self.device)
-        with attending(self._attention_configs, packed.layout):
-            output = self.lm.base_model(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
-        hidden_ND: Tensor = output[0][0]
-        return hidden_ND.index_select(0, packed.places.to(hidden_ND.device))
-
 
 def check_head(adapter: CausalLMAdapter) -> None:
     """Compares an adapter's own paths with its model's logits, and takes a plain path where scoring differs.
@@ -219,7 +207,7 @@ def check_head(adapter: CausalLMAdapter) -> None:
     geometry.
     """
     with torch.no_grad(), eval_mode(adapter.model):
-        trajectory = probe_rows(adapter)
+        trajectory = probe_rows(known_tokens(adapter))
         wanted_MV = adapter.row_logits(adapter.model, trajectory, range(2))
         settle_path(adapter, trajectory, wanted_MV)
         _check_sampling(adapter, trajectory, wanted_MV)
@@ -265,7 +253,7 @@ def _first_route(lm: Any) -> Route:
 def _settle_packing(adapter: CausalLMAdapter) -> None:
     """Keeps the packed route if it gives the logits of rows alone, and says so if it does not."""
     # Rows of a prompt lie apart from each other and are unlike in length.
-    trajectory = probe_rows(adapter, (3, 6), (4, 3, 7, 1, 5), (0, 1, 0, 1, 0))
+    trajectory = probe_rows(known_tokens(adapter), (3, 6), (4, 3, 7, 1, 5), (0, 1, 0, 1, 0))
     wanted_MV = adapter.row_logits(adapter.model, trajectory, range(len(trajectory)))
     reason = _packing_disagreement(adapter, trajectory, wanted_MV)
     adapter.packs_prompts = reason is None
@@ -338,3 +326,10 @@ def _predicting_places(prompts: Sequence[int], lengths: Sequence[int], *, width:
     """Indices (M,), into rows laid end to end, of the positions that predict completion tokens."""
     starts = [row * width + prompt - 1 for row, prompt in enumerate(prompts)]
     return torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
+
+
+def _matches(model: Any) -> bool:
+    return isinstance(model, PreTrainedModel) and not is_encoder_decoder(model)
+
+
+register_adapter(Adapter("causal LM", CausalLMAdapter, _matches, check_head))

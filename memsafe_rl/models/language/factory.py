@@ -1,27 +1,42 @@
-"""Which adapter a network of transformers needs."""
+"""Which adapter a network that draws tokens needs; the files of this folder register their families."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+from peft import PeftModel
 from torch import nn
 
-from memsafe_rl.models.language.base import is_encoder_decoder, language_model_of
-from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.models.language.seq2seq import Seq2SeqAdapter, check_seq2seq
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.adapter import ADAPTERS, Adapter, ModelAdapter
+from memsafe_rl.models.language.agreement import check_rows_alone
+from memsafe_rl.ops.registry import refuse_incomplete
 
-LanguageModelAdapter = CausalLMAdapter | Seq2SeqAdapter
-
-
-def adapter_for(
-    model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None
-) -> LanguageModelAdapter:
-    """Wraps a causal LM or an encoder-decoder."""
-    kind = Seq2SeqAdapter if is_encoder_decoder(language_model_of(model)) else CausalLMAdapter
-    return kind(model, pad_token_id=pad_token_id, reference_model=reference_model)
+for _module in iter_modules([str(Path(__file__).parent)]):
+    import_module(f"{__package__}.{_module.name}")
 
 
-def check_adapter(adapter: LanguageModelAdapter) -> None:
-    """Compares an adapter's own paths with its model's logits; see `check_head` and `check_seq2seq`."""
-    if isinstance(adapter, Seq2SeqAdapter):
-        check_seq2seq(adapter)
-    else:
-        check_head(adapter)
+def family_of(model: Any) -> Adapter | None:
+    """Gives the family of a network, the one registered last where several match; None where none does."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    return next((family for family in reversed(ADAPTERS.values()) if family.matches(inner)), None)
+
+
+def adapter_for(model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> Any:
+    """Wraps a network by its family."""
+    family = family_of(model)
+    if family is None:
+        raise ConfigError(f"model is a {type(model).__name__}, of no known family. Name it by register_adapter.")
+    adapter = family.function(model, pad_token_id=pad_token_id, reference_model=reference_model)
+    refuse_incomplete(adapter, ModelAdapter, f"adapter {family.name!r}")
+    return adapter
+
+
+def check_adapter(adapter: ModelAdapter) -> None:
+    """Compares an adapter's own paths with its model's logits, as its family does."""
+    family = family_of(adapter.model)
+    if family is not None:
+        (family.check or check_rows_alone)(adapter)

@@ -21,17 +21,17 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import EncoderDecoderCache
+from transformers import EncoderDecoderCache, PreTrainedModel
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.adapter import DecodeState
-from memsafe_rl.models.attention_implementations import attention_configs
+from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading, shared_prefix_attention
 from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of, layer_windows
 from memsafe_rl.models.geometry import decoder_config
 from memsafe_rl.models.language.agreement import (
+    known_tokens,
     probe_rows,
     sampling_disagreement,
     settle_generate,
@@ -43,9 +43,9 @@ from memsafe_rl.models.language.base import (
     ScoringPath,
     is_encoder_decoder,
     language_model_of,
+    logit_maps,
 )
-from memsafe_rl.models.language.heads import logit_maps
-from memsafe_rl.models.module_state import eval_mode
+from memsafe_rl.models.module_state import attention_configs, eval_mode
 from memsafe_rl.types import Component, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -129,11 +129,6 @@ class Seq2SeqAdapter(LanguageAdapter):
         block = block_of(own.read, [1] * len(prompts), self._windows)
         block.source = block_of(cross.read, lengths, [None] * len(self._windows))
         return self._logits(last_P1D[:, -1]), SharedPrefixState.of_prompts(block, self._windows, self.device)
-
-    @torch.no_grad()
-    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
-        """Appends one token to every row of a cache, in place."""
-        return self._step_together(state, tokens_B)
 
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Gives a model's own logits at completion tokens, row by row without padding."""
@@ -300,13 +295,13 @@ def check_seq2seq(adapter: Seq2SeqAdapter) -> None:
     transformers' `generate` decodes instead, with a cache or without, which is logged too.
     """
     with torch.no_grad(), eval_mode(adapter.model):
-        trajectory = probe_rows(adapter)
+        trajectory = probe_rows(known_tokens(adapter))
         wanted_MV = adapter.row_logits(adapter.model, trajectory, range(len(trajectory)))
         settle_path(adapter, trajectory, wanted_MV)
         reason = sampling_disagreement(adapter, trajectory, wanted_MV)
         if reason is not None:
             adapter.joins = False
-            alike = probe_rows(adapter, (4, 4))
+            alike = probe_rows(known_tokens(adapter), (4, 4))
             wanted_MV = adapter.row_logits(adapter.model, alike, range(len(alike)))
             settle_generate(adapter, alike, wanted_MV, reason)
     if adapter.reference_adapter is not None:
@@ -378,3 +373,10 @@ def _positions_in(table: Any, forward: Any, first: Any, span: range, device: tor
     else:
         first = torch.Size((1, len(span)))
     return cast(Tensor, forward(first, past_key_values_length=span.start))
+
+
+def _matches(model: Any) -> bool:
+    return isinstance(model, PreTrainedModel) and is_encoder_decoder(model)
+
+
+register_adapter(Adapter("encoder-decoder", Seq2SeqAdapter, _matches, check_seq2seq))

@@ -4,8 +4,14 @@
 micro-batch has a denominator of its own, and the loss equals DAPO's.
 """
 
-from memsafe_rl.ops.losses.base import Loss, LossTraits, register_loss
-from memsafe_rl.ops.losses.clipping import CLIPPING_METRICS, clipped_surrogate, measure_clipping
+from memsafe_rl.ops.losses.core import (
+    CLIPPING_METRICS,
+    Loss,
+    LossTraits,
+    clipped_surrogate,
+    measure_clipping,
+    register_loss,
+)
 
 register_loss(
     Loss("bnpo", clipped_surrogate, LossTraits(("token",), separable=True), measure_clipping, CLIPPING_METRICS)

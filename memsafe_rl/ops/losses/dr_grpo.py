@@ -3,8 +3,14 @@
 ``sum_b sum_t -min(r A, clip(r) A) / (N_rows · max_completion_length)`` (Liu et al. 2025, arXiv:2503.20783).
 """
 
-from memsafe_rl.ops.losses.base import Loss, LossTraits, register_loss
-from memsafe_rl.ops.losses.clipping import CLIPPING_METRICS, clipped_surrogate, measure_clipping
+from memsafe_rl.ops.losses.core import (
+    CLIPPING_METRICS,
+    Loss,
+    LossTraits,
+    clipped_surrogate,
+    measure_clipping,
+    register_loss,
+)
 
 register_loss(
     Loss(

@@ -4,8 +4,14 @@
 row it is GSPO (Zheng et al. 2025, arXiv:2507.18071, eq. 5).
 """
 
-from memsafe_rl.ops.losses.base import Loss, LossTraits, register_loss
-from memsafe_rl.ops.losses.clipping import CLIPPING_METRICS, clipped_surrogate, measure_clipping
+from memsafe_rl.ops.losses.core import (
+    CLIPPING_METRICS,
+    Loss,
+    LossTraits,
+    clipped_surrogate,
+    measure_clipping,
+    register_loss,
+)
 
 register_loss(
     Loss(

@@ -3,8 +3,14 @@
 ``sum_b |o_b| · -min(s_b A, clip(s_b) A) / N_rows``, s_b the one ratio of a row (arXiv:2602.05261).
 """
 
-from memsafe_rl.ops.losses.base import Loss, LossTraits, register_loss
-from memsafe_rl.ops.losses.clipping import CLIPPING_METRICS, clipped_surrogate, measure_clipping
+from memsafe_rl.ops.losses.core import (
+    CLIPPING_METRICS,
+    Loss,
+    LossTraits,
+    clipped_surrogate,
+    measure_clipping,
+    register_loss,
+)
 
 register_loss(
     Loss(

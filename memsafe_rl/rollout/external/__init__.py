@@ -1,1 +1,1 @@
-"""What engines of other libraries have in common, and transformers' continuous batching."""
+"""What engines of other libraries have in common, and how a function becomes an engine."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from memsafe_rl.rollout.sampling_checks import checked_limits
+from memsafe_rl.rollout.native.sequences import checked_limits
 from memsafe_rl.types import Completion, SamplingSettings, SequenceKey
 
 Draw = Callable[[Sequence[Tensor], Sequence[Sequence[SequenceKey]], SamplingSettings], list[Completion]]

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from transformers import ContinuousBatchingConfig
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.rollout.engine import EngineContext
 from memsafe_rl.types import SamplingSettings
 
 FILTERS = frozenset({"top_p", "top_k", "min_p", "repetition_penalty"})
@@ -55,6 +56,15 @@ def refuse_settings(engine: str, settings: SamplingSettings, honoured: Collectio
                 f"{field.name} is {value!r}, which the rollout engine {engine!r} cannot honour. Leave it out, or leave "
                 "the choice of the engine out: the library's own has every sampling setting."
             )
+
+
+def refuse_encoder(context: EngineContext, setting: str) -> None:
+    """Refuses encoder-decoders, where an engine knows causal language models only."""
+    if context.adapter.geometry.source_bytes is not None:
+        raise ConfigError(
+            f"{setting} is True, but {type(context.adapter.model).__name__} is an encoder-decoder, "
+            "which only this library's own engine samples. Leave it out."
+        )
 
 
 def refuse_begun(engine: str, begun: object) -> None:

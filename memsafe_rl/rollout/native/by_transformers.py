@@ -12,13 +12,18 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.memory.planning.plan_checks import check_rollout_plan
+from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.rollout.engine import Progress
-from memsafe_rl.rollout.native.drawing import Drawer, key_tensor
-from memsafe_rl.rollout.native.sequences import LiveSequence, begin_sequences, draw_next
-from memsafe_rl.rollout.sampling_checks import checked_limits
+from memsafe_rl.rollout.native.sequences import (
+    Drawer,
+    LiveSequence,
+    begin_sequences,
+    checked_limits,
+    draw_next,
+    key_tensor,
+)
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 
@@ -33,7 +38,7 @@ def generate_by_transformers(
     begun: Sequence[Sequence[Completion | None]] | None = None,
     limits: Sequence[int] | None = None,
 ) -> list[Completion]:
-    """Samples completions by `generate`; `native.generation` calls it, in eval mode, with what it checked.
+    """Samples completions by `generate`; `native.engine` calls it, in eval mode, with what it checked.
 
     A wave holds rows of one length, since such a network's own way with padding is what could not be trusted. A wave is
     what is repeated when memory runs out; tokens drawn before it failed are kept. They come from the same counter-based

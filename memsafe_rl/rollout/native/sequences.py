@@ -1,20 +1,32 @@
-"""Completions as far as they have been drawn, on the host, and the draw of their next tokens.
+"""Completions as far as they have been drawn, which of them join the batch, and how their next tokens are drawn.
 
-Axes: ``B`` rows, ``V`` vocabulary.
+A token does not depend on the rows around it.
+
+Axes: ``B`` rows, ``V`` vocabulary, ``L`` tokens so far.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.rollout.native.drawing import Drawer, refuse_broken
-from memsafe_rl.types import Completion, SamplingSettings, SequenceKey
+from memsafe_rl.errors import ConfigError, DataError, MemsafeError
+from memsafe_rl.ops.sampling import Draw, greedy_tokens, sample_tokens, taken_logprobs
+from memsafe_rl.rollout.native.processors import Rows, processors_of
+from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey, TextStops
+
+_JOIN_SHARE = 8
+"""Joining copies the cache and reads prompts for few rows: it waits until so large a share of the rows is free."""
+
+_TILE_ELEMENTS = 1 << 21
 
 
 @dataclass
@@ -125,3 +137,281 @@ def draw_next(
             for one, end in zip(running, draw.ends_by_text(tails), strict=True):
                 one.finished, one.ended = end, one.ended or end
     return tokens_B
+
+
+# ------------------------------------------------------------------ who joins the batch
+
+
+class Candidate(NamedTuple):
+    """A sequence that waits."""
+
+    prompt: int  # index of its prompt; samples of a prompt stand side by side
+    prompt_tokens: int  # length of the prompt
+    drawn_tokens: int  # tokens it has drawn before
+    # most tokens it may draw in all; where prompts are kept once, that any row of the batch may draw, since rows are as
+    # wide as the widest; of a prompt that was kept in part, what is read behind it counts too
+    max_new_tokens: int
+    is_kept: bool = False  # whether its prompt's cache was kept, whose bytes count with those of the batch's prompts
+
+
+def admit(
+    waiting: Sequence[Candidate], plan: RolloutPlan, geometry: ModelGeometry, *, rows: int, prompt_bytes: int
+) -> int:
+    """Counts how many of the first candidates may join.
+
+    Every row counts as long as it can become, so that no row ever has to leave for others. At least one joins a batch
+    that is empty, unless it was kept: it may be smaller when it is read anew. Where the network keeps a prompt once for
+    its group, only a group that does not fit whole is parted, and goes alone.
+    """
+    most = _most_rows(waiting, plan, geometry, rows, prompt_bytes)
+    if most < 1:
+        return 0 if rows or waiting[0].is_kept else 1
+    if rows and most < min(len(waiting), -(-plan.rows_in_flight // _JOIN_SHARE)):
+        return 0
+    if waiting[0].is_kept:
+        return most
+    if waiting[0].drawn_tokens and not geometry.shares_prompts:
+        return min(most, max(1, plan.prefill_tokens // max(one.prompt_tokens + one.drawn_tokens for one in waiting)))
+    per_prompt = max(1, plan.prefill_tokens // waiting[0].prompt_tokens)
+    prompts = list(dict.fromkeys(one.prompt for one in waiting[:most]))[:per_prompt]
+    chosen = [one for one in waiting[:most] if one.prompt in prompts]
+    if geometry.shares_prompts and len(prompts) > 1 and len(chosen) < len(waiting):
+        following = waiting[len(chosen)].prompt
+        whole = [one for one in chosen if one.prompt != following]
+        return len(whole) or len(chosen)
+    return len(chosen)
+
+
+def _most_rows(
+    waiting: Sequence[Candidate], plan: RolloutPlan, geometry: ModelGeometry, rows: int, prompt_bytes: int
+) -> int:
+    """Candidates for which there are rows and bytes."""
+    free = plan.rows_in_flight - rows
+    if not geometry.shares_prompts:
+        waves = math.ceil(len(waiting) / max(1, plan.rows_in_flight))
+        free = min(free, math.ceil(len(waiting) / waves))  # even waves take as many steps, at a lower peak
+    most = min(free, len(waiting))
+    if plan.kv_bytes is None:
+        return most
+    if not geometry.shares_prompts:
+        return min(most, plan.kv_bytes // max(1, *(row_bytes(one, geometry) for one in waiting)))
+    prompts: dict[int, int] = {}
+    for count, one in enumerate(waiting[:most]):
+        prompts.setdefault(one.prompt, 0 if one.is_kept else geometry.prompt_kv_bytes(waiting[0].prompt_tokens))
+        held = prompt_bytes + sum(prompts.values())
+        if geometry.batch_kv_bytes(held, rows + count + 1, one.max_new_tokens) > plan.kv_bytes:
+            return count
+    return most
+
+
+def row_bytes(one: Candidate, geometry: ModelGeometry) -> int:
+    """Counts the cache of a row that keeps its own prompt, as long as it can become."""
+    return geometry.kv_bytes(one.prompt_tokens + one.max_new_tokens)
+
+
+# ------------------------------------------------------------------ the next token
+
+
+class Drawer:
+    """Turns logits into tokens as the settings say; holds no state of any row.
+
+    A batch's rows may stand at different positions, have prompts of different lengths, and join or leave between two
+    calls: what a row is given depends on its own logits, key, position and history alone. Rows are processed a few at a
+    time, so that no second (B, V) tensor of all rows is ever made.
+    """
+
+    def __init__(self, settings: SamplingSettings, start_token_id: int | None = None) -> None:
+        self._start_token_id = start_token_id
+        self.reads_on = start_token_id is None
+        greedy = settings.temperature == 0
+        self._draw = _most_likely if greedy else sample_tokens
+        self._temperature = 1.0 if greedy else float(settings.temperature)
+        self._processors = processors_of(settings)
+        self._stops = settings.stops
+        self.needs_history = any(processor.needs_history for processor in self._processors)
+        asked = any(processor.needs_lengths for processor in self._processors)
+        self.needs_prompt_lengths = asked or (self.needs_history and not self.reads_on)
+        self.stops_by_text = settings.stops is not None
+        self.text_window = 0 if settings.stops is None else settings.stops.window
+        self.keeps_model_logprobs = bool(self._processors)
+
+    def __call__(
+        self,
+        logits_BV: Tensor,
+        keys_B4: Tensor,
+        positions_B: Tensor,
+        histories: Sequence[Tensor] | None = None,
+        prompt_lengths: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Draws a token a row."""
+        if not self._processors:
+            drawn = self._draw(logits_BV, keys_B4, positions_B, temperature=self._temperature)
+            columns = (drawn.tokens_B.double(), drawn.logprobs_B, drawn.logprobs_B, drawn.tied_B.double())
+            return drawn.tokens_B, torch.stack(columns)
+        size = max(1, _TILE_ELEMENTS // logits_BV.shape[1])
+        tiles = [slice(start, start + size) for start in range(0, len(logits_BV), size)]
+        parts = [
+            self._draw_processed(
+                logits_BV[tile],
+                keys_B4[tile],
+                self._rows(positions_B[tile], (prompt_lengths or ())[tile], (histories or ())[tile]),
+            )
+            for tile in tiles
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([tokens for tokens, _ in parts]), torch.cat([values for _, values in parts], 1)
+
+    def process(
+        self,
+        logits_BV: Tensor,
+        positions_B: Tensor,
+        histories: Sequence[Tensor] | None = None,
+        prompt_lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Gives the scores whose softmax is sampled from, or, with temperature 0, whose greatest is taken."""
+        if not self._processors:
+            return logits_BV.float() / self._temperature
+        return self._process(logits_BV, self._rows(positions_B, prompt_lengths or (), histories or ()))
+
+    def ends_by_text(self, histories: Sequence[Tensor]) -> list[bool]:
+        """Tells which rows' last token completed a stop string; eos tokens are not its concern.
+
+        As in transformers' `generate`, a string may begin in the prompt, and the last token may reach past its end.
+        """
+        if self._stops is None or not histories:
+            return [False] * len(histories)
+        tails = [history[-self._stops.window :] for history in histories]
+        window_BL = torch.full((len(tails), self._stops.window), TextStops.filler, dtype=torch.int64)
+        for row_L, tail in zip(window_BL, tails, strict=True):
+            row_L[len(row_L) - len(tail) :] = tail
+        return [bool(ended) for ended in self._stops.ends(window_BL).tolist()]
+
+    def _rows(self, positions_B: Tensor, prompt_lengths: Sequence[int], histories: Sequence[Tensor]) -> Rows:
+        if self._start_token_id is None:
+            return Rows(positions_B, prompt_lengths, histories)
+        return Rows.of_decoder(positions_B, prompt_lengths, histories, self._start_token_id)
+
+    def _process(self, logits_BV: Tensor, rows: Rows) -> Tensor:
+        own_copy = any(processor.in_place for processor in self._processors)
+        scores_BV = logits_BV.to(torch.float32, copy=own_copy)
+        for processor in self._processors:
+            scores_BV = processor.apply(scores_BV, rows)
+        return scores_BV
+
+    def _draw_processed(self, logits_BV: Tensor, keys_B4: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        drawn = self._draw(self._process(logits_BV, rows), keys_B4, rows.positions_B, temperature=1.0)
+        model_logprobs_B = taken_logprobs(logits_BV, drawn.tokens_B, temperature=self._temperature)
+        columns = (drawn.tokens_B.double(), drawn.logprobs_B, model_logprobs_B, drawn.tied_B.double())
+        return drawn.tokens_B, torch.stack(columns)
+
+
+def _most_likely(scores_BV: Tensor, keys_B4: Tensor, positions_B: Tensor, *, temperature: float) -> Draw:  # noqa: ARG001
+    return greedy_tokens(scores_BV)
+
+
+def key_tensor(keys: Sequence[SequenceKey]) -> Tensor:
+    """Stacks the names of rows' random streams."""
+    half = 1 << 63
+    return torch.tensor([[(value + half) % (2 * half) - half for value in key] for key in keys])
+
+
+def refuse_broken(values_4B: Tensor, keys: Sequence[SequenceKey], positions: Sequence[int]) -> None:
+    """Refuses rows for which no token could be drawn, and says whether the network or a processor is to blame."""
+    broken_B = ~values_4B[1:3].isfinite().all(0)
+    if not broken_B.any():
+        return
+    first = int(broken_B.nonzero()[0, 0])
+    key = keys[first]
+    where = (
+        f"No token can be drawn at position {positions[first]} of prompt {key.prompt}, sample {key.sample} "
+        f"({int(broken_B.sum())} of {len(keys)} rows): "
+    )
+    if bool(values_4B[2, first].isfinite()):
+        raise MemsafeError(
+            f"{where}the model gives a distribution, but the processors of its logits forbid every token or raise one "
+            "to infinity. Look at bad_words_ids, sequence_bias, suppress_tokens, min_new_tokens, no_repeat_ngram_size, "
+            "repetition penalties, forced tokens, exponential_decay_length_penalty and logits_processor."
+        )
+    raise MemsafeError(
+        f"{where}the logits hold NaN or +inf, or every token is at -inf. The weights have probably diverged: lower the "
+        "learning rate or resume from an earlier checkpoint; if the model runs in float16, use bfloat16 or float32."
+    )
+
+
+def text_stops(strings: Sequence[str], tokenizer: Any) -> TextStops:
+    """Prepares strings that end a completion, the way transformers' `generate` finds them."""
+    if not strings or not all(isinstance(string, str) and string for string in strings):
+        raise ConfigError(f"stop_strings is {list(strings)!r}; it must hold strings of at least one character.")
+    try:
+        criteria = StopStringCriteria(tokenizer, list(strings))
+    except ValueError as error:
+        raise ConfigError(f"stop_strings is {list(strings)!r}: {error}") from None
+    return TextStops(tuple(strings), _TextEnds(criteria), criteria.maximum_token_len)
+
+
+class _TextEnds:
+    """Asks transformers' criterion, which wants scores that it does not look at."""
+
+    def __init__(self, criteria: StopStringCriteria) -> None:
+        self.criteria = criteria
+
+    def __call__(self, ids_BL: Tensor) -> Tensor:
+        ended: Tensor = self.criteria(ids_BL, None)
+        return ended
+
+
+# ------------------------------------------------------------------ what may be asked
+
+
+def check_settings(settings: SamplingSettings, vocab_size: int) -> None:
+    """Refuses sampling settings that a network cannot follow."""
+    if settings.max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens is {settings.max_new_tokens}; a completion needs at least 1 token.")
+    if settings.max_step_tokens is not None and settings.max_step_tokens < 1:
+        raise ConfigError(
+            f"max_step_tokens is {settings.max_step_tokens}, by which no completion would ever grow. Set it to at "
+            "least 1 token, or to None for no limit."
+        )
+    if not settings.temperature >= 0:
+        raise ConfigError(f"temperature is {settings.temperature}; use 0 for greedy decoding or a positive number.")
+    check_least_tokens(settings.min_new_tokens, settings.max_new_tokens)
+    for name, ids in _listed(settings):
+        beyond = [token for token in ids if not 0 <= token < vocab_size]
+        if beyond:
+            raise ConfigError(
+                f"{name} holds the id {beyond[0]}, but the model draws from {vocab_size} tokens (0 to "
+                f"{vocab_size - 1}). Set {name} in generation_kwargs to ids of its vocabulary, or to [] for none; "
+                "where it is not set there, it comes from the tokenizer or the model's generation_config."
+            )
+
+
+def checked_limits(limits: Sequence[int] | None, prompts: int, max_new_tokens: int) -> Sequence[int]:
+    """Gives each prompt's longest completion; refuses limits that the settings do not allow."""
+    if limits is None:
+        return [max_new_tokens] * prompts
+    if len(limits) != prompts or not all(1 <= limit <= max_new_tokens for limit in limits):
+        raise DataError(
+            f"limits {list(limits)} for {prompts} prompts; give each one from 1 to max_new_tokens ({max_new_tokens})."
+        )
+    return limits
+
+
+def check_least_tokens(least: int, most: int) -> None:
+    """Refuses a shortest completion that is longer than the longest."""
+    if least > most:
+        raise ConfigError(
+            f"min_new_tokens is {least}, but the longest completion has {most} tokens, so that none could ever end. "
+            f"Lower min_new_tokens (generation_kwargs) to at most {most}, or raise max_completion_length."
+        )
+
+
+def _listed(settings: SamplingSettings) -> Iterator[tuple[str, Iterable[int]]]:
+    """Gives every setting that names tokens, as `generation_kwargs` calls it, with its ids."""
+    yield "eos_token_id", settings.eos_token_ids
+    yield "suppress_tokens", settings.suppress_tokens
+    yield "begin_suppress_tokens", settings.begin_suppress_tokens
+    yield "forced_bos_token_id", () if settings.forced_bos_token_id is None else (settings.forced_bos_token_id,)
+    yield "forced_eos_token_id", settings.forced_eos_token_ids
+    yield "bad_words_ids", (token for word in settings.bad_words_ids for token in word)
+    yield "sequence_bias", (token for word, _ in settings.sequence_bias for token in word)

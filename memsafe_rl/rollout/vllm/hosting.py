@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
-from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
+from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state
 from memsafe_rl.rollout.external.kv_pool import Pool
 
 PACKAGE = "vllm"

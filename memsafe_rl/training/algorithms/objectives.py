@@ -1,4 +1,4 @@
-"""Several objectives: what each of them is, which rows are its own, how its beta is steered, and what is logged of it.
+"""One objective or several: whose rows are whose, one gradient of all, coefficients that move, and the log.
 
 Axes: ``B`` rows, ``F`` reward functions, ``K`` objectives.
 """
@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.objectives import Objective
-from memsafe_rl.ops.merging import add_up, cosines, gram_matrix
-from memsafe_rl.training.gradient import StepTerms
+from memsafe_rl.data.prompts import merge_orders
+from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.ops.entropy import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
+from memsafe_rl.ops.merging import add_up, cosines, gram_matrix, merge_weights
+from memsafe_rl.training.gradient import StepGradient, StepTerms, joined
+from memsafe_rl.training.metrics.step_metrics import read_step, step_metrics
 from memsafe_rl.types import AdvantageResult, Denominators, Trajectory
 
 # ------------------------------------------------------------------ advantages and rows
+
+if TYPE_CHECKING:
+    from memsafe_rl.training.samples import Rollout
+    from memsafe_rl.training.setup import TrainingSetup
 
 
 def judge(
@@ -180,3 +190,183 @@ def gradient_metrics(
     for (i, j), cosine in cosines(gram_KK).items():
         metrics[f"objectives/cosine/{objectives[i].name}/{objectives[j].name}"] = cosine
     return metrics
+
+
+# ------------------------------------------------------------------ one gradient of several
+
+
+class Accumulate(Protocol):
+    """Accumulates the gradient of some rows over micro-batches and ranks."""
+
+    def __call__(
+        self,
+        rollout: Rollout,
+        rows: Sequence[int],
+        terms: StepTerms,
+        *,
+        view: Callable[[Trajectory], Trajectory],
+        gradients_aside: int,
+    ) -> tuple[Rollout, StepGradient]:
+        """Accumulates.
+
+        Args:
+            rollout: the rollout.
+            rows: this rank's rows.
+            terms: what the step has fixed.
+            view: gives the trajectory as this objective learns from it.
+            gradients_aside: gradients of further objectives that will wait beside this one.
+
+        Returns:
+            The rollout where the plan has put it, and what accumulating left besides the gradient.
+        """
+
+
+def _as_it_is(trajectory: Trajectory) -> Trajectory:
+    return trajectory
+
+
+class Combiner:
+    """Makes one gradient of what a run learns: of one objective its own, of several their merge.
+
+    Attributes:
+        gradients_aside: whole gradients that wait for those of further objectives.
+    """
+
+    def __init__(self, objectives: Sequence[Objective]) -> None:
+        self._objectives = objectives
+        self.gradients_aside = max(0, len(objectives) - 1)
+
+    def fix(self, terms: StepTerms, trajectory: Trajectory, rows: Sequence[int], betas: Sequence[float]) -> StepTerms:
+        """Fixes each objective's denominators over its own rows of a whole step, before anything is cut."""
+        return with_objectives(terms, trajectory, rows, betas)
+
+    def accumulate(
+        self,
+        setup: TrainingSetup,
+        accumulate: Accumulate,
+        rollout: Rollout,
+        rows: Sequence[int],
+        terms: StepTerms,
+        *,
+        step: int,
+    ) -> tuple[Rollout, StepGradient]:
+        """Accumulates each objective's gradient; only one whose accumulation ran out of memory begins again."""
+        if not terms.objectives:
+            return accumulate(rollout, rows, terms, view=_as_it_is, gradients_aside=0)
+        trajectory, waiting = rollout.trajectory, GradientsAside(setup.committed.parameters)
+        repeat, found = setup.recovery.repeat, []
+        try:
+            for index, part in enumerate(terms.objectives):
+                every_row = part.settings.beta != 0 or setup.settings.gives_entropy_bonus
+                own = repeat(Stage.MERGE, learning_rows, trajectory, index, rows, every_row=every_row)
+                rollout, gradient = accumulate(
+                    rollout,
+                    own,
+                    part,
+                    view=partial(as_seen_by, index=index),
+                    gradients_aside=self.gradients_aside - index,  # those of earlier objectives are held already
+                )
+                found.append(gradient)
+                waiting.add(last=index + 1 == len(terms.objectives))
+            merge = self.merge(setup, waiting, [part.denominators.tokens > 0 for part in terms.objectives], step)
+        finally:
+            waiting.drop()
+        weights = [objective.weight for objective in self._objectives]
+        return rollout, repeat(Stage.MERGE, joined, found, weights, merge)
+
+    def merge(
+        self, setup: TrainingSetup, gradients: GradientsAside, there: Sequence[bool], step: int
+    ) -> dict[str, float]:
+        """Puts the merged gradient in place of the objectives' own, and gives what is known of them.
+
+        An objective that scored no counted action of the step is not there, and leaves the merge to the others.
+        """
+        repeat, config = setup.recovery.repeat, setup.config
+        gram = setup.parallel.gather([repeat(Stage.MERGE, gradients.plain_gram)])[0]  # the same everywhere
+        weights = [objective.weight for objective in self._objectives]
+        coefficients = repeat(Stage.MERGE, _coefficients, gram, weights, config, step, there)
+        gradients.add_up(coefficients)
+        scale = repeat(Stage.MERGE, setup.committed.read_loss_scale)
+        return gradient_metrics(self._objectives, gram, coefficients, scale)
+
+    def metrics(
+        self,
+        setup: TrainingSetup,
+        gradient: StepGradient,
+        terms: StepTerms,
+        norm: Tensor,
+        metrics: dict[str, float],
+    ) -> dict[str, float]:
+        """Adds each objective's loss, KL and beta."""
+        for objective, part, own in zip(self._objectives, gradient.objectives, terms.objectives, strict=True):
+            numbers = setup.recovery.repeat(Stage.MEASURE, read_step, part, norm)
+            metrics |= objective_metrics(objective, step_metrics(numbers, own, setup.parallel), own)
+        if any(own.settings.beta == 0 for own in terms.objectives):
+            metrics.pop("kl", None)  # would be that of some rows only
+        return metrics
+
+
+def _coefficients(
+    gram: Sequence[Sequence[float]], weights: Sequence[float], config: TrainerConfig, step: int, there: Sequence[bool]
+) -> tuple[float, ...]:
+    orders = merge_orders(len(weights), config.seed, step)
+    gram_KK = torch.tensor(gram, dtype=torch.float64)
+    return merge_weights(gram_KK, weights_K=weights, **config.merge_settings(), orders=orders, there=there)
+
+
+# ------------------------------------------------------------------ controllers
+
+
+@dataclass(frozen=True)
+class Controllers:
+    """Where the steered coefficients stand."""
+
+    entropy: EntropyControl  # the adaptive entropy bonus
+    betas: Mapping[str, BetaControl]  # each objective's beta, by the objective's name, in their order
+
+    @classmethod
+    def at_start(cls, config: TrainerConfig) -> Controllers:
+        """Gives where a run begins."""
+        return cls(EntropyControl(config.entropy_coef), first_betas(config.objective_list))
+
+    def entropy_coef(self, config: TrainerConfig) -> float:
+        """Gives the coefficient of the entropy bonus in the next step."""
+        if not config.use_adaptive_entropy:
+            return config.entropy_coef
+        return applied_entropy_coef(self.entropy, config.entropy_target)
+
+    def after(self, metrics: Mapping[str, float], config: TrainerConfig) -> Controllers:
+        """Moves on from a step."""
+        betas = {
+            objective.name: steered(
+                self.betas[objective.name], objective, metrics.get(f"objectives/{objective.name}/kl", math.nan)
+            )
+            for objective in config.objective_list
+        }
+        if not config.gives_entropy_bonus:
+            return replace(self, betas=betas)
+        return Controllers(self._entropy_after(metrics.get("active_entropy", metrics["entropy"]), config), betas)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives plain values for a checkpoint."""
+        return {
+            "entropy": list(self.entropy),
+            "betas": {name: list(control) for name, control in self.betas.items()},
+        }
+
+    def loaded(self, state: Mapping[str, Any]) -> Controllers:
+        """Gives where a checkpoint left off."""
+        betas = {name: BetaControl(beta, tuple(kls)) for name, (beta, kls) in state.get("betas", {}).items()}
+        return Controllers(EntropyControl(*state["entropy"]), {**self.betas, **betas})
+
+    def _entropy_after(self, entropy: float, config: TrainerConfig) -> EntropyControl:
+        if not config.use_adaptive_entropy:
+            return EntropyControl(config.entropy_coef, entropy)
+        return adaptive_entropy_coef(
+            self.entropy,
+            entropy,
+            target=config.entropy_target,
+            delta=config.entropy_coef_delta,
+            minimum=config.entropy_coef_min,
+            maximum=config.entropy_coef_max,
+        )

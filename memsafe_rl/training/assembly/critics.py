@@ -1,4 +1,4 @@
-"""Makes the critic of a run: a head on the model, a second adapter, another model, or a network of states."""
+"""Makes the critic of a network that draws tokens: a head on the model, a second adapter, or another model."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
 from transformers import PreTrainedModel
 
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.prompts import PromptReader, PromptTokenizer
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.critic import Critic, OwnModel, SecondAdapter, SharedTrunk
-from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
-from memsafe_rl.models.diffusion.state_critic import StateCritic
 from memsafe_rl.models.language.factory import adapter_for
 from memsafe_rl.models.loading import load_model, read_config
 from memsafe_rl.training.assembly.inputs import prompt_room
-from memsafe_rl.training.assembly.protocol import ModelFactory
-
-Check = Callable[[TrainerConfig, ModelFactory, Any], None]
 
 
 def bound_prompts(config: TrainerConfig, wanted: Any, reader: PromptReader) -> None:
@@ -39,11 +34,15 @@ def bound_prompts(config: TrainerConfig, wanted: Any, reader: PromptReader) -> N
 
 
 def make_critic(
-    config: TrainerConfig, models: ModelFactory, adapter: Any, wanted: Any, device: torch.device, check: Check
+    config: TrainerConfig,
+    adapter: ModelAdapter,
+    wanted: Any,
+    device: torch.device,
+    check: Callable[[Any], None],
+    *,
+    pad_token_id: int,
 ) -> Critic:
-    """Makes the critic that the user wants for a model."""
-    if isinstance(adapter, DiffusionAdapter):
-        return _critic_of_states(config, models, adapter, wanted, check)
+    """Makes the critic that the user wants for a network that draws tokens."""
     if wanted is None:
         return SharedTrunk(adapter)
     if wanted == "adapter":
@@ -59,20 +58,6 @@ def make_critic(
             "critic shares weights with the model. Leave critic out for a head on the model's own hidden states, "
             "set critic='adapter', or give a copy (copy.deepcopy)."
         )
-    own = adapter_for(loaded, pad_token_id=models.processing_class.pad_token_id)
-    check(config, models, own)
+    own = adapter_for(loaded, pad_token_id=pad_token_id)
+    check(own)
     return OwnModel(own, vocab_size=adapter.geometry.vocab_size)
-
-
-def _critic_of_states(
-    config: TrainerConfig, models: ModelFactory, adapter: DiffusionAdapter, wanted: Any, check: Check
-) -> StateCritic:
-    if wanted is not None and not isinstance(wanted, nn.Module):
-        raise ConfigError(
-            f"critic is {wanted!r:.100} and the model a DiffusionPolicy, whose denoiser shows no hidden states "
-            "that a head or a second adapter could read. Leave critic out for a small network of its own, or pass "
-            "a torch.nn.Module called critic(x, t, condition) that gives a value for each state."
-        )
-    critic = StateCritic(adapter, wanted)
-    check(config, models, critic.network)
-    return critic

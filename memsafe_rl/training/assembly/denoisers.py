@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memsafe_rl.accounting import charge, hold, host_memory, weights_of
 from memsafe_rl.checkpoint.weights import read_weights, write_weights
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.prompts import PromptReader, Prompts, prompt_of
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.runtime.tracker import MemoryTracker
-from memsafe_rl.models.diffusion.adapter import DiffusionAdapter, check_denoiser
+from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy, policy_of, prepare_policy
-from memsafe_rl.models.diffusion.state_critic import StateNetwork, check_state_critic
+from memsafe_rl.models.diffusion.state_critic import StateCritic, StateNetwork
 from memsafe_rl.models.loading import LoadedModel
-from memsafe_rl.rollout.denoising import DenoisingEngine
+from memsafe_rl.rollout.engines.denoising import DenoisingEngine
+from memsafe_rl.training.assembly.protocol import ModelFamily, register_model_family
 from memsafe_rl.training.gradient import check_separable
 from memsafe_rl.types import Completion, Component, SamplingSettings
 
@@ -53,6 +53,7 @@ class ConditionReader:
 class Denoisers:
     """Diffusion and flow policies: a denoiser with a scheduler."""
 
+    own_engine = DenoisingEngine.name
     processing_class: Any = None
 
     def __init__(self, config: TrainerConfig, model: Any, processing_class: Any) -> None:
@@ -84,18 +85,29 @@ class Denoisers:
 
     def check(self, adapter: DiffusionAdapter | StateNetwork) -> None:
         """Compares states that are denoised, or valued, together with the same ones alone; see `ModelFactory.check`."""
-        if isinstance(adapter, StateNetwork):
-            check_state_critic(adapter)
-        else:
-            check_denoiser(adapter)
+        adapter.check()
 
     def sampling_settings(self, adapter: DiffusionAdapter) -> SamplingSettings:
         """Gives the steps of a chain; how they are drawn, the policy says."""
         return SamplingSettings(adapter.policy.num_inference_steps, ())
 
-    def engine(self, adapter: DiffusionAdapter, tracker: MemoryTracker) -> DenoisingEngine:  # noqa: ARG002
-        """Gives the engine that draws chains; see `ModelFactory.engine`."""
-        return DenoisingEngine(adapter)
+    def critic(
+        self,
+        adapter: DiffusionAdapter,
+        wanted: Any,
+        device: torch.device,  # noqa: ARG002
+        check: Callable[[Any], None],
+    ) -> StateCritic:
+        """Makes a critic that reads states; see `ModelFactory.critic`."""
+        if wanted is not None and not isinstance(wanted, nn.Module):
+            raise ConfigError(
+                f"critic is {wanted!r:.100} and the model a DiffusionPolicy, whose denoiser shows no hidden states "
+                "that a head or a second adapter could read. Leave critic out for a small network of its own, or pass "
+                "a torch.nn.Module called critic(x, t, condition) that gives a value for each state."
+            )
+        critic = StateCritic(adapter, wanted)
+        check(critic.network)
+        return critic
 
     def shown(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:  # noqa: ARG002
         """Gives what the policy's ``decode`` makes of the last states."""
@@ -185,3 +197,8 @@ def _take_steps(config: TrainerConfig, steps: int) -> None:
 
 def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
+
+
+register_model_family(
+    ModelFamily("diffusion policy", Denoisers, lambda model: isinstance(model, DiffusionPolicy)),
+)

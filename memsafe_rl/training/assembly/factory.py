@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
@@ -19,11 +23,11 @@ from memsafe_rl.data.prompts import PromptSource
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.memory.runtime.holdings import Holdings
 from memsafe_rl.memory.runtime.meters import meter_for
 from memsafe_rl.memory.runtime.recovery import Recovery
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
-from memsafe_rl.models.diffusion.policy import DiffusionPolicy
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.parallel.protocol import Parallel
@@ -32,24 +36,26 @@ from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.training.algorithms.advantages import Advantages, GroupAdvantages
-from memsafe_rl.training.algorithms.combiner import Combiner
 from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
-from memsafe_rl.training.assembly.critics import bound_prompts, make_critic
-from memsafe_rl.training.assembly.denoisers import Denoisers
+from memsafe_rl.training.algorithms.objectives import Combiner
+from memsafe_rl.training.assembly.critics import bound_prompts
 from memsafe_rl.training.assembly.inputs import (
+    check_sampler,
     check_together,
     chosen_policy,
+    engine_for,
     evaluation_prompts,
     text_dataset,
     training_prompts,
 )
-from memsafe_rl.training.assembly.language_models import LanguageModels
-from memsafe_rl.training.assembly.protocol import ModelFactory
-from memsafe_rl.training.holdings import Holdings
+from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES, ModelFactory
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.setup import DrawRollout, TrainingSetup
 from memsafe_rl.types import Phase
 from memsafe_rl.units import format_bytes
+
+for _module in iter_modules([str(Path(__file__).parent)]):
+    import_module(f"{__package__}.{_module.name}")  # a file that registers a family of models makes it known
 
 
 @dataclass(frozen=True)
@@ -228,7 +234,9 @@ def build_setup(
         adapter = models.adapt(loaded)
         recovery.repeat(Stage.LOAD, check, config, models, adapter)
         advantages = _advantages(inputs, machine, adapter, check)
-    engine, sampling = models.engine(adapter, recovery.tracker), models.sampling_settings(adapter)
+    engine = engine_for(config, models.own_engine, adapter, recovery.tracker)
+    check_sampler(config, is_external=engine.supports.is_external or draw_rollout is not None)
+    sampling = models.sampling_settings(adapter)
     if inputs.environments is not None and (adapter.time_separable or adapter.geometry.source_bytes is not None):
         raise ConfigError(
             f"{type(adapter.model).__name__} cannot play episodes, where a prompt grows by what was said: that "
@@ -260,10 +268,11 @@ def build_setup(
     return setup
 
 
-def factory_of(model: Any) -> type[ModelFactory]:
-    """Gives the factory for a kind of model, to be called with configuration, model and ``processing_class``."""
+def factory_of(model: Any) -> Callable[[TrainerConfig, Any, Any], ModelFactory]:
+    """Gives what makes the factory of a model; language models say what else can be passed."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    return Denoisers if isinstance(inner, DiffusionPolicy) else LanguageModels
+    families = (family for family in reversed(MODEL_FAMILIES.values()) if family.matches(inner))
+    return next(families, MODEL_FAMILIES["language model"]).function
 
 
 def check_adapter(config: TrainerConfig, models: ModelFactory, adapter: Any) -> None:
@@ -279,9 +288,9 @@ def _advantages(
     config, wanted = inputs.config, inputs.request.critic
     if not isinstance(config, PPOConfig):
         return GroupAdvantages()
-    values = config, inputs.models, adapter, wanted, machine.device, check
+    make, values = inputs.models.critic, (adapter, wanted, machine.device, partial(check, config, inputs.models))
     repeats = wanted is None or isinstance(wanted, str)
-    made = machine.recovery.repeat(Stage.LOAD, make_critic, *values) if repeats else make_critic(*values)
+    made = machine.recovery.repeat(Stage.LOAD, make, *values) if repeats else make(*values)
     return CriticAdvantages(config, made)
 
 

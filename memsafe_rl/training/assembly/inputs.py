@@ -22,17 +22,16 @@ from memsafe_rl.data.prompts import (
     usable_prompts,
 )
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.memory.planning.policies import AdaptivePolicy, LadderPolicy, MemoryPolicy
-from memsafe_rl.memory.planning.presets import PRESETS, preset
+from memsafe_rl.memory.planning.policies import PRESETS, AdaptivePolicy, LadderPolicy, MemoryPolicy, preset
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.loading import ModelFacts, read_config
 from memsafe_rl.ops.losses import LOSSES
+from memsafe_rl.ops.registry import refuse_incomplete
 from memsafe_rl.rewards.base import RewardRunner
-from memsafe_rl.rollout.engine import RolloutEngine
-from memsafe_rl.rollout.external.continuous_batching import ContinuousEngine
-from memsafe_rl.rollout.native.engine import NativeEngine
-from memsafe_rl.rollout.vllm.engine import VLLMEngine, VLLMSettings
+from memsafe_rl.rollout.engine import EngineContext, RolloutEngine
+from memsafe_rl.rollout.engines import ENGINES
+from memsafe_rl.rollout.external.sampling_support import refuse_begun
 from memsafe_rl.types import UpdatePlan
 
 logger = logging.getLogger(__name__)
@@ -175,21 +174,13 @@ def check_together(
             "cache_implementation='quantized' with a rollout_func, which draws the completions itself and keeps its "
             "own cache. Leave one of the two out."
         )
-    mode = config.vllm_importance_sampling_mode
-    foreign = config.use_vllm or config.use_transformers_continuous_batching
-    if foreign and rollout_func is not None:
-        raise ConfigError("A rollout_func draws the completions itself. Leave use_vllm and continuous batching out.")
-    partly = config.partial_rollout_tokens is not None
-    if partly:
-        _check_partial(config, alone=not foreign and rollout_func is None)
-    foreign = foreign or config.caches_in_8_bits
-    corrected = (foreign or partly or rollout_func is not None) and config.vllm_importance_sampling_correction
-    loss = LOSSES[config.loss_settings().loss_type]
-    if loss.traits.weighs_sampler and corrected and mode.startswith("sequence"):
+    if config.engines_chosen and rollout_func is not None:
         raise ConfigError(
-            f"vllm_importance_sampling_mode is {mode!r} with loss_type {loss.name!r} and another sampler. Set it to "
-            "'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False."
+            f"A rollout_func draws the completions itself. Leave {' and '.join(config.engines_chosen)} out, or "
+            "rollout_func."
         )
+    if config.partial_rollout_tokens is not None:
+        _check_partial(config, alone=rollout_func is None)
 
 
 def _check_partial(config: TrainerConfig, *, alone: bool) -> None:
@@ -235,40 +226,35 @@ def chosen_policy(given: MemoryPolicy | str | None, config: TrainerConfig) -> Me
     return preset(str(given))
 
 
-def rollout_engine(config: TrainerConfig, adapter: ModelAdapter, tracker: MemoryTracker) -> RolloutEngine:
-    """Gives the engine that draws completions."""
-    if adapter.geometry.source_bytes is not None:
-        for name in ("use_vllm", "use_transformers_continuous_batching"):
-            if getattr(config, name):
-                raise ConfigError(
-                    f"{name} is True, but {type(adapter.model).__name__} is an encoder-decoder, "
-                    "which only this library's own engine samples. Leave it out."
-                )
+def engine_for(config: TrainerConfig, own: str, adapter: ModelAdapter, tracker: MemoryTracker) -> RolloutEngine:
+    """Makes the engine that the configuration names, or the model's own, and refuses what it does not support."""
+    name = next(iter(config.engines_chosen.values()), own)
 
     def room() -> int:
         return tracker.budget_bytes - tracker.meter.live_bytes()
 
-    if config.use_vllm:
-        settings = VLLMSettings(
-            dtype=_forward_dtype(config, adapter),
-            memory_share=config.vllm_gpu_memory_utilization,
-            sleeps=config.vllm_enable_sleep_mode,
-            max_model_length=config.vllm_max_model_length,
-        )
-        return VLLMEngine(adapter, settings, total_bytes=tracker.meter.total_bytes(), room=room)
-    if config.use_transformers_continuous_batching:
-        return ContinuousEngine(adapter, config.transformers_continuous_batching_config or {}, room=room)
-    engine = NativeEngine(adapter)
+    engine = ENGINES[name].function(EngineContext(name, adapter, config, tracker.meter.total_bytes(), room))
+    refuse_incomplete(engine, RolloutEngine, f"rollout_engine {name!r}")
+    if engine.name != name:
+        raise ConfigError(f"rollout_engine {name!r} calls itself {engine.name!r}. Set its name to context.name.")
+    if not engine.supports.resumes_completions:
+        refuse_begun(name, config.partial_rollout_tokens)
     if config.caches_in_8_bits:
         engine.round_cache()
     return engine
 
 
-def _forward_dtype(config: TrainerConfig, adapter: ModelAdapter) -> str:
-    """Names the type in which forward passes compute."""
-    if config.bf16 or config.fp16:
-        return "bfloat16" if config.bf16 else "float16"
-    return str(next(adapter.model.parameters()).dtype).removeprefix("torch.")
+def check_sampler(config: TrainerConfig, *, is_external: bool) -> None:
+    """Refuses a loss that cannot be corrected, as the configuration says, for samples of another sampler."""
+    corrected = is_external or config.partial_rollout_tokens is not None
+    mode, loss = config.vllm_importance_sampling_mode, LOSSES[config.loss_settings().loss_type]
+    if not (corrected and config.vllm_importance_sampling_correction and mode.startswith("sequence")):
+        return
+    if loss.traits.weighs_sampler:
+        raise ConfigError(
+            f"vllm_importance_sampling_mode is {mode!r} with loss_type {loss.name!r} and another sampler. Set it to "
+            "'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False."
+        )
 
 
 def _name_of(model: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,22 @@ from memsafe_rl.checkpoint.weights import read_weights, write_weights
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.generation_options import say_what_is_left_out
 from memsafe_rl.data.prompts import PromptReader, Prompts
-from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.models.critic import Critic
 from memsafe_rl.models.language.base import language_model_of
-from memsafe_rl.models.language.factory import LanguageModelAdapter, adapter_for, check_adapter
+from memsafe_rl.models.language.factory import adapter_for, check_adapter, family_of
 from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
-from memsafe_rl.rollout.engine import RolloutEngine
-from memsafe_rl.rollout.sampling_checks import check_settings
-from memsafe_rl.training.assembly.inputs import model_facts, prompt_reader, rollout_engine
-from memsafe_rl.types import Completion, SamplingSettings
+from memsafe_rl.rollout.native.sequences import check_settings
+from memsafe_rl.training.assembly.critics import make_critic
+from memsafe_rl.training.assembly.inputs import model_facts, prompt_reader
+from memsafe_rl.training.assembly.protocol import ModelFamily, register_model_family
+from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 
 
 class LanguageModels:
-    """Causal LMs and encoder-decoders of transformers."""
+    """Networks that draw tokens: causal LMs and encoder-decoders of transformers, and users' own."""
+
+    own_engine = RolloutPlan.engine
 
     def __init__(self, config: TrainerConfig, model: Any, processing_class: Any) -> None:
         self._config = config
@@ -50,16 +54,22 @@ class LanguageModels:
             with_reference=self._config.has_reference,
         )
 
-    def adapt(self, loaded: LoadedModel) -> LanguageModelAdapter:
-        """Wraps a causal LM or an encoder-decoder; see `ModelFactory.adapt`."""
+    def adapt(self, loaded: LoadedModel) -> ModelAdapter:
+        """Wraps a model by its family; see `ModelFactory.adapt`."""
         pad = self.processing_class.pad_token_id
-        return adapter_for(loaded.model, pad_token_id=pad, reference_model=loaded.reference_model)
+        adapter: ModelAdapter = adapter_for(loaded.model, pad_token_id=pad, reference_model=loaded.reference_model)
+        return adapter
 
-    def check(self, adapter: LanguageModelAdapter) -> None:
+    def check(self, adapter: ModelAdapter) -> None:
         """Compares log-probs and decoding with the model's own logits; see `ModelFactory.check`."""
         check_adapter(adapter)
 
-    def sampling_settings(self, adapter: LanguageModelAdapter) -> SamplingSettings:
+    def critic(self, adapter: ModelAdapter, wanted: Any, device: torch.device, check: Callable[[Any], None]) -> Critic:
+        """Makes a critic that reads tokens; see `ModelFactory.critic`."""
+        pad = self.processing_class.pad_token_id
+        return make_critic(self._config, adapter, wanted, device, check, pad_token_id=pad)
+
+    def sampling_settings(self, adapter: ModelAdapter) -> SamplingSettings:
         """Gives how tokens are drawn; what the configuration leaves open, the model's generation config says."""
         declared = getattr(language_model_of(adapter.model), "generation_config", None)
         say_what_is_left_out(declared)
@@ -67,10 +77,6 @@ class LanguageModels:
         settings = self._config.sampling_settings(ends, tokenizer=self.processing_class, declared=declared)
         check_settings(settings, adapter.geometry.vocab_size)
         return settings
-
-    def engine(self, adapter: LanguageModelAdapter, tracker: MemoryTracker) -> RolloutEngine:
-        """Gives the engine that the configuration names; see `ModelFactory.engine`."""
-        return rollout_engine(self._config, adapter, tracker)
 
     def shown(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:
         """Gives texts, or one message each where prompts are conversations."""
@@ -106,3 +112,10 @@ class LanguageModels:
     def restore(self, model: Any, folder: Path) -> None:
         """Reads them back; see `ModelFactory.restore`."""
         read_weights(model, folder)
+
+
+def _matches(model: Any) -> bool:
+    return isinstance(model, str) or family_of(model) is not None
+
+
+register_model_family(ModelFamily("language model", LanguageModels, _matches))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,9 +11,9 @@ import torch
 
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.prompts import PromptReader, Prompts
-from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.models.critic import Critic
 from memsafe_rl.models.loading import LoadedModel
-from memsafe_rl.rollout.engine import RolloutEngine
+from memsafe_rl.ops.registry import Registry
 from memsafe_rl.types import Completion, SamplingSettings
 
 
@@ -22,8 +23,10 @@ class ModelFactory(Protocol):
     Attributes:
         processing_class: the tokenizer; None where there is none.
         reader: turns prompts into what the network is conditioned on.
+        own_engine: name of the rollout engine that draws samples where the configuration names none.
     """
 
+    own_engine: str
     processing_class: Any
     reader: PromptReader
 
@@ -70,15 +73,20 @@ class ModelFactory(Protocol):
             The settings.
         """
 
-    def engine(self, adapter: Any, tracker: MemoryTracker) -> RolloutEngine:
-        """Gives the engine that draws samples.
+    def critic(self, adapter: Any, wanted: Any, device: torch.device, check: Callable[[Any], None]) -> Critic:
+        """Makes the critic that the user wants.
 
         Args:
             adapter: from `adapt`.
-            tracker: knows what the run may still hold.
+            wanted: as `PPOTrainer` takes it.
+            device: where the weights go.
+            check: compares the paths of an adapter of its own with its network's.
 
         Returns:
-            The engine, not started yet.
+            The critic.
+
+        Raises:
+            ConfigError: this model cannot have such a critic.
         """
 
     def shown(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:
@@ -151,3 +159,25 @@ class ModelFactory(Protocol):
             model: the trained model.
             folder: written by `save`.
         """
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """What can be passed as ``model``: networks that draw tokens, denoisers, or something else.
+
+    Args:
+        name: its name in messages.
+        function: makes the factory of a model, from configuration, model and ``processing_class``.
+        matches: whether a model, or its name, without PEFT around it, is of the family.
+    """
+
+    name: str
+    function: Callable[[TrainerConfig, Any, Any], ModelFactory]
+    matches: Callable[[Any], bool]
+
+
+MODEL_FAMILIES: Registry[ModelFamily] = Registry("model", ModelFamily)
+"""Every family by name; where several match, the last."""
+
+register_model_family = MODEL_FAMILIES.add
+"""Makes a family known."""

@@ -14,9 +14,13 @@ from transformers import Trainer, get_scheduler
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError, MemsafeError
-from memsafe_rl.training.optim.offload import OptimizerOffload
 from memsafe_rl.training.optim.snapshot import Snapshot
-from memsafe_rl.training.optim.state_init import make_missing_state, ready_scalars, steps_without_allocating
+from memsafe_rl.training.optim.state import (
+    OptimizerOffload,
+    make_missing_state,
+    ready_scalars,
+    steps_without_allocating,
+)
 from memsafe_rl.types import Component
 
 logger = logging.getLogger(__name__)
@@ -115,9 +119,11 @@ class Committer:
         *,
         max_grad_norm: float,
         scaler: torch.amp.GradScaler | None,
+        warmup_steps: int = 0,
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self.warmup_steps = warmup_steps
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._parameters = trained_parameters(model)
         self._max_grad_norm = max_grad_norm

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
+from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state
 
 Restore = Callable[[], Any]
 

@@ -13,11 +13,12 @@ from benchmarks.small import small_t5
 from memsafe_rl.memory.planning.estimator import rollout_parts, score_parts, update_parts, wave_rows
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.language.base import LanguageAdapter
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
-from memsafe_rl.models.language.factory import LanguageModelAdapter, adapter_for
-from memsafe_rl.rollout.native.admission import Candidate, admit
-from memsafe_rl.rollout.native.generation import generate
-from memsafe_rl.rollout.scoring import score_all, update_work
+from memsafe_rl.models.language.factory import adapter_for
+from memsafe_rl.rollout.native.running_batch import generate
+from memsafe_rl.rollout.native.sequences import Candidate, admit
+from memsafe_rl.rollout.scoring import score_all
 from memsafe_rl.slices import cut_by_tokens, measure_slices
 from memsafe_rl.training.gradient import StepTerms, accumulate_gradient
 from memsafe_rl.types import (
@@ -64,7 +65,7 @@ NETWORKS = {
 
 
 @pytest.fixture(scope="module", params=list(NETWORKS))
-def adapter(request: pytest.FixtureRequest) -> LanguageModelAdapter:
+def adapter(request: pytest.FixtureRequest) -> LanguageAdapter:
     return adapter_for(NETWORKS[request.param](), pad_token_id=0)
 
 
@@ -96,17 +97,17 @@ def trajectory(vocab: int) -> Trajectory:
     )
 
 
-def measured_update(adapter: LanguageModelAdapter, plan: UpdatePlan) -> tuple[int, UpdateWork]:
+def measured_update(adapter: LanguageAdapter, plan: UpdatePlan) -> tuple[int, UpdateWork]:
     store = trajectory(adapter.geometry.vocab_size)
     rows, tokens = range(len(store)), sum(COMPLETIONS)
     terms = StepTerms(LossSettings(), Denominators(len(store), tokens, tokens), temperature=1.0, with_entropy=True)
     with SimulatedMemory() as memory:
         accumulate_gradient(adapter, store, rows, plan, terms, autocast=nullcontext, scale=lambda loss: loss)
     adapter.model.zero_grad(set_to_none=True)
-    return memory.peak_bytes, update_work(adapter, store, rows, packable=False)
+    return memory.peak_bytes, adapter.work(store, rows, packable=False)
 
 
-def assert_near(adapter: LanguageModelAdapter, ratio: float) -> None:
+def assert_near(adapter: LanguageAdapter, ratio: float) -> None:
     least, most = (LEAST, MOST) if isinstance(adapter, CausalLMAdapter) else (LEAST_OF_T5, MOST_OF_T5)
     assert least <= ratio <= most
 
@@ -115,7 +116,7 @@ def assert_near(adapter: LanguageModelAdapter, ratio: float) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("tokens", "tile"), [(100_000, 512), (160, 16)])
 def test_an_update_holds_what_was_estimated(
-    adapter: LanguageModelAdapter, tokens: int, tile: int, checkpointing: bool, offload: bool
+    adapter: LanguageAdapter, tokens: int, tile: int, checkpointing: bool, offload: bool
 ) -> None:
     plan = UpdatePlan(tokens, tile, checkpointing=checkpointing, offload_activations=offload)
     peak, work = measured_update(adapter, plan)
@@ -123,11 +124,11 @@ def test_an_update_holds_what_was_estimated(
 
 
 @pytest.mark.parametrize(("tokens", "tile"), [(100_000, 512), (50, 64)])
-def test_scoring_holds_what_was_estimated(adapter: LanguageModelAdapter, tokens: int, tile: int) -> None:
+def test_scoring_holds_what_was_estimated(adapter: LanguageAdapter, tokens: int, tile: int) -> None:
     store, plan = trajectory(adapter.geometry.vocab_size), RolloutPlan(score_tokens=tokens)
     with SimulatedMemory() as memory:
         score_all(adapter, store, range(len(store)), temperature=1.0, attempt=under(plan), tile=tile)
-    work = update_work(adapter, store, range(len(store)), packable=False)
+    work = adapter.work(store, range(len(store)), packable=False)
     assert_near(adapter, sum(score_parts(work, plan, tile).values()) / memory.peak_bytes)
 
 
@@ -136,7 +137,7 @@ def test_scoring_holds_what_was_estimated(adapter: LanguageModelAdapter, tokens:
 )
 @pytest.mark.parametrize("in_8_bits", [False, True])
 def test_a_rollout_holds_what_was_estimated(
-    adapter: LanguageModelAdapter, prompts: tuple[int, ...], group: int, new: int, rows: int, in_8_bits: bool
+    adapter: LanguageAdapter, prompts: tuple[int, ...], group: int, new: int, rows: int, in_8_bits: bool
 ) -> None:
     adapter.cache_in_8_bits(in_8_bits)
     ids = [torch.full((length,), 7) for length in prompts]

@@ -3,9 +3,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.planning.costs import update_time
-from memsafe_rl.memory.planning.plan_checks import check_packing
-from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, MemoryPolicy
+from memsafe_rl.memory.planning.estimator import update_time
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, MemoryPolicy, check_packing
 from memsafe_rl.memory.planning.search import extra_bytes
 from memsafe_rl.memory.runtime.meters import HostMeter
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
@@ -109,7 +108,6 @@ def test_a_policy_of_ones_own_needs_two_methods() -> None:
     ("plan", "message"),
     [
         (RolloutPlan(rows_in_flight=0), "RolloutPlan.rows_in_flight is 0"),
-        (RolloutPlan(engine="vlm"), "RolloutPlan.engine is 'vlm'; write one of 'native', 'vllm', 'continuous'."),
         (RolloutPlan(cache_dtype="int4"), "cache_dtype is 'int4'; write one of None, 'int8'"),
         (UpdatePlan(micro_batch_tokens=0), "UpdatePlan.micro_batch_tokens is 0"),
         (UpdatePlan(trajectory_device="moon"), "trajectory_device is 'moon'"),

@@ -10,18 +10,25 @@ import pytest
 
 from memsafe_rl.config.degradation import LOSSY_REMEDIES
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.planning.fallbacks import (
+from memsafe_rl.memory.planning.policies import (
+    PRESETS,
+    AdaptivePolicy,
+    LadderPolicy,
+    MemoryPolicy,
+    WithinBudget,
+    preset,
+)
+from memsafe_rl.memory.planning.search import (
     LOSSLESS,
     LOSSY,
     LOSSY_RUNGS,
     ROLLOUT_RUNGS,
     UPDATE_RUNGS,
+    extra_bytes,
     fallbacks_named,
+    floor,
     reachable,
 )
-from memsafe_rl.memory.planning.policies import AdaptivePolicy, LadderPolicy, MemoryPolicy, WithinBudget
-from memsafe_rl.memory.planning.presets import PRESETS, preset
-from memsafe_rl.memory.planning.search import extra_bytes, floor
 from memsafe_rl.types import (
     MemoryFailure,
     MemoryState,

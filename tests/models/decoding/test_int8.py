@@ -15,10 +15,10 @@ from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import FixedPolicy
 from memsafe_rl.memory.runtime.recovery import under
-from memsafe_rl.models.decoding.int8 import as_floats, packed, unpacked
+from memsafe_rl.models.decoding.shared_prefix_cache import as_floats, from_int8, to_int8
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
-from memsafe_rl.rollout.native.generation import generate
+from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Completion, MemoryFailure, Phase, RolloutPlan, SamplingSettings, UpdatePlan
 from tests.models.language.test_seq2seq import BUILDERS
 from tests.rollout.native.test_kv_bound import GROUP, NEW, formula, keys_of, peaks, prompts_of
@@ -38,11 +38,11 @@ def adapter_of(arch: str, *, in_8_bits: bool) -> CausalLMAdapter:
 
 def test_a_vector_becomes_whole_multiples_of_a_127th_of_its_largest_element() -> None:
     values = torch.tensor([[1.27, -0.504, 0.0, 0.006], [0.0, 0.0, 0.0, 0.0]])
-    kept = packed(values)
+    kept = to_int8(values)
     assert kept.shape == (2, 8)
     assert kept[0, :4].tolist() == [127, -50, 0, 1]
-    torch.testing.assert_close(unpacked(kept, torch.float32)[0], torch.tensor([1.27, -0.5, 0.0, 0.01]))
-    assert unpacked(kept, torch.float32)[1].tolist() == [0.0] * 4
+    torch.testing.assert_close(from_int8(kept, torch.float32)[0], torch.tensor([1.27, -0.5, 0.0, 0.01]))
+    assert from_int8(kept, torch.float32)[1].tolist() == [0.0] * 4
     assert as_floats(values, torch.float32) is values
 
 
@@ -50,10 +50,10 @@ def test_a_vector_becomes_whole_multiples_of_a_127th_of_its_largest_element() ->
 def test_no_element_moves_by_more_than_half_a_step(dtype: torch.dtype, more: float) -> None:
     values = (torch.randn(3, 2, 50, 24, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
     largest = values.float().abs().amax(-1, keepdim=True)
-    moved = (unpacked(packed(values), dtype).float() - values.float()).abs()
+    moved = (from_int8(to_int8(values), dtype).float() - values.float()).abs()
     assert (moved <= largest * (0.5 / 127 + more)).all()
-    shifted = packed(values)[:, :, 7:, :]  # a view whose scales are not aligned with its start
-    assert torch.equal(unpacked(shifted, dtype), unpacked(packed(values), dtype)[:, :, 7:])
+    shifted = to_int8(values)[:, :, 7:, :]  # a view whose scales are not aligned with its start
+    assert torch.equal(from_int8(shifted, dtype), from_int8(to_int8(values), dtype)[:, :, 7:])
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.policy import Condition, DiffusionPolicy
 from memsafe_rl.models.diffusion.schedulers import DDIMScheduler
-from memsafe_rl.rollout.denoising import DenoisingEngine
+from memsafe_rl.rollout.engines.denoising import DenoisingEngine
 from memsafe_rl.types import Completion, Ragged, RolloutPlan, SamplingSettings, SequenceKey, Trajectory
 
 SHAPE = (3, 5)

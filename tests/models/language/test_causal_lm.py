@@ -27,8 +27,8 @@ from transformers import (
 
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.models.language.base import ModuleHead, naive_logits
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, Route, check_head
-from memsafe_rl.models.language.heads import ModuleHead, naive_logits
 from memsafe_rl.types import LinearHead
 from tests.models.helpers import PAD, SMALL, ExactSoftmax, assert_close, logprobs_of, make_rows, naive_row_logits
 from tests.tiny import ARCHS, MODEL_CLASSES, tiny_config, tiny_model

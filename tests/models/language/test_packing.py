@@ -27,10 +27,10 @@ from transformers import (
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.host_memory import offloaded
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.models.attention_implementations import attention_configs
-from memsafe_rl.models.language import packed_attention
+from memsafe_rl.models.language import packing
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.models.language.packing import pack_rows
+from memsafe_rl.models.module_state import attention_configs
 from memsafe_rl.types import Ragged, Trajectory
 from tests.models.helpers import PAD, SMALL, logprobs_of
 from tests.tiny import ARCHS, tiny_model
@@ -162,8 +162,8 @@ def test_without_a_kernel_matrices_do(family: str, monkeypatch: pytest.MonkeyPat
     adapter, trajectory = adapter_of(model_of(family)), grouped_rows()
     rows = range(len(trajectory))
     logprobs, gradient = learn(adapter, trajectory, rows, packed=True)
-    monkeypatch.setattr(packed_attention, "_has_kernel", lambda _: False)
-    monkeypatch.setattr(packed_attention, "_SCORES", 100)
+    monkeypatch.setattr(packing, "_has_kernel", lambda _: False)
+    monkeypatch.setattr(packing, "_SCORES", 100)
     plain_logprobs, plain_gradient = learn(adapter, trajectory, rows, packed=True)
     assert distance(plain_logprobs, logprobs) < 1e-6
     assert distance(plain_gradient, gradient) < 2e-6

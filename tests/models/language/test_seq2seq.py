@@ -33,12 +33,11 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.planning.estimator import rollout_parts
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.models.language.base import Route
+from memsafe_rl.models.language.base import Route, naive_logits
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
-from memsafe_rl.models.language.heads import naive_logits
 from memsafe_rl.models.language.seq2seq import Seq2SeqAdapter, check_seq2seq, start_token_of
-from memsafe_rl.rollout.native.generation import generate
+from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import (
     Completion,
     Component,

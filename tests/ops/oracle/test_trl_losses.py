@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
+from memsafe_rl.ops.logprobs import pad_rows
 from memsafe_rl.ops.losses import LOSSES, policy_loss
-from memsafe_rl.ops.masking import pad_rows
 from memsafe_rl.types import Denominators, LossSettings
 from tests.ops.naive_losses import naive_loss
 from tests.ops.oracle.trl_trainer import (

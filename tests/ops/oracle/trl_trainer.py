@@ -11,8 +11,7 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from memsafe_rl.ops.logprobs import token_logprobs
-from memsafe_rl.ops.masking import pad_rows
+from memsafe_rl.ops.logprobs import pad_rows, token_logprobs
 from memsafe_rl.types import Denominators, LinearHead, LossInputs, LossSettings, TokenDistribution
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 

@@ -23,7 +23,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from memsafe_rl import GRPOConfig
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
+from memsafe_rl.rollout.engine import EngineContext, RolloutEngine
+from memsafe_rl.rollout.engines import ENGINES
 from memsafe_rl.types import Completion, SamplingSettings, SequenceKey
 
 PAD, EOS, VOCAB = 0, 1, 258
@@ -34,6 +37,13 @@ CLASSES: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
+
+
+def engine_of(name: str, adapter: CausalLMAdapter, *, room: int = 1 << 33, **options: Any) -> RolloutEngine:
+    """Makes an engine as a run would, with options of continuous batching."""
+    config = GRPOConfig(use_cpu=True, report_to="none")
+    config.transformers_continuous_batching_config = options
+    return ENGINES[name].function(EngineContext(name, adapter, config, total_bytes=1 << 35, room=lambda: room))
 
 
 def small_model(arch: str = "qwen3", *, tied: bool = True, positions: int = 256, seed: int = 0) -> Any:

@@ -13,9 +13,19 @@ from transformers.generation.continuous_batching import model_runner
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.memory.runtime.recovery import under
-from memsafe_rl.rollout.external.continuous_batching import ContinuousEngine
+from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
-from tests.rollout.external.common import EOS, adapter_of, gap, keys_of, nudge, prompts_of, settings_of, small_model
+from tests.rollout.external.common import (
+    EOS,
+    adapter_of,
+    engine_of,
+    gap,
+    keys_of,
+    nudge,
+    prompts_of,
+    settings_of,
+    small_model,
+)
 
 LENGTHS = (5, 9, 40)
 PLAN = RolloutPlan(rows_in_flight=16)
@@ -23,12 +33,12 @@ BLOCK = 2 * 4 * 32 * 2 * 32
 """Bytes of a block: keys and values, float32, one head 32 wide, two layers, 32 tokens."""
 
 
-def engine_for(model: Any, room: int = 1 << 33, **options: Any) -> ContinuousEngine:
-    return ContinuousEngine(adapter_of(model), options, room=lambda: room)
+def engine_for(model: Any, room: int = 1 << 33, **options: Any) -> RolloutEngine:
+    return engine_of("continuous", adapter_of(model), room=room, **options)
 
 
 def draw(
-    engine: ContinuousEngine, settings: SamplingSettings, plan: RolloutPlan = PLAN, group: int = 3
+    engine: RolloutEngine, settings: SamplingSettings, plan: RolloutPlan = PLAN, group: int = 3
 ) -> list[Completion]:
     return engine.generate(prompts_of(*LENGTHS), keys_of(len(LENGTHS), group), settings, under(plan))
 

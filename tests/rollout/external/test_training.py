@@ -13,8 +13,8 @@ from peft import LoraConfig
 
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.planning.policies import FixedPolicy, LadderPolicy
-from memsafe_rl.rollout.external.continuous_batching import ContinuousEngine
-from memsafe_rl.rollout.vllm.engine import VLLMEngine
+from memsafe_rl.rollout.engines import continuous
+from memsafe_rl.rollout.engines.vllm import VLLMEngine
 from memsafe_rl.training.scorer import Scorer
 from memsafe_rl.types import RolloutPlan, Trajectory
 from tests.rollout.external.common import small_model
@@ -127,8 +127,8 @@ def test_a_failing_vllm_ends_the_run_with_its_words(tmp_path: Path, monkeypatch:
 def test_memory_that_runs_out_in_it_is_planned_around(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind: Any = VLLMEngine if engine == "use_vllm" else ContinuousEngine
-    name = "_prepare" if engine == "use_vllm" else "_draw"
+    kind: Any = VLLMEngine if engine == "use_vllm" else continuous._Batching
+    name = "_prepare" if engine == "use_vllm" else "draw"
     real, rows = getattr(kind, name), []
 
     def short_of_memory(self: Any, *arguments: Any, **named: Any) -> Any:

@@ -16,7 +16,7 @@ from memsafe_rl.rollout.multi_turn.calls import Caller
 from memsafe_rl.rollout.multi_turn.episode import EpisodeLimits, turn_key
 from memsafe_rl.rollout.multi_turn.lockstep import AgentDraw, Beginning, EpisodeSettings
 from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Step
-from memsafe_rl.rollout.native.generation import generate
+from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 from tests.tiny import EOS_ID, tiny_tokenizer
 

@@ -23,9 +23,9 @@ from transformers import (
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.rollout.native import generation
+from memsafe_rl.rollout.native import engine as native
 from memsafe_rl.rollout.native.by_transformers import generate_by_transformers
-from memsafe_rl.rollout.native.drawing import Drawer, key_tensor, text_stops
+from memsafe_rl.rollout.native.sequences import Drawer, key_tensor, text_stops
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 from tests.tiny import PAD_ID, tiny_config, tiny_model, tiny_tokenizer
 
@@ -164,7 +164,7 @@ def test_the_library_itself_falls_back(adapters: Callable[[str], CausalLMAdapter
     adapter = adapters("mamba")
     adapter.model.train()
     try:
-        got = generation.generate(adapter, prompts(), keys(), SETTINGS, under(RolloutPlan(rows_in_flight=4)))
+        got = native.generate(adapter, prompts(), keys(), SETTINGS, under(RolloutPlan(rows_in_flight=4)))
         assert adapter.model.training
     finally:
         adapter.model.eval()
@@ -191,7 +191,7 @@ def test_it_equals_the_librarys_own_decoding(changes: dict[str, Any]) -> None:
     # What the model's own config asks for, `generate` would do on its own; and it must not.
     adapter.model.generation_config = GenerationConfig(suppress_tokens=list(range(80)), num_beams=3, eos_token_id=11)
     settings, plan = replace(SETTINGS, **changes), under(RolloutPlan(rows_in_flight=4))
-    ours = generation.generate(adapter, prompts(), keys(), settings, plan)
+    ours = native.generate(adapter, prompts(), keys(), settings, plan)
     assert_alike(generate_by_transformers(adapter, prompts(), keys(), settings, plan), ours)
     assert adapter.model.generation_config.num_beams == 3
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 
 from memsafe_rl.errors import ConfigError, MemsafeError
-from memsafe_rl.rollout.native import drawing
-from memsafe_rl.rollout.native.drawing import Drawer, key_tensor, refuse_broken, text_stops
+from memsafe_rl.rollout.native import sequences
+from memsafe_rl.rollout.native.sequences import Drawer, key_tensor, refuse_broken, text_stops
 from memsafe_rl.types import SamplingSettings, SequenceKey
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_tokenizer
 
@@ -245,7 +245,7 @@ def test_a_draw_does_not_depend_on_the_rows_around(
         alone, alone_values = drawer(logits[one], keys[one], positions[one], histories[one], lengths[one])
         assert alone.tolist() == tokens[one].tolist()
         torch.testing.assert_close(alone_values, values[:, one], rtol=1e-6, atol=1e-6)  # float32 sums of 64 numbers
-    monkeypatch.setattr(drawing, "_TILE_ELEMENTS", 7 * VOCAB)
+    monkeypatch.setattr(sequences, "_TILE_ELEMENTS", 7 * VOCAB)
     tiled, tiled_values = drawer(logits, keys, positions, histories, lengths)
     assert tiled.tolist() == tokens.tolist()
     torch.testing.assert_close(tiled_values, values, rtol=1e-6, atol=1e-6)

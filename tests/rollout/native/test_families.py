@@ -24,8 +24,9 @@ from transformers import (
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.rollout.native import admission, generation
-from memsafe_rl.rollout.native.generation import generate
+from memsafe_rl.rollout.native import engine as native
+from memsafe_rl.rollout.native import sequences
+from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 from tests.ops.test_sampling import chi_square
 from tests.tiny import tiny_model
@@ -90,8 +91,8 @@ LENGTHS = (3, 17, 1, 30, 17, 9, 22, 5)
 @pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 8, pytest.param(1000, marks=pytest.mark.slow)])
 def threshold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Shares at which rows leave and join: as late as possible, as usual, at once."""
-    monkeypatch.setattr(generation, "_COMPACT_SHARE", request.param)
-    monkeypatch.setattr(admission, "_JOIN_SHARE", request.param)
+    monkeypatch.setattr(native, "_COMPACT_SHARE", request.param)
+    monkeypatch.setattr(sequences, "_JOIN_SHARE", request.param)
     return int(request.param)
 
 

@@ -11,8 +11,8 @@ import torch
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.memory.runtime.recovery import Attempt, under
 from memsafe_rl.models.module_state import eval_mode
-from memsafe_rl.rollout.native.admission import Candidate, admit, row_bytes
-from memsafe_rl.rollout.native.generation import generate as generate_under
+from memsafe_rl.rollout.native.running_batch import generate as generate_under
+from memsafe_rl.rollout.native.sequences import Candidate, admit, row_bytes
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 from tests.rollout.fake_adapter import FakeAdapter, FakeState
 from tests.rollout.plainly import generate

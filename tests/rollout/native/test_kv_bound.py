@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.rollout.native.generation import generate
+from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Completion, Component, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 from tests.tiny import ARCHS, tiny_model
 

@@ -17,10 +17,10 @@ from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.rollout.multi_turn.episode import turn_key
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
-from memsafe_rl.rollout.native import generation
-from memsafe_rl.rollout.native.admission import admit
-from memsafe_rl.rollout.native.generation import generate
+from memsafe_rl.rollout.native import engine as native
 from memsafe_rl.rollout.native.kv_retention import KeptCaches
+from memsafe_rl.rollout.native.running_batch import generate
+from memsafe_rl.rollout.native.sequences import admit
 from memsafe_rl.types import Completion, Component, RolloutPlan, SamplingSettings, SequenceKey
 from tests.rollout.native.test_kv_bound import _Watch
 from tests.tiny import ARCHS, tiny_model
@@ -275,7 +275,7 @@ def test_a_row_that_is_read_anew_counts_as_one_that_was_never_kept(monkeypatch: 
         asked.append(found)
         return admit(found, *given, **named)
 
-    monkeypatch.setattr(generation, "admit", noted)
+    monkeypatch.setattr(native, "admit", noted)
 
     def failing(*given: Any) -> Any:
         monkeypatch.setattr(adapter, "decode_step", step)

@@ -18,9 +18,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `python -m benchmarks
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.rollout.engines.vllm import VLLMEngine, VLLMSettings
 from memsafe_rl.rollout.vllm import engine as engine_module
 from memsafe_rl.rollout.vllm import hosting
-from memsafe_rl.rollout.vllm.engine import VLLMEngine, VLLMSettings
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 from tests.rollout.external.common import adapter_of, gap, keys_of, nudge, prompts_of, settings_of, small_model
 

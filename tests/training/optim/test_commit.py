@@ -17,9 +17,9 @@ from memsafe_rl.config.settings import OPTIMIZERS
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.simulated.counting import CountingAllocator, compiler_available
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.training.optim import offload as parking
+from memsafe_rl.training.optim import state as parking
 from memsafe_rl.training.optim.optimizer import Committer, ReferenceMix, build_optimizer, next_scale
-from memsafe_rl.training.optim.state_init import ReadyScalars, steps_without_allocating
+from memsafe_rl.training.optim.state import ReadyScalars, steps_without_allocating
 
 pytestmark = [
     pytest.mark.skipif(not compiler_available(), reason="counts and faults come from the C++ allocator"),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
-from torch import Tensor
-
-from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.rollout.engine import EngineCapabilities, LiveKeys, Progress, RolloutScope
-from memsafe_rl.rollout.native.generation import generate
-from memsafe_rl.rollout.scope import opened
-from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
+from memsafe_rl.rollout.engine import (
+    Engine,
+    EngineCapabilities,
+    LiveKeys,
+    RolloutScope,
+    register_engine,
+)
+from memsafe_rl.rollout.native.running_batch import generate, opened
+from memsafe_rl.types import SamplingSettings
 
 
 class NativeEngine:
@@ -23,6 +24,7 @@ class NativeEngine:
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
+        self.generate = partial(generate, adapter)
 
     @property
     def supports(self) -> EngineCapabilities:
@@ -51,22 +53,11 @@ class NativeEngine:
         """Opens a scope whose bytes for waiting caches the agent and all other roles share."""
         return opened(live_keys, lambda kept: partial(generate, self._adapter, kept=kept))
 
-    def generate(
-        self,
-        prompts: Sequence[Tensor],
-        keys: Sequence[Sequence[SequenceKey]],
-        settings: SamplingSettings,
-        attempt: Attempt[RolloutPlan],
-        progress: Progress | None = None,
-        *,
-        limits: Sequence[int] | None = None,
-        begun: Sequence[Sequence[Completion | None]] | None = None,
-    ) -> list[Completion]:
-        """Draws one completion for every key, as `Generate` says."""
-        return generate(self._adapter, prompts, keys, settings, attempt, progress, limits=limits, begun=begun)
-
     def release(self) -> None:
         """Does nothing: every wave gives its bytes back."""
 
     def close(self) -> None:
         """Does nothing."""
+
+
+register_engine(Engine(NativeEngine.name, lambda context: NativeEngine(context.adapter)))

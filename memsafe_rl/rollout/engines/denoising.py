@@ -15,17 +15,25 @@ from torch import Tensor, nn
 
 from memsafe_rl.accounting import host_memory, worth_running
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
-from memsafe_rl.memory.planning.plan_checks import check_rollout_plan
+from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt, under
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.policy import Condition
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.gaussian import gaussian_logprobs, normal_noise
 from memsafe_rl.ops.sampling import hash_fields, uniform_noise
-from memsafe_rl.rollout.engine import EngineCapabilities, LiveKeys, Progress, RolloutScope
+from memsafe_rl.rollout.engine import (
+    Engine,
+    EngineCapabilities,
+    EngineContext,
+    LiveKeys,
+    Progress,
+    RolloutScope,
+    register_engine,
+)
 from memsafe_rl.rollout.external.sampling_support import refuse_begun, refuse_rounding
-from memsafe_rl.rollout.native.drawing import key_tensor
-from memsafe_rl.rollout.scope import opened
+from memsafe_rl.rollout.native.running_batch import opened
+from memsafe_rl.rollout.native.sequences import key_tensor
 from memsafe_rl.types import Completion, GaussianDistribution, RolloutPlan, SamplingSettings, SequenceKey
 
 _GROUP_SAMPLE = -1
@@ -219,3 +227,16 @@ def draw_samples(model: nn.Module, prompts: Sequence[Any], *, seed: int = 0, row
     settings, plan = SamplingSettings(policy.num_inference_steps, ()), RolloutPlan(rows_in_flight=rows_in_flight)
     drawn = DenoisingEngine(adapter).generate(policy.embed(prompts), keys, settings, under(plan))
     return [policy.decode(one.ids[-1]) for one in drawn]
+
+
+def denoising_engine(context: EngineContext) -> DenoisingEngine:
+    """Makes the engine of a denoiser."""
+    adapter: Any = context.adapter
+    if not adapter.time_separable:
+        raise ConfigError(
+            f"rollout_engine is {context.name!r}, but {type(adapter.model).__name__} draws tokens. Leave it out."
+        )
+    return DenoisingEngine(adapter)
+
+
+register_engine(Engine(DenoisingEngine.name, denoising_engine))

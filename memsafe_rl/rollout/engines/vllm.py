@@ -14,12 +14,19 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
-from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
-from memsafe_rl.memory.runtime.recovery import Attempt
+from memsafe_rl.memory.runtime.recovery import Attempt, capture_random_state, set_random_state
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.models.module_state import eval_mode
-from memsafe_rl.rollout.engine import EngineCapabilities, LiveKeys, Progress, RolloutScope
+from memsafe_rl.rollout.engine import (
+    Engine,
+    EngineCapabilities,
+    EngineContext,
+    LiveKeys,
+    Progress,
+    RolloutScope,
+    register_engine,
+)
 from memsafe_rl.rollout.external.kv_pool import Pool, pool_for
 from memsafe_rl.rollout.external.limits import drawn_by_limit
 from memsafe_rl.rollout.external.request import EngineRequest, Row, request_of
@@ -27,12 +34,13 @@ from memsafe_rl.rollout.external.sampling_support import (
     FILTERS,
     is_filtered,
     refuse_begun,
+    refuse_encoder,
     refuse_missing_vllm,
     refuse_rounding,
     refuse_settings,
 )
 from memsafe_rl.rollout.external.seeds import seed_of
-from memsafe_rl.rollout.scope import opened
+from memsafe_rl.rollout.native.running_batch import opened
 from memsafe_rl.rollout.vllm.hosting import (
     Hosted,
     build,
@@ -141,10 +149,10 @@ class VLLMEngine:
         def draw(
             some: Sequence[Tensor], names: Sequence[Sequence[SequenceKey]], own: SamplingSettings
         ) -> list[Completion]:
-            asked = request_of(some, names, own, self._adapter.geometry)
+            asked = request_of(some, names, own, self._adapter.geometry, progress)
             if not asked.rows:
                 return []
-            ended = attempt(partial(self._draw, asked, names, own, progress))
+            ended = attempt(partial(self._draw, asked))
             return [ended[row] for row in asked.rows]
 
         return drawn_by_limit(draw, prompts, keys, settings, limits)
@@ -165,20 +173,13 @@ class VLLMEngine:
         self._end()
         self._version = None
 
-    def _draw(
-        self,
-        asked: EngineRequest,
-        keys: Sequence[Sequence[SequenceKey]],
-        settings: SamplingSettings,
-        progress: Progress | None,
-        plan: RolloutPlan,
-    ) -> dict[Row, Completion]:
+    def _draw(self, asked: EngineRequest, plan: RolloutPlan) -> dict[Row, Completion]:
         random = capture_random_state()  # which vLLM draws from, though every sequence has its own seed
         try:
             with failures_named("failed while it drew completions"):
                 self._prepare(plan, asked.row_tokens, len(asked.rows))
                 self._check_weights(asked.ids[asked.rows[0][0]])
-                return _Run(self._engine, asked.ids, keys, settings, plan, progress).completions()
+                return _Run(self._engine, asked, plan).completions()
         except BaseException:
             self._end()
             raise
@@ -293,19 +294,10 @@ class VLLMEngine:
 class _Run:
     """One rollout on an engine: requests enter as rows become free, the first of each prompt ahead of its group."""
 
-    def __init__(
-        self,
-        engine: Any,
-        ids: Sequence[list[int]],
-        keys: Sequence[Sequence[SequenceKey]],
-        settings: SamplingSettings,
-        plan: RolloutPlan,
-        progress: Progress | None,
-    ) -> None:
-        self._engine, self._ids, self._keys, self._settings = engine, ids, keys, settings
-        self._rows, self._progress = max(1, plan.rows_in_flight), progress
-        longest_first = sorted(range(len(ids)), key=lambda prompt: -len(ids[prompt]))
-        self._waiting: list[Row] = [(prompt, sample) for prompt in longest_first for sample in range(len(keys[prompt]))]
+    def __init__(self, engine: Any, asked: EngineRequest, plan: RolloutPlan) -> None:
+        self._engine, self._ids, self._keys, self._settings = engine, asked.ids, asked.keys, asked.settings
+        self._rows, self._progress = max(1, plan.rows_in_flight), asked.progress
+        self._waiting: list[Row] = sorted(asked.rows, key=lambda row: (-len(asked.ids[row[0]]), row))
         self._running: dict[str, Row] = {}
         self._read: set[int] = set()
         self._ended: dict[Row, Completion] = {}
@@ -387,3 +379,26 @@ def _sampling(settings: SamplingSettings, key: SequenceKey) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def vllm_engine(context: EngineContext) -> VLLMEngine:
+    """Makes the engine that the configuration describes."""
+    refuse_encoder(context, "use_vllm")
+    config = context.config
+    settings = VLLMSettings(
+        dtype=_forward_dtype(context),
+        memory_share=config.vllm_gpu_memory_utilization,
+        sleeps=config.vllm_enable_sleep_mode,
+        max_model_length=config.vllm_max_model_length,
+    )
+    return VLLMEngine(context.adapter, settings, total_bytes=context.total_bytes, room=context.room)
+
+
+def _forward_dtype(context: EngineContext) -> str:
+    """Names the type in which forward passes compute."""
+    if context.config.bf16 or context.config.fp16:
+        return "bfloat16" if context.config.bf16 else "float16"
+    return str(next(context.adapter.model.parameters()).dtype).removeprefix("torch.")
+
+
+register_engine(Engine(VLLMEngine.name, vllm_engine))

@@ -9,36 +9,27 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
-from memsafe_rl.memory.runtime.random_state import capture_random_state, set_random_state
-from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
-from memsafe_rl.models.module_state import eval_mode
-from memsafe_rl.rollout.engine import EngineCapabilities, LiveKeys, Progress, RolloutScope
+from memsafe_rl.rollout.engine import Engine, EngineContext, Progress, register_engine
+from memsafe_rl.rollout.external.function_engine import FunctionEngine
 from memsafe_rl.rollout.external.kv_pool import pool_for
-from memsafe_rl.rollout.external.limits import drawn_by_limit
-from memsafe_rl.rollout.external.request import EngineRequest, request_of
+from memsafe_rl.rollout.external.request import EngineRequest
 from memsafe_rl.rollout.external.sampling_support import (
     check_options,
     is_filtered,
-    refuse_begun,
-    refuse_rounding,
-    refuse_settings,
+    refuse_encoder,
 )
-from memsafe_rl.rollout.external.seeds import seed_of
-from memsafe_rl.rollout.scope import opened
-from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
+from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 
 HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", "top_p", "top_k"})
 """Sampling settings that continuous batching has; it drops the processors of others without a word."""
@@ -52,96 +43,46 @@ _WAIT_SECONDS = 1.0
 _LOG = "ContinuousBatchingLogger"
 
 
-class ContinuousEngine:
-    """Draws completions with continuous batching; between two calls it holds nothing.
+def continuous_engine(context: EngineContext) -> FunctionEngine:
+    """Makes an engine that draws with continuous batching; between two calls it holds nothing.
 
     Its random numbers follow from the first key and from how requests fall into batches, so that a run repeats on the
     same machine under the same plans; a sequence is no function of its own key, as it is in the library's engine. A
     failed attempt is therefore drawn again as a whole: keeping what had ended would favour short completions.
     """
+    refuse_encoder(context, "use_transformers_continuous_batching")
+    options = context.config.transformers_continuous_batching_config or {}
+    check_options(options)
+    batching = _Batching(context.adapter, {"page_size": _PAGE_TOKENS, **options}, context.room)
+    return FunctionEngine(context, batching.draw, honours=HONOURED)
 
-    name = "continuous"
-    supports = EngineCapabilities(is_external=True)
-    cache_dtype: str | None = None
 
-    def __init__(self, adapter: ModelAdapter, options: Mapping[str, Any], *, room: Callable[[], int]) -> None:
-        check_options(options)
-        self._adapter = adapter
-        self._options = {"page_size": _PAGE_TOKENS, **options}
-        self._room = room
+@dataclass(frozen=True)
+class _Batching:
+    adapter: ModelAdapter  # the network
+    options: Mapping[str, Any]  # arguments of transformers' `ContinuousBatchingConfig`
+    room: Callable[[], int]  # gives the bytes that the run may still take
 
-    def check(self, settings: SamplingSettings) -> None:
-        """Refuses sampling settings that continuous batching would drop."""
-        refuse_settings(self.name, settings, HONOURED)
-
-    def round_cache(self) -> None:
-        """Refuses: the cache is the other library's."""
-        refuse_rounding(self.name)
-
-    def synchronise(self, version: int) -> None:
-        """Does nothing: the weights are the trained ones."""
-
-    def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
-        """Opens a scope in which every turn is read anew."""
-        return opened(live_keys, lambda _: self.generate)
-
-    def release(self) -> None:
-        """Does nothing: every call gives its bytes back."""
-
-    def close(self) -> None:
-        """Does nothing: every call ends its thread."""
-
-    def generate(
-        self,
-        prompts: Sequence[Tensor],
-        keys: Sequence[Sequence[SequenceKey]],
-        settings: SamplingSettings,
-        attempt: Attempt[RolloutPlan],
-        progress: Progress | None = None,
-        *,
-        limits: Sequence[int] | None = None,
-        begun: Sequence[Sequence[Completion | None]] | None = None,
-    ) -> list[Completion]:
-        """Draws one completion for every key."""
-        refuse_begun(self.name, begun)
-
-        def draw(
-            some: Sequence[Tensor], names: Sequence[Sequence[SequenceKey]], own: SamplingSettings
-        ) -> list[Completion]:
-            asked = request_of(some, names, own, self._adapter.geometry)
-            if not asked.rows:
-                return []
-            prompt, sample = asked.rows[0]
-            seed = seed_of(names[prompt][sample]) % 2**31
-            return attempt(partial(self._draw, asked, seed, own, progress))
-
-        return drawn_by_limit(draw, prompts, keys, settings, limits)
-
-    def _draw(
-        self, asked: EngineRequest, seed: int, settings: SamplingSettings, progress: Progress | None, plan: RolloutPlan
-    ) -> list[Completion]:
-        model, random = causal_lm_of(self._adapter.model), capture_random_state()
-        generation, batching = _generation(settings), self._batching(asked, seed, plan)
-        ids = [asked.ids[prompt] for prompt, _ in asked.rows]
-        try:
-            with torch.no_grad(), eval_mode(self._adapter.model), _plain_attention(model), _quiet():
-                outputs = _run(model, ids, generation, batching, progress)
-        finally:
-            set_random_state(random)  # it seeds the generator of the whole process
+    def draw(self, asked: EngineRequest, plan: RolloutPlan) -> list[Completion]:
+        """Draws one completion for every row."""
+        model, settings = causal_lm_of(self.adapter.model), asked.settings
+        generation, batching = _generation(settings), self._batching(asked, plan)
+        with _plain_attention(model), _quiet():
+            outputs = _run(model, asked.prompts, generation, batching, asked.progress)
         if isinstance(outputs, _Failed):
             # a fresh error, whose traceback holds nothing of what failed
             kind = torch.OutOfMemoryError if outputs.out_of_memory else MemsafeError
             raise kind(f"transformers' continuous batching failed: {outputs.message}")
         return [_completion(output, settings) for output in outputs]
 
-    def _batching(self, asked: EngineRequest, seed: int, plan: RolloutPlan) -> Any:
+    def _batching(self, asked: EngineRequest, plan: RolloutPlan) -> Any:
         """Sizes the cache by the plan, and by what the run may still hold."""
-        weights = next(self._adapter.model.parameters())
-        rows, room = min(len(asked.rows), max(1, plan.rows_in_flight)), self._room()
+        weights = next(self.adapter.model.parameters())
+        rows, room = min(len(asked.rows), max(1, plan.rows_in_flight)), self.room()
         pool = pool_for(
-            self._adapter.geometry,
+            self.adapter.geometry,
             element_bytes=weights.element_size(),
-            block_tokens=int(self._options["page_size"]),
+            block_tokens=int(self.options["page_size"]),
             spare=_SPARE_BLOCKS,
             row_tokens=asked.row_tokens,
             rows=rows,
@@ -154,8 +95,8 @@ class ContinuousEngine:
             # the sizes above are the limit; this share is only compared with them
             max_memory_percent=1.0,
             return_logprobs=True,
-            seed=seed,
-            **self._options,
+            seed=asked.seeds[0] % 2**31,
+            **self.options,
         )
 
 
@@ -276,3 +217,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
+
+
+register_engine(Engine("continuous", continuous_engine))

@@ -1,4 +1,4 @@
-"""Samples completions in a running batch that fits a plan; the company of a sequence never changes its tokens.
+"""The library's own engine: a running batch that fits a plan; the company of a sequence never changes its tokens.
 
 Sequences join the batch as room becomes free and leave it as they end. What they have drawn lies on the host: when
 memory runs out the batch is dropped, and a leaner one reads it back and continues.
@@ -8,7 +8,8 @@ Axes: ``P`` unique prompts, ``B`` rows of the running batch, ``V`` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,18 +17,25 @@ from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import DataError
-from memsafe_rl.memory.planning.plan_checks import check_rollout_plan
+from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
 from memsafe_rl.models.module_state import eval_mode
-from memsafe_rl.rollout.engine import Progress
-from memsafe_rl.rollout.native.admission import Candidate, admit
+from memsafe_rl.rollout.engine import Generate, LiveKeys, Progress
 from memsafe_rl.rollout.native.by_transformers import generate_by_transformers
-from memsafe_rl.rollout.native.drawing import Drawer, key_tensor
 from memsafe_rl.rollout.native.kv_retention import KeptCaches, name_of
-from memsafe_rl.rollout.native.sequences import LiveSequence, begin_sequences, draw_next
-from memsafe_rl.rollout.sampling_checks import check_settings, checked_limits
+from memsafe_rl.rollout.native.sequences import (
+    Candidate,
+    Drawer,
+    LiveSequence,
+    admit,
+    begin_sequences,
+    check_settings,
+    checked_limits,
+    draw_next,
+    key_tensor,
+)
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 
 _SPAN_STEPS = 32
@@ -374,3 +382,41 @@ def _too_long(index: int, length: int, new_tokens: int, limit: int, one_sequence
         f"Prompt {index} has {length} tokens and its completion up to {new_tokens}; the model's encoder and decoder "
         f"have {limit} positions each. Shorten the prompt, or lower max_completion_length, to at most {limit}."
     )
+
+
+# ------------------------------------------------------------------ between turns
+
+
+class LocalScope:
+    """Draws the agent's turns by a given function, and those of other roles by this library's own loop."""
+
+    def __init__(self, draw: Generate, kept: KeptCaches) -> None:
+        self.generate = draw
+        self._kept = kept
+
+    def generate_as(
+        self,
+        adapter: ModelAdapter,
+        prompts: Sequence[Tensor],
+        keys: Sequence[Sequence[SequenceKey]],
+        settings: SamplingSettings,
+        attempt: Attempt[RolloutPlan],
+        *,
+        limits: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """Draws with another network; see `RolloutScope.generate_as`."""
+        return generate(adapter, prompts, keys, settings, attempt, limits=limits, kept=self._kept)
+
+    def drop(self) -> None:
+        """Frees every cache."""
+        self._kept.clear()
+
+
+@contextmanager
+def opened(live_keys: LiveKeys | None, drawing: Callable[[KeptCaches], Generate]) -> Iterator[LocalScope]:
+    """Opens a scope; ``drawing`` gives what draws the agent's turns, with the caches or, in other engines, without."""
+    kept = KeptCaches(live_keys)
+    try:
+        yield LocalScope(drawing(kept), kept)
+    finally:
+        kept.clear()

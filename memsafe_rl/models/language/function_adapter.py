@@ -1,0 +1,221 @@
+"""An adapter made of two functions of a network: its hidden states, and its head.
+
+Axes: ``B`` rows, ``L`` tokens of a row, ``M`` completion tokens laid end to end, ``D`` hidden width, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from memsafe_rl.accounting import autocast_bytes, claim
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.decoding.by_transformers import Choose
+from memsafe_rl.models.geometry import weight_bytes
+from memsafe_rl.models.language.base import LogitMap, head_of, naive_logits
+from memsafe_rl.models.module_state import as_reference
+from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
+from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
+
+
+class FunctionAdapter:
+    """A causal network of any kind behind the `ModelAdapter` protocol; it keeps no cache.
+
+    Every token drawn reads its row again, so that rollouts take time quadratic in their length; an adapter with a
+    cache of its own implements `ModelAdapter` instead. Functions get the network without PEFT around it.
+
+    Args:
+        model: the network that is trained.
+        hidden_states: gives hidden states (B, L, D) of token ids (B, L) int64, padded on the right.
+        head: gives the linear layer that makes logits of them, under LoRA too.
+        pad_token_id: fills rows up.
+        reference_model: a frozen copy; None where there is none, or PEFT is switched off.
+        layers: repeated blocks, for estimates of bytes.
+        max_positions: longest sequence the network accepts, in tokens; None if unbounded.
+    """
+
+    time_separable = closed_form_kl = packs_prompts = False
+    joins = in_8_bits = decodes = caches = kv_retention = reads_alike = False
+    start_token_id: int | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        hidden_states: Callable[[Any, Tensor], Tensor],
+        head: Callable[[Any], nn.Module],
+        *,
+        pad_token_id: int,
+        reference_model: nn.Module | None = None,
+        layers: int = 1,
+        max_positions: int | None = None,
+    ) -> None:
+        self.model = model
+        self._inner = model.get_base_model() if isinstance(model, PeftModel) else model
+        self._hidden_states, self._head, self._recomputes = hidden_states, head, False
+        self._pad_token_id, self._layers, self._max_positions = pad_token_id, layers, max_positions
+        self._reference: FunctionAdapter | None = None
+        if reference_model is not None:
+            self._reference = FunctionAdapter(reference_model, hidden_states, head, pad_token_id=pad_token_id)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network computes."""
+        return next(self.model.parameters()).device
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """Sizes from which bytes are counted."""
+        width, dtype = self.value_inputs
+        return ModelGeometry(
+            layers=self._layers,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            heads=1,
+            kv_heads=1,
+            head_dim=width,
+            vocab_size=int(self._layer.out_features),
+            max_positions=self._max_positions,
+            windows=(0,) * self._layers,
+            parameter_bytes=weight_bytes(self.model, *(() if self._reference is None else (self._reference.model,))),
+            trainable_bytes=sum(weight.nbytes for weight in self.model.parameters() if weight.requires_grad),
+            compute_bytes=autocast_bytes(self.device) or dtype.itemsize,
+            cache_bytes=dtype.itemsize,
+            head_trainable=any(weight.requires_grad for weight in self._layer.parameters()),
+        )
+
+    def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:  # noqa: ARG002
+        """Gives the shape of rows, as a memory policy may know it."""
+        return token_work(trajectory, rows, self.geometry, packs=False)
+
+    def micro_batches(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        tokens: int,
+        *,
+        columns: Sequence[int] | None = None,  # noqa: ARG002
+        packed: bool = False,  # noqa: ARG002
+    ) -> list[MicroBatchGroup]:
+        """Cuts rows by tokens; see `ScoringAdapter.micro_batches`."""
+        return token_micro_batches(self.work(trajectory, rows), tokens)
+
+    def distribution(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        columns: Sequence[int] | None = None,  # noqa: ARG002
+        *,
+        packed: bool = False,  # noqa: ARG002
+    ) -> TokenDistribution:
+        """Runs the network over stored rows, up to its output head; see `ScoringAdapter.distribution`."""
+        prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
+        ids_BL = trajectory.token_rows(rows, self._pad_token_id, self.device)
+        hidden_BLD = self._states(ids_BL)
+        width = ids_BL.shape[1]
+        places = [
+            torch.arange(length, device=ids_BL.device) + (place * width + prompt - 1)
+            for place, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        ]
+        hidden_MD = hidden_BLD.flatten(0, 1).index_select(0, torch.cat(places))
+        tokens_M = trajectory.actions.take(rows).flat.to(self.device)
+        return TokenDistribution(hidden_MD, tokens_M, lengths, self._logits_head())
+
+    def read_together(
+        self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
+    ) -> AbstractContextManager[None]:
+        """Reads nothing ahead: there is no encoder."""
+        del trajectory, rows, forward
+        return nullcontext()
+
+    @contextmanager
+    def reference(self) -> Iterator[FunctionAdapter]:
+        """Gives the frozen copy, else this network with PEFT switched off."""
+        if self._reference is not None:
+            yield self._reference
+            return
+        with as_reference(self.model):
+            yield self
+
+    @contextmanager
+    def recompute(self, enabled: bool) -> Iterator[None]:
+        """Recomputes the hidden states in the backward pass of what is run inside."""
+        before, self._recomputes = self._recomputes, enabled
+        try:
+            yield
+        finally:
+            self._recomputes = before
+
+    def decode_plainly(
+        self,
+        ids_BL: Tensor,
+        choose: Choose,
+        *,
+        prompt_tokens: int,  # noqa: ARG002
+        max_new_tokens: int,
+        cached: bool,  # noqa: ARG002
+    ) -> None:
+        """Decodes rows of one length, until all have ended."""
+        nothing, ended_B = torch.empty(0, dtype=torch.int64), torch.zeros(len(ids_BL), dtype=torch.bool)
+        with torch.no_grad():
+            for _ in range(max_new_tokens):
+                hidden_BD = self._states(ids_BL)[:, -1]
+                logits_BV = naive_logits(TokenDistribution(hidden_BD, nothing, (), self._logits_head()))
+                claim(Component.LOGITS, [logits_BV])
+                tokens_B, ends_B = choose(logits_BV.float())
+                ended_B |= ends_B.cpu()
+                if bool(ended_B.all()):
+                    return
+                ids_BL = torch.cat([ids_BL, tokens_B[:, None]], 1)
+
+    def cache_in_8_bits(self, wanted: bool) -> None:
+        """Refuses a cache in 8 bits, for there is none."""
+        if wanted:
+            raise ConfigError(
+                f"cache_implementation='quantized', but {type(self._inner).__name__} is decoded without a cache. Leave "
+                "cache_implementation out."
+            )
+
+    @property
+    def value_inputs(self) -> tuple[int, torch.dtype]:
+        """Width and type of the hidden states."""
+        return int(self._layer.in_features), self._layer.weight.dtype
+
+    def reread(self) -> None:
+        """Does nothing: sizes are read anew each time."""
+
+    def take_sources(self) -> None:
+        """Does nothing: no encoder reads prompts."""
+
+    def peft_adapters_on(self) -> tuple[str, ...]:
+        """Names none: no cache is kept that would have to know."""
+        return ()
+
+    def weights_mark(self) -> int:
+        """Gives 0: no cache is kept that would have to know."""
+        return 0
+
+    def _cannot(self, *_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("this adapter has no cache and no encoder; it says so by `decodes` and `reads_alike`")
+
+    prefill = decode_step = extend = resume = read_sources = _cannot
+
+    @property
+    def _layer(self) -> Any:
+        return self._head(self._inner)
+
+    def _logits_head(self) -> LinearHead | LogitsHead:
+        return head_of(self._layer, LogitMap())
+
+    def _states(self, ids_BL: Tensor) -> Tensor:
+        if not (self._recomputes and torch.is_grad_enabled()):
+            return self._hidden_states(self._inner, ids_BL)
+        states_BLD: Tensor = checkpoint(
+            self._hidden_states, self._inner, ids_BL, use_reentrant=False, preserve_rng_state=self._inner.training
+        )
+        return states_BLD

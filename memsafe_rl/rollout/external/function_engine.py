@@ -1,0 +1,132 @@
+"""An engine made of one function that draws completions whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.errors import DataError
+from memsafe_rl.memory.runtime.recovery import Attempt, capture_random_state, set_random_state
+from memsafe_rl.models.module_state import eval_mode
+from memsafe_rl.rollout.engine import EngineCapabilities, EngineContext, LiveKeys, Progress, RolloutScope
+from memsafe_rl.rollout.external.limits import drawn_by_limit
+from memsafe_rl.rollout.external.request import EngineRequest, request_of
+from memsafe_rl.rollout.external.sampling_support import refuse_begun, refuse_rounding, refuse_settings
+from memsafe_rl.rollout.native.running_batch import opened
+from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
+
+DrawRows = Callable[[EngineRequest, RolloutPlan], Sequence[Completion]]
+"""Draws one completion for each of a request's rows, under a plan."""
+
+PLAIN = frozenset({"max_new_tokens", "eos_token_ids", "temperature"})
+"""Sampling settings that every engine must honour."""
+
+
+class FunctionEngine:
+    """An engine that holds nothing between two calls but what its function does.
+
+    The function runs in eval mode, without gradients and with the random state put back afterwards. It is repeated as
+    a whole where memory runs out in it, first under the same plan.
+
+    Args:
+        context: what the engine is made from.
+        draw: gives a completion for each of a request's rows, in their order, on the host.
+        honours: names of the `SamplingSettings` that it keeps to, besides length, eos and temperature; others are
+            refused. Where one of them shapes the distribution, ``model_logprobs`` must be the model's own, or NaN.
+        synchronise: called before each rollout with the optimizer steps done, for engines with a copy of the weights.
+        is_external: whether log-probs come from other kernels or weights than the model's, so that the loss must
+            correct for the difference.
+    """
+
+    cache_dtype: str | None = None
+
+    def __init__(
+        self,
+        context: EngineContext,
+        draw: DrawRows,
+        *,
+        honours: Collection[str] = (),
+        synchronise: Callable[[int], object] = lambda _: None,
+        is_external: bool = True,
+    ) -> None:
+        self.name, self.supports = context.name, EngineCapabilities(is_external=is_external)
+        self._adapter, self._draw, self._honours = context.adapter, draw, PLAIN.union(honours)
+        self._synchronise = synchronise
+
+    def check(self, settings: SamplingSettings) -> None:
+        """Refuses sampling settings that the function would drop."""
+        refuse_settings(self.name, settings, self._honours)
+
+    def round_cache(self) -> None:
+        """Refuses: the cache is the function's own."""
+        refuse_rounding(self.name)
+
+    def synchronise(self, version: int) -> None:
+        """Has the engine take over weights that have moved."""
+        self._synchronise(version)
+
+    def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
+        """Opens a scope in which every turn is read anew."""
+        return opened(live_keys, lambda _: self.generate)
+
+    def release(self) -> None:
+        """Does nothing: every call gives its bytes back."""
+
+    def close(self) -> None:
+        """Does nothing: nothing outlives a call."""
+
+    def generate(
+        self,
+        prompts: Sequence[Tensor],
+        keys: Sequence[Sequence[SequenceKey]],
+        settings: SamplingSettings,
+        attempt: Attempt[RolloutPlan],
+        progress: Progress | None = None,
+        *,
+        limits: Sequence[int] | None = None,
+        begun: Sequence[Sequence[Completion | None]] | None = None,
+    ) -> list[Completion]:
+        """Draws one completion for every key."""
+        refuse_begun(self.name, begun)
+
+        def draw(
+            some: Sequence[Tensor], names: Sequence[Sequence[SequenceKey]], own: SamplingSettings
+        ) -> list[Completion]:
+            request = request_of(some, names, own, self._adapter.geometry, progress)
+            return attempt(partial(self._drawn, request)) if request.rows else []
+
+        return drawn_by_limit(draw, prompts, keys, settings, limits)
+
+    def _drawn(self, request: EngineRequest, plan: RolloutPlan) -> list[Completion]:
+        random = capture_random_state()
+        try:
+            with torch.no_grad(), eval_mode(self._adapter.model):
+                drawn = list(self._draw(request, plan))
+        finally:
+            set_random_state(random)
+        if len(drawn) != len(request.rows):
+            raise DataError(
+                f"The rollout engine {self.name!r} gave {len(drawn)} completions for {len(request.rows)} rows. Give "
+                "one for each of request.prompts, in their order."
+            )
+        for row, completion in enumerate(drawn):
+            self._refuse_broken(row, completion, request.settings.max_new_tokens)
+        return drawn
+
+    def _refuse_broken(self, row: int, completion: Completion, longest: int) -> None:
+        """Refuses a completion that could not be scored."""
+        told = f"The rollout engine {self.name!r} gave row {row}"
+        if not isinstance(completion, Completion):
+            raise DataError(f"{told} a {type(completion).__name__}. Give a memsafe_rl.Completion.")
+        ids, vocab = completion.ids, self._adapter.geometry.vocab_size
+        if ids.dtype != torch.int64 or ids.dim() != 1 or not 1 <= len(ids) <= longest:
+            raise DataError(f"{told} ids {tuple(ids.shape)} {ids.dtype}. Give 1 to {longest} token ids, int64.")
+        unknown = [token for token in ids.tolist() if not 0 <= token < vocab]
+        if unknown:
+            raise DataError(f"{told} token id {unknown[0]}. Give ids from 0 to {vocab - 1}, the model's tokens.")
+        if completion.logprobs.shape != ids.shape or not bool(completion.logprobs.isfinite().all()):
+            raise DataError(f"{told} log-probs {tuple(completion.logprobs.shape)}. Give a finite one for each token.")
