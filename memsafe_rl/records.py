@@ -60,7 +60,6 @@ class RecordLog(Sequence[Record]):
         self._restore = restore or (lambda record: record)
         self._path: Path | None = None
         self._file: _File | None = None
-        self._size = 0
         self._offsets = array("q")
         self._recent: deque[Record] = deque(maxlen=RECENT)
         self._waiting: list[tuple[Record, Mapping[str, Any]]] = []
@@ -106,7 +105,7 @@ class RecordLog(Sequence[Record]):
             return self._waiting[place - written][0]
         if place >= written - len(self._recent):
             return self._recent[place - written + len(self._recent)]
-        return self._restore(_without_stamp(json.loads(_line_at(self._file, self._offsets[place]))))
+        return self._restore(_without_stamp(json.loads(self._written().line_at(self._offsets[place]))))
 
     # ------------------------------------------------------------------ writing
 
@@ -131,7 +130,6 @@ class RecordLog(Sequence[Record]):
         """
         with self._lock:
             carried: list[tuple[Record, Mapping[str, Any]]] = [] if self._path else [(record, {}) for record in self]
-            self.close()
             self._path, self._stamp = path, dict(stamp)
             self._file = _File(path)
             self._offsets, self._recent = array("q"), deque(maxlen=RECENT)
@@ -142,9 +140,8 @@ class RecordLog(Sequence[Record]):
                 if lineage is not None and number <= step and start == lineage.start_of(number):
                     self._offsets.append(offset)
                     self._recent.append(self._restore(_without_stamp(json.loads(line))))
-            self._size = os.fstat(self._file.descriptor).st_size
-            if self._size and _last_byte(self._file.descriptor, self._size) != b"\n":
-                self._write(b"\n")  # a killed process left half a line, which stays for itself
+            if not self._file.ends_a_line():
+                self._file.append(b"\n")  # a killed process left half a line, which stays for itself
             self._waiting = carried
 
     def flush(self, *, durable: bool = False) -> bool:
@@ -160,7 +157,7 @@ class RecordLog(Sequence[Record]):
             try:
                 self._flush()
                 if durable and self._path is not None:
-                    os.fsync(self._file.descriptor)
+                    os.fsync(self._written().descriptor)
             except OSError as error:
                 if not self._complained:
                     logger.warning("%s cannot be written (%s); records wait in memory", self._path, error.strerror)
@@ -169,17 +166,15 @@ class RecordLog(Sequence[Record]):
             self._complained = False
             return True
 
-    def close(self) -> None:
-        """Closes the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def _written(self) -> _File:
+        """Gives the file, a temporary one where the log has none of its own yet."""
+        if self._file is None:
+            self._file = _File(self._path)
+        return self._file
 
     def _flush(self) -> None:
-        if self._file is None and self._waiting:
-            self._file = _File()
-        if self._file is not None and self._path is not None and not os.fstat(self._file.descriptor).st_nlink:
-            self._put_back()
+        if self._file is not None and self._path is not None and self._file.is_deleted():
+            self._put_back(self._file, self._path)
         while self._waiting:
             record, beside = self._waiting[0]
             step = float(record.get("step", 0))
@@ -187,40 +182,20 @@ class RecordLog(Sequence[Record]):
             line = {"step": int(step), "start": self._stamp["start"], **({"redone": True} if redone else {})}
             line |= {name: value for name, value in {**record, **beside}.items() if name not in line}
             line |= {name: value for name, value in self._stamp.items() if name not in line}
-            offset = self._write(
-                json.dumps({name: _plain(value) for name, value in line.items()}, default=str).encode() + b"\n"
-            )
+            content = json.dumps({name: _plain(value) for name, value in line.items()}, default=str)
+            offset = self._written().append(content.encode() + b"\n")
             self._known = known
             self._offsets.append(offset)
             self._recent.append(record)
             del self._waiting[0]
 
-    def _write(self, content: bytes) -> int:
-        """Writes at the end, whole or not at all; gives where."""
-        offset, descriptor = self._size, self._file.descriptor
-        try:
-            written = 0
-            while written < len(content):
-                written += os.write(descriptor, content[written:])
-        except OSError:
-            os.ftruncate(descriptor, offset)
-            raise
-        self._size += len(content)
-        return offset
-
-    def _put_back(self) -> None:
+    def _put_back(self, old: _File, path: Path) -> None:
         """Writes a log again that was deleted while it was open."""
-        assert self._path is not None
-        old = self._file
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        logger.warning("%s was deleted during the run; it is written again", self._path)
-        self._file = _File(self._path)
-        self._size = os.fstat(self._file.descriptor).st_size
-        moved = array("q")
-        for offset in self._offsets:
-            moved.append(self._write(_line_at(old, offset)))
-        self._offsets = moved
-        old.close()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = _File(path)
+        moved = array("q", (new.append(old.line_at(offset)) for offset in self._offsets))
+        self._file, self._offsets = new, moved
+        logger.warning("%s was deleted during the run; it is written again", path)
 
 
 class _File:
@@ -232,7 +207,35 @@ class _File:
             os.unlink(name)
         else:
             self.descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        self.close = weakref.finalize(self, os.close, self.descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
+        self._size = os.fstat(self.descriptor).st_size
+
+    def append(self, content: bytes) -> int:
+        """Writes at the end, whole or not at all; gives where."""
+        offset, rest = self._size, memoryview(content)
+        try:
+            while rest:
+                rest = rest[os.write(self.descriptor, rest) :]
+        except OSError:
+            os.ftruncate(self.descriptor, offset)
+            raise
+        self._size += len(content)
+        return offset
+
+    def line_at(self, offset: int, block: int = 1 << 13) -> bytes:
+        """Reads the line that begins somewhere, its end included."""
+        content = b""
+        while b"\n" not in content and (more := os.pread(self.descriptor, block, offset + len(content))):
+            content += more
+        return content.partition(b"\n")[0] + b"\n"
+
+    def ends_a_line(self) -> bool:
+        """Tells whether the file is empty or its last line is complete."""
+        return not self._size or os.pread(self.descriptor, 1, self._size - 1) == b"\n"
+
+    def is_deleted(self) -> bool:
+        """Tells whether the file has lost its name."""
+        return not os.fstat(self.descriptor).st_nlink
 
 
 class _Known(NamedTuple):
@@ -311,19 +314,3 @@ def _lines(descriptor: int, block: int = 1 << 20) -> Iterator[tuple[int, bytes]]
         for line in lines:
             yield offset, line
             offset += len(line) + 1
-
-
-def _line_at(file: _File | None, offset: int, block: int = 1 << 13) -> bytes:
-    """Reads the line that begins somewhere, its end included."""
-    assert file is not None, "written records lie in a file"
-    content = b""
-    while b"\n" not in content:
-        more = os.pread(file.descriptor, block, offset + len(content))
-        if not more:
-            break
-        content += more
-    return content.partition(b"\n")[0] + b"\n"
-
-
-def _last_byte(descriptor: int, size: int) -> bytes:
-    return os.pread(descriptor, 1, size - 1)

@@ -103,7 +103,7 @@ class StopRequest:
 
     def _lose_patience(self, number: int) -> None:
         if self._heard == 1 and not self._saving:
-            _thread.interrupt_main(number)
+            _thread.interrupt_main(signal.Signals(number))
 
 
 _listener: StopRequest | None = None

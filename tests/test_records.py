@@ -1,0 +1,131 @@
+"""Records are read back as they were appended, whatever happens to the file."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memsafe_rl.records import RECENT, Lineage, RecordLog, read_lines, records_until
+
+STAMP = {"run_id": "ours", "start": 0}
+
+
+def record(step: int, **values: Any) -> dict[str, Any]:
+    return {"step": step, "value": step / 3, **values}
+
+
+def opened(path: Path, **options: Any) -> RecordLog:
+    log = RecordLog()
+    log.open(path, STAMP | {"start": options.pop("start", 0)}, **options)
+    return log
+
+
+def test_only_the_newest_are_in_memory_and_all_can_be_read(tmp_path: Path) -> None:
+    log = opened(tmp_path / "log")
+    records = [record(step) for step in range(3 * RECENT)]
+    for one in records:
+        log.append(one)
+        log.flush()
+    assert log == records
+    assert log[-1] is records[-1]
+    assert log[0] is not records[0]
+    assert log[5:9] == records[5:9]
+    assert log[-3:] == records[-3:]
+    assert sum(map(len, (log._recent, log._waiting))) == RECENT
+    with pytest.raises(IndexError):
+        log[len(records)]
+
+
+def test_what_came_before_the_file_moves_into_it(tmp_path: Path) -> None:
+    log = RecordLog()
+    for step in range(2 * RECENT):
+        log.append(record(step))
+        log.flush()
+    log.open(tmp_path / "log", STAMP)
+    log.flush()
+    assert [line["step"] for line in read_lines(tmp_path / "log")[0]] == list(range(2 * RECENT))
+    assert log == [record(step) for step in range(2 * RECENT)]
+
+
+def test_numbers_that_json_lacks_are_null_for_other_readers(tmp_path: Path) -> None:
+    log = opened(tmp_path / "log")
+    log.append({"step": 1, "kl": float("nan"), "ratio": float("inf")})
+    log.flush()
+    assert json.loads((tmp_path / "log").read_text(), parse_constant=pytest.fail)["kl"] is None
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 4, "start": 0, "val', b"\xff\x00"])
+def test_half_a_line_spoils_no_other(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "log"
+    first = opened(path)
+    for step in (1, 2, 3):
+        first.append(record(step))
+    first.flush()
+    path.write_bytes(path.read_bytes() + torn)
+    second = opened(path, start=1, lineage=Lineage().resumed(1, 3), step=3)
+    assert [one["step"] for one in second] == [1, 2, 3]
+    second.append(record(4))
+    second.flush()
+    lines, unreadable = read_lines(path)
+    assert [(line["step"], line.get("redone", False)) for line in lines] == [(s, False) for s in (1, 2, 3, 4)]
+    assert unreadable == bool(torn)
+
+
+def test_of_several_starts_the_steps_that_count_are_found(tmp_path: Path) -> None:
+    path, lineage = tmp_path / "log", Lineage()
+    for start, (resumed, last) in enumerate([(0, 8), (4, 6), (8, 9), (5, 7)]):
+        lineage = Lineage(((0, 0),)).resumed(start, resumed) if start != 2 else Lineage().resumed(2, 8)
+        log = opened(path, start=start, step=resumed)
+        for step in range(resumed + 1, last + 1):
+            log.append({"step": step, "by": start})
+        log.flush()
+    assert lineage == Lineage(((0, 0), (3, 5)))
+    assert [one["by"] for one in records_until(path, lineage, 7)] == [0, 0, 0, 0, 0, 3, 3]
+    unmarked = [line["step"] for line in read_lines(path)[0] if not line.get("redone")]
+    assert unmarked == list(range(1, 10))
+
+
+def test_several_records_of_the_last_step_are_marked_as_often_as_they_stood_there(tmp_path: Path) -> None:
+    first = opened(tmp_path / "log")
+    for name in ("logged", "evaluated"):
+        first.append({"step": 2, "what": name})
+    first.flush()
+    second = opened(tmp_path / "log", start=1, step=1)
+    for name in ("logged", "evaluated", "saved"):
+        second.append({"step": 2, "what": name})
+    second.flush()
+    lines = read_lines(tmp_path / "log")[0]
+    assert [line["what"] for line in lines if not line.get("redone")] == ["logged", "evaluated", "saved"]
+
+
+def test_a_full_disk_loses_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, write, full = opened(tmp_path / "log"), os.write, [True]
+
+    def some(descriptor: int, content: bytes) -> int:
+        if full[0] and len(content) > 10:
+            return write(descriptor, content[:10])
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", some)
+    for step in (1, 2, 3):
+        log.append(record(step))
+        assert not log.flush()
+    assert (tmp_path / "log").read_bytes() == b""
+    assert [one["step"] for one in log] == [1, 2, 3]
+    assert caplog.text.count("No space left on device") == 1
+    full[0] = False
+    assert log.flush(durable=True)
+    assert [line["step"] for line in read_lines(tmp_path / "log")[0]] == [1, 2, 3]
+
+
+def test_logs_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text('{"event": "plan", "step": 1}\n{"step": 2, "seconds": 1.5, "loss": 0.5}\n')
+    log = opened(path, start=1, lineage=Lineage().resumed(1, 2), step=2)
+    assert [one["step"] for one in log] == [1, 2]
