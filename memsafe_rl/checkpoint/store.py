@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from memsafe_rl.checkpoint.manifest import FORMAT, LOOP, Manifest, RunMark, check_files, read_manifest, write_manifest
+from memsafe_rl.checkpoint.manifest import LOOP, Manifest, RunMark, check_files, read_manifest, write_manifest
 from memsafe_rl.checkpoint.trajectory_file import load_trajectory, save_trajectory
 from memsafe_rl.diagnostics.status import RUN_FILE, read_json
 from memsafe_rl.errors import ConfigError, DamagedCheckpointError, SaveError
@@ -48,7 +48,7 @@ class CheckpointContent:
         save_model: writes the weights in the form users load.
         progress: transformers' trainer state, as JSON.
         tensors: of optimizer, schedule and loss scale; None for weights alone.
-        loop: everything in plain values.
+        loop: everything in plain values, as JSON.
         trajectory: the rollout that is being trained on, if any.
         tensor_bytes: bytes of all tensors that are going to be written.
     """
@@ -57,7 +57,7 @@ class CheckpointContent:
     save_model: Callable[[Path], None]
     progress: str
     tensors: dict[str, Any] | None
-    loop: dict[str, Any]
+    loop: str
     trajectory: Trajectory | None
     tensor_bytes: int
 
@@ -95,7 +95,7 @@ def _write_files(draft: Path, content: CheckpointContent) -> None:
     (draft / _TRAINER).write_text(content.progress)
     if content.tensors is not None:
         torch.save(content.tensors, draft / _STATE)
-        (draft / LOOP).write_text(json.dumps({"format": FORMAT, **content.loop}))
+        (draft / LOOP).write_text(content.loop)
         if content.trajectory is not None:
             save_trajectory(content.trajectory, draft)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.models.critic import Critic
@@ -23,15 +27,37 @@ _TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 """What safetensors calls types of weights."""
 
 
-def write_weights(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes a model (its adapter only, when it has one) and its tokenizer."""
+Weights = Mapping[str, Tensor]
+"""Tensors by their name in a model's `state_dict`."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Weights in place of the module that they were copied from."""
+
+    weights: Weights
+
+    def state_dict(self) -> Weights:
+        """Gives the weights."""
+        return self.weights
+
+
+def write_weights(model: Any, tokenizer: Any, folder: Path, weights: Weights | None = None) -> None:
+    """Writes a model (its adapter only, when it has one) and its tokenizer.
+
+    Args:
+        model: gives form and configuration, and its weights unless others are given.
+        tokenizer: None for none.
+        folder: made where it does not exist.
+        weights: copies, as `saved_weights` names them; the model itself may then move on.
+    """
     if isinstance(model, PeftModel):
-        model.save_pretrained(folder, selected_adapters=[model.active_adapter])
+        model.save_pretrained(folder, selected_adapters=[model.active_adapter], state_dict=weights)
     elif isinstance(model, PreTrainedModel):
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=weights)
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        save_model(model, str(folder / _PLAIN))
+        save_model(model if weights is None else _Held(weights), str(folder / _PLAIN))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
@@ -55,12 +81,42 @@ def check_savable(tokenizer: Any) -> None:
         ) from error
 
 
-def saved_bytes(model: Any) -> int:
-    """Gives the bytes that `write_weights` will write: of the adapter where there is one, else of all weights."""
-    adapted = isinstance(model, PeftModel)
-    weights = [weight for weight in model.parameters() if weight.requires_grad or not adapted]
-    buffers = [] if adapted else list(model.buffers())
-    return sum(int(tensor.nbytes) for tensor in (*weights, *buffers))
+def saved_weights(model: Any) -> Weights:
+    """Gives the tensors that `write_weights` writes: the adapter's where there is one, else all."""
+    weights: Weights = model.state_dict()
+    if not isinstance(model, PeftModel):
+        return weights
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    adapter = model.active_adapter
+    return {name: weight for name, weight in weights.items() if name in trained or adapter in name.split(".")}
+
+
+def host_copy(value: Any) -> Any:
+    """Copies all tensors in nested dicts, lists and tuples to the host; tensors of one storage stay so."""
+    copies: dict[Any, Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+            if not value.numel() or key not in copies:
+                copies[key] = value.detach().to("cpu", copy=True)
+            return copies[key]
+        if isinstance(value, Mapping):
+            return {name: copied(each) for name, each in value.items()}
+        return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
+
+    with host_memory():
+        return copied(value)
+
+
+def bytes_of(value: Any) -> int:
+    """Sums the bytes of all tensors in nested dicts, lists and tuples; those of one storage count once."""
+    if isinstance(value, Tensor):
+        return int(value.nbytes)
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    tensors = {(part.data_ptr(), part.shape): part for part in parts if isinstance(part, Tensor)}
+    others = (part for part in parts if not isinstance(part, Tensor))
+    return sum(map(bytes_of, (*tensors.values(), *others)))
 
 
 def read_weights(model: Any, folder: Path) -> None:
@@ -81,9 +137,9 @@ def read_weights(model: Any, folder: Path) -> None:
         ) from error
 
 
-def write_critic(critic: Critic, folder: Path) -> None:
+def write_critic(weights: Weights, folder: Path) -> None:
     """Writes a critic's weights beside those of the model."""
-    save_file({name: weight.detach().cpu().contiguous() for name, weight in critic.weights().items()}, folder / _CRITIC)
+    save_file({name: weight.detach().cpu().contiguous() for name, weight in weights.items()}, folder / _CRITIC)
 
 
 def read_critic(critic: Critic, folder: Path) -> None:

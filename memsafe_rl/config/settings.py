@@ -245,6 +245,10 @@ class RunSettings:
         "When a checkpoint cannot be written: 'raise' ends the run, 'warn' trains on without it.",
         choices=("raise", "warn"),
     )
+    save_in_background: bool | None = checkpoint(
+        None,
+        "Copy a checkpoint to the host and write it while training goes on; None: on a GPU, where the host has room.",
+    )
     interrupt_grace_seconds: float = checkpoint(
         10.0, "Seconds that a step may go on after SIGTERM, SIGINT or SIGHUP before it is abandoned; 0: none.", low=0
     )

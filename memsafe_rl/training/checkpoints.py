@@ -6,15 +6,16 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import TrainerState
 
-from memsafe_rl.checkpoint.manifest import RunMark
+from memsafe_rl.checkpoint.manifest import FORMAT, RunMark
 from memsafe_rl.checkpoint.store import CheckpointContent, drop_old_checkpoints, read_checkpoint, write_checkpoint
-from memsafe_rl.checkpoint.weights import saved_bytes
+from memsafe_rl.checkpoint.weights import bytes_of, host_copy, saved_weights
 from memsafe_rl.config.degradation import Degradation
 from memsafe_rl.config.resume_checks import check_same_run, run_facts
 from memsafe_rl.data.partial_rollouts import plain_groups
@@ -48,27 +49,48 @@ class Checkpoints:
         self._setup = setup
         self._collector = collector
 
-    def write(self, state: RunState, mark: RunMark) -> None:
-        """Writes a checkpoint; a step that did not end is resumed with the random state it began from."""
-        config = self._setup.config
-        output_dir = Path(config.output_dir)
-        write_checkpoint(output_dir, self._content(state), mark)
-        drop_old_checkpoints(output_dir, mark, config.save_total_limit, state.progress.best_model_checkpoint)
+    def write(self, content: CheckpointContent, mark: RunMark, best: str | None) -> None:
+        """Writes a checkpoint, and deletes those of this run that are older than it should keep."""
+        output_dir = Path(self._setup.config.output_dir)
+        write_checkpoint(output_dir, content, mark)
+        drop_old_checkpoints(output_dir, mark, self._setup.config.save_total_limit, best)
 
-    def _content(self, state: RunState) -> CheckpointContent:
+    def saved_bytes(self) -> int:
+        """Gives the bytes of the tensors that a checkpoint holds, the rollout left out."""
+        setup = self._setup
+        tensors = {} if setup.config.save_only_model else self._tensors()
+        return bytes_of(saved_weights(setup.model)) + bytes_of(setup.advantages.saved_weights()) + bytes_of(tensors)
+
+    def content(self, state: RunState, *, copied: bool) -> CheckpointContent:
+        """Gives what a checkpoint will hold; a step that did not end is resumed with the random state it began from.
+
+        Args:
+            state: where the run stands.
+            copied: whether the tensors are copied to the host, so that training may go on while they are written.
+
+        Returns:
+            The content.
+        """
         setup = self._setup
         tensors = None if setup.config.save_only_model else self._tensors()
         trajectory = None if state.rollout is None else state.rollout.trajectory
         stored = 0 if trajectory is None else sum(trajectory.nbytes().values())
         progress = dataclasses.asdict(state.progress) | {"log_history": []}  # metrics.jsonl has it
+        tensor_bytes = self.saved_bytes() + stored
+        save_model = self.write_weights
+        if copied:
+            tensors = host_copy(tensors)
+            trajectory = None if trajectory is None else trajectory.moved(host_copy)
+            weights = host_copy(saved_weights(setup.model)), host_copy(setup.advantages.saved_weights())
+            save_model = partial(self._write_copies, *weights)
         return CheckpointContent(
             step=state.step,
-            save_model=self.write_weights,
+            save_model=save_model,
             progress=json.dumps(progress, indent=2, sort_keys=True),
             tensors=tensors,
-            loop=self._loop(state),
+            loop=json.dumps({"format": FORMAT, **self._loop(state)}),
             trajectory=trajectory,
-            tensor_bytes=saved_bytes(setup.model) + _tensor_bytes(tensors) + stored,
+            tensor_bytes=tensor_bytes,
         )
 
     def read(self, folder: Path) -> SavedRun:
@@ -103,7 +125,11 @@ class Checkpoints:
     def write_weights(self, folder: Path) -> None:
         """Writes the trained weights in the form users load."""
         self._setup.models.save(self._setup.model, folder)
-        self._setup.advantages.save(folder)
+        self._setup.advantages.save(folder, self._setup.advantages.saved_weights())
+
+    def _write_copies(self, model: Mapping[str, Tensor], critic: Mapping[str, Tensor], folder: Path) -> None:
+        self._setup.models.save(self._setup.model, folder, model)
+        self._setup.advantages.save(folder, critic)
 
     def load_weights(self, folder: Path) -> None:
         """Copies saved weights in, bit for bit."""
@@ -135,14 +161,6 @@ class Checkpoints:
         setup = self._setup
         first = setup.source.take(0, 2)
         return {**run_facts(setup.config, first, setup.source.prompts_per_epoch), **setup.models.run_facts()}
-
-
-def _tensor_bytes(value: Any) -> int:
-    """Sums the bytes of all tensors in nested dicts and lists."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return sum(map(_tensor_bytes, parts))
 
 
 def _rollout_facts(rollout: Rollout | None) -> dict[str, Any] | None:

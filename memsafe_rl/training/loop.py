@@ -121,7 +121,7 @@ class TrainingLoop:
             self.setup.memory.release()
             self.report.write(self.state)
             self.report.notify("close")
-            self.files.release()
+            self.files.release(self.report, self.config)
         return self._end(started, first)
 
     def _train(self, resume: bool | str | Path | None) -> int:
@@ -207,6 +207,7 @@ class TrainingLoop:
         crossed = int(epoch) > int(state.progress.epoch)
         state.progress.epoch = epoch
         report.write(state)
+        self.files.finish(report, self.config, wait=False)
         report.notify("on_progress", state.step, metrics)
         report.fire("on_step_end", state)
         if self._used_up():
@@ -231,7 +232,7 @@ class TrainingLoop:
                 track_best(self.config, report, self.state, self.evaluate())
         if report.control.should_save:
             report.control.should_save = False
-            self.save_checkpoint()
+            self.save_checkpoint(wait=report.control.should_training_stop)
 
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         """Evaluates on the run's own evaluation prompts, or on others."""
@@ -307,7 +308,10 @@ class TrainingLoop:
         unsaved = self.state.step > self.files.saved_step
         if self.config.save_strategy != "no" and unsaved and not isinstance(error, SaveError):
             logger.warning("saving step %d before leaving", self.state.step)
-            self.save_checkpoint()
+            try:
+                self.save_checkpoint()
+            except SaveError as save_error:  # the error that ended the run matters more
+                logger.warning("%s", save_error)
         if isinstance(error, TrainingInterrupted) and setup.parallel.is_main:
             logger.warning("%s: %s", error, self.files.how_to_resume(self.config))
 
@@ -402,16 +406,21 @@ class TrainingLoop:
             self.apply(degradation)
         self.checkpoints.restore(folder, saved, self.state)
 
-    def save_checkpoint(self) -> None:
-        """Writes everything a resumed run needs; a step that did not end is resumed from its beginning."""
+    def save_checkpoint(self, *, wait: bool = True) -> None:
+        """Writes everything a resumed run needs; a step that did not end is resumed from its beginning.
+
+        Args:
+            wait: whether the checkpoint has to be there when this returns, whatever `save_in_background` says.
+        """
         progress = self.state.progress
         if progress.best_global_step == self.state.step:
             progress.best_model_checkpoint = str(checkpoint_folder(Path(self.config.output_dir), self.state.step))
         with self.setup.memory.phase(Phase.CHECKPOINT), self.stop.saving():
             if self.setup.parallel.is_main:
-                self.files.save(self.setup, self.checkpoints, self.report, self.state)
+                self.files.save(self.setup, self.checkpoints, self.report, self.state, wait=wait)
+            else:
+                self.report.saved(self.state.progress)
             self.setup.parallel.wait()
-        self.report.fire("on_save", self.state)
 
     def save_model(self, folder: Path) -> None:
         """Writes the weights (the adapter's, when there is one) and the tokenizer."""
@@ -424,6 +433,7 @@ class TrainingLoop:
         setup, state = self.setup, self.state
         setup.parallel.wait()
         seconds = time.perf_counter() - started
+        self.files.finish(self.report, self.config)
         losses = [record["loss"] for record in state.history[first:]]
         totals = {
             "train_runtime": seconds,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import shlex
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+from transformers import TrainerState
 
 from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
 from memsafe_rl.checkpoint.run_folder import RunFolder, claim
@@ -27,12 +33,21 @@ STOP_FILE = "stop"
 """A file of this name in the run's folder ends the run after its step, as a signal does."""
 
 
+class _Writing(NamedTuple):
+    """A checkpoint on its way to the disk."""
+
+    progress: TrainerState  # as it was then
+    written: Future[None]
+
+
 class RunFiles:
     """Claims a run's folder, goes on in its logs, and writes its checkpoints; only the main rank writes."""
 
     def __init__(self) -> None:
         self.folder: RunFolder | None = None
         self.saved_step = 0
+        self._writing: _Writing | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="memsafe_rl checkpoint")
 
     @property
     def mark(self) -> RunMark:
@@ -75,25 +90,65 @@ class RunFiles:
                 step,
             )
 
-    def save(self, setup: TrainingSetup, checkpoints: Checkpoints, report: RunLog, state: RunState) -> None:
-        """Writes a checkpoint, after the records of the steps that it builds on.
+    def save(
+        self, setup: TrainingSetup, checkpoints: Checkpoints, report: RunLog, state: RunState, *, wait: bool
+    ) -> None:
+        """Writes a checkpoint, after the records of the steps that it builds on; never two at a time.
+
+        Args:
+            setup: the run's parts.
+            checkpoints: knows what a checkpoint holds.
+            report: the run's logs.
+            state: where the run stands.
+            wait: whether the checkpoint has to be there when this returns, whatever `save_in_background` says.
 
         Raises:
-            SaveError: it cannot be written, and `on_save_error` is "raise".
+            SaveError: this one, or the one that was still being written, cannot be; only if `on_save_error` is "raise".
         """
+        self.finish(report, setup.config)
+        progress, beside = copy.copy(state.progress), not wait and _writes_beside(setup, checkpoints)
         try:
-            if not report.write(state, durable=True):
-                folder = checkpoint_folder(Path(setup.config.output_dir), state.step)
-                raise SaveError(
-                    f"{folder} was not saved: the logs beside it cannot be written. Free space on that disk."
-                )
-            setup.recovery.repeat(Stage.CHECKPOINT, checkpoints.write, state, self.mark)
+            written = self._write(setup, checkpoints, report, state, beside=beside)
         except SaveError as error:
-            if setup.config.on_save_error == "raise":
-                raise
-            logger.warning("%s", error)
+            self._complain(error, setup.config)
+            return
+        self._writing = _Writing(progress, written)
+        if not beside:
+            self.finish(report, setup.config)
+
+    def _write(
+        self, setup: TrainingSetup, checkpoints: Checkpoints, report: RunLog, state: RunState, *, beside: bool
+    ) -> Future[None]:
+        if not report.write(state, durable=True):
+            folder = checkpoint_folder(Path(setup.config.output_dir), state.step)
+            raise SaveError(f"{folder} was not saved: the logs beside it cannot be written. Free space there.")
+        content = setup.recovery.repeat(Stage.CHECKPOINT, checkpoints.content, state, copied=beside)
+        values = content, self.mark, state.progress.best_model_checkpoint
+        if beside:
+            return self._writer.submit(checkpoints.write, *values)
+        setup.recovery.repeat(Stage.CHECKPOINT, checkpoints.write, *values)
+        written: Future[None] = Future()
+        written.set_result(None)
+        return written
+
+    def finish(self, report: RunLog, config: TrainerConfig, *, wait: bool = True) -> None:
+        """Takes note of the checkpoint that was being written, and tells callbacks; without `wait`, if it is there."""
+        writing = self._writing
+        if writing is None or not (wait or writing.written.done()):
+            return
+        self._writing = None
+        try:
+            writing.written.result()
+        except SaveError as error:
+            self._complain(error, config)
         else:
-            self.saved_step = state.step
+            self.saved_step = writing.progress.global_step
+            report.saved(writing.progress)
+
+    def _complain(self, error: SaveError, config: TrainerConfig) -> None:
+        if config.on_save_error == "raise":
+            raise error
+        logger.warning("%s", error)
 
     def stop_asked(self) -> str:
         """Gives the stop file that lies in the folder, and takes it away, so that the run can be resumed."""
@@ -117,7 +172,20 @@ class RunFiles:
             again = "trainer.train(resume_from_checkpoint=True)"
         return f"step {self.saved_step} is saved in {saved}; go on with: {again}"
 
-    def release(self) -> None:
-        """Lets other runs have the folder."""
+    def release(self, report: RunLog, config: TrainerConfig) -> None:
+        """Lets other runs have the folder, after what is being written to it."""
+        try:
+            self.finish(report, config)
+        except SaveError as error:  # whatever ends the run matters more
+            logger.warning("%s", error)
         if self.folder is not None:
             self.folder.release()
+
+
+def _writes_beside(setup: TrainingSetup, checkpoints: Checkpoints) -> bool:
+    """Tells whether training goes on while a checkpoint is written, from a copy for which the host needs room."""
+    chosen = setup.config.save_in_background
+    if chosen is not None:
+        return chosen
+    on_gpu = setup.adapter.device.type == "cuda"
+    return bool(on_gpu and psutil.virtual_memory().available > 2 * checkpoints.saved_bytes())

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig
 from transformers import TrainerCallback
 
 from memsafe_rl.checkpoint.run_folder import claim
@@ -17,6 +19,7 @@ from memsafe_rl.errors import ConfigError, DamagedCheckpointError, SaveError
 from memsafe_rl.records import read_lines
 from tests.tiny import tiny_tokenizer
 from tests.trainers.helpers import make_trainer, weights
+from tests.trainers.test_ppo import make_ppo
 
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 
@@ -215,3 +218,65 @@ def test_a_log_that_is_deleted_during_the_run_is_written_again(tmp_path: Path) -
     trainer.train()
     assert [line["step"] for line in lines(tmp_path / "run" / "steps.jsonl")] == [1, 2, 3, 4]
     assert [one["step"] for one in trainer.history] == [1, 2, 3, 4]
+
+
+class TestBackground:
+    """A checkpoint that is written while training goes on is the one that would have been written at once."""
+
+    def contents(self, folder: Path) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".safetensors"}
+
+    @pytest.mark.parametrize("kind", ["full", "lora", "ppo"])
+    def test_it_holds_the_step_it_was_taken_at(self, tmp_path: Path, kind: str) -> None:
+        def trainer(folder: Path, **settings: Any) -> Any:
+            defaults = {"max_steps": 4, "num_iterations": 2, "lr_scheduler_type": "constant"}
+            settings = {**defaults, **SAVING, **settings}
+            if kind == "ppo":
+                return make_ppo(folder, **settings)
+            return make_trainer(folder, peft_config=LoraConfig(r=2) if kind == "lora" else None, **settings)
+
+        at_once = trainer(tmp_path / "a")
+        at_once.train()
+        beside = trainer(tmp_path / "b", save_in_background=True)
+        beside.train()
+        for step in (1, 2, 3, 4):
+            one, other = (tmp_path / name / f"checkpoint-{step}" for name in "ab")
+            assert self.contents(one) == self.contents(other)
+            assert {path.name for path in one.iterdir()} == {path.name for path in other.iterdir()}
+        resumed = trainer(tmp_path / "b", max_steps=5, save_in_background=True)
+        resumed.train(tmp_path / "b" / "checkpoint-2")
+        assert torch.equal(
+            weights(resumed), weights(self.trained(trainer(tmp_path / "c", max_steps=5, save_strategy="no")))
+        )
+
+    def trained(self, trainer: Any) -> Any:
+        trainer.train()
+        return trainer
+
+    def test_callbacks_hear_of_it_once_it_is_there(self, tmp_path: Path) -> None:
+        seen: list[tuple[int, bool]] = []
+
+        class Listens(TrainerCallback):
+            def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                seen.append((state.global_step, (tmp_path / f"checkpoint-{state.global_step}").is_dir()))
+
+        make_trainer(tmp_path, max_steps=4, callbacks=[Listens()], save_in_background=True, **SAVING).train()
+        assert seen == [(step, True) for step in (1, 2, 3, 4)]
+
+    @pytest.mark.parametrize("choice", ["raise", "warn"])
+    def test_what_cannot_be_written_is_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, choice: str
+    ) -> None:
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("memsafe_rl.checkpoint.store.write_manifest", full)
+        trainer = make_trainer(tmp_path, max_steps=3, save_in_background=True, on_save_error=choice, **SAVING)
+        if choice == "raise":
+            with pytest.raises(SaveError, match="checkpoint-1 was not saved: No space left"):
+                trainer.train()
+        else:
+            trainer.train()
+            assert caplog.text.count("was not saved: No space left") == 3
+        assert not list(tmp_path.glob(".checkpoint-*"))
+        claim(tmp_path, None, overwrite=True).release()

@@ -30,7 +30,7 @@ def write(folder: Path, step: int, save_model=put_weights, run_id: str = "ours",
         save_model=save_model,
         progress="{}",
         tensors={"optimizer": {"exp_avg": torch.arange(3.0)}},
-        loop={"cursor": 1},
+        loop='{"format": 2, "cursor": 1}',
         trajectory=None,
         tensor_bytes=12,
     )

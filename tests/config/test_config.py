@@ -61,6 +61,7 @@ NEW = {
     "memory_budget",
     "interrupt_grace_seconds",
     "on_save_error",
+    "save_in_background",
     "overwrite_output_dir",
     "memory_forecast",
     "objectives",

@@ -156,7 +156,7 @@ class Watched:
         """Begins a run whose steps are called one by one."""
         self.put_back()
         self.trainer.loop.begin(None)
-        self.trainer.loop.files.release()
+        self.trainer.loop.files.folder.release()
         self._listen_to_commits()
 
     def step(self) -> StepRecord:

@@ -116,7 +116,7 @@ def trained(trainer: PPOTrainer) -> torch.Tensor:
 def gradient_of(trainer: PPOTrainer, steps: int = 1) -> torch.Tensor:
     """Gives the gradient of a step, of the policy and of the critic, as it is when weights are about to move."""
     trainer.loop.begin(None)
-    trainer.loop.files.release()
+    trainer.loop.files.folder.release()
     for _ in range(steps - 1):
         trainer.loop.step()
     trainer.loop.state.rollout = trainer.loop.state.rollout or trainer.loop.collect()

@@ -135,7 +135,7 @@ def test_advantages_by_hand(steps: Any, judged: list[int], kl_coef: float, tmp_p
     settings: dict[str, Any] = {"gamma": 0.9, "gae_lambda": 0.8, "kl_coef": kl_coef, "whiten_advantages": False}
     trainer = make_trainer(tmp_path, policy=policy, **settings, steps_per_generation=1, num_iterations=1)
     trainer.loop.begin(None)
-    trainer.loop.files.release()
+    trainer.loop.files.folder.release()
     trainer.loop.step()  # moves the policy away from its reference
     trajectory = trainer.loop.collect().trajectory
     counted = [column for column, mark in enumerate(trajectory.loss_mask.rows()[0].tolist()) if mark]

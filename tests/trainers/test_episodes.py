@@ -116,7 +116,7 @@ def trainer_of(folder: Path, **given: Any) -> GRPOTrainer:
 
 def first_rollout(trainer: GRPOTrainer) -> Trajectory:
     trainer.loop.begin(None)
-    trainer.loop.files.release()
+    trainer.loop.files.folder.release()
     trainer.loop.begin_step()
     return trainer.loop.collect().trajectory
 

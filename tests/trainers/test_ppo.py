@@ -123,7 +123,7 @@ def test_values_do_not_depend_on_the_cut(critic: str, tmp_path: Path) -> None:
         policy = type(policy)(type(policy.rollout)(rows_in_flight=64, score_tokens=score_tokens), policy.update)
         trainer = make_ppo(tmp_path, critic, policy=policy, dtype=torch.float64)
         trainer.loop.begin(None)
-        trainer.loop.files.release()
+        trainer.loop.files.folder.release()
         stores.append(trainer.loop.collect().trajectory)
     for name in ("values", "returns", "action_advantages", "ref_logprobs"):
         one, other = (getattr(store, name).flat for store in stores)
@@ -149,7 +149,7 @@ def test_a_step_by_hand(tmp_path: Path) -> None:
     trainer = make_ppo(tmp_path, dtype=torch.float64, **settings)
     reference = tiny_model(dtype=torch.float64)
     trainer.loop.begin(None)
-    trainer.loop.files.release()
+    trainer.loop.files.folder.release()
     trainer.loop.step()
     assert trainer.loop.state.rollout is not None
     trajectory = trainer.loop.state.rollout.trajectory
@@ -275,7 +275,7 @@ def test_rows_that_nobody_scored_teach_nothing(tmp_path: Path) -> None:
 
     trainer = make_ppo(tmp_path, reward_funcs=pay)
     trainer.loop.begin(None)
-    trainer.loop.files.release()
+    trainer.loop.files.folder.release()
     trajectory = trainer.loop.collect().trajectory
     assert trajectory.action_advantages is not None
     assert trajectory.returns is not None
@@ -287,7 +287,7 @@ def test_rows_that_nobody_scored_teach_nothing(tmp_path: Path) -> None:
 def test_advantages_are_white_over_the_rollout(tmp_path: Path) -> None:
     trainer = make_ppo(tmp_path)
     trainer.loop.begin(None)
-    trainer.loop.files.release()
+    trainer.loop.files.folder.release()
     trajectory = trainer.loop.collect().trajectory
     assert trajectory.action_advantages is not None
     flat = trajectory.action_advantages.flat
@@ -298,7 +298,7 @@ def test_advantages_are_white_over_the_rollout(tmp_path: Path) -> None:
 def test_the_critic_is_planned_for(tmp_path: Path) -> None:
     trainer = make_ppo(tmp_path, "model")
     trainer.loop.begin(None)
-    trainer.loop.files.release()
+    trainer.loop.files.folder.release()
     work = trainer.loop.learner.work(trainer.loop.collect().trajectory, range(4))
     assert work.geometry.trainable_bytes == sum(p.nbytes for p in trainer.setup.trained.parameters() if p.requires_grad)
     assert trainer.critic.beside_bytes in (work.geometry.trainable_bytes - trainer.adapter.geometry.trainable_bytes,)

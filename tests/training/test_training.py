@@ -24,7 +24,7 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM
 def gradient_of(trainer: GRPOTrainer) -> torch.Tensor:
     """Runs a trainer's first step up to the commit and gives its gradient."""
     trainer.loop.begin(None)
-    trainer.loop.files.release()
+    trainer.loop.files.folder.release()
     trainer.loop.state.rollout = trainer.loop.collect()
     trajectory, rows = trainer.loop.state.rollout.trajectory, trainer.loop.learner.rows(trainer.loop.state.cursor)
     terms = trainer.loop.learner.fix_terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
@@ -38,7 +38,7 @@ def gradient_of(trainer: GRPOTrainer) -> torch.Tensor:
 def test_a_run_takes_its_advantages_from_the_estimator_it_names(estimator: str, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, advantage_estimator=estimator, per_device_train_batch_size=16)
     trainer.loop.begin(None)
-    trainer.loop.files.release()
+    trainer.loop.files.folder.release()
     experience = trainer.loop.collect()
     rewards = torch.tensor([row["count_digits"] for row in experience.table], dtype=torch.float64)
     groups = rewards.view(-1, 4)
@@ -192,7 +192,7 @@ def test_old_logprobs_scored_ahead_equal_those_kept_from_the_first_update(tmp_pa
     assert all(trajectory.has_old)
     fresh = make_trainer(tmp_path, max_steps=1, num_iterations=2, beta=0.1, **settings)
     fresh.loop.begin(None)
-    fresh.loop.files.release()
+    fresh.loop.files.folder.release()
     experience = collect(fresh.loop.collector, fresh.loop.state, range(8))
     gap = experience.trajectory.old_logprobs.flat - trajectory.old_logprobs.flat
     assert gap.abs().max() < 1e-5
@@ -336,7 +336,7 @@ def test_gradients_are_clipped_to_the_norm_asked_for(tmp_path: Path) -> None:
 def test_an_fp16_overflow_leaves_weights_and_schedule_alone(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, fp16=True, max_steps=2, lr_scheduler_type="linear")
     trainer.loop.begin(None)
-    trainer.loop.files.release()
+    trainer.loop.files.folder.release()
     trainer.setup.committed.scaler.scale(torch.ones(1))
     trainer.setup.committed.scaler._scale.fill_(2.0**120)
     before = weights(trainer)

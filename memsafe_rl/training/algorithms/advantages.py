@@ -142,11 +142,19 @@ class Advantages(Protocol):
             state: plain values; what is not known is left out.
         """
 
-    def save(self, folder: Path) -> None:
+    def saved_weights(self) -> Mapping[str, Tensor]:
+        """Gives the weights that are trained beside the model's.
+
+        Returns:
+            Tensors by name; empty where there are none.
+        """
+
+    def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Writes the weights that are trained beside the model's.
 
         Args:
             folder: holds the model's weights.
+            weights: of `saved_weights`, or copies of them.
         """
 
     def load(self, folder: Path) -> None:
@@ -215,7 +223,11 @@ class GroupAdvantages:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has nothing to restore."""
 
-    def save(self, folder: Path) -> None:
+    def saved_weights(self) -> Mapping[str, Tensor]:
+        """Has no weights."""
+        return {}
+
+    def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Has no weights."""
 
     def load(self, folder: Path) -> None:

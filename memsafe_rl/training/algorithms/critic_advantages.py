@@ -187,9 +187,13 @@ class CriticAdvantages:
         """Restores the factor of the KL coefficients."""
         self._kl_scale = state["kl_scale"]
 
-    def save(self, folder: Path) -> None:
+    def saved_weights(self) -> Mapping[str, Tensor]:
+        """Gives the critic's weights."""
+        return self.critic.weights()
+
+    def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Writes the critic beside the model."""
-        write_critic(self.critic, folder)
+        write_critic(weights, folder)
 
     def load(self, folder: Path) -> None:
         """Reads the critic back, in place and bit for bit."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import charge, hold, host_memory, weights_of
-from memsafe_rl.checkpoint.weights import read_weights, write_weights
+from memsafe_rl.checkpoint.weights import Weights, read_weights, write_weights
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.prompts import PromptReader, Prompts, prompt_of
 from memsafe_rl.errors import ConfigError
@@ -124,9 +124,9 @@ class Denoisers:
             return shown
         return f"{tuple(shown.shape)}, mean {shown.float().mean():.3g}, std {shown.float().std():.3g}"
 
-    def save(self, model: Any, folder: Path) -> None:
+    def save(self, model: Any, folder: Path, weights: Weights | None = None) -> None:
         """Writes the denoiser's weights, or its adapter's."""
-        write_weights(model, None, folder)
+        write_weights(model, None, folder, weights)
 
     def restore(self, model: Any, folder: Path) -> None:
         """Reads them back; see `ModelFactory.restore`."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsafe_rl.checkpoint.weights import read_weights, write_weights
+from memsafe_rl.checkpoint.weights import Weights, read_weights, write_weights
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.generation_options import say_what_is_left_out
 from memsafe_rl.data.prompts import PromptReader, Prompts
@@ -105,9 +105,9 @@ class LanguageModels:
         """Says how long completions can become, for the start banner."""
         return {"completion length": f"at most {self._config.max_completion_length} tokens"}
 
-    def save(self, model: Any, folder: Path) -> None:
+    def save(self, model: Any, folder: Path, weights: Weights | None = None) -> None:
         """Writes weights, or an adapter's, and the tokenizer."""
-        write_weights(model, self.processing_class, folder)
+        write_weights(model, self.processing_class, folder, weights)
 
     def restore(self, model: Any, folder: Path) -> None:
         """Reads them back; see `ModelFactory.restore`."""

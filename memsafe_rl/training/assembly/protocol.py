@@ -144,12 +144,13 @@ class ModelFactory(Protocol):
             Sentences by name.
         """
 
-    def save(self, model: Any, folder: Path) -> None:
+    def save(self, model: Any, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Writes the trained weights in the form that users load.
 
         Args:
             model: the trained model.
             folder: made if missing.
+            weights: copies to write in place of the model's own, by their name in its `state_dict`.
         """
 
     def restore(self, model: Any, folder: Path) -> None:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import TrainerControl
+from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from memsafe_rl.config.base import TrainerConfig
@@ -50,6 +50,10 @@ class RunLog:
     def fire(self, event: str, state: RunState, *arguments: Any) -> None:
         """Calls an event of transformers' callbacks; they may change `control`."""
         self.control = getattr(self.callbacks, event)(self._config, state.progress, self.control, *arguments)
+
+    def saved(self, progress: TrainerState) -> None:
+        """Tells callbacks of a checkpoint, which may have been written while later steps went on."""
+        self.control = self.callbacks.on_save(self._config, progress, self.control)
 
     def notify(self, event: str, *arguments: Any) -> None:
         """Informs the callbacks that know an event of ours beside transformers' own."""
