@@ -1,5 +1,6 @@
 """Two processes over gloo learn what one process learns, and neither waits for one that has failed."""
 
+import gc
 import os
 import random
 import signal
@@ -40,6 +41,7 @@ def set_up_rank(rank: int, port: int, world_size: int = 2) -> None:
         "HF_HUB_OFFLINE": "1",
     }
     torch.set_num_threads(1)
+    gc.freeze()
 
 
 def free_port() -> int:
@@ -54,6 +56,8 @@ def free_port() -> int:
 def run_ranks(work: Callable[[int, int, str], None], folder: Path, patience_seconds: float) -> list[Any]:
     """Runs the same work on two ranks; ranks that hang are killed.
 
+    Ranks are forks of a process that has imported this module and nothing else: imports are most of what a rank costs.
+
     Args:
         work: is given rank, port and folder, and saves what it found in the folder as ``{rank}.pt``.
         folder: where it works.
@@ -62,7 +66,8 @@ def run_ranks(work: Callable[[int, int, str], None], folder: Path, patience_seco
     Returns:
         What each rank saved.
     """
-    context = mp.spawn(work, args=(free_port(), str(folder)), nprocs=2, join=False)
+    mp.set_forkserver_preload([__name__])
+    context = mp.start_processes(work, args=(free_port(), str(folder)), nprocs=2, join=False, start_method="forkserver")
     deadline = time.monotonic() + patience_seconds
     while not context.join(timeout=1):
         if time.monotonic() > deadline:
