@@ -199,12 +199,15 @@ def gather_what_cannot_be_sent(ranks: Replicas) -> str:
 
 
 def interrupt_inside_a_collective(ranks: Replicas) -> list[str]:
-    found = []
+    found, armed = [], Path("armed")
     if ranks.rank == 0:
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
         signal.setitimer(signal.ITIMER_REAL, 0.5)
+        armed.touch()
     else:
-        time.sleep(4)  # on a busy machine the other rank may begin a second or two later
+        while not armed.exists():  # on a busy machine the other rank may begin seconds later
+            time.sleep(0.01)
+        time.sleep(1.5)
     try:
         found.append(str(ranks.gather([ranks.rank])))
         ranks.wait()
@@ -243,6 +246,7 @@ SCENARIOS: dict[str, Callable[[Replicas], Any]] = {
 
 def run_scenarios(rank: int, port: int, folder: str) -> None:
     set_up_rank(rank, port)
+    os.chdir(folder)
     torch.save({name: play(Replicas(accelerator())) for name, play in SCENARIOS.items()}, Path(folder) / f"{rank}.pt")
 
 

@@ -310,7 +310,8 @@ def test_tokens_do_not_depend_on_the_plan(family: str) -> None:
     for plan in (
         RolloutPlan(rows_in_flight=7),
         RolloutPlan(rows_in_flight=3, prefill_tokens=4),
-        RolloutPlan(rows_in_flight=1),
+        # Row by row is slow, and the others of these families are T5 with another activation and head.
+        *([RolloutPlan(rows_in_flight=1)] if family in ("t5", "bart") else []),
         RolloutPlan(rows_in_flight=100, kv_bytes=tight),
     ):
         assert tokens_of(roll_out(adapter, plan)) == expected
