@@ -201,6 +201,7 @@ def gather_what_cannot_be_sent(ranks: Replicas) -> str:
 def interrupt_inside_a_collective(ranks: Replicas) -> list[str]:
     found, armed = [], Path("armed")
     if ranks.rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
         signal.setitimer(signal.ITIMER_REAL, 0.5)
         armed.touch()
