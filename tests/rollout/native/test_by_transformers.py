@@ -23,7 +23,7 @@ from transformers import (
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.rollout.native import engine as native
+from memsafe_rl.rollout.native import running_batch as native
 from memsafe_rl.rollout.native.by_transformers import generate_by_transformers
 from memsafe_rl.rollout.native.sequences import Drawer, key_tensor, text_stops
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey

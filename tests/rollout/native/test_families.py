@@ -24,7 +24,7 @@ from transformers import (
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.rollout.native import engine as native
+from memsafe_rl.rollout.native import running_batch as native
 from memsafe_rl.rollout.native import sequences
 from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
