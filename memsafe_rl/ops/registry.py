@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
+
+from torch import Tensor
 
 from memsafe_rl.errors import ConfigError
 
@@ -21,6 +23,27 @@ class Named(Protocol):
 
 
 Part = TypeVar("Part", bound=Named)
+
+
+def check_part(part: Named) -> None:
+    """Refuses a part without a name, or whose function is none."""
+    kind, name, function = type(part).__name__, part.name, part.function
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"name of a {kind} is {name!r}; it must be text. Write {kind}('mine', my_function).")
+    if not callable(function) or isinstance(function, type):
+        raise ConfigError(
+            f"function of {kind} {name!r} is {function!r:.100} ({type(function).__name__}), which is no function. "
+            f"Write {kind}({name!r}, my_function)."
+        )
+
+
+def check_answer(told: str, given: object, shapes: Sequence[tuple[int, ...]], remedy: str) -> Tensor:
+    """Refuses what a part's function gives unless it has the shape asked for; others would be broadcast silently."""
+    if isinstance(given, Tensor) and given.is_floating_point() and tuple(given.shape) in shapes:
+        return given
+    found = f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+    wanted = " or ".join(map(str, shapes))
+    raise ConfigError(f"{told} gave {found}; it must give a floating-point tensor of shape {wanted}. {remedy}")
 
 
 class Registry(dict[str, Part]):
@@ -51,27 +74,35 @@ class Registry(dict[str, Part]):
             ConfigError: If the name belongs to another part.
         """
         known = self.get(part.name, part)
-        if known != part and not _is_redefinition(known.function, part.function):
-            raise ConfigError(f"{self._setting} {part.name!r} is taken by {known.function!r}. Give yours another name.")
+        if known != part and (_is_built_in(known) or not _is_redefinition(known.function, part.function)):
+            owner = "the built-in one" if _is_built_in(known) else "another one"
+            raise ConfigError(f"{self._setting} {part.name!r} is taken by {owner}. Give yours another name.")
         self[part.name] = part
         return part
 
-    def name_of(self, given: object) -> object:
+    def name_of(self, given: object) -> str:
         """Enters a part, or a function under its own name, that a user passes in place of a name.
 
         Args:
             given: what the user passes.
 
         Returns:
-            The name of the part; anything that is neither part nor function as it is.
+            The name of the part; a name as it is.
 
         Raises:
-            ConfigError: If a function has no name of its own, or its name belongs to another part.
+            ConfigError: If it is neither name nor part nor function, a function has no name of its own, or the name
+                belongs to another part.
         """
         if isinstance(given, self._kind):
             return self.add(given).name
-        if not callable(given):
+        if isinstance(given, str):
             return given
+        if not callable(given) or isinstance(given, type):
+            kind = self._kind.__name__
+            raise ConfigError(
+                f"{self._setting} is {given!r}; it must be one of {', '.join(self)}, a function, or "
+                f"{kind}('mine', my_function)."
+            )
         name = getattr(given, "__name__", "")
         if not name.isidentifier():
             raise ConfigError(
@@ -82,8 +113,12 @@ class Registry(dict[str, Part]):
 
 
 def _is_redefinition(known: object, other: object) -> bool:
-    """Says whether the same ``def`` ran twice; closures differ in what they hold, and built-in parts stay."""
+    """Says whether the same ``def`` ran twice; closures differ in what they hold."""
     names = [(getattr(each, "__module__", ""), getattr(each, "__qualname__", "")) for each in (known, other)]
     closed = any(getattr(each, "__closure__", ()) is not None for each in (known, other))
-    built_in = names[0][0].startswith(f"{__package__.partition('.')[0]}.")
-    return known is not other and names[0] == names[1] and not closed and not built_in
+    return known is not other and names[0] == names[1] and not closed
+
+
+def _is_built_in(part: Named) -> bool:
+    """Says whether a part's function is one of this package's."""
+    return getattr(part.function, "__module__", "").startswith(f"{__package__.partition('.')[0]}.")

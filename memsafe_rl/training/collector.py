@@ -137,7 +137,10 @@ class Collector:
             raise
 
     def assign(self, drawn: Drawn, trajectory: Trajectory, later_rows: Sequence[int]) -> Rollout:
-        """Gives every row its advantage over whole groups, and later rows the old log-probs they will need."""
+        """Makes a rollout to learn from: turns rewards into advantages, group by group, and scores old log-probs.
+
+        Only `later_rows` need old log-probs: when their step begins, the weights are no longer those of the rollout.
+        """
         samples = drawn.samples
         advantages = self._repeat(self._advantages, samples)
         trajectory = self._repeat(judged, trajectory, advantages)

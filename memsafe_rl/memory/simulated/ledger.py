@@ -296,10 +296,16 @@ def _rows(tensor: Tensor) -> int:
 
 def check_limits(capacity_bytes: int | None, fail_at: int | None) -> None:
     """Refuses limits that cannot be meant."""
-    if capacity_bytes is not None and capacity_bytes < 0:
-        raise ConfigError(f"capacity_bytes is {capacity_bytes} bytes; give 0 or more, or None for no limit.")
-    if fail_at is not None and fail_at < 1:
-        raise ConfigError(f"The allocation to fail is number {fail_at}; allocations are counted from 1.")
+    if not (capacity_bytes is None or _is_count(capacity_bytes, 0)):
+        raise ConfigError(
+            f"capacity_bytes is {capacity_bytes!r} bytes; give a whole number, 0 or more, or None for no limit."
+        )
+    if not (fail_at is None or _is_count(fail_at, 1)):
+        raise ConfigError(f"The allocation to fail is number {fail_at!r}; allocations are counted from 1.")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def refusal(requested_bytes: int, held_bytes: int, *, chosen: bool) -> torch.OutOfMemoryError:

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.ops.registry import Registry
+from memsafe_rl.ops.registry import Registry, check_part
 from memsafe_rl.types import Denominators, LossSettings
+
+LEVELS = ("sequence", "token")
+"""What has a ratio of its own."""
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 """Every way to average, by the name that verl gives it."""
@@ -66,12 +69,26 @@ class LossTraits:
             learnt one by one (denoising steps) and a row may be cut in two.
         aggregation: how losses of actions become the loss of a step, a key of `AGGREGATIONS`.
         weighs_sampler: whether the loss itself uses the importance weights; if not, they multiply its result.
+
+    Raises:
+        ConfigError: If a level or the aggregation is unknown.
     """
 
     levels: tuple[str, ...] = ("token", "sequence")
     separable: bool = False
     aggregation: str = "token-mean"
     weighs_sampler: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.levels, tuple) or not self.levels or not {*self.levels} <= {*LEVELS}:
+            raise ConfigError(
+                f"levels of a loss are {self.levels!r}; write a tuple of {' and '.join(map(repr, LEVELS))}."
+            )
+        if self.aggregation not in AGGREGATIONS:
+            raise ConfigError(
+                f"aggregation of a loss is {self.aggregation!r}, which is not known. Set it to one of "
+                f"{', '.join(AGGREGATIONS)}."
+            )
 
     @property
     def adds_up_over_parts(self) -> bool:
@@ -91,7 +108,7 @@ class Loss:
         metrics: by metric, the sum of ``measure`` it shows, and the sum that divides it; None for the step's ratios.
 
     Raises:
-        ConfigError: If the traits name an unknown aggregation.
+        ConfigError: If the name is no text, ``function`` or ``measure`` is no function, or ``metrics`` is no mapping.
     """
 
     name: str
@@ -101,11 +118,17 @@ class Loss:
     metrics: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.traits.aggregation not in AGGREGATIONS:
-            raise ConfigError(
-                f"aggregation of loss {self.name!r} is {self.traits.aggregation!r}, which is not known. Set it to one "
-                f"of {', '.join(AGGREGATIONS)}."
-            )
+        check_part(self)
+        for field_name, right, wanted in (
+            ("traits", isinstance(self.traits, LossTraits), "LossTraits(...)"),
+            ("measure", callable(self.measure), "a function from Ratios to Measures"),
+            ("metrics", isinstance(self.metrics, Mapping), "a mapping of metrics to sums"),
+        ):
+            if not right:
+                value = getattr(self, field_name)
+                raise ConfigError(
+                    f"{field_name} of loss {self.name!r} is {value!r:.100}. Give {wanted}, or leave it out."
+                )
 
 
 LOSSES: Registry[Loss] = Registry("loss_type", Loss)

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.ops.losses.base import LOSSES, Ratios, aggregate, row_mean
+from memsafe_rl.ops.losses.base import LEVELS, LOSSES, Loss, Measures, Ratios, aggregate, row_mean
+from memsafe_rl.ops.registry import check_answer
 from memsafe_rl.types import Denominators, LossInputs, LossResult, LossSettings
-
-LEVELS = ("sequence", "token")
-"""What has a ratio of its own."""
 
 
 def policy_loss(inputs: LossInputs, settings: LossSettings, denominators: Denominators) -> LossResult:
@@ -44,11 +42,12 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, denominators: Denomi
         The share and its measures.
 
     Raises:
-        ConfigError: If the loss or the ratio level is unknown, or a tensor that the settings need is missing.
+        ConfigError: If the loss or the ratio level is unknown, a tensor that the settings need is missing, or the loss
+            gives anything but one number with gradient for each action, or for each ratio.
     """
     loss = LOSSES[settings.loss_type]
     ratios = _ratios(inputs, settings)
-    losses = loss.function(ratios)
+    losses = _losses(loss, ratios)
     if settings.off_policy_mask_threshold is not None:
         losses = losses * off_policy_mask(inputs, ratios, settings.off_policy_mask_threshold)
     if inputs.entropy_mask_BT is not None:
@@ -65,6 +64,10 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, denominators: Denomi
         share = share - inputs.entropy_coef * entropy_bonus(inputs, denominators)
     with torch.no_grad():
         measures = loss.measure(ratios)
+        if not isinstance(measures, Measures):
+            raise ConfigError(
+                f"measure of loss {loss.name!r} gave a {type(measures).__name__}. Return Measures({{...}})."
+            )
         sums = {"policy_loss": policy_share.detach(), **_common_sums(inputs, ratios, kl_BT), **measures.sums}
     return LossResult(share, sums, measures.lows, measures.highs)
 
@@ -157,6 +160,23 @@ def _ratios(inputs: LossInputs, settings: LossSettings) -> Ratios:
         inputs.importance_weights_BT,
         settings,
     )
+
+
+def _losses(loss: Loss, ratios: Ratios) -> Tensor:
+    """Gives the loss of each action or ratio."""
+    told = f"loss_type {loss.name!r}"
+    shapes = list(dict.fromkeys((tuple(ratios.logprobs_BT.shape), tuple(ratios.ratio.shape))))
+    remedy = (
+        "Return one number for each action or ratio, such as -ratios.ratio * ratios.advantages, without a sum or a "
+        "mean; `aggregation` of its LossTraits averages."
+    )
+    losses = check_answer(told, loss.function(ratios), shapes, remedy)
+    if torch.is_grad_enabled() and ratios.logprobs_BT.requires_grad and not losses.requires_grad:
+        raise ConfigError(
+            f"{told} gave a tensor without gradient. Compute it from ratio, log_ratio_BT or logprobs_BT of its Ratios, "
+            "and do not detach it."
+        )
+    return losses
 
 
 def _common_sums(inputs: LossInputs, ratios: Ratios, kl_BT: Tensor | None) -> dict[str, Tensor]:

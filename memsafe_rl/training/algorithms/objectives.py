@@ -62,7 +62,7 @@ def scored_rows(trajectory: Trajectory, index: int, rows: Sequence[int]) -> list
 
 
 def learning_rows(trajectory: Trajectory, index: int, rows: Sequence[int], *, every_row: bool) -> list[int]:
-    """Gives the rows that can move a weight for an objective's sake."""
+    """Gives the rows from which an objective can learn something."""
     values, counted = trajectory.objective_values[index], trajectory.counted_actions
     scored = scored_rows(trajectory, index, rows)
     return [row for row in scored if counted[row] > 0 and (every_row or values[row] != 0)]
@@ -214,7 +214,7 @@ class Accumulate(Protocol):
             rows: this rank's rows.
             terms: what the step has fixed.
             view: gives the trajectory as this objective learns from it.
-            gradients_aside: gradients of further objectives that will wait beside this one.
+            gradients_aside: whole gradients of other objectives that memory must hold beside this one.
 
         Returns:
             The rollout where the plan has put it, and what accumulating left besides the gradient.
@@ -229,7 +229,7 @@ class Combiner:
     """Makes one gradient of what a run learns: of one objective its own, of several their merge.
 
     Attributes:
-        gradients_aside: whole gradients that wait for those of further objectives.
+        gradients_aside: most whole gradients held, one of each finished objective, while the last one accumulates.
     """
 
     def __init__(self, objectives: Sequence[Objective]) -> None:
@@ -297,7 +297,7 @@ class Combiner:
         norm: Tensor,
         metrics: dict[str, float],
     ) -> dict[str, float]:
-        """Adds each objective's loss, KL and beta."""
+        """Adds each objective's loss, KL and beta to a step's metrics."""
         for objective, part, own in zip(self._objectives, gradient.objectives, terms.objectives, strict=True):
             numbers = setup.recovery.repeat(Stage.MEASURE, read_step, part, norm)
             metrics |= objective_metrics(objective, step_metrics(numbers, own, setup.parallel), own)
