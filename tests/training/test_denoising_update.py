@@ -16,7 +16,7 @@ from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.policy import TrainedSteps, prepare_policy
 from memsafe_rl.rollout.scoring import score_all, score_rows
 from memsafe_rl.slices import cut_columns
-from memsafe_rl.training.gradient import StepTerms, accumulate_gradient
+from memsafe_rl.training.gradient import StepTerms, accumulate_gradient, check_separable
 from memsafe_rl.types import Denominators, LossSettings, RolloutPlan, UpdatePlan
 from tests.models.diffusion.small import (
     Denoiser,
@@ -271,3 +271,13 @@ def test_peak_bytes_do_not_grow_with_the_steps(pairs):
     few = peak_of_update(5, pairs)
     for steps in (50, 500):
         assert peak_of_update(steps, pairs) == few
+
+
+def test_only_the_setting_that_needs_whole_rows_is_to_be_changed() -> None:
+    for settings, remedy in (
+        (LossSettings("grpo", off_policy_mask_threshold=0.1), "off_policy_mask_threshold=None"),
+        (LossSettings("grpo", "sequence"), "importance_sampling_level='token'"),
+        (LossSettings("vespo"), "a loss_type whose traits are separable: [a-z_, ]+"),
+    ):
+        with pytest.raises(ConfigError, match=rf"are learnt one by one\. Set {remedy}\.$"):
+            check_separable(settings)

@@ -83,8 +83,8 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = optimizer_class([group for group in groups if group["params"]], **arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"optim {str(config.optim)!r} cannot be made with optim_args={config.optim_args!r}: {error}. Change optim_args "
-            "or optim."
+            f"optim_args is {config.optim_args!r}, which optim {config.optim.value!r} cannot use: {error}. Change one "
+            "of the two."
         ) from error
     return optimizer
 
