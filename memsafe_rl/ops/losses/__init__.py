@@ -7,8 +7,16 @@ outside as ``loss_type``.
 from importlib import import_module
 from pkgutil import iter_modules
 
-from memsafe_rl.ops.losses.base import LOSSES, Loss, LossTraits, Measures, Ratios, register_loss
-from memsafe_rl.ops.losses.core import needs_whole_rows, policy_loss
+from memsafe_rl.ops.losses.core import (
+    LOSSES,
+    Loss,
+    LossTraits,
+    Measures,
+    Ratios,
+    needs_whole_rows,
+    policy_loss,
+    register_loss,
+)
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

@@ -4,7 +4,7 @@
 micro-batch has a denominator of its own, and the loss equals DAPO's.
 """
 
-from memsafe_rl.ops.losses.base import (
+from memsafe_rl.ops.losses.core import (
     CLIPPING_METRICS,
     Loss,
     LossTraits,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memsafe_rl.ops.losses.base import Loss, LossTraits, Measures, Ratios, register_loss, total
+from memsafe_rl.ops.losses.core import Loss, LossTraits, Measures, Ratios, register_loss, total
 
 
 def cispo_surrogate(ratios: Ratios) -> Tensor:

@@ -3,7 +3,7 @@
 ``sum_b sum_t -min(r A, clip(r) A) / N_tokens`` (Yu et al. 2025, arXiv:2503.14476, eq. 8).
 """
 
-from memsafe_rl.ops.losses.base import (
+from memsafe_rl.ops.losses.core import (
     CLIPPING_METRICS,
     Loss,
     LossTraits,

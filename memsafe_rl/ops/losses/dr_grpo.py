@@ -3,7 +3,7 @@
 ``sum_b sum_t -min(r A, clip(r) A) / (N_rows · max_completion_length)`` (Liu et al. 2025, arXiv:2503.20783).
 """
 
-from memsafe_rl.ops.losses.base import (
+from memsafe_rl.ops.losses.core import (
     CLIPPING_METRICS,
     Loss,
     LossTraits,

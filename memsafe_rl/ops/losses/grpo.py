@@ -4,7 +4,7 @@
 row it is GSPO (Zheng et al. 2025, arXiv:2507.18071, eq. 5).
 """
 
-from memsafe_rl.ops.losses.base import (
+from memsafe_rl.ops.losses.core import (
     CLIPPING_METRICS,
     Loss,
     LossTraits,

@@ -3,7 +3,7 @@
 ``sum_b |o_b| · -min(s_b A, clip(s_b) A) / N_rows``, s_b the one ratio of a row (arXiv:2602.05261).
 """
 
-from memsafe_rl.ops.losses.base import (
+from memsafe_rl.ops.losses.core import (
     CLIPPING_METRICS,
     Loss,
     LossTraits,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from memsafe_rl.ops.losses.base import Loss, LossTraits, Ratios, by_sign, register_loss
+from memsafe_rl.ops.losses.core import Loss, LossTraits, Ratios, by_sign, register_loss
 
 
 def sapo_surrogate(ratios: Ratios) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from memsafe_rl.ops.losses.base import Loss, LossTraits, Measures, Ratios, by_sign, register_loss, total
+from memsafe_rl.ops.losses.core import Loss, LossTraits, Measures, Ratios, by_sign, register_loss, total
 
 _LOG_FLOOR, _LOG_CEILING = math.log(1e-8), 20.0
 """Bounds of the log-weights, nats."""

@@ -38,7 +38,7 @@ def generate_by_transformers(
     begun: Sequence[Sequence[Completion | None]] | None = None,
     limits: Sequence[int] | None = None,
 ) -> list[Completion]:
-    """Samples completions by `generate`; `native.generation` calls it, in eval mode, with what it checked.
+    """Samples completions by `generate`; `native.engine` calls it, in eval mode, with what it checked.
 
     A wave holds rows of one length, since such a network's own way with padding is what could not be trusted. A wave is
     what is repeated when memory runs out; tokens drawn before it failed are kept. They come from the same counter-based
