@@ -108,7 +108,7 @@ def _read_part(told: str, key: str, value: Any) -> Any:
 
 
 def _check_beta(told: str, objective: Objective) -> None:
-    """Refuses a band of what is not measured, and a steering without a band, or of a beta outside its bounds."""
+    """Refuses a band for a KL that is not measured, steering without a band, and a beta outside its bounds."""
     if objective.kl_band is not None and objective.beta == 0:
         raise ConfigError(
             f"{told}['kl_band'] is {list(objective.kl_band)}, but its beta is 0, so that its KL to the reference is "

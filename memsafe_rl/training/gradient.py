@@ -130,7 +130,7 @@ def accumulate_gradient(
 
 
 def _learn_from(step: StepGradient, shared: _Pass, rows: Sequence[int], *, packed: bool) -> None:
-    """Adds the gradient of one micro-batch, and what is measured of it; a function, so that its tensors end with it."""
+    """Adds the gradient of one micro-batch, and what is measured of it; its tensors are freed on return."""
     terms, trajectory = shared.terms, shared.trajectory
     critic = None if terms.values is None else terms.values.critic
     with shared.forward(shared.adapter):

@@ -91,7 +91,7 @@ def with_objectives(terms: StepTerms, trajectory: Trajectory, rows: Sequence[int
 
 
 class GradientsAside:
-    """Complete gradients of some objectives, which wait for those of the others."""
+    """Whole gradients of finished objectives, kept until those of the others are there."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -114,11 +114,11 @@ class GradientsAside:
         return plain
 
     def add_up(self, coefficients_K: Sequence[float]) -> None:
-        """Puts the combination of all in place of the last; allocates nothing."""
+        """Overwrites the last gradient with the combination of all; allocates nothing."""
         add_up(self._gradients, coefficients_K)
 
     def drop(self) -> None:
-        """Lets go of all of them."""
+        """Frees all of them."""
         self._gradients.clear()
 
 
