@@ -43,10 +43,8 @@ class MemoryBudget:
         wrong = isinstance(text, bool) or text == "" or (isinstance(text, float) and not text.is_integer())
         limit_bytes = 0 if wrong else parse_bytes(text) if isinstance(text, str) else int(text)
         if limit_bytes <= 0:
-            raise ConfigError(
-                f"memory_budget is {text!r}; write 'auto', more than 0 bytes, a size such as '16GiB', or a share such "
-                "as '50%'."
-            )
+            wanted = "'auto', more than 0 bytes, a size such as '16GiB', or a share such as '50%'"
+            raise ConfigError(f"memory_budget is {text!r}; write {wanted}.")
         return cls(limit_bytes=limit_bytes)
 
     def resolve(self, *, total_bytes: int, free_bytes: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.ops.registry import Registry, check_answer, check_part
+from memsafe_rl.ops.registry import Registry, check_part, wrong_answer
 from memsafe_rl.types import AdvantageResult
 
 SCALES = ("group", "batch", "none")
@@ -41,11 +41,9 @@ class AdvantageEstimator:
 
     def __post_init__(self) -> None:
         check_part(self)
-        if not isinstance(self.least_group, int) or isinstance(self.least_group, bool) or self.least_group < 1:
-            raise ConfigError(
-                f"least_group of estimator {self.name!r} is {self.least_group!r}; it must be a whole number of at "
-                "least 1."
-            )
+        if type(self.least_group) is not int or self.least_group < 1:
+            told = f"least_group of estimator {self.name!r} is {self.least_group!r}"
+            raise ConfigError(f"{told}; it must be a whole number of at least 1.")
 
 
 ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage_estimator", AdvantageEstimator)
@@ -274,15 +272,13 @@ def _check(rewards_BF: Tensor, group_size: int, scale_rewards: str, aggregation:
 
 
 def _compared(estimator: str, rewards_PG: Tensor) -> Tensor:
-    """Gives an estimator's advantages, (P, G)."""
-    told = f"advantage_estimator {estimator!r}"
-    remedy = "Return one advantage for each completion, such as rewards - rewards.mean(-1, keepdim=True)."
-    copied_PG = rewards_PG.clone()  # which it may write to
-    advantages_PG = check_answer(told, ESTIMATORS[estimator].function(copied_PG), [tuple(rewards_PG.shape)], remedy)
-    if advantages_PG.isinf().any():
-        infinite = advantages_PG[advantages_PG.isinf()][0].item()
-        raise ConfigError(f"{told} gave {infinite}. Bound it, or give NaN for a row that is to count as 0.")
-    return advantages_PG
+    """Gives an estimator's advantages, (P, G); it may write to what it is given."""
+    given, told = ESTIMATORS[estimator].function(rewards_PG.clone()), f"advantage_estimator {estimator!r}"
+    if not isinstance(given, Tensor) or given.shape != rewards_PG.shape or not given.is_floating_point():
+        raise wrong_answer(told, given, [tuple(rewards_PG.shape)], "one advantage for each completion")
+    if given.isinf().any():
+        raise ConfigError(f"{told} gave an infinite advantage. Bound it, or give NaN where a row is to count as 0.")
+    return given
 
 
 def _known(field: str, value: str, known: Sequence[str]) -> None:

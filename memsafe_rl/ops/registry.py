@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from torch import Tensor
@@ -28,22 +28,16 @@ Part = TypeVar("Part", bound=Named)
 def check_part(part: Named) -> None:
     """Refuses a part without a name, or whose function is none."""
     kind, name, function = type(part).__name__, part.name, part.function
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"name of a {kind} is {name!r}; it must be text. Write {kind}('mine', my_function).")
-    if not callable(function) or isinstance(function, type):
-        raise ConfigError(
-            f"function of {kind} {name!r} is {function!r:.100} ({type(function).__name__}), which is no function. "
-            f"Write {kind}({name!r}, my_function)."
-        )
+    if not isinstance(name, str) or not name or not callable(function) or isinstance(function, type):
+        written = f"{kind}({name!r}, {function!r:.80})"
+        raise ConfigError(f"{written} is not a name and a function. Write {kind}('mine', my_function).")
 
 
-def check_answer(told: str, given: object, shapes: Sequence[tuple[int, ...]], remedy: str) -> Tensor:
-    """Refuses what a part's function gives unless it has the shape asked for; others would be broadcast silently."""
-    if isinstance(given, Tensor) and given.is_floating_point() and tuple(given.shape) in shapes:
-        return given
+def wrong_answer(told: str, given: object, shapes: Iterable[tuple[int, ...]], wanted: str) -> ConfigError:
+    """Makes the error for a part's function whose answer has another form; it would be broadcast silently."""
     found = f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
-    wanted = " or ".join(map(str, shapes))
-    raise ConfigError(f"{told} gave {found}; it must give a floating-point tensor of shape {wanted}. {remedy}")
+    shape = " or ".join(map(str, shapes))
+    return ConfigError(f"{told} gave {found}. Return a floating-point tensor of shape {shape}: {wanted}.")
 
 
 class Registry(dict[str, Part]):

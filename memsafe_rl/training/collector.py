@@ -137,10 +137,7 @@ class Collector:
             raise
 
     def assign(self, drawn: Drawn, trajectory: Trajectory, later_rows: Sequence[int]) -> Rollout:
-        """Makes a rollout to learn from: turns rewards into advantages, group by group, and scores old log-probs.
-
-        Only `later_rows` need old log-probs: when their step begins, the weights are no longer those of the rollout.
-        """
+        """Turns rewards into advantages, group by group; rows learnt from after weights moved get old log-probs."""
         samples = drawn.samples
         advantages = self._repeat(self._advantages, samples)
         trajectory = self._repeat(judged, trajectory, advantages)

@@ -118,10 +118,7 @@ class Learner:
         return [row for row in range(self._settings.rollout_rows) if row not in first]
 
     def fix_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers) -> StepTerms:
-        """Counts what the step's loss divides by, and sets its coefficients and masks, over all its rows and ranks.
-
-        Micro-batches then use the same numbers however the rows are cut.
-        """
+        """Works out over the whole step and all ranks what its loss divides by, weighs by and masks."""
         trajectory, config = rollout.trajectory, self._config
         masks = self._entropy_masks(trajectory, rows) if config.top_entropy_quantile < 1.0 else None
         counts = self._repeat(Stage.PREPARE, _counted_actions, trajectory)
@@ -179,10 +176,7 @@ class Learner:
         view: Callable[[Trajectory], Trajectory],
         gradients_aside: int,
     ) -> tuple[Rollout, StepGradient]:
-        """Accumulates a gradient over micro-batches, again from the start if memory runs out, then over ranks.
-
-        `gradients_aside` counts the whole gradients of other objectives that memory must hold beside this one.
-        """
+        """Accumulates a gradient over micro-batches, again from the start if memory runs out, then over ranks."""
         setup, committer = self._setup, self._setup.committed
 
         def accumulate(plan: UpdatePlan) -> tuple[Rollout, StepGradient]:

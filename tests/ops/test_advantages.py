@@ -166,10 +166,10 @@ def test_an_unknown_estimator_is_refused():
     [
         (
             lambda rewards: rewards.T,
-            r"float64 of shape \(3, 2\); .* a floating-point tensor of shape \(2, 3\)",
+            r"float64 of shape \(3, 2\)\. Return a floating-point tensor of shape \(2, 3\): one",
         ),
         (lambda rewards: rewards.reshape(3, 2), r"of shape \(3, 2\)"),
-        (lambda rewards: rewards.flatten(), r"of shape \(6,\).*Return one advantage for each completion"),
+        (lambda rewards: rewards.flatten(), r"of shape \(6,\).*: one advantage for each completion"),
         (lambda rewards: torch.cat([rewards, rewards]), r"of shape \(4, 3\)"),
         (lambda rewards: rewards[:1], r"of shape \(1, 3\)"),
         (lambda rewards: rewards[:, :1], r"of shape \(2, 1\)"),
@@ -177,7 +177,7 @@ def test_an_unknown_estimator_is_refused():
         (lambda rewards: rewards.long(), r"torch.int64 of shape \(2, 3\)"),
         (lambda rewards: rewards.numpy(), "a ndarray"),
         (lambda _: None, "a NoneType"),
-        (lambda rewards: rewards / 0, "inf. Bound it, or give NaN"),
+        (lambda rewards: rewards / 0, "an infinite advantage. Bound it, or give NaN"),
     ],
 )
 def test_an_estimator_gives_one_finite_advantage_for_each_row(function, words, monkeypatch):

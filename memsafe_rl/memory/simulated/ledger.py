@@ -296,16 +296,10 @@ def _rows(tensor: Tensor) -> int:
 
 def check_limits(capacity_bytes: int | None, fail_at: int | None) -> None:
     """Refuses limits that cannot be meant."""
-    if not (capacity_bytes is None or _is_count(capacity_bytes, 0)):
-        raise ConfigError(
-            f"capacity_bytes is {capacity_bytes!r} bytes; give a whole number, 0 or more, or None for no limit."
-        )
-    if not (fail_at is None or _is_count(fail_at, 1)):
+    if capacity_bytes is not None and (type(capacity_bytes) is not int or capacity_bytes < 0):
+        raise ConfigError(f"capacity_bytes is {capacity_bytes!r}; give whole bytes, 0 or more, or None for no limit.")
+    if fail_at is not None and (type(fail_at) is not int or fail_at < 1):
         raise ConfigError(f"The allocation to fail is number {fail_at!r}; allocations are counted from 1.")
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def refusal(requested_bytes: int, held_bytes: int, *, chosen: bool) -> torch.OutOfMemoryError:

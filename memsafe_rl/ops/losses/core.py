@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.ops.registry import Registry, check_answer, check_part
+from memsafe_rl.ops.registry import Registry, check_part, wrong_answer
 from memsafe_rl.types import Denominators, LossInputs, LossResult, LossSettings
 
 LEVELS = ("sequence", "token")
@@ -78,9 +78,7 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, denominators: Denomi
     with torch.no_grad():
         measures = loss.measure(ratios)
         if not isinstance(measures, Measures):
-            raise ConfigError(
-                f"measure of loss {loss.name!r} gave a {type(measures).__name__}. Return Measures({{...}})."
-            )
+            raise ConfigError(f"measure of loss {loss.name!r} gave {measures!r:.80}. Return Measures({{...}}).")
         sums = {"policy_loss": policy_share.detach(), **_common_sums(inputs, ratios, kl_BT), **measures.sums}
     return LossResult(share, sums, measures.lows, measures.highs)
 
@@ -177,18 +175,13 @@ def _ratios(inputs: LossInputs, settings: LossSettings) -> Ratios:
 
 def _losses(loss: Loss, ratios: Ratios) -> Tensor:
     """Gives the loss of each action or ratio."""
-    told = f"loss_type {loss.name!r}"
-    shapes = list(dict.fromkeys((tuple(ratios.logprobs_BT.shape), tuple(ratios.ratio.shape))))
-    remedy = (
-        "Return one number for each action or ratio, such as -ratios.ratio * ratios.advantages, without a sum or a "
-        "mean; `aggregation` of its LossTraits averages."
-    )
-    losses = check_answer(told, loss.function(ratios), shapes, remedy)
+    losses, told = loss.function(ratios), f"loss_type {loss.name!r}"
+    shapes = dict.fromkeys((tuple(ratios.logprobs_BT.shape), tuple(ratios.ratio.shape)))
+    if not isinstance(losses, Tensor) or tuple(losses.shape) not in shapes or not losses.is_floating_point():
+        remedy = "one number for each action or ratio, without a sum or a mean; `aggregation` of LossTraits averages"
+        raise wrong_answer(told, losses, shapes, remedy)
     if torch.is_grad_enabled() and ratios.logprobs_BT.requires_grad and not losses.requires_grad:
-        raise ConfigError(
-            f"{told} gave a tensor without gradient. Compute it from ratio, log_ratio_BT or logprobs_BT of its Ratios, "
-            "and do not detach it."
-        )
+        raise ConfigError(f"{told} gave a tensor without gradient. Compute it from its Ratios, and do not detach it.")
     return losses
 
 
@@ -297,14 +290,10 @@ class LossTraits:
 
     def __post_init__(self) -> None:
         if not isinstance(self.levels, tuple) or not self.levels or not {*self.levels} <= {*LEVELS}:
-            raise ConfigError(
-                f"levels of a loss are {self.levels!r}; write a tuple of {' and '.join(map(repr, LEVELS))}."
-            )
+            raise ConfigError(f"levels of a loss are {self.levels!r}; write ('token',), ('sequence',) or both.")
         if self.aggregation not in AGGREGATIONS:
-            raise ConfigError(
-                f"aggregation of a loss is {self.aggregation!r}, which is not known. Set it to one of "
-                f"{', '.join(AGGREGATIONS)}."
-            )
+            known = ", ".join(AGGREGATIONS)
+            raise ConfigError(f"aggregation of a loss is {self.aggregation!r}, which is not known. Set one of {known}.")
 
     @property
     def adds_up_over_parts(self) -> bool:
@@ -335,16 +324,9 @@ class Loss:
 
     def __post_init__(self) -> None:
         check_part(self)
-        for field_name, right, wanted in (
-            ("traits", isinstance(self.traits, LossTraits), "LossTraits(...)"),
-            ("measure", callable(self.measure), "a function from Ratios to Measures"),
-            ("metrics", isinstance(self.metrics, Mapping), "a mapping of metrics to sums"),
-        ):
-            if not right:
-                value = getattr(self, field_name)
-                raise ConfigError(
-                    f"{field_name} of loss {self.name!r} is {value!r:.100}. Give {wanted}, or leave it out."
-                )
+        if not (isinstance(self.traits, LossTraits) and callable(self.measure) and isinstance(self.metrics, Mapping)):
+            given = f"traits {self.traits!r:.80}, measure {self.measure!r:.80} and metrics {self.metrics!r:.80}"
+            raise ConfigError(f"loss {self.name!r} has {given}; give LossTraits(...), a function and a mapping.")
 
 
 LOSSES: Registry[Loss] = Registry("loss_type", Loss)

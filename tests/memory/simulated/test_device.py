@@ -215,12 +215,12 @@ def test_the_ledger_counts_fake_tensors() -> None:
 
 
 def test_senseless_limits_are_refused() -> None:
-    with pytest.raises(ConfigError, match="-1 bytes"):
+    with pytest.raises(ConfigError, match="capacity_bytes is -1; give whole bytes, 0 or more"):
         SimulatedMemory(capacity_bytes=-1)
     with pytest.raises(ConfigError, match="counted from 1"):
         SimulatedMemory(fail_at=0)
     for capacity in (math.nan, 1.5, True):
-        with pytest.raises(ConfigError, match=f"capacity_bytes is {capacity} bytes; give a whole number"):
+        with pytest.raises(ConfigError, match=f"capacity_bytes is {capacity}; give whole bytes"):
             SimulatedMemory(capacity)  # type: ignore[arg-type]
 
 
