@@ -56,8 +56,6 @@ class Learner:
         self._setup = setup
         self._config, self._settings = setup.config, setup.settings
         self._repeat = setup.recovery.repeat
-        # accumulates a step's gradient over micro-batches, ranks and objectives; moves no weight
-        self.gradient = partial(setup.combiner.accumulate, setup, self.accumulate)
 
     def step(self, state: RunState) -> StepResult:
         """Accumulates the gradient of the next optimizer step; `commit` then moves the weights.
@@ -166,6 +164,14 @@ class Learner:
         check_packing(plan, work)
 
     # ------------------------------------------------------------------ micro-batches
+
+    @property
+    def gradient(self) -> Callable[..., tuple[Rollout, StepGradient]]:
+        """Accumulates a step's gradient over micro-batches, ranks and objectives; moves no weight.
+
+        Made anew each time: kept, it would be a cycle that holds the optimizer's state until garbage is collected.
+        """
+        return partial(self._setup.combiner.accumulate, self._setup, self.accumulate)
 
     def accumulate(
         self,
