@@ -324,7 +324,7 @@ class Loss:
 
     def __post_init__(self) -> None:
         check_part(self)
-        if not (isinstance(self.traits, LossTraits) and callable(self.measure) and isinstance(self.metrics, Mapping)):
+        if not all((isinstance(self.traits, LossTraits), callable(self.measure), isinstance(self.metrics, Mapping))):
             given = f"traits {self.traits!r:.80}, measure {self.measure!r:.80} and metrics {self.metrics!r:.80}"
             raise ConfigError(f"loss {self.name!r} has {given}; give LossTraits(...), a function and a mapping.")
 
