@@ -42,7 +42,7 @@ class StepResult:
     rollout: Rollout  # the rollout, where the plan has put it, with the old log-probs that this step gave
     metrics: dict[str, float]  # the step's, over all ranks
     micro_batches: int  # how many were run
-    sample: WeightSample | None  # half-precision weights before the step; None where nobody asks whether they move
+    sample: WeightSample | None  # half-precision weights before the step, to see if it moves them; None: not watched
 
 
 class Learner:
@@ -93,7 +93,7 @@ class Learner:
         """
         committer = self._setup.committed
         with self._setup.memory.phase(Phase.OPTIMIZER):
-            self._repeat(Stage.COMMIT, committer.unpark)
+            self._repeat(Stage.COMMIT, committer.unpark)  # brings back the optimizer state that a plan sent to the host
             self._repeat(Stage.COMMIT, committer.prepare_commit)
             self._repeat(Stage.COMMIT, committer.commit, undo=committer.roll_back)
             self._sync_reference(step)
@@ -116,7 +116,7 @@ class Learner:
         return [row for row in range(self._settings.rollout_rows) if row not in first]
 
     def fix_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers) -> StepTerms:
-        """Fixes every denominator and threshold over the whole step and all ranks."""
+        """Works out over the whole step and all ranks what its loss divides by, weighs by and masks."""
         trajectory, config = rollout.trajectory, self._config
         masks = self._entropy_masks(trajectory, rows) if config.top_entropy_quantile < 1.0 else None
         counts = self._repeat(Stage.PREPARE, _counted_actions, trajectory)
@@ -247,7 +247,7 @@ class Learner:
     # ------------------------------------------------------------------ weights
 
     def _sample_weights(self, state: RunState) -> WeightSample | None:
-        """Notes a sample of half-precision weights where it is to be seen whether the step to come moves them."""
+        """Copies some half-precision weights when it is time to check that a step moves them."""
         committer, last = self._setup.committed, state.progress.max_steps
         due = is_due(state.step, committer.warmup_steps, last)
         if not due or not self._settings.watches_updates:
