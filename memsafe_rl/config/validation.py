@@ -62,7 +62,8 @@ def _read_settings(config: TrainerConfig) -> None:
     for name, one in config.declared.items():
         given = getattr(config, name)
         registry = REGISTRIES.get(one.registry)
-        value = one.read(given if registry is None else registry.name_of(given))
+        is_left_out = given is None and one.default is None
+        value = one.read(given if registry is None or is_left_out else registry.name_of(given))
         if registry is not None and value is not None:
             check_choice(name, value, registry)
         object.__setattr__(config, name, ENUMS[one.enum](value) if one.enum else value)
