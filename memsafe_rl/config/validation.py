@@ -180,7 +180,7 @@ def _check_optimizer(config: TrainerConfig) -> None:
             )
     arguments = dict(config.lr_scheduler_kwargs or {})
     try:  # transformers checks them only when it makes the schedule
-        some = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        some = torch.optim.SGD([torch.empty(1, device="meta")], lr=1.0)  # a check allocates nothing
         get_scheduler(config.lr_scheduler_type, some, 0, 1, scheduler_specific_kwargs=arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(
