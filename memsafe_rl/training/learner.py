@@ -322,7 +322,7 @@ def _check_commit_fits(setup: TrainingSetup) -> None:
         raise MemoryBudgetError(
             f"A step of the optimizer needs {format_bytes(needed)} ({parts}), and the budget is "
             f"{format_bytes(setup.memory.budget_bytes)}.",
-            held_bytes=held,
+            held_bytes={str(component): size for component, size in held.items()},
         )
 
 

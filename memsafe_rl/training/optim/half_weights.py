@@ -264,7 +264,7 @@ class StochasticRounding:
         noise = self._buffers[1]
         for place in chunk:
             self._generator.manual_seed(_seed_of(self._seed, self._steps, place))
-            for bits in self.parameters[place].data.view(-1).view(torch.int32).split(len(noise)):
+            for bits in torch.split(self.parameters[place].data.view(-1).view(torch.int32), len(noise)):
                 bits.add_(noise[: len(bits)].random_(0, 2**16, generator=self._generator))
                 bits.bitwise_and_(self._kept_bits)
         torch._foreach_copy_([self._weights[place] for place in chunk], [self.parameters[place] for place in chunk])
@@ -388,7 +388,9 @@ class HalfWeights:
         self._wide.committed()
 
     def undone(self) -> None:
-        """Notes that a step was undone."""
+        """Notes that a step was undone, in whichever chunk it broke off."""
+        for parameter in self._wide.parameters:
+            parameter.grad = None
         self._wide.undone()
 
     def close(self) -> None:
