@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 
 from memsafe_rl.config.grpo import GRPOConfig
+from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.simulated.counting import CountingAllocator, compiler_available
 from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.trainers.ppo import PPOTrainer
 from memsafe_rl.training.optim.half_weights import (
     HalfWeights,
     Layout,
@@ -24,8 +27,8 @@ from memsafe_rl.training.optim.half_weights import (
 )
 from memsafe_rl.training.optim.optimizer import Committer, build_optimizer
 from memsafe_rl.types import Component
-from tests.tiny import tiny_model
-from tests.trainers.helpers import make_trainer, weights
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, weights
 from tests.training.optim.test_commit import NAMES, NEVER, STEPS, make_model, persist, same, set_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
@@ -403,6 +406,39 @@ def test_a_users_optimizer_on_half_weights_is_warned_of(tmp_path: Path, caplog: 
     trainer.train()
     assert caplog.text.count("the AdamW in optimizers holds weights in half precision") == 1
     assert trainer.history[0]["lost_updates"] > 0.9
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_critic_is_stepped_on_like_the_model(choice: Any, tmp_path: Path) -> None:
+    args = PPOConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=8,
+        max_completion_length=6,
+        max_steps=2,
+        master_weights=choice,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = PPOTrainer(
+        tiny_model(dtype=torch.bfloat16, scale=1.0),
+        count_digits,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=tiny_tokenizer(),
+        critic=tiny_model(dtype=torch.bfloat16, scale=1.0),
+    )
+    trainer.train()
+    committer = trainer.setup.committed
+    held = {id(one) for group in committer.optimizer.param_groups for one in group["params"]}
+    critics = [one for module in trainer.setup.advantages.modules().values() for one in module.parameters()]
+    half = [one for one in critics if one.dtype == torch.bfloat16]
+    assert len(half) > 20
+    for one in half:
+        assert id(one) not in held
+        assert id(committer.half.stepped(one)) in held
+        assert committer.half.stepped(one).dtype == torch.float32
 
 
 @pytest.mark.parametrize("choice", CHOICES)
