@@ -452,7 +452,7 @@ def half_weights_for(model: nn.Module, config: Any, given: torch.optim.Optimizer
     """
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     choice, optim = config.master_weights, str(getattr(config.optim, "value", config.optim))
-    if given is not None and choice in ("on", STOCHASTIC):
+    if given is not None and choice in ("on", STOCHASTIC) and half_weights_of(model, choice, None):
         raise ConfigError(
             f"master_weights is {choice!r} with a {type(given).__name__} in optimizers, which holds the weights "
             "themselves. Name an optimizer by optim instead, or load the model in float32."
@@ -460,16 +460,17 @@ def half_weights_for(model: nn.Module, config: Any, given: torch.optim.Optimizer
     half = half_weights_of(model, choice, given)
     if not half:
         return HalfWeights(trained)
+    if choice == STOCHASTIC:
+        if OPTIMIZERS.get(optim) == "torchao":
+            raise ConfigError(
+                f"master_weights is {choice!r} with optim {optim!r}, whose step is compiled for its own tensors. Set "
+                "optim to 'adamw_torch_fused' or 'adamw_bnb_8bit', or master_weights=True."
+            )
+        return HalfWeights(trained, half, StochasticRounding(half, config.seed))
+    made = HalfWeights(trained, half, MasterCopies(half))
     if choice is None:
         logger.warning("%s", _decided(half))
-    if choice != STOCHASTIC:
-        return HalfWeights(trained, half, MasterCopies(half))
-    if OPTIMIZERS.get(optim) == "torchao":
-        raise ConfigError(
-            f"master_weights is {choice!r} with optim {optim!r}, whose step is compiled for its own tensors. Set optim "
-            "to 'adamw_torch_fused' or 'adamw_bnb_8bit', or master_weights=True."
-        )
-    return HalfWeights(trained, half, StochasticRounding(half, config.seed))
+    return made
 
 
 def _decided(half: Sequence[nn.Parameter]) -> str:

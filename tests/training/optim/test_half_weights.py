@@ -348,7 +348,8 @@ def test_nothing_replaces_float32_weights_or_those_of_a_users_optimizer() -> Non
     wide, half = make_model(), half_model()
     own = torch.optim.AdamW(half.parameters())
     for choice in (None, True, False, "stochastic_rounding"):
-        assert not half_weights_for(wide, config_for(choice), None).replaces_any
+        for given in (None, torch.optim.AdamW(wide.parameters())):
+            assert not half_weights_for(wide, config_for(choice), given).replaces_any
     for choice in (None, False):
         assert not half_weights_for(half, config_for(choice), own).replaces_any
     for choice in CHOICES:
