@@ -219,12 +219,13 @@ class Standing:
                 (owner, {name: copy.deepcopy(value) for name, value in state.items()})
                 for owner, state in optimizer.state.items()
             ]
+            self._half = copy.deepcopy(trainer.setup.committed.half.state_dict())
             self._random = capture_random_state()
             self._pending = copy.deepcopy(dict(trainer.loop.report.pending))
         self._rates = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
         self._schedule = copy.deepcopy(trainer.lr_scheduler.state_dict())
         self._facts = {name: getattr(trainer.loop.state, name) for name in _FACTS}
-        self._copied = {name: copy.deepcopy(getattr(trainer.loop.state, name)) for name in ("progress", "history")}
+        self._copied = {name: copy.deepcopy(getattr(trainer.loop.state, name)) for name in ("progress",)}
         self._control = copy.deepcopy(trainer.control)
         self._memory = trainer.setup.memory.state_dict()
 
@@ -236,6 +237,8 @@ class Standing:
             for weight, value in self._weights:
                 weight.copy_(value)
                 weight.grad = None
+        with host_memory():
+            trainer.setup.committed.half.load_state_dict(copy.deepcopy(self._half))
         known = {id(owner) for owner, _ in self._moments}
         for owner in [owner for owner in optimizer.state if id(owner) not in known]:
             del optimizer.state[owner]
