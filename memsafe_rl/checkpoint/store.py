@@ -69,7 +69,7 @@ def write_checkpoint(output_dir: Path, content: CheckpointContent, mark: RunMark
         SaveError: it cannot be written; nothing of it stays, and earlier checkpoints are as they were.
     """
     final = checkpoint_folder(output_dir, content.step)
-    draft = output_dir / f".{final.name}.part"
+    draft = _draft_of(final)
     try:
         draft.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(draft, ignore_errors=True)
@@ -108,6 +108,10 @@ def _replace(final: Path, draft: Path) -> None:
     draft.rename(final)
     _sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _draft_of(final: Path) -> Path:
+    return final.with_name(f".{final.name}.part")
 
 
 def _sync(path: Path) -> None:
@@ -249,5 +253,5 @@ def drop_old_checkpoints(output_dir: Path, mark: RunMark, limit: int | None, kee
         if len(kept) < limit:
             kept.add(path)
     for path in found:
-        if path not in kept:
-            shutil.rmtree(path)
+        if path not in kept:  # under a name that a resumed run cleans up, should this process be killed meanwhile
+            shutil.rmtree(path.rename(_draft_of(path)))
