@@ -16,13 +16,12 @@ from typing import Any
 from filelock import BaseFileLock, FileLock, Timeout
 
 from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
-from memsafe_rl.checkpoint.store import PREFIX, checkpoints, find_checkpoint, step_of
-from memsafe_rl.diagnostics.status import RUN_FILE, read_json, write_json
+from memsafe_rl.checkpoint.store import PREFIX, PREVIOUS, checkpoints, find_checkpoint, known_run, make_aside, step_of
+from memsafe_rl.diagnostics.status import RUN_FILE, write_json
 from memsafe_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-PREVIOUS = "previous"
 _LOCK = ".run.lock"
 _LOGS = (
     *("run.json", "steps.jsonl", "metrics.jsonl", "memory.jsonl", "monitor.json", "monitor-*.json", "completions"),
@@ -72,7 +71,7 @@ def claim(path: Path, resume: bool | str | Path | None, *, overwrite: bool = Fal
     lock = _lock(path)
     try:
         _clean(path)
-        known = read_json(path / RUN_FILE) or {}
+        known = known_run(path)
         checkpoint = None if resume is None else find_checkpoint(path, resume)
         if checkpoint is not None and _lies_in(checkpoint, path):
             mark = _next_start(checkpoint, known)
@@ -80,8 +79,10 @@ def claim(path: Path, resume: bool | str | Path | None, *, overwrite: bool = Fal
             _make_way(path, known, overwrite=overwrite or bool(own and known.get("run_id") == own))
             known, mark = {}, RunMark(uuid.uuid4().hex[:8], 0)
         write_json(path / RUN_FILE, {**known, **mark.plain, **_holder()})
-    except BaseException:
+    except BaseException as error:
         lock.release()
+        if isinstance(error, OSError):
+            raise _unwritable(path, error) from error
         raise
     return RunFolder(path, mark, checkpoint, lock)
 
@@ -101,10 +102,14 @@ def check_writable(path: Path) -> None:
         for folder in made:  # the run makes them again when it trains
             folder.rmdir()
     except OSError as error:
-        raise ConfigError(
-            f"output_dir is {str(path)!r}, which cannot be written ({error.strerror}). Set output_dir to a folder that "
-            "can be made and written to."
-        ) from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"output_dir is {str(path)!r}, which cannot be written ({error.strerror}). Set output_dir to a folder that can "
+        "be made and written to."
+    )
 
 
 def _lock(path: Path) -> BaseFileLock:
@@ -114,12 +119,14 @@ def _lock(path: Path) -> BaseFileLock:
     try:
         lock.acquire()
     except Timeout as error:
-        holder = read_json(path / RUN_FILE) or {}
+        holder = known_run(path)
         whose = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}, run {holder.get('run_id', '?')}"
         raise ConfigError(
             f"output_dir is {str(path)!r}, where another run is training ({whose}). Wait for its end, or set another "
             "output_dir."
         ) from error
+    except OSError as error:
+        raise _unwritable(path, error) from error
     return lock
 
 
@@ -167,12 +174,7 @@ def _make_way(path: Path, known: Mapping[str, Any], *, overwrite: bool) -> None:
     moved = [*_matching(path, _LOGS), *weights, *(_matching(path, _BESIDE_WEIGHTS) if weights else ())]
     if not moved:
         return
-    name, count = str(known.get("run_id", "unknown")), 1
-    aside = path / PREVIOUS / name
-    while aside.exists():
-        count += 1
-        aside = path / PREVIOUS / f"{name}-{count}"
-    aside.mkdir(parents=True)
+    aside = make_aside(path, str(known.get("run_id", "unknown")))
     for each in dict.fromkeys(moved):
         each.rename(aside / each.name)
     logger.warning("the earlier run's files in %s are now in %s", path, aside)
