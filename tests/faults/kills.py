@@ -38,7 +38,7 @@ PATIENCE_SECONDS = 120.0
 """Far above what a start, a step or an end takes on a busy machine."""
 _FAILED = 1
 
-tqdm.get_lock()  # here, once: processes that are killed would each leave one behind
+tqdm.set_lock(threading.RLock())  # its own is shared by all processes, and one that is killed may hold it
 
 
 @dataclass(frozen=True)
