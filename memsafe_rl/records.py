@@ -98,6 +98,9 @@ class RecordLog(Sequence[Record]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)  # copied and pickled as what it reads like
+
     def __repr__(self) -> str:
         return f"<{len(self)} records, newest {self[-1] if len(self) else None}>"
 

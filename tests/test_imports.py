@@ -57,7 +57,7 @@ def modules(folder: Path) -> list[Path]:
 def room_of(path: Path) -> str:
     """Gives the room of a module: the first name below the package; empty for the package's own face."""
     first = path.relative_to(PACKAGE).parts[0]
-    return "" if first == "__init__.py" else first.removesuffix(".py")
+    return "" if first in ("__init__.py", "__main__.py") else first.removesuffix(".py")
 
 
 def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[ast.stmt, str]]:

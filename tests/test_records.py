@@ -1,7 +1,9 @@
 """Records are read back as they were appended, whatever happens to the file."""
 
+import copy
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ def test_only_the_newest_are_in_memory_and_all_can_be_read(tmp_path: Path) -> No
     assert log[5:9] == records[5:9]
     assert log[-3:] == records[-3:]
     assert sum(map(len, (log._recent, log._waiting))) == RECENT
+    assert copy.deepcopy(log) == pickle.loads(pickle.dumps(log)) == records
     with pytest.raises(IndexError):
         log[len(records)]
 

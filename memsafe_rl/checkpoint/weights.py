@@ -97,8 +97,8 @@ def host_copy(value: Any) -> Any:
 
     def copied(value: Any) -> Any:
         if isinstance(value, Tensor):
-            key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-            if not value.numel() or key not in copies:
+            key = _place(value)
+            if key not in copies:
                 copies[key] = value.detach().to("cpu", copy=True)
             return copies[key]
         if isinstance(value, Mapping):
@@ -109,12 +109,17 @@ def host_copy(value: Any) -> Any:
         return copied(value)
 
 
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Tells where a tensor's values lie, which tied weights share."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def bytes_of(value: Any) -> int:
     """Sums the bytes of all tensors in nested dicts, lists and tuples; those of one storage count once."""
     if isinstance(value, Tensor):
         return int(value.nbytes)
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    tensors = {(part.data_ptr(), part.shape): part for part in parts if isinstance(part, Tensor)}
+    tensors = {_place(part): part for part in parts if isinstance(part, Tensor)}
     others = (part for part in parts if not isinstance(part, Tensor))
     return sum(map(bytes_of, (*tensors.values(), *others)))
 

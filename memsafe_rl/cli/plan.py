@@ -154,6 +154,8 @@ def show(wanted: Wish, forecast: MemoryForecast, findings: Findings, console: Co
         console.print(line, highlight=False)
     if findings.cards:
         console.print(Group(_card_table(findings), _frontier_table(findings)))
+    if forecast.host_bytes:
+        console.print(f"on the host: {format_bytes(forecast.host_bytes)} to write checkpoints in the background")
     for assumption in forecast.assumptions:
         console.print(f"assumed: {assumption}", style="dim", highlight=False)
     console.print(f"took {forecast.seconds:.1f} s; no weight was loaded", style="dim", highlight=False)

@@ -57,8 +57,9 @@ class Setting:
         if isinstance(key, (str, bool, type(None))):
             plain = self.spellings.get(key, plain)
         result = read(told, plain, self.hint)
-        if self.range is not None and isinstance(result, (int, float)):
-            check_in(told, result, self.range)
+        for number in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(number, (int, float)):  # without a range of its own it must still be finite
+                check_in(told, number, self.range or Range())
         if self.choices and result is not None:
             check_choice(told, result, self.choices)
             if isinstance(self.choices, Mapping):

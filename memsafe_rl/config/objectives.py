@@ -12,7 +12,7 @@ from memsafe_rl.config.values import unknown
 from memsafe_rl.errors import ConfigError
 
 _BOUNDS_SPAN = 10.0
-"""Without bounds, a steered beta goes no further than so many times, or a so-manieth of, where it began."""
+"""Without bounds, a steered beta stays within this factor of its first value, up or down."""
 
 
 @declare(frozen=True)
@@ -73,7 +73,7 @@ def _refuse_twins(objectives: Sequence[Objective]) -> None:
 def _read_objective(name: str, given: Any, beta: float) -> Objective:
     told = f"objectives[{name!r}]"
     if not isinstance(name, str) or not name.strip() or "/" in name:
-        raise ConfigError(f"{told}: a name is text without '/', as metrics bear it. Write {_EXAMPLE}.")
+        raise ConfigError(f"{told}: a name is text without '/', since metrics carry it. Write {_EXAMPLE}.")
     if isinstance(given, Objective):
         raise ConfigError(f"{told} is an {type(given).__name__}; write its settings as a mapping, as in {_EXAMPLE}.")
     if not isinstance(given, Mapping):
@@ -108,7 +108,7 @@ def _read_part(told: str, key: str, value: Any) -> Any:
 
 
 def _check_beta(told: str, objective: Objective) -> None:
-    """Refuses a band of what is not measured, and a steering without a band, or of a beta outside its bounds."""
+    """Refuses a band for a KL that is not measured, steering without a band, and a beta outside its bounds."""
     if objective.kl_band is not None and objective.beta == 0:
         raise ConfigError(
             f"{told}['kl_band'] is {list(objective.kl_band)}, but its beta is 0, so that its KL to the reference is "
@@ -141,5 +141,5 @@ def check_reward_names(objectives: Sequence[Objective], names: Sequence[str]) ->
         raise ConfigError(
             f"no objective has the reward function {unused[0]!r}, which would teach nothing. Add it to one of "
             f"{', '.join(objective.name for objective in objectives)} (with a reward weight of 0 where it is only to "
-            "be logged), or leave it out of reward_funcs."
+            "be logged), or leave it out: of reward_funcs, or of the environment whose reward() it is."
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,13 +13,13 @@ from memsafe_rl.config.declaring import Setting, again, declare, setting
 if TYPE_CHECKING:  # what a validated configuration holds
     Settings = dict[str, Any] | None
     Filled = str
-    Size = int | str
+    Size = int | str | float
     Words = tuple[str, ...]
     Rules = dict[str, Any] | bool | None
 else:  # what a user may write: text on a command line, None where a default is filled in
     Settings = dict[str, Any] | str | None
     Filled = str | None
-    Size = int | str | None
+    Size = int | str | float | None
     Words = tuple[str, ...] | str | None
     Rules = dict[str, Any] | str | None
 
@@ -74,6 +73,21 @@ Left out: those that move weights inside the backward pass (layer-wise GaLore an
 could undo; those that need target modules; those whose weights differ between training and evaluation (schedule-free);
 those of other devices.
 """
+_ADEMAMIX = ("beta1", "beta2", "beta3", "alpha", "eps", "t_alpha", "t_beta3")
+OPTIMIZER_ARGUMENTS = {
+    "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
+    "adagrad": ("lr_decay", "weight_decay", "eps"),
+    "rmsprop": ("momentum", "alpha", "eps", "weight_decay", "centered"),
+    **{name: _ADEMAMIX for name in OPTIMIZERS if "ademamix" in name},
+    **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), ("bf16_stochastic_round",)),
+}
+"""What `optim_args` may hold, by optimizer: transformers drops any other name without a word, and hands text where
+bitsandbytes' RMSprop and torchao's `block_size` need numbers."""
+CACHES = (
+    *("dynamic", "static", "offloaded", "offloaded_static", "quantized"),
+    *("sliding_window", "hybrid", "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked"),
+)
+"""Key/value caches, by transformers' names."""
 
 
 @declare()
@@ -177,6 +191,7 @@ class RunSettings:
         "Kind of key/value cache for rollouts, under transformers' names: 'quantized' keeps it in 8 bits, which is "
         "lossy and corrected by importance weights; others are hints without effect on results; None: the plan "
         "decides.",
+        choices=CACHES,
         tokens_only=True,
     )
     pad_to_multiple_of: int | str | None = memory(
@@ -220,9 +235,7 @@ class RunSettings:
     eval_pass_at: list[int] | None = evaluation(
         None, "Evaluations log pass@k and best@k for these k; None: 1, 2, 4, ... and num_generations_eval, if above 1."
     )
-    eval_pass_threshold: float = evaluation(
-        1.0, "Reward from which a completion of an evaluation passes.", low=-math.inf
-    )
+    eval_pass_threshold: float = evaluation(1.0, "Reward from which a completion of an evaluation passes.")
     eval_pass_reward: str | None = evaluation(
         None, "Name of the reward function that decides what passes; None: the weighted sum of all."
     )

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from transformers.optimization import get_scheduler
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.config.degradation import LOSSY_REMEDIES
 from memsafe_rl.config.generation_options import check_generation
+from memsafe_rl.config.settings import OPTIMIZER_ARGUMENTS
 from memsafe_rl.config.values import check_choice, read
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.budget import MemoryBudget
@@ -47,6 +49,7 @@ def validate(config: TrainerConfig) -> None:
     _fill_evaluation(config)
     _fill_rest(config)
     check_generation(config)
+    _check_optimizer(config)
     _check_importance(config)
     _check_engine(config)
     _check_reference(config)
@@ -59,7 +62,8 @@ def _read_settings(config: TrainerConfig) -> None:
     for name, one in config.declared.items():
         given = getattr(config, name)
         registry = REGISTRIES.get(one.registry)
-        value = one.read(given if registry is None else registry.name_of(given))
+        is_left_out = given is None and one.default is None
+        value = one.read(given if registry is None or is_left_out else registry.name_of(given))
         if registry is not None and value is not None:
             check_choice(name, value, registry)
         object.__setattr__(config, name, ENUMS[one.enum](value) if one.enum else value)
@@ -69,7 +73,7 @@ def _fill_batches(config: TrainerConfig) -> None:
     if config.num_generations < config.least_group:
         raise ConfigError(
             f"num_generations is {config.num_generations}; advantages compare the completions of one prompt, so "
-            f"that at least {config.least_group} are needed. Set num_generations=8."
+            f"that at least {config.least_group} are needed. Set num_generations={max(8, config.least_group)}."
         )
     batch = config.per_device_train_batch_size * config.world_size
     written = f"per_device_train_batch_size {config.per_device_train_batch_size} x {config.world_size} rank(s)"
@@ -163,6 +167,26 @@ def _trackers(config: TrainerConfig) -> list[str]:
     for tracker in asked:
         check_choice("report_to", tracker, ("none", "all", *LOGGER_TYPE_TO_CLASS))
     return asked
+
+
+def _check_optimizer(config: TrainerConfig) -> None:
+    known = OPTIMIZER_ARGUMENTS.get(config.optim.value, ())  # type: ignore[attr-defined]
+    for argument in config.optim_args.split(",") if config.optim_args else ():
+        name, equals, value = map(str.strip, argument.partition("="))
+        if name not in known or not equals or not value:
+            allowed = f"It takes {', '.join(known)}, as 'name=value,name=value'." if known else "It takes none."
+            raise ConfigError(
+                f"optim_args has {argument.strip()!r}, which optim {config.optim.value!r} does not take. {allowed}"  # type: ignore[attr-defined]
+            )
+    arguments = dict(config.lr_scheduler_kwargs or {})
+    try:  # transformers checks them only when it makes the schedule
+        some = torch.optim.SGD([torch.empty(1, device="meta")], lr=1.0)  # a check allocates nothing
+        get_scheduler(config.lr_scheduler_type, some, 0, 1, scheduler_specific_kwargs=arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"lr_scheduler_kwargs is {arguments!r}, which lr_scheduler_type {config.lr_scheduler_type.value!r} cannot "  # type: ignore[attr-defined]
+            f"use: {error}. Set what it takes, or another lr_scheduler_type."
+        ) from None
 
 
 def _check_importance(config: TrainerConfig) -> None:

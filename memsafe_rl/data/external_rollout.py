@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ RolloutFunction = Callable[[list[Any], Any], dict[str, Any]]
 """Called with prompts (each repeated for its group) and the trainer; gives "prompt_ids", "completion_ids", "logprobs",
 optionally "env_mask", and anything else for the reward functions; one entry a prompt."""
 
+_ROUNDING = 1e-3
+"""Most that rounding lifts the log-prob of a certain token above 0, in nats: half precision's."""
 _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 
 
@@ -99,9 +102,9 @@ def _ids(name: str, row: int, tokens: Sequence[int], vocab_size: int) -> Tensor:
             f"rollout_func's {name}[{row}] must be a list of at least one token id (for an empty completion, the eos "
             f"token); it has shape {tuple(ids.shape)} and type {ids.dtype}."
         )
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+    if (outside := ids[(ids < 0) | (ids >= vocab_size)]).numel():
         raise DataError(
-            f"rollout_func's {name}[{row}] holds the id {int(ids.max())}; ids lie from 0 to {vocab_size - 1}. Use the "
+            f"rollout_func's {name}[{row}] holds the id {int(outside[0])}; ids lie from 0 to {vocab_size - 1}. Use the "
             "tokenizer of this model."
         )
     return ids.to(dtype=torch.int64, device="cpu")
@@ -114,7 +117,13 @@ def _logprobs(row: int, values: Sequence[float | None] | None, length: int) -> T
             f"rollout_func's logprobs[{row}] must hold one number (or None) for each of {length} tokens; it has "
             f"{len(known)} entries, such as {known[:1]}."
         )
-    return torch.tensor([float("nan") if value is None else float(value) for value in known], dtype=torch.float32)
+    for place, value in enumerate(known):
+        if value is not None and not -math.inf < float(value) <= _ROUNDING:
+            raise DataError(
+                f"rollout_func's logprobs[{row}][{place}] is {float(value)}; a token that was drawn has a finite "
+                "log-prob of at most 0, in nats. Return it as the sampler gave it, or None where it is not known."
+            )
+    return torch.tensor([math.nan if value is None else float(value) for value in known], dtype=torch.float32)
 
 
 def _mask(row: int, values: Sequence[int], length: int) -> Tensor:

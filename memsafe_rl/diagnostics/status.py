@@ -11,6 +11,7 @@ import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
+@cache
 def versions() -> dict[str, str]:
     """Gives the versions of the libraries that a result may depend on."""
     found = {}

@@ -24,7 +24,7 @@ class MemoryBudget:
     share: float | None = None
 
     @classmethod
-    def parse(cls, text: str | int) -> MemoryBudget:
+    def parse(cls, text: str | float) -> MemoryBudget:
         """Reads a budget as users write it.
 
         Args:
@@ -40,11 +40,11 @@ class MemoryBudget:
             return cls()
         if isinstance(text, str) and text.strip().endswith("%"):
             return cls(share=_parse_share(text))
-        if not isinstance(text, (str, int)) or isinstance(text, bool) or text == "":
-            raise ConfigError(f"memory_budget is {text!r}; write 'auto', bytes, a size such as '16GiB', or '80%'.")
-        limit_bytes = parse_bytes(text) if isinstance(text, str) else text
+        wrong = isinstance(text, bool) or text == "" or (isinstance(text, float) and not text.is_integer())
+        limit_bytes = 0 if wrong else parse_bytes(text) if isinstance(text, str) else int(text)
         if limit_bytes <= 0:
-            raise ConfigError(f"memory_budget is {text!r}; it must be more than 0 bytes, such as '16GiB'.")
+            wanted = "'auto', more than 0 bytes, a size such as '16GiB', or a share such as '50%'"
+            raise ConfigError(f"memory_budget is {text!r}; write {wanted}.")
         return cls(limit_bytes=limit_bytes)
 
     def resolve(self, *, total_bytes: int, free_bytes: int) -> int:

@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 _USE_TEXT = "Give a causal LM or an encoder-decoder of text, such as Qwen3 or T5."
 
+_INSTEAD = {"critic": "; for a head on the model itself leave critic out, for a second adapter write 'adapter'"}
+"""What else an argument of a trainer may be than a model, by its name."""
+
 _CONFIG_KEYS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "code_revision")
 """Loading arguments that say where files are; the config and the tokenizer need them too."""
 
@@ -92,7 +95,7 @@ def read_config(
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{told}={model!r} has no config that can be read ({_first_line(error)}). Give a folder with a "
-                "config.json, or the name of a model on a hub that can be reached."
+                f"config.json, or the name of a model on a hub that can be reached{_INSTEAD.get(told, '')}."
             ) from error
     text = config.get_text_config(decoder=True)
     if getattr(text, "vocab_size", None) is None:

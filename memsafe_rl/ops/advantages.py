@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.ops.registry import Registry
+from memsafe_rl.ops.registry import Registry, check_part, wrong_answer
 from memsafe_rl.types import AdvantageResult
 
 SCALES = ("group", "batch", "none")
@@ -30,11 +30,20 @@ class AdvantageEstimator:
         function: gives advantages (P, G) from the weighted sums of rewards of the whole rollout on all ranks, (P, G)
             float64, NaN for a row without any score; an advantage that is NaN becomes 0.
         least_group: fewest rows of a group that it can compare.
+
+    Raises:
+        ConfigError: If the name is no text, ``function`` is no function, or ``least_group`` is under 1.
     """
 
     name: str
     function: Callable[[Tensor], Tensor]
     least_group: int = 2
+
+    def __post_init__(self) -> None:
+        check_part(self)
+        if type(self.least_group) is not int or self.least_group < 1:
+            told = f"least_group of estimator {self.name!r} is {self.least_group!r}"
+            raise ConfigError(f"{told}; it must be a whole number of at least 1.")
 
 
 ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage_estimator", AdvantageEstimator)
@@ -115,18 +124,18 @@ def estimated_advantages(
         Advantages, 0 for a row without any score; rewards; the deviation of each row's group; which rows have no score.
 
     Raises:
-        ConfigError: If ``estimator``, ``scale_rewards`` or ``aggregation`` is unknown.
+        ConfigError: If ``estimator``, ``scale_rewards`` or ``aggregation`` is unknown, or the estimator gives anything
+            but one number for each row that is finite or NaN.
         DataError: If B is not a multiple of ``group_size``.
     """
     if estimator == "group":
         return group_advantages(rewards_BF, weights_F, group_size, scale_rewards, aggregation)
     _check(rewards_BF, group_size, scale_rewards, aggregation)
-    compare = ESTIMATORS[estimator].function
     scores_BF, weights_F = rewards_BF.double(), weights_F.to(rewards_BF.device).double()
     unscored_B = scores_BF.isnan().all(1)
     rewards_B = _weighted_sum(scores_BF, weights_F, unscored_B)
     groups_PG = rewards_B.view(-1, group_size)
-    advantages_B = compare(groups_PG).reshape(-1)
+    advantages_B = _compared(estimator, groups_PG).reshape(-1)
     std_B = _nanstd(groups_PG).expand(groups_PG.shape).reshape(-1)
     return AdvantageResult(advantages_B.nan_to_num(nan=0.0).float(), rewards_B.float(), std_B.float(), unscored_B)
 
@@ -260,6 +269,16 @@ def _check(rewards_BF: Tensor, group_size: int, scale_rewards: str, aggregation:
             f"{len(rewards_BF)} rewarded rows cannot be cut into groups of {group_size}. "
             "Give every prompt the same number of completions."
         )
+
+
+def _compared(estimator: str, rewards_PG: Tensor) -> Tensor:
+    """Gives an estimator's advantages, (P, G); it may write to what it is given."""
+    given, told = ESTIMATORS[estimator].function(rewards_PG.clone()), f"advantage_estimator {estimator!r}"
+    if not isinstance(given, Tensor) or given.shape != rewards_PG.shape or not given.is_floating_point():
+        raise wrong_answer(told, given, [tuple(rewards_PG.shape)], "one advantage for each completion")
+    if given.isinf().any():
+        raise ConfigError(f"{told} gave an infinite advantage. Bound it, or give NaN where a row is to count as 0.")
+    return given
 
 
 def _known(field: str, value: str, known: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from memsafe_rl.accounting import charge, in_phase, listen, weights_of
+from memsafe_rl.checkpoint.weights import bytes_of, saved_weights
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.budget import MemoryBudget
@@ -159,6 +160,7 @@ class DryRun:
             refusal=refusal,
             ranks=self._config.world_size,
             sharding=self._shared.sharding.value,
+            host_bytes=_host_bytes(setup, self._device),
         )
 
     def _build(self, model: Any, reference: Any, checked: Checked | None) -> TrainingSetup:
@@ -342,6 +344,16 @@ def _job(setup: TrainingSetup, longest: Longest, memory: SimulatedMemory) -> Job
         optimizer_bytes=optimizer_bytes,
         gradients_aside=setup.combiner.gradients_aside,
     )
+
+
+def _host_bytes(setup: TrainingSetup, device: str | None) -> int:
+    """Gives the bytes of the copy from which a checkpoint is written in the background, the rollout's left out."""
+    config = setup.config
+    copies = device == "cuda" if config.save_in_background is None else config.save_in_background
+    if config.save_strategy == "no" or not copies:
+        return 0
+    weights = bytes_of(saved_weights(setup.model)) + bytes_of(setup.advantages.saved_weights())
+    return weights + (0 if config.save_only_model else setup.holdings.optimizer_bytes()[0])
 
 
 def _bare(plan: Any) -> Any:

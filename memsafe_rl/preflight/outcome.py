@@ -30,6 +30,8 @@ class MemoryForecast:
         seconds: time the forecast took.
         ranks: ranks of the run, of which this is one.
         sharding: what they share, see `memsafe_rl.preflight.fake.sharding.Sharding`.
+        host_bytes: int, bytes of the host's memory for a copy of what a checkpoint holds, where checkpoints are written
+            in the background.
     """
 
     phases: Mapping[Phase, Mapping[Component, int]]
@@ -46,6 +48,7 @@ class MemoryForecast:
     seconds: float = 0.0
     ranks: int = 1
     sharding: str = "none"
+    host_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -92,6 +95,7 @@ class MemoryForecast:
             "completion_tokens": self.completion_tokens,
             "ranks": self.ranks,
             "sharding": self.sharding,
+            "host_bytes": self.host_bytes,
             "assumptions": list(self.assumptions),
             "seconds": round(self.seconds, 2),
         }

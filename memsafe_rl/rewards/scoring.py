@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.hub import loading_places_for, places_for
+from memsafe_rl.rewards.registry import REWARD_FACTORIES, REWARD_FUNCTIONS
 
 _PADDED = ("input_ids", "attention_mask", "token_type_ids")
 
@@ -24,9 +26,11 @@ def load_reward_model(name: str, model_init_kwargs: Mapping[str, Any], trust_rem
             name, num_labels=1, **loading_places_for(name, **arguments)
         )
     except (OSError, ValueError, TypeError, ImportError) as error:
+        ready = difflib.get_close_matches(name, [*REWARD_FUNCTIONS, *REWARD_FACTORIES], n=1)
+        hint = f" Did you mean memsafe_rl.rewards.{ready[0]}? Pass the function itself." if ready else ""
         raise ConfigError(
-            f"reward model {name!r} cannot be loaded ({_first_line(error)}). Give a folder with a sequence classifier, "
-            "the name of one on a hub that can be reached, or a reward function."
+            f"reward model {name!r} cannot be loaded ({_first_line(error)}).{hint} Give a folder with a sequence "
+            "classifier, the name of one on a hub that can be reached, or a reward function."
         ) from error
     return model
 

@@ -1,4 +1,4 @@
-"""GRPO: group-relative advantages over the training loop of `base`."""
+"""GRPO: a policy trainer whose advantages are relative to a group."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Collector:
         return Drawn(samples, answers, consumed=len(prompts.ids))
 
     def reward(self, drawn: Drawn, state: RunState) -> Drawn:
-        """Waits for the rewards, and replaces groups whose rewards are all equal where that is asked for."""
+        """Waits for the rewards; under dynamic sampling, replaces groups whose rewards are all equal."""
         if drawn.answers is None:
             return drawn
         samples = self._rewarded(drawn.samples, drawn.answers)
@@ -118,7 +118,7 @@ class Collector:
         return replace(drawn, samples=samples, answers=None, consumed=consumed)
 
     def score(self, drawn: Drawn, later_rows: Sequence[int]) -> Trajectory:
-        """Lays the samples down and scores what all of them need, while rewards may still be under way."""
+        """Stores the samples as a trajectory and scores what needs no rewards, which may still be under way."""
         samples, scorer = drawn.samples, self.scorer
         try:
             with host_memory(), charge(Component.TRAJECTORY):
@@ -137,7 +137,7 @@ class Collector:
             raise
 
     def assign(self, drawn: Drawn, trajectory: Trajectory, later_rows: Sequence[int]) -> Rollout:
-        """Gives every row its advantage over whole groups, and later rows the old log-probs they will need."""
+        """Turns rewards into advantages, group by group; rows learnt from after weights moved get old log-probs."""
         samples = drawn.samples
         advantages = self._repeat(self._advantages, samples)
         trajectory = self._repeat(judged, trajectory, advantages)
@@ -448,7 +448,7 @@ class Collector:
         return metrics
 
     def _evaluation_metrics(self, samples: Samples) -> dict[str, float]:
-        """Computes an evaluation's metrics, with pass@k and its like where a prompt has several completions."""
+        """Computes an evaluation's metrics, with pass@k and best@k where a prompt has several completions."""
         config, advantages = self._config, self._advantages(samples)
         metrics = self._metrics(samples, advantages)
         if not config.eval_tries:
@@ -493,7 +493,7 @@ def served_by(engine: RolloutEngine, plan: Any) -> Any:
 
 
 def by_reward_rows(attempt: Attempt[RolloutPlan]) -> Callable[[Callable[[int], Made]], Made]:
-    """Runs a unit of a reward model by the rows that the plan in force lets it pass."""
+    """Runs a reward model on as many rows at once as the plan in force allows."""
 
     def run(unit: Callable[[int], Made]) -> Made:
         def planned(plan: RolloutPlan) -> Made:
@@ -511,7 +511,7 @@ def _estimate(
 
 
 def _parted(samples: Samples) -> tuple[Samples, Samples]:
-    """Parts the groups whose rewards differ from those whose rewards are all equal."""
+    """Splits groups into those whose rewards differ and those whose rewards are all equal."""
     flat: list[bool] = zero_spread_groups(samples.rewards_BF, samples.group_size).tolist()
     useful, spare = ([i for i, is_flat in enumerate(flat) if is_flat is wanted] for wanted in (False, True))
     return samples.groups(useful), samples.groups(spare)
@@ -522,7 +522,7 @@ def _first_groups(useful: Samples, spare: Samples, count: int) -> Samples:
 
 
 def _averaged(facts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Averages what each rank logs of its rows, of which all have as many."""
+    """Averages what the ranks log; each has the same number of rows."""
     return {name: sum(one[name] for one in facts) / len(facts) for name in facts[0]}
 
 

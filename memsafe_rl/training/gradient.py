@@ -130,7 +130,7 @@ def accumulate_gradient(
 
 
 def _learn_from(step: StepGradient, shared: _Pass, rows: Sequence[int], *, packed: bool) -> None:
-    """Adds the gradient of one micro-batch, and what is measured of it; a function, so that its tensors end with it."""
+    """Adds the gradient of one micro-batch, and what is measured of it; its tensors are freed on return."""
     terms, trajectory = shared.terms, shared.trajectory
     critic = None if terms.values is None else terms.values.critic
     with shared.forward(shared.adapter):
@@ -160,12 +160,16 @@ def _learn_from(step: StepGradient, shared: _Pass, rows: Sequence[int], *, packe
 
 def check_separable(settings: LossSettings) -> None:
     """Refuses losses that need all columns of a row at once, where a network's columns are learnt one by one."""
+    separable = ", ".join(loss.name for loss in LOSSES.values() if loss.traits.separable)
+    remedies = {
+        "importance_sampling_level": "importance_sampling_level='token'",
+        "off_policy_mask_threshold": "off_policy_mask_threshold=None",
+        "loss_type": f"a loss_type whose traits are separable: {separable}",
+    }
     for name in needs_whole_rows(settings):
-        separable = ", ".join(loss.name for loss in LOSSES.values() if loss.traits.separable)
         raise ConfigError(
             f"{name} is {getattr(settings, name)!r}, which weighs or masks whole rows, but the steps of a denoising "
-            "chain are learnt one by one. Set importance_sampling_level='token', off_policy_mask_threshold=None "
-            f"and a loss_type whose traits are separable: {separable}."
+            f"chain are learnt one by one. Set {remedies[name]}."
         )
 
 

@@ -42,7 +42,7 @@ class StepResult:
     rollout: Rollout  # the rollout, where the plan has put it, with the old log-probs that this step gave
     metrics: dict[str, float]  # the step's, over all ranks
     micro_batches: int  # how many were run
-    sample: WeightSample | None  # half-precision weights before the step; None where nobody asks whether they move
+    sample: WeightSample | None  # half-precision weights before the step, to see if it moves them; None: not watched
 
 
 class Learner:
@@ -56,8 +56,6 @@ class Learner:
         self._setup = setup
         self._config, self._settings = setup.config, setup.settings
         self._repeat = setup.recovery.repeat
-        # accumulates a step's gradient over micro-batches, ranks and objectives; moves no weight
-        self.gradient = partial(setup.combiner.accumulate, setup, self.accumulate)
 
     def step(self, state: RunState) -> StepResult:
         """Accumulates the gradient of the next optimizer step; `commit` then moves the weights.
@@ -95,7 +93,7 @@ class Learner:
         """
         committer = self._setup.committed
         with self._setup.memory.phase(Phase.OPTIMIZER):
-            self._repeat(Stage.COMMIT, committer.unpark)
+            self._repeat(Stage.COMMIT, committer.unpark)  # brings back the optimizer state that a plan sent to the host
             self._repeat(Stage.COMMIT, committer.prepare_commit)
             self._repeat(Stage.COMMIT, committer.commit, undo=committer.roll_back)
             self._sync_reference(step)
@@ -118,7 +116,7 @@ class Learner:
         return [row for row in range(self._settings.rollout_rows) if row not in first]
 
     def fix_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers) -> StepTerms:
-        """Fixes every denominator and threshold over the whole step and all ranks."""
+        """Works out over the whole step and all ranks what its loss divides by, weighs by and masks."""
         trajectory, config = rollout.trajectory, self._config
         masks = self._entropy_masks(trajectory, rows) if config.top_entropy_quantile < 1.0 else None
         counts = self._repeat(Stage.PREPARE, _counted_actions, trajectory)
@@ -166,6 +164,14 @@ class Learner:
         check_packing(plan, work)
 
     # ------------------------------------------------------------------ micro-batches
+
+    @property
+    def gradient(self) -> Callable[..., tuple[Rollout, StepGradient]]:
+        """Accumulates a step's gradient over micro-batches, ranks and objectives; moves no weight.
+
+        Made anew each time: kept, it would be a cycle that holds the optimizer's state until garbage is collected.
+        """
+        return partial(self._setup.combiner.accumulate, self._setup, self.accumulate)
 
     def accumulate(
         self,
@@ -241,7 +247,7 @@ class Learner:
     # ------------------------------------------------------------------ weights
 
     def _sample_weights(self, state: RunState) -> WeightSample | None:
-        """Notes a sample of half-precision weights where it is to be seen whether the step to come moves them."""
+        """Copies some half-precision weights when it is time to check that a step moves them."""
         committer, last = self._setup.committed, state.progress.max_steps
         due = is_due(state.step, committer.warmup_steps, last)
         if not due or not self._settings.watches_updates:

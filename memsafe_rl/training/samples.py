@@ -1,4 +1,4 @@
-"""What a rollout consists of before it is learnt from: samples, their rewards, and the store they are laid down in."""
+"""What a rollout consists of before it is learnt from: samples, their rewards, and the store that holds them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Rollout:
 
 
 def build_trajectory(samples: Samples, *, masks_truncated: bool, needs_whole: bool) -> Trajectory:
-    """Lays samples down as a trajectory, without what rewards say of them."""
+    """Stores samples as a trajectory that has no advantages yet."""
     pieces, sample_of_row = _learnt(samples)
     masks = []
     for piece in pieces:
@@ -137,7 +137,7 @@ def build_trajectory(samples: Samples, *, masks_truncated: bool, needs_whole: bo
 
 
 def judged(trajectory: Trajectory, advantages: AdvantageResult) -> Trajectory:
-    """Adds what rewards say; a row that no function scored counts for nothing and gets an empty mask."""
+    """Adds advantages to a trajectory; a row that no reward function scored counts for nothing: its mask is 0."""
     advantages_B, unscored = advantages.advantages_B, advantages.unscored_B.tolist()
     with host_memory(), charge(Component.TRAJECTORY):
         objectives = objective_advantages(advantages)
@@ -190,7 +190,7 @@ def rollout_metrics(samples: Samples, advantages: AdvantageResult, names: Sequen
 
 
 def partial_metrics(gathered: Gathered, samples: Samples) -> dict[str, float]:
-    """Says what a partial rollout left undone and what it took over."""
+    """Counts what a partial rollout left unfinished, and what earlier weights had begun."""
     return {
         "partial/rounds": float(gathered.rounds),
         "partial/fresh_prompts": float(gathered.consumed),
@@ -219,7 +219,7 @@ def _all_counted(completion: Completion) -> Tensor:
 
 
 def _identity(ids: Tensor) -> tuple[Any, ...]:
-    """Gives what is equal where prompts are."""
+    """Gives a key that is the same for equal prompts."""
     return tuple(ids.shape), ids.cpu().numpy().tobytes()
 
 

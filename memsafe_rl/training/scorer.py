@@ -127,7 +127,7 @@ class Scorer:
         return trajectory
 
     def score_stale(self, trajectory: Trajectory, samples: Samples) -> Trajectory:
-        """Corrects rows that older weights have begun by what the present ones think of them; the others weigh 1."""
+        """Gives importance weights to the rows that older weights began; all others weigh 1."""
         rows = [row for row, stale in enumerate(samples.stale) if stale]
         if not rows:
             return trajectory
@@ -146,7 +146,7 @@ class Scorer:
             return replace(trajectory, importance_weights=weights)
 
     def score_later(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
-        """Adds old log-probs where the first update will come too late to give them, and weights they correct by."""
+        """Adds old log-probs of rows that are first learnt from after the weights have moved, or importance weights."""
         repeat = self._setup.recovery.repeat
         with self._setup.memory.phase(Phase.SCORE):
             if self.corrects(external):

@@ -349,6 +349,7 @@ def test_a_broken_file_of_prompts(trainer: type[FakeTrainer], run_file: Path, tm
         (["--log-completions", "maybe"], ("'maybe' stands alone",)),
         (["--learning-rate", "fast"], ("learning_rate is 'fast'",)),
         (["--model_name_or_path", "m"], ("Set model.",)),
+        (["--reward", "accuracy_reward"], ("reward is 'accuracy_reward'", "Set reward_funcs.")),
         (["--use_peft"], ("use_peft is True", "peft: lora:16")),
         (["--config", "run.yaml"], ("memsafe-rl train CONFIG.yaml",)),
         (["stray.yaml"], ("'stray.yaml' stands alone",)),
@@ -621,3 +622,9 @@ def test_flags_are_split_as_written() -> None:
         None,
         {"reward_weights": ["1", "2"], "optim_args": "momentum=0.9"},
     )
+
+
+@pytest.mark.parametrize("module", ["memsafe_rl", "memsafe_rl.cli"])
+def test_the_command_runs_as_a_module_too(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"memsafe-rl {memsafe_rl.__version__}\n"), done.stderr

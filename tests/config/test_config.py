@@ -26,6 +26,7 @@ from transformers import (
     get_scheduler,
     trainer_callback,
 )
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 from transformers.trainer_utils import IntervalStrategy
 from transformers.training_args import OptimizerNames, ParallelMode
 
@@ -34,10 +35,11 @@ from memsafe_rl.config import validation
 from memsafe_rl.config.declaring import declare, grouped, setting
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.refusals import ALIASES, REFUSED
-from memsafe_rl.config.settings import GROUPS, OPTIMIZERS, GRPOSettings, PPOSettings
+from memsafe_rl.config.settings import CACHES, GROUPS, OPTIMIZER_ARGUMENTS, OPTIMIZERS, GRPOSettings, PPOSettings
 from memsafe_rl.config.validation import ENUMS, REGISTRIES
 from memsafe_rl.config.views import KLStop
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.ops.advantages import AdvantageEstimator
 from memsafe_rl.types import LossSettings, SamplingSettings
 
 OURS = {field.name: field for field in dataclasses.fields(GRPOSettings)}
@@ -276,6 +278,29 @@ def test_values_are_read(name: str, given: Any, expected: Any) -> None:
         ({"model_init_kwargs": "{bf16}"}, ("model_init_kwargs", "not JSON")),
         ({"reward_weights": ["a"]}, ("reward_weights is 'a'", "a number")),
         ({"num_generations": 1}, ("num_generations is 1", "at least 2", "num_generations=8")),
+        ({"reward_weights": [1.0, float("nan")]}, ("reward_weights is nan; it must be finite.",)),
+        ({"entropy_coef": float("nan")}, ("entropy_coef is nan; it must be finite.",)),
+        ({"entropy_coef": float("inf")}, ("entropy_coef is inf; it must be finite.",)),
+        ({"entropy_coef_max": "nan"}, ("entropy_coef_max is nan; it must be finite.",)),
+        ({"cache_implementation": "quantised"}, ("it must be one of dynamic, static", "Did you mean 'quantized'")),
+        ({"loss_type": None}, ("loss_type is None", "grpo", "a function, or Loss('mine', my_function)")),
+        (
+            {"advantage_estimator": AdvantageEstimator("nine", torch.sign, least_group=9)},
+            (
+                "num_generations is 8",
+                "at least 9 are needed. Set num_generations=9.",
+            ),
+        ),
+        ({"optim_args": "lr"}, ("optim_args has 'lr', which optim 'adamw_torch_fused' does not take. It takes none.",)),
+        ({"optim": "sgd", "optim_args": "foo=1"}, ("has 'foo=1'", "momentum, dampening, weight_decay, nesterov, as")),
+        ({"optim": "sgd", "optim_args": "momentum=0.9, nesterov"}, ("optim_args has 'nesterov'", "'name=value,")),
+        (
+            {"lr_scheduler_kwargs": {"x": 1}},
+            ("lr_scheduler_kwargs is {'x': 1}, which", "type 'linear'", "'x'"),
+        ),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, ("lr_scheduler_kwargs is {}", "num_decay_steps")),
+        ({"memory_budget": 0.5}, ("memory_budget is 0.5", "a share such as '50%'")),
+        ({"memory_budget": "0.5"}, ("memory_budget is 0.5", "a share such as '50%'")),
         ({"loss_type": "gpro"}, ("loss_type is 'gpro'", "Did you mean 'grpo'")),
         ({"importance_sampling_level": "row"}, ("importance_sampling_level", "token, sequence")),
         ({"scale_rewards": "std"}, ("scale_rewards is 'std'", "group, batch, none")),
@@ -727,6 +752,25 @@ def test_optimizers_step(optim: str, optim_args: str | None) -> None:
         scheduler.step()
     assert not torch.equal(model.weight, before)
     assert scheduler.get_last_lr() == pytest.approx([0.1])
+
+
+def test_optimizer_arguments_are_those_that_transformers_reads() -> None:
+    names = {name for known in OPTIMIZER_ARGUMENTS.values() for name in known}
+
+    def arguments(optim: str, optim_args: str | None) -> dict[str, Any]:
+        config = GRPOConfig(optim=optim)
+        config.optim_args = optim_args
+        return dict(Trainer.get_optimizer_cls_and_kwargs(config)[1])
+
+    for optim, package in OPTIMIZERS.items():
+        if importlib.util.find_spec(package) is not None and "rmsprop_bnb" not in optim:  # takes all, as text
+            plain = arguments(optim, None)
+            read = {name for name in names if arguments(optim, f"{name}=1") != plain}
+            assert read == {*OPTIMIZER_ARGUMENTS.get(optim, ())}, optim
+
+
+def test_caches_are_those_of_transformers() -> None:
+    assert {*CACHES} == {*ALL_CACHE_IMPLEMENTATIONS}
 
 
 @pytest.mark.parametrize("name", GRPOSettings.declared["lr_scheduler_type"].choices)

@@ -46,7 +46,7 @@ def test_a_full_device_leaves_no_budget() -> None:
         MemoryBudget.parse("auto").resolve(total_bytes=24 * GIB, free_bytes=1)
 
 
-@pytest.mark.parametrize("written", ["0%", "120%", "x%", 0, -5, "0GiB"])
+@pytest.mark.parametrize("written", ["0%", "120%", "x%", 0, -5, "0GiB", 0.5, "0.5", float("nan"), True, ""])
 def test_an_impossible_budget_is_refused(written: str | int) -> None:
     with pytest.raises(ConfigError, match="memory_budget"):
         MemoryBudget.parse(written)

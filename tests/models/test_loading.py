@@ -252,3 +252,8 @@ def test_geometry_of_configs() -> None:
     # Two layers; A is (4, 32), B (64, 4) for queries and (32, 4) for values.
     assert lora.trainable_bytes == 4 * 2 * (2 * 4 * 32 + 64 * 4 + 32 * 4)
     assert tiny_config("gemma3").layer_types == ["sliding_attention", "full_attention"]
+
+
+def test_a_critic_that_is_no_model_is_told_what_else_it_may_be() -> None:
+    with pytest.raises(ConfigError, match=r"critic='trunk' has no config .*leave critic out, .* write 'adapter'"):
+        read_config("trunk", told="critic")

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.ops.advantages import ESTIMATORS, estimated_advantages, group_advantages, zero_spread_groups
+from memsafe_rl.ops.advantages import (
+    ESTIMATORS,
+    AdvantageEstimator,
+    estimated_advantages,
+    group_advantages,
+    zero_spread_groups,
+)
 
 NAN = math.nan
 ONE = torch.ones(1)
@@ -153,3 +159,35 @@ def test_the_estimator_named_group_is_what_there_was():
 def test_an_unknown_estimator_is_refused():
     with pytest.raises(ConfigError, match=r"'gae'.*group, rloo, dr_grpo"):
         estimated(column(1.0, 2.0), "gae")
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            lambda rewards: rewards.T,
+            r"float64 of shape \(3, 2\)\. Return a floating-point tensor of shape \(2, 3\): one",
+        ),
+        (lambda rewards: rewards.reshape(3, 2), r"of shape \(3, 2\)"),
+        (lambda rewards: rewards.flatten(), r"of shape \(6,\).*: one advantage for each completion"),
+        (lambda rewards: torch.cat([rewards, rewards]), r"of shape \(4, 3\)"),
+        (lambda rewards: rewards[:1], r"of shape \(1, 3\)"),
+        (lambda rewards: rewards[:, :1], r"of shape \(2, 1\)"),
+        (lambda rewards: rewards.mean(), r"of shape \(\)"),
+        (lambda rewards: rewards.long(), r"torch.int64 of shape \(2, 3\)"),
+        (lambda rewards: rewards.numpy(), "a ndarray"),
+        (lambda _: None, "a NoneType"),
+        (lambda rewards: rewards / 0, "an infinite advantage. Bound it, or give NaN"),
+    ],
+)
+def test_an_estimator_gives_one_finite_advantage_for_each_row(function, words, monkeypatch):
+    monkeypatch.setitem(ESTIMATORS, "odd", AdvantageEstimator("odd", function))
+    with pytest.raises(ConfigError, match=f"advantage_estimator 'odd' gave .*{words}"):
+        estimated(column(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), "odd", group_size=3)
+
+
+def test_an_estimator_that_writes_to_its_argument_leaves_the_rewards_alone(monkeypatch):
+    monkeypatch.setitem(ESTIMATORS, "odd", AdvantageEstimator("odd", lambda rewards: rewards.sub_(1.0)))
+    result = estimated(column(1.0, 2.0), "odd")
+    assert result.advantages_B.tolist() == [0.0, 1.0]
+    assert result.rewards_B.tolist() == [1.0, 2.0]

@@ -18,7 +18,7 @@ from memsafe_rl.ops.entropy import (
     entropy_threshold,
     high_entropy_mask,
 )
-from memsafe_rl.ops.losses import LOSSES, policy_loss
+from memsafe_rl.ops.losses import LOSSES, Loss, policy_loss
 from memsafe_rl.types import Denominators, LossInputs, LossSettings
 from tests.ops.naive_losses import counts_of, naive_loss, rows_of
 
@@ -335,3 +335,53 @@ def test_what_is_missing_or_unknown_is_named(settings, changes, words):
     inputs = replace(step_inputs(), **changes)
     with pytest.raises(ConfigError, match=words):
         policy_loss(inputs, settings, Denominators(1, 1, 1))
+
+
+# A user's own loss
+
+
+def surrogate(ratios):
+    return -ratios.ratio * ratios.advantages
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            lambda ratios: surrogate(ratios).mean(),
+            r"float64 of shape \(\)\. .* of shape \(6, 7\): one number",
+        ),
+        (lambda ratios: surrogate(ratios).sum(1), r"of shape \(6,\)"),
+        (lambda ratios: surrogate(ratios).mean(0), r"of shape \(7,\)"),
+        (lambda ratios: surrogate(ratios)[:1], r"of shape \(1, 7\)"),
+        (lambda ratios: surrogate(ratios).mean(1, keepdim=True), r"of shape \(6, 1\)"),
+        (lambda ratios: surrogate(ratios)[:, :-1], r"of shape \(6, 6\)"),
+        (lambda ratios: surrogate(ratios).long(), r"torch.int64 of shape \(6, 7\)"),
+        (lambda ratios: surrogate(ratios).detach().numpy(), "a ndarray"),
+        (lambda ratios: surrogate(ratios).detach(), r"a tensor without gradient\. Compute it from its Ratios"),
+        (lambda _: 1.0, "a float. Return"),
+        (lambda _: 1, "a int. Return"),
+        (lambda _: None, "a NoneType. Return"),
+    ],
+)
+def test_a_loss_gives_a_number_with_gradient_for_each_action(function, words, monkeypatch):
+    monkeypatch.setitem(LOSSES, "odd", Loss("odd", function))
+    with pytest.raises(ConfigError, match=f"loss_type 'odd' gave .*{words}"):
+        policy_loss(step_inputs(), LossSettings("odd"), Denominators(6, 20, 20))
+
+
+def test_a_loss_may_give_a_number_for_each_row_where_a_row_has_one_ratio(monkeypatch):
+    monkeypatch.setitem(LOSSES, "odd", Loss("odd", surrogate))
+    inputs, denominators = step_inputs(), Denominators(6, 20, 20)
+    assert policy_loss(inputs, LossSettings("odd", "sequence"), denominators).loss.requires_grad
+    monkeypatch.setitem(LOSSES, "odd", Loss("odd", lambda ratios: surrogate(ratios).expand_as(ratios.logprobs_BT)))
+    assert policy_loss(inputs, LossSettings("odd", "sequence"), denominators).loss.requires_grad
+    with torch.no_grad():  # measuring needs no gradient
+        policy_loss(inputs, LossSettings("odd"), denominators)
+
+
+@pytest.mark.parametrize("measured", [None, {"a": torch.ones(())}])
+def test_what_a_loss_measures_is_named_measures(measured, monkeypatch):
+    monkeypatch.setitem(LOSSES, "odd", Loss("odd", surrogate, measure=lambda _: measured))
+    with pytest.raises(ConfigError, match=r"measure of loss 'odd' gave (\{'a': .*\}|None)\. Return Measures"):
+        policy_loss(step_inputs(), LossSettings("odd"), Denominators(6, 20, 20))

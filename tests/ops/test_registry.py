@@ -28,7 +28,6 @@ def test_a_function_is_entered_under_its_name_and_a_second_definition_replaces_i
         return again
 
     assert losses.name_of("grpo") == "grpo"
-    assert losses.name_of(3) == 3
     for function in (cell(), cell()):
         assert losses.name_of(function) == "again"
         assert losses["again"].function is function
@@ -37,11 +36,17 @@ def test_a_function_is_entered_under_its_name_and_a_second_definition_replaces_i
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (Loss("grpo", mine), "'grpo' is taken by"),
-        (Loss("grpo", LOSSES["grpo"].function), "'grpo' is taken by"),
-        (Loss("mine", lambda _: None), "'mine' is taken by.*Give yours another name"),
+        (Loss("grpo", mine), "'grpo' is taken by the built-in one"),
+        (Loss("grpo", LOSSES["grpo"].function), "'grpo' is taken by the built-in one"),
+        (Loss("mine", lambda _: None), "'mine' is taken by another one. Give yours another name"),
         (Loss("mine", mine, LossTraits(separable=True)), "'mine' is taken by"),
         (lambda _: None, r"no name for logs and checkpoints. Pass Loss\('name', it\)"),
+        (
+            Loss,
+            r"loss_type is <class .*Loss'>; it must be one of grpo, mine, a function, or Loss\('mine', my_function\)",
+        ),
+        (None, "loss_type is None; it must be one of grpo"),
+        (3, "loss_type is 3; it must be one of grpo"),
     ],
 )
 def test_a_name_stands_for_one_part(losses, given, words):
@@ -70,5 +75,30 @@ def test_traits_are_declared_and_never_assumed():
         "importance_sampling_level",
         "off_policy_mask_threshold",
     ]
-    with pytest.raises(ConfigError, match=r"aggregation of loss 'odd' is 'mean'.*token-mean"):
-        Loss("odd", mine, LossTraits(aggregation="mean"))
+    with pytest.raises(ConfigError, match=r"aggregation of a loss is 'mean'.*token-mean"):
+        LossTraits(aggregation="mean")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Loss("", mine), r"Loss\('', .*\) is not a name and a function. Write Loss\('mine', my_function\)"),
+        (lambda: Loss("nc", 3), r"Loss\('nc', 3\) is not a name and a function"),
+        (lambda: Loss("nc", Loss), r"Loss\('nc', <class .* is not a name and a function"),
+        (lambda: Loss("m", mine, measure=3), "loss 'm' has .* measure 3 and .*; give .* a function and a mapping"),
+        (lambda: Loss("m", mine, metrics=None), "loss 'm' has .* metrics None; give"),
+        (lambda: Loss("m", mine, "token"), r"loss 'm' has traits 'token', .*; give LossTraits"),
+        (
+            lambda: LossTraits(levels=("row",)),
+            r"levels of a loss are \('row',\); write \('token',\), ",
+        ),
+        (lambda: LossTraits(levels="token"), "levels of a loss are 'token'"),
+        (lambda: LossTraits(levels=()), r"levels of a loss are \(\)"),
+        (lambda: AdvantageEstimator("e", None), r"AdvantageEstimator\('e', None\) is not a name and a function"),
+        (lambda: AdvantageEstimator("e", mine, least_group=0), "least_group of estimator 'e' is 0; .* at least 1"),
+        (lambda: AdvantageEstimator("e", mine, least_group=True), "least_group of estimator 'e' is True"),
+    ],
+)
+def test_a_part_that_cannot_work_is_refused_when_it_is_built(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()

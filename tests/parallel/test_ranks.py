@@ -1,5 +1,6 @@
 """Two processes over gloo learn what one process learns, and neither waits for one that has failed."""
 
+import gc
 import os
 import random
 import signal
@@ -40,6 +41,7 @@ def set_up_rank(rank: int, port: int, world_size: int = 2) -> None:
         "HF_HUB_OFFLINE": "1",
     }
     torch.set_num_threads(1)
+    gc.freeze()
 
 
 def free_port() -> int:
@@ -54,6 +56,8 @@ def free_port() -> int:
 def run_ranks(work: Callable[[int, int, str], None], folder: Path, patience_seconds: float) -> list[Any]:
     """Runs the same work on two ranks; ranks that hang are killed.
 
+    Ranks are forks of a process that has imported this module and nothing else: imports are most of what a rank costs.
+
     Args:
         work: is given rank, port and folder, and saves what it found in the folder as ``{rank}.pt``.
         folder: where it works.
@@ -62,7 +66,8 @@ def run_ranks(work: Callable[[int, int, str], None], folder: Path, patience_seco
     Returns:
         What each rank saved.
     """
-    context = mp.spawn(work, args=(free_port(), str(folder)), nprocs=2, join=False)
+    mp.set_forkserver_preload([__name__])
+    context = mp.start_processes(work, args=(free_port(), str(folder)), nprocs=2, join=False, start_method="forkserver")
     deadline = time.monotonic() + patience_seconds
     while not context.join(timeout=1):
         if time.monotonic() > deadline:
@@ -194,12 +199,16 @@ def gather_what_cannot_be_sent(ranks: Replicas) -> str:
 
 
 def interrupt_inside_a_collective(ranks: Replicas) -> list[str]:
-    found = []
+    found, armed = [], Path("armed")
     if ranks.rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
         signal.setitimer(signal.ITIMER_REAL, 0.5)
+        armed.touch()
     else:
-        time.sleep(4)  # on a busy machine the other rank may begin a second or two later
+        while not armed.exists():  # on a busy machine the other rank may begin seconds later
+            time.sleep(0.01)
+        time.sleep(1.5)
     try:
         found.append(str(ranks.gather([ranks.rank])))
         ranks.wait()
@@ -238,6 +247,7 @@ SCENARIOS: dict[str, Callable[[Replicas], Any]] = {
 
 def run_scenarios(rank: int, port: int, folder: str) -> None:
     set_up_rank(rank, port)
+    os.chdir(folder)
     torch.save({name: play(Replicas(accelerator())) for name, play in SCENARIOS.items()}, Path(folder) / f"{rank}.pt")
 
 

@@ -81,6 +81,21 @@ def test_peaks_are_what_the_run_then_holds(folder: Path, lora: bool, settings: d
     assert failures(trainer) == []
 
 
+@pytest.mark.parametrize("lora", [True, False])
+def test_copies_for_checkpoints_are_what_the_host_then_holds(folder: Path, lora: bool) -> None:
+    settings: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_in_background": True,
+        "overwrite_output_dir": True,
+    }
+    with SimulatedMemory(ROOM, exact=True) as memory:
+        trainer = trainer_for(folder, LoraConfig(**LORA) if lora else None, **settings)
+        trainer.train()
+        held = memory.host_peak_bytes
+    assert foreseen(trainer).host_bytes == pytest.approx(held, rel=0.01)
+
+
 @pytest.mark.slow
 def test_prompts_that_are_read_a_few_at_a_time_count_once_they_are_all_there(tmp_path: Path) -> None:
     tiny_model("qwen3", vocab_size=2000, layers=2, hidden=128, positions=1024).save_pretrained(tmp_path)

@@ -20,7 +20,7 @@ from memsafe_rl.memory.runtime.recovery import capture_random_state
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.preflight import verify as verify_module
 from memsafe_rl.preflight.verify import Verification, verify_plan
-from memsafe_rl.rollout.native import engine as native
+from memsafe_rl.rollout.native import running_batch as native
 from memsafe_rl.training import gradient as update_module
 from memsafe_rl.types import Denominators, LossInputs, RolloutPlan, UpdatePlan
 from tests.tiny import tiny_model

@@ -125,6 +125,10 @@ def test_a_name_without_a_model_or_tokenizer_ends_in_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"reward model 'no/such/reward' cannot be loaded \(.*\)\. ") as caught:
         RewardRunner("no/such/reward")
     assert "\n" not in str(caught.value)
+    with pytest.raises(
+        ConfigError, match=r"Did you mean memsafe_rl\.rewards\.accuracy_reward\? Pass the function itself"
+    ):
+        RewardRunner("acuracy_reward")
     classifier().save_pretrained(tmp_path / "bare")
     with pytest.raises(
         ConfigError, match=r"tokenizer of reward model 'bare' cannot be loaded.*reward_processing_classe"

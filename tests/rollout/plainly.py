@@ -7,7 +7,7 @@ from torch import Tensor
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.rollout import scoring
-from memsafe_rl.rollout.native import engine as native
+from memsafe_rl.rollout.native import running_batch as native
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey, Trajectory
 
 

@@ -104,7 +104,8 @@ def override(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     method = getattr(kind, name)
 
     def wrapped(self: Any, *arguments: Any, **named: Any) -> Any:
-        return wrap(partial(method, self))(*arguments, **named)
+        bound = method.fget(self) if isinstance(method, property) else partial(method, self)
+        return wrap(bound)(*arguments, **named)
 
     owner.__class__ = type(kind.__name__, (kind,), {name: wrapped})
 

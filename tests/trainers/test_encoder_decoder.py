@@ -80,7 +80,7 @@ def test_a_run_learns_and_resumes_bitwise(kind: str, beta: float, tmp_path: Path
 def test_no_cut_changes_the_gradient(dtype: torch.dtype, peft: Any, tmp_path: Path) -> None:
     bound = 1e-6 if dtype is torch.float32 else 1e-12
     settings: dict[str, Any] = {"max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 1.0}
-    settings |= {"beta": 0.04, "num_generations": 4, "per_device_train_batch_size": 16}
+    settings |= {"beta": 0.04, "num_generations": 4, "per_device_train_batch_size": 8}
     plans = {
         "whole": cut(),
         "one row": cut(1),

@@ -96,8 +96,11 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("critic", CRITICS)
+# float64 tells a wrong term from rounding; float32 is what most runs learn in.
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "critic"),
+    [(torch.float32, 1e-6, "trunk"), *((torch.float64, 1e-12, critic) for critic in CRITICS)],
+)
 def test_the_gradient_does_not_depend_on_the_cut(
     critic: str, dtype: torch.dtype, tolerance: float, tmp_path: Path
 ) -> None:
@@ -112,7 +115,8 @@ def test_the_gradient_does_not_depend_on_the_cut(
     for name, plan in PLANS.items():
         assert relative(gradient(**plan), whole) < tolerance, name
     with InDouble() if dtype is torch.float64 else nullcontext():  # norms that go through float32 see packed rows
-        assert relative(gradient(micro_batch_tokens=40, pack_prompts=True), gradient()) < tolerance
+        apart = gradient() if dtype is torch.float64 else whole
+        assert relative(gradient(micro_batch_tokens=40, pack_prompts=True), apart) < tolerance
 
 
 @pytest.mark.parametrize("critic", CRITICS)

@@ -201,6 +201,10 @@ def test_columns_and_prompts_of_a_rollout_func_are_used(tmp_path: Path) -> None:
         ({"logprobs": [[[0.0], [0.0]]] * 8}, r"logprobs\[0\] must hold one number"),
         ({"completion_ids": [[]] * 8}, r"completion_ids\[0\] must be a list of at least one token id"),
         ({"completion_ids": [[9999, 1]] * 8}, "holds the id 9999; ids lie from 0 to"),
+        ({"completion_ids": [[5, -3]] * 8}, "holds the id -3; ids lie from 0 to"),
+        ({"logprobs": [[-1.0, 1.0]] * 8}, r"logprobs\[0\]\[1\] is 1.0; .* at most 0, in nats. Return .* None where"),
+        ({"logprobs": [[float("nan"), None]] * 8}, r"logprobs\[0\]\[0\] is nan"),
+        ({"logprobs": [[-float("inf"), None]] * 8}, r"logprobs\[0\]\[0\] is -inf"),
         ({"prompt_ids": [["a"]] * 8}, r"prompt_ids\[0\] is no list of token ids"),
     ],
 )

@@ -374,7 +374,7 @@ def test_limits_are_set_by_name_and_the_others_stay() -> None:
         ({"kl": 0.1}, "alarms['kl'] is 0.1; it must be a list or none."),
         ({"kl": [0.06, 0.02]}, "alarms['kl'] is [0.06, 0.02]; it must be [low, high] in nats per token"),
         ({"kl": [0.06]}, "alarms['kl'] is [0.06]; it must be [low, high] in nats per token"),
-        ({"kl": [0, float("inf")]}, "it must be [low, high] in nats per token"),
+        ({"kl": [0, float("inf")]}, "alarms['kl'] is inf; it must be finite"),
         (0.05, "alarms is 0.05; it must be a mapping"),
     ],
 )

@@ -20,7 +20,12 @@ LEAN = FixedPolicy(
     RolloutPlan(rows_in_flight=1, prefill_tokens=1, score_tokens=8),
     UpdatePlan(micro_batch_tokens=1, logprob_tile=8, checkpointing=True),
 )
-SETTINGS: dict[str, Any] = {"max_completion_length": 64, "max_steps": 2, "policy": LEAN}
+SETTINGS: dict[str, Any] = {
+    "max_completion_length": 64,
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "policy": LEAN,
+}
 
 
 def build(folder: Path, capacity_bytes: int | None = None, **settings: Any) -> tuple[GRPOTrainer, SimulatedMemory]:

@@ -44,7 +44,7 @@ def held_after_steps(trainer: GRPOTrainer, device: SimulatedMemory) -> list[dict
     return held
 
 
-@pytest.mark.parametrize("steps", [41, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [41, pytest.param(121, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "peft_config": None, "policy": ON_DEVICE}])
 def test_live_bytes_are_flat_over_many_steps(
     tmp_path: Path, device: SimulatedMemory, settings: dict[str, Any], steps: int

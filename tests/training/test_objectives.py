@@ -108,7 +108,9 @@ def test_accumulating_then_merging_is_merging_what_runs_of_their_own_accumulate(
     assert alone[0] @ alone[1] < 0, "the objectives are in conflict"
     expected = merged(alone, (1.0, WEIGHT), method)
     leaner = cut(checkpointing=True, logprob_tile=3), cut(30, offload_activations=True, trajectory_device="device")
-    for policy in (cut(), cut(1), cut(30), cut(17, rows_in_flight=3), *leaner):
+    # How micro-batches are cut knows nothing of the merge that follows: all the ways of cutting under one merge.
+    others = (cut(1), cut(17, rows_in_flight=3), *leaner) if method == "cagrad" else ()
+    for policy in (cut(), cut(30), *others):
         assert relative(run(policy), expected) < bound
     if dtype is torch.float32:  # packed rows are attended to in float32
         assert relative(run(cut(17, pack_prompts=True)), expected) < bound
@@ -744,7 +746,8 @@ def test_objectives_and_reward_functions_must_fit(tmp_path: Path) -> None:
         ({"a": {"rewards": ["digit"]}}, "reward function of objectives\\['a'\\] 'digit'. Did you mean 'digits'"),
         (
             {"a": {"rewards": ["digits"]}},
-            "no objective has the reward function 'few_digits', which would teach nothing",
+            "no objective has the reward function 'few_digits', which would teach nothing.*leave it out: of "
+            "reward_funcs, or of the environment whose reward",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

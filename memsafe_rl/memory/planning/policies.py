@@ -105,10 +105,17 @@ class FixedPolicy(MemoryPolicy):
     Args:
         rollout: plan of every rollout.
         update: plan of every optimizer step.
+
+    Raises:
+        ConfigError: A plan cannot be carried out.
     """
 
     rollout: RolloutPlan = field(default_factory=RolloutPlan)
     update: UpdatePlan = field(default_factory=UpdatePlan)
+
+    def __post_init__(self) -> None:
+        check_rollout_plan(self.rollout)
+        check_update_plan(self.update)
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
         """Gives the fixed rollout plan, with what it is predicted to hold."""
@@ -379,7 +386,7 @@ def _check_kind(plan: Any, kind: type) -> None:
 def _check_count(plan: RolloutPlan | UpdatePlan, name: str) -> None:
     value = getattr(plan, name)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{type(plan).__name__}.{name} is {value!r}; it must be a whole number. Round it down.")
+        raise ConfigError(f"{type(plan).__name__}.{name} is {value!r}; it must be a whole number, without quotes.")
     if value < 1:
         raise ConfigError(f"{type(plan).__name__}.{name} is {value}; it must be at least 1.")
 

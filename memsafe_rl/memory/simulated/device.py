@@ -14,6 +14,7 @@ from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.simulated.counting import CountingAllocator, compiler_available
 from memsafe_rl.memory.simulated.ledger import LimitedLedger
 from memsafe_rl.types import Component, Phase
+from memsafe_rl.units import parse_bytes
 
 _WORKING_PHASES = frozenset({Phase.ROLLOUT, Phase.SCORE, Phase.UPDATE, Phase.EVALUATE})
 """Phases in which networks run, so that what nobody marks is activations."""
@@ -60,24 +61,25 @@ class SimulatedMemory:
     network runs (rollout, score, update, evaluate) and as other elsewhere.
 
     Args:
-        capacity_bytes: int, bytes; an allocation that would pass it is refused. None for no limit.
+        capacity_bytes: bytes, or a size such as "2GiB"; an allocation that would pass it is refused. None for no limit.
         fail_at: the allocation that fails, counted from 1 at entry; later ones succeed. None for none.
         exact: True demands the allocator, False the ledger; None takes what is there.
         granularity_bytes: int, bytes; each storage that the ledger counts counts as a multiple of it.
 
     Raises:
-        ConfigError: the capacity is negative, or `fail_at` is under 1.
+        ConfigError: the capacity is no size or negative, or `fail_at` is under 1.
         MemsafeError: on entry, if the allocator is demanded and there is no C++ compiler.
     """
 
     def __init__(
         self,
-        capacity_bytes: int | None = None,
+        capacity_bytes: int | str | None = None,
         fail_at: int | None = None,
         *,
         exact: bool | None = None,
         granularity_bytes: int = 1,
     ) -> None:
+        capacity_bytes = parse_bytes(capacity_bytes) if isinstance(capacity_bytes, str) else capacity_bytes
         self.exact = compiler_available() if exact is None else exact
         self._counter: CountingAllocator | LimitedLedger
         if self.exact:

@@ -296,10 +296,10 @@ def _rows(tensor: Tensor) -> int:
 
 def check_limits(capacity_bytes: int | None, fail_at: int | None) -> None:
     """Refuses limits that cannot be meant."""
-    if capacity_bytes is not None and capacity_bytes < 0:
-        raise ConfigError(f"capacity_bytes is {capacity_bytes} bytes; give 0 or more, or None for no limit.")
-    if fail_at is not None and fail_at < 1:
-        raise ConfigError(f"The allocation to fail is number {fail_at}; allocations are counted from 1.")
+    if capacity_bytes is not None and (type(capacity_bytes) is not int or capacity_bytes < 0):
+        raise ConfigError(f"capacity_bytes is {capacity_bytes!r}; give whole bytes, 0 or more, or None for no limit.")
+    if fail_at is not None and (type(fail_at) is not int or fail_at < 1):
+        raise ConfigError(f"The allocation to fail is number {fail_at!r}; allocations are counted from 1.")
 
 
 def refusal(requested_bytes: int, held_bytes: int, *, chosen: bool) -> torch.OutOfMemoryError:

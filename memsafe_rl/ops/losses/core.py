@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.ops.registry import Registry
+from memsafe_rl.ops.registry import Registry, check_part, wrong_answer
 from memsafe_rl.types import Denominators, LossInputs, LossResult, LossSettings
 
 LEVELS = ("sequence", "token")
@@ -55,11 +55,12 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, denominators: Denomi
         The share and its measures.
 
     Raises:
-        ConfigError: If the loss or the ratio level is unknown, or a tensor that the settings need is missing.
+        ConfigError: If the loss or the ratio level is unknown, a tensor that the settings need is missing, or the loss
+            gives anything but one number with gradient for each action, or for each ratio.
     """
     loss = LOSSES[settings.loss_type]
     ratios = _ratios(inputs, settings)
-    losses = loss.function(ratios)
+    losses = _losses(loss, ratios)
     if settings.off_policy_mask_threshold is not None:
         losses = losses * off_policy_mask(inputs, ratios, settings.off_policy_mask_threshold)
     if inputs.entropy_mask_BT is not None:
@@ -76,6 +77,8 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, denominators: Denomi
         share = share - inputs.entropy_coef * entropy_bonus(inputs, denominators)
     with torch.no_grad():
         measures = loss.measure(ratios)
+        if not isinstance(measures, Measures):
+            raise ConfigError(f"measure of loss {loss.name!r} gave {measures!r:.80}. Return Measures({{...}}).")
         sums = {"policy_loss": policy_share.detach(), **_common_sums(inputs, ratios, kl_BT), **measures.sums}
     return LossResult(share, sums, measures.lows, measures.highs)
 
@@ -168,6 +171,18 @@ def _ratios(inputs: LossInputs, settings: LossSettings) -> Ratios:
         inputs.importance_weights_BT,
         settings,
     )
+
+
+def _losses(loss: Loss, ratios: Ratios) -> Tensor:
+    """Gives the loss of each action or ratio."""
+    losses, told = loss.function(ratios), f"loss_type {loss.name!r}"
+    shapes = dict.fromkeys((tuple(ratios.logprobs_BT.shape), tuple(ratios.ratio.shape)))
+    if not isinstance(losses, Tensor) or tuple(losses.shape) not in shapes or not losses.is_floating_point():
+        remedy = "one number for each action or ratio, without a sum or a mean; `aggregation` of LossTraits averages"
+        raise wrong_answer(told, losses, shapes, remedy)
+    if torch.is_grad_enabled() and ratios.logprobs_BT.requires_grad and not losses.requires_grad:
+        raise ConfigError(f"{told} gave a tensor without gradient. Compute it from its Ratios, and do not detach it.")
+    return losses
 
 
 def _common_sums(inputs: LossInputs, ratios: Ratios, kl_BT: Tensor | None) -> dict[str, Tensor]:
@@ -263,12 +278,22 @@ class LossTraits:
             learnt one by one (denoising steps) and a row may be cut in two.
         aggregation: how losses of actions become the loss of a step, a key of `AGGREGATIONS`.
         weighs_sampler: whether the loss itself uses the importance weights; if not, they multiply its result.
+
+    Raises:
+        ConfigError: If a level or the aggregation is unknown.
     """
 
     levels: tuple[str, ...] = ("token", "sequence")
     separable: bool = False
     aggregation: str = "token-mean"
     weighs_sampler: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.levels, tuple) or not self.levels or not {*self.levels} <= {*LEVELS}:
+            raise ConfigError(f"levels of a loss are {self.levels!r}; write ('token',), ('sequence',) or both.")
+        if self.aggregation not in AGGREGATIONS:
+            known = ", ".join(AGGREGATIONS)
+            raise ConfigError(f"aggregation of a loss is {self.aggregation!r}, which is not known. Set one of {known}.")
 
     @property
     def adds_up_over_parts(self) -> bool:
@@ -288,7 +313,7 @@ class Loss:
         metrics: by metric, the sum of ``measure`` it shows, and the sum that divides it; None for the step's ratios.
 
     Raises:
-        ConfigError: If the traits name an unknown aggregation.
+        ConfigError: If the name is no text, ``function`` or ``measure`` is no function, or ``metrics`` is no mapping.
     """
 
     name: str
@@ -298,11 +323,10 @@ class Loss:
     metrics: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.traits.aggregation not in AGGREGATIONS:
-            raise ConfigError(
-                f"aggregation of loss {self.name!r} is {self.traits.aggregation!r}, which is not known. Set it to one "
-                f"of {', '.join(AGGREGATIONS)}."
-            )
+        check_part(self)
+        if not all((isinstance(self.traits, LossTraits), callable(self.measure), isinstance(self.metrics, Mapping))):
+            given = f"traits {self.traits!r:.80}, measure {self.measure!r:.80} and metrics {self.metrics!r:.80}"
+            raise ConfigError(f"loss {self.name!r} has {given}; give LossTraits(...), a function and a mapping.")
 
 
 LOSSES: Registry[Loss] = Registry("loss_type", Loss)

@@ -62,7 +62,7 @@ def scored_rows(trajectory: Trajectory, index: int, rows: Sequence[int]) -> list
 
 
 def learning_rows(trajectory: Trajectory, index: int, rows: Sequence[int], *, every_row: bool) -> list[int]:
-    """Gives the rows that can move a weight for an objective's sake."""
+    """Gives the rows from which an objective can learn something."""
     values, counted = trajectory.objective_values[index], trajectory.counted_actions
     scored = scored_rows(trajectory, index, rows)
     return [row for row in scored if counted[row] > 0 and (every_row or values[row] != 0)]
@@ -91,7 +91,7 @@ def with_objectives(terms: StepTerms, trajectory: Trajectory, rows: Sequence[int
 
 
 class GradientsAside:
-    """Complete gradients of some objectives, which wait for those of the others."""
+    """Whole gradients of finished objectives, kept until those of the others are there."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -114,11 +114,11 @@ class GradientsAside:
         return plain
 
     def add_up(self, coefficients_K: Sequence[float]) -> None:
-        """Puts the combination of all in place of the last; allocates nothing."""
+        """Overwrites the last gradient with the combination of all; allocates nothing."""
         add_up(self._gradients, coefficients_K)
 
     def drop(self) -> None:
-        """Lets go of all of them."""
+        """Frees all of them."""
         self._gradients.clear()
 
 
@@ -214,7 +214,7 @@ class Accumulate(Protocol):
             rows: this rank's rows.
             terms: what the step has fixed.
             view: gives the trajectory as this objective learns from it.
-            gradients_aside: gradients of further objectives that will wait beside this one.
+            gradients_aside: whole gradients of other objectives that memory must hold beside this one.
 
         Returns:
             The rollout where the plan has put it, and what accumulating left besides the gradient.
@@ -229,7 +229,7 @@ class Combiner:
     """Makes one gradient of what a run learns: of one objective its own, of several their merge.
 
     Attributes:
-        gradients_aside: whole gradients that wait for those of further objectives.
+        gradients_aside: most whole gradients held, one of each finished objective, while the last one accumulates.
     """
 
     def __init__(self, objectives: Sequence[Objective]) -> None:
@@ -297,7 +297,7 @@ class Combiner:
         norm: Tensor,
         metrics: dict[str, float],
     ) -> dict[str, float]:
-        """Adds each objective's loss, KL and beta."""
+        """Adds each objective's loss, KL and beta to a step's metrics."""
         for objective, part, own in zip(self._objectives, gradient.objectives, terms.objectives, strict=True):
             numbers = setup.recovery.repeat(Stage.MEASURE, read_step, part, norm)
             metrics |= objective_metrics(objective, step_metrics(numbers, own, setup.parallel), own)

@@ -105,14 +105,14 @@ def _merged(parts: Sequence[Mapping[str, float]], combine: object) -> dict[str, 
 
 @dataclass(frozen=True)
 class WeightSample:
-    """What a sample of the weights was before a step."""
+    """A sample of the weights as they were before a step."""
 
     tensors: tuple[nn.Parameter, ...]  # the tensors looked at
     before: tuple[list[float], ...]  # values of the sampled elements of each
     pushed: tuple[list[bool], ...]  # whether each of these elements has a gradient other than 0
 
     def lost_share(self) -> float | None:
-        """Gives the share of elements with a gradient that are what they were; None where too few have one."""
+        """Gives the share of elements with a gradient that the step left unchanged; None where too few have one."""
         stayed = [
             value == known
             for tensor, old, pushed in zip(self.tensors, self.before, self.pushed, strict=True)
@@ -138,12 +138,12 @@ def sample_weights(parameters: Sequence[nn.Parameter]) -> WeightSample | None:
 
 
 def rounds_to_nearest(optimizer: torch.optim.Optimizer) -> bool:
-    """Says whether what an update is less than half a unit in the last place of a weight is lost for good."""
+    """Says whether an update under half a unit in the last place of its weight is lost for good."""
     return type(optimizer).__module__.startswith(_ROUNDS_TO_NEAREST)
 
 
 def is_due(step: int, warm_up: int, max_steps: int) -> bool:
-    """Says whether a step is looked at: the first one at full learning rate, and ever rarer ones after it."""
+    """Says whether a step is watched: the first at full learning rate, then ever fewer."""
     place = step - warm_up + 1
     early = place == 1 or 2 * place <= max_steps - warm_up
     return place > 0 and place & (place - 1) == 0 and early
@@ -158,6 +158,6 @@ def _has_flat_gradient(weight: Tensor) -> bool:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Gives a view of elements all over a tensor, in steps that do not stay in one column."""
+    """Gives a view of elements spread over a tensor, with a stride that does not stay in one column."""
     stride = max(1, tensor.numel() // ELEMENTS_EACH - 1)
     return tensor.detach().view(-1)[::stride][:ELEMENTS_EACH]

@@ -76,10 +76,16 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
         {"params": [p for name, p in trained if name in decayed], "weight_decay": config.weight_decay},
         {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
     ]
-    optimizer_class, arguments = Trainer.get_optimizer_cls_and_kwargs(config, model)
-    if optimizer_class is torch.optim.SGD and all(_has_fused_sgd(parameter) for _, parameter in trained):
-        arguments = {**arguments, "fused": True}  # the only form whose step allocates nothing
-    optimizer: torch.optim.Optimizer = optimizer_class([group for group in groups if group["params"]], **arguments)
+    try:
+        optimizer_class, arguments = Trainer.get_optimizer_cls_and_kwargs(config, model)
+        if optimizer_class is torch.optim.SGD and all(_has_fused_sgd(parameter) for _, parameter in trained):
+            arguments = {**arguments, "fused": True}  # the only form whose step allocates nothing
+        optimizer: torch.optim.Optimizer = optimizer_class([group for group in groups if group["params"]], **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optim_args is {config.optim_args!r}, which optim {config.optim.value!r} cannot use: {error}. Change one "
+            "of the two."
+        ) from error
     return optimizer
 
 
@@ -167,7 +173,7 @@ class Committer:
         self._parking.park()
 
     def unpark(self) -> None:
-        """Moves the optimizer's state back to where it was; may be repeated."""
+        """Moves optimizer state that `park` sent to the host back to its device; may be repeated."""
         self._parking.unpark()
 
     def drop_gradients(self) -> None:

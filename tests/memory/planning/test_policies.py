@@ -152,3 +152,10 @@ def test_a_packed_micro_batch_is_as_small_as_a_tenth_of_the_time_affords() -> No
     piece = 0.1 * 512
     assert update_time("cpu", work, plan, fast) == pytest.approx((5600 + 12 * piece) / (5440 + 6 * piece))
     assert update_time("cpu", work, lower, fast) == pytest.approx((5760 + 16 * piece) / (5440 + 6 * piece))
+
+
+def test_a_fixed_policy_checks_its_plans_when_built() -> None:
+    with pytest.raises(ConfigError, match="micro_batch_tokens is '8'; it must be a whole number, without quotes"):
+        FixedPolicy(update=UpdatePlan(micro_batch_tokens="8"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="rows_in_flight is 0"):
+        FixedPolicy(RolloutPlan(rows_in_flight=0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import timeit
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -52,14 +51,15 @@ def parts(memory: SimulatedMemory) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("mark", [lambda: charge(Component.LOGITS), lambda: in_phase(Phase.LOAD), host_memory])
-def test_a_mark_nobody_hears_costs_nothing_measurable(mark: Any) -> None:
-    def marked() -> None:
-        with mark():
-            pass
+def test_a_mark_nobody_hears_makes_nothing(mark: Any) -> None:
+    assert mark() is mark()
 
-    assert min(timeit.repeat(marked, number=10_000, repeat=5)) / 10_000 < 1.5e-6
-    x = torch.ones(1)
-    assert min(timeit.repeat(lambda: claim(Component.LOGITS, [x]), number=10_000, repeat=5)) / 10_000 < 1.5e-6
+
+@pytest.mark.parametrize("claimed", [claim, hold])
+def test_a_claim_nobody_hears_reads_nothing(claimed: Any) -> None:
+    tensors = iter([torch.ones(1)])
+    claimed(Component.LOGITS, tensors)
+    assert next(tensors) == 1
 
 
 @EXACT

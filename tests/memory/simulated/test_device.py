@@ -1,6 +1,7 @@
 """The counts of bytes: the allocator, the ledger, and the simulated device built on them."""
 
 import gc
+import math
 import re
 import threading
 from pathlib import Path
@@ -214,10 +215,19 @@ def test_the_ledger_counts_fake_tensors() -> None:
 
 
 def test_senseless_limits_are_refused() -> None:
-    with pytest.raises(ConfigError, match="-1 bytes"):
+    with pytest.raises(ConfigError, match="capacity_bytes is -1; give whole bytes, 0 or more"):
         SimulatedMemory(capacity_bytes=-1)
     with pytest.raises(ConfigError, match="counted from 1"):
         SimulatedMemory(fail_at=0)
+    for capacity in (math.nan, 1.5, True):
+        with pytest.raises(ConfigError, match=f"capacity_bytes is {capacity}; give whole bytes"):
+            SimulatedMemory(capacity)  # type: ignore[arg-type]
+
+
+def test_a_capacity_may_be_a_size_as_text() -> None:
+    assert SimulatedMemory("2GiB").capacity_bytes == 2 * 2**30
+    with pytest.raises(ConfigError, match="'much' is not a byte count"):
+        SimulatedMemory("much")
 
 
 def test_without_a_compiler_the_remedy_is_named(monkeypatch, tmp_path) -> None:

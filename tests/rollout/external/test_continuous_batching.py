@@ -153,11 +153,11 @@ def test_a_cache_that_cannot_be_had_is_out_of_memory(monkeypatch: pytest.MonkeyP
     def refused(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB")
 
-    alive = set(threading.enumerate())
+    alive, engine = set(threading.enumerate()), engine_for(model)
     with monkeypatch.context() as patched:
         patched.setattr(cb_cache.torch, "zeros", refused)
         with pytest.raises(torch.OutOfMemoryError, match="continuous batching failed: CUDA out of memory"):
-            draw(engine_for(model), settings_of())
+            draw(engine, settings_of())
     assert set(threading.enumerate()) <= alive
     assert len(draw(engine_for(model), settings_of())) == 9
 

@@ -65,19 +65,19 @@ def naive_logits(adapter: FakeAdapter, tokens: torch.Tensor) -> torch.Tensor:
 )
 @pytest.mark.parametrize("joins", [False, True])
 def test_company_and_order_change_no_token(changes: dict[str, float], joins: bool) -> None:
-    settings = replace(SETTINGS, **changes)
-    prompts, keys = prompts_of(9), keys_of(9)
+    settings = replace(SETTINGS, max_new_tokens=16, **changes)
+    prompts, keys = prompts_of(9), keys_of(9, group=2)
     whole = generate(FakeAdapter(), prompts, keys, settings, ONE_WAVE)
     assert len({len(completion.ids) for completion in whole}) > 1
     for plan in (
         RolloutPlan(rows_in_flight=1),
-        RolloutPlan(rows_in_flight=7),
-        RolloutPlan(rows_in_flight=16, prefill_tokens=10),
-        RolloutPlan(rows_in_flight=36, kv_bytes=64 * 32 * 5),
+        RolloutPlan(rows_in_flight=4),
+        RolloutPlan(rows_in_flight=8, prefill_tokens=10),
+        RolloutPlan(rows_in_flight=18, kv_bytes=64 * 32 * 5),
     ):
         assert_same(generate(FakeAdapter(joins=joins), prompts, keys, settings, plan), whole)
-    backwards = generate(FakeAdapter(joins=joins), prompts[::-1], keys[::-1], settings, RolloutPlan(rows_in_flight=5))
-    groups = [backwards[start : start + 4] for start in range(0, 36, 4)]
+    backwards = generate(FakeAdapter(joins=joins), prompts[::-1], keys[::-1], settings, RolloutPlan(rows_in_flight=4))
+    groups = [backwards[start : start + 2] for start in range(0, 18, 2)]
     assert_same([row for group in groups[::-1] for row in group], whole)
 
 

@@ -17,7 +17,7 @@ from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.rollout.multi_turn.episode import turn_key
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
-from memsafe_rl.rollout.native import engine as native
+from memsafe_rl.rollout.native import running_batch as native
 from memsafe_rl.rollout.native.kv_retention import KeptCaches
 from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.rollout.native.sequences import admit

@@ -39,13 +39,13 @@ def untied_difference(ours: list[Completion], theirs: list[Completion]) -> float
 @pytest.mark.parametrize(("vocab", "tokens"), [(4096, 40), (32_000, 24), (151_936, 12)])
 def test_wave_size_changes_no_token(vocab: int, tokens: int) -> None:
     adapter = adapter_of(vocab=vocab)
-    prompts, keys = prompts_of(4, vocab), keys_of(4, 4)
+    prompts, keys = prompts_of(4, vocab), keys_of(4, 2)
     settings = SamplingSettings(tokens, (EOS_ID, 7), temperature=2.0)
-    whole = generate(adapter, prompts, keys, settings, RolloutPlan(rows_in_flight=16))
-    for rows in (1, 7):
+    whole = generate(adapter, prompts, keys, settings, RolloutPlan(rows_in_flight=8))
+    for rows in (1, 3):
         part = generate(adapter, prompts, keys, settings, RolloutPlan(rows_in_flight=rows))
         assert untied_difference(part, whole) < 5e-5
-    assert sum(len(row.ids) for row in whole) > 8 * tokens
+    assert sum(len(row.ids) for row in whole) > 4 * tokens
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama", "gemma3", "gpt2"])

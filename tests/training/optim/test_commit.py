@@ -620,3 +620,12 @@ def test_another_optimizer_goes_on_at_the_rate_of_the_first() -> None:
     assert other.learning_rate == committer.learning_rate == pytest.approx(1e-2 / 4)
     other.scheduler.step()
     assert other.learning_rate == pytest.approx(1e-2 / 5)
+
+
+def test_an_argument_that_the_optimizer_cannot_use_is_refused() -> None:
+    for value in ("-1", "much"):
+        config = GRPOConfig(optim="sgd", optim_args=f"momentum={value}")
+        with pytest.raises(
+            ConfigError, match=f"optim_args is 'momentum={value}', which optim 'sgd' cannot use: .*{value}"
+        ):
+            build_optimizer(nn.Linear(2, 2), config)
