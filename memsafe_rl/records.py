@@ -134,6 +134,8 @@ class RecordLog(Sequence[Record]):
             step: where the run resumes; 0 for a new one.
         """
         with self._lock:
+            if self._path is not None:
+                self.flush()
             carried: list[tuple[Record, Mapping[str, Any]]] = [] if self._path else [(record, {}) for record in self]
             self._path, self._stamp = path, dict(stamp)
             self._file = _File(path)
@@ -162,6 +164,8 @@ class RecordLog(Sequence[Record]):
             Whether everything is written.
         """
         with self._lock:
+            if self._path is None and len(self._waiting) <= RECENT:
+                return True  # few records need no file while they have none of their own
             try:
                 self._flush()
                 if durable and self._path is not None:

@@ -44,10 +44,6 @@ class RunFolder:
     checkpoint: Path | None  # that the run resumes from
     lock: BaseFileLock
 
-    def holds(self, checkpoint: Path) -> bool:
-        """Tells whether a checkpoint lies in this folder."""
-        return _lies_in(checkpoint, self.path)
-
     def release(self) -> None:
         """Lets other runs have the folder."""
         self.lock.release()
@@ -73,7 +69,7 @@ def claim(path: Path, resume: bool | str | Path | None, *, overwrite: bool = Fal
         _clean(path)
         known = known_run(path)
         checkpoint = None if resume is None else find_checkpoint(path, resume)
-        if checkpoint is not None and _lies_in(checkpoint, path):
+        if checkpoint is not None and _is_own(checkpoint, path, known):
             mark = _next_start(checkpoint, known)
         else:
             _make_way(path, known, overwrite=overwrite or bool(own and known.get("run_id") == own))
@@ -148,8 +144,11 @@ def _clean(path: Path) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _lies_in(checkpoint: Path, folder: Path) -> bool:
-    return checkpoint.resolve().parent == folder.resolve()
+def _is_own(checkpoint: Path, folder: Path, known: Mapping[str, Any]) -> bool:
+    """Tells whether a checkpoint is one of the run whose folder this is, not another's that was copied there."""
+    run_id = read_manifest(checkpoint).mark.run_id
+    lies_in = checkpoint.resolve().parent == folder.resolve()
+    return lies_in and (not run_id or known.get("run_id", run_id) == run_id)
 
 
 def _next_start(checkpoint: Path, known: Mapping[str, Any]) -> RunMark:

@@ -114,7 +114,8 @@ class TrainingLoop:
         """Trains to the end, or from a checkpoint to the end."""
         started = time.perf_counter()
         try:
-            with self.stop.listening(self.config.interrupt_grace_seconds):
+            self.stop = StopRequest(self.config.interrupt_grace_seconds)
+            with self.stop.listening():
                 first = self._train(resume or self.config.resume_from_checkpoint)
         finally:
             self.collector.close()
@@ -130,10 +131,10 @@ class TrainingLoop:
             self.begin(resume)
             first = len(self.state.history)
             while not self.report.control.should_training_stop:
+                self._stop_if_asked()
                 degradation = self._step_or_degradation()
                 if degradation is not None:
                     self.degrade(degradation)
-                self._stop_if_asked()
         except BaseException as error:
             self._leave(error)
             raise
@@ -143,7 +144,7 @@ class TrainingLoop:
         """Ends the run between two steps, on all ranks where one was asked to."""
         asked = self.setup.parallel.gather([self.stop.reason or self.files.stop_asked()])
         reason = next(filter(None, asked), "")
-        if reason and not self.report.control.should_training_stop:
+        if reason:
             raise TrainingInterrupted(reason)
 
     def step(self) -> None:

@@ -67,7 +67,7 @@ class RunFiles:
         """Goes on in the run's logs, and takes over the records of the steps that a checkpoint builds on."""
         self.saved_step = step = state.step
         folder = self.folder
-        goes_on = folder is not None and checkpoint is not None and folder.holds(checkpoint)
+        goes_on = folder is not None and folder.mark.start > 0
         if folder is not None:
             stamp = folder.mark.stamp
             try:

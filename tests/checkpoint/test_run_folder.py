@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
@@ -72,6 +73,32 @@ def test_a_second_call_of_the_same_trainer_keeps_the_first_ones_files(tmp_path: 
     trainer.train()
     assert [path.name for path in checkpoints(tmp_path / "previous" / first)] == ["checkpoint-1", "checkpoint-2"]
     assert len(lines(tmp_path / "steps.jsonl")) == len(lines(tmp_path / "previous" / first / "steps.jsonl")) == 2
+
+
+def test_an_evaluation_between_two_runs_is_logged_with_the_first(tmp_path: Path) -> None:
+    prompts = Dataset.from_dict({"prompt": ["1+1="]})
+    trainer = make_trainer(tmp_path, max_steps=1, eval_dataset=prompts)
+    trainer.evaluate()
+    trainer.train()
+    first = run_id(tmp_path)
+    trainer.evaluate()
+    trainer.train()
+    logged = [
+        ["eval_reward" in line for line in lines(folder / "metrics.jsonl")]
+        for folder in (tmp_path / "previous" / first, tmp_path)
+    ]
+    assert logged == [[True, False, False, True], [False, False]]
+
+
+def test_a_checkpoint_of_another_run_that_was_copied_here_is_not_resumed(tmp_path: Path) -> None:
+    make_trainer(tmp_path / "a", max_steps=1, **SAVING).train()
+    make_trainer(tmp_path / "b", max_steps=2, **SAVING).train()
+    shutil.copytree(tmp_path / "b" / "checkpoint-2", tmp_path / "a" / "checkpoint-2")
+    found = claim(tmp_path / "a", True)
+    found.release()
+    assert found.checkpoint == tmp_path / "a" / "checkpoint-1"
+    with pytest.raises(ConfigError, match="which holds checkpoint-1, checkpoint-2 of an earlier run"):
+        claim(tmp_path / "a", tmp_path / "a" / "checkpoint-2")
 
 
 def test_two_runs_cannot_train_in_one_folder(tmp_path: Path) -> None:

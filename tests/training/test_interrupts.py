@@ -99,10 +99,10 @@ def test_advice_to_resume_is_given_only_where_there_is_a_checkpoint(
 
 
 def test_a_second_signal_lets_a_save_end_and_the_third_leaves() -> None:
-    stop, heard = StopRequest(), []
+    stop, heard = StopRequest(60), []
 
     def save() -> None:
-        with stop.listening(60), stop.saving():
+        with stop.listening(), stop.saving():
             for count in (1, 2, 3):
                 heard.append(count)
                 signal.raise_signal(signal.SIGTERM)
@@ -117,7 +117,7 @@ def test_a_commit_is_never_cut_in_half() -> None:
     stop, done = StopRequest(), []
 
     def step() -> None:
-        with stop.listening(0):
+        with stop.listening():
             with uninterrupted():
                 signal.raise_signal(signal.SIGTERM)
                 done.append("the commit")
@@ -132,7 +132,7 @@ def test_a_handler_of_the_scripts_own_stays() -> None:
     heard: list[int] = []
     previous = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
-        with StopRequest().listening(60):
+        with StopRequest(60).listening():
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, previous)

@@ -25,26 +25,27 @@ class StopRequest:
 
     The first signal lets the step end. The second, or the end of the grace, abandons the step; while a checkpoint is
     written it changes nothing. The third leaves at once.
+
+    Args:
+        grace_seconds: how long a step may go on after the first signal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_seconds: float = 0.0) -> None:
         self.reason = ""
         self._heard = 0
         self._saving = False
         self._held = 0
         self._deferred: int | None = None
-        self._grace_seconds = 0.0
+        self._grace_seconds = grace_seconds
         self._timer: threading.Timer | None = None
 
     @contextmanager
-    def listening(self, grace_seconds: float) -> Iterator[None]:
-        """Hears signals inside; a step may go on for so many seconds after the first."""
+    def listening(self) -> Iterator[None]:
+        """Hears signals inside."""
         global _listener
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self.__init__()  # type: ignore[misc]
-        self._grace_seconds = grace_seconds
         previous = {number: signal.getsignal(number) for number in SIGNALS if signal.getsignal(number) in _DEFAULTS}
         outer, _listener = _listener, self
         try:

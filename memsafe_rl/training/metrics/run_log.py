@@ -114,6 +114,7 @@ class RunLog:
         record = {name: None if _is_nan(value) else value for name, value in logs.items()} | {"epoch": progress.epoch}
         progress.log_history.append({**record, "step": state.step})
         self.records.append({"step": state.step, **record})
+        self.records.flush()
         self.control = self.callbacks.on_log(self._config, progress, self.control, record)
 
     def write(self, state: RunState, *, durable: bool = False) -> bool:
