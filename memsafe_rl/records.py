@@ -135,7 +135,7 @@ class RecordLog(Sequence[Record]):
         """
         with self._lock:
             if self._path is not None:
-                self.flush()
+                self._flush()  # to where the file is now, if the run that it was of has been moved aside
             carried: list[tuple[Record, Mapping[str, Any]]] = [] if self._path else [(record, {}) for record in self]
             self._path, self._stamp = path, dict(stamp)
             self._file = _File(path)
@@ -167,6 +167,8 @@ class RecordLog(Sequence[Record]):
             if self._path is None and len(self._waiting) <= RECENT:
                 return True  # few records need no file while they have none of their own
             try:
+                if self._file is not None and self._path is not None and self._file.has_gone_from(self._path):
+                    self._put_back(self._file, self._path)
                 self._flush()
                 if durable and self._path is not None:
                     os.fsync(self._written().descriptor)
@@ -185,8 +187,6 @@ class RecordLog(Sequence[Record]):
         return self._file
 
     def _flush(self) -> None:
-        if self._file is not None and self._path is not None and self._file.has_gone_from(self._path):
-            self._put_back(self._file, self._path)
         while self._waiting:
             record, beside = self._waiting[0]
             step = float(record.get("step", 0))

@@ -72,7 +72,9 @@ def claim(path: Path, resume: bool | str | Path | None, *, overwrite: bool = Fal
         if checkpoint is not None and _is_own(checkpoint, path, known):
             mark = _next_start(checkpoint, known)
         else:
-            _make_way(path, known, overwrite=overwrite or bool(own and known.get("run_id") == own))
+            aside = _make_way(path, known, overwrite=overwrite or bool(own and known.get("run_id") == own))
+            if checkpoint is not None and not checkpoint.exists():
+                checkpoint = aside / checkpoint.name
             known, mark = {}, RunMark(uuid.uuid4().hex[:8], 0)
         write_json(path / RUN_FILE, {**known, **mark.plain, **_holder()})
     except BaseException as error:
@@ -160,8 +162,8 @@ def _next_start(checkpoint: Path, known: Mapping[str, Any]) -> RunMark:
     return RunMark(run_id, start, written.lineage.resumed(start, step_of(checkpoint)))
 
 
-def _make_way(path: Path, known: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Moves an earlier run's files into a folder of their own, or refuses where they are more than logs."""
+def _make_way(path: Path, known: Mapping[str, Any], *, overwrite: bool) -> Path:
+    """Moves an earlier run's files into a folder of their own, and gives it; refuses where they are more than logs."""
     weights = [*checkpoints(path), *_matching(path, _WEIGHTS)]
     if weights and not overwrite:
         shown = ", ".join(sorted(each.name for each in weights)[:4]) + (", ..." if len(weights) > 4 else "")
@@ -172,11 +174,12 @@ def _make_way(path: Path, known: Mapping[str, Any], *, overwrite: bool) -> None:
         )
     moved = [*_matching(path, _LOGS), *weights, *(_matching(path, _BESIDE_WEIGHTS) if weights else ())]
     if not moved:
-        return
+        return path
     aside = make_aside(path, str(known.get("run_id", "unknown")))
     for each in dict.fromkeys(moved):
         each.rename(aside / each.name)
     logger.warning("the earlier run's files in %s are now in %s", path, aside)
+    return aside
 
 
 def _matching(path: Path, patterns: Iterable[str]) -> Iterable[Path]:

@@ -414,7 +414,13 @@ class TestWhatIsReadBack:
         (run / "run.json").write_text(json.dumps({**known, "run_id": "theirs"}))
         broken(ConfigError, "holds no sound folder 'checkpoint-N' of its run", trainer_in(run).train, True)
         broken(ConfigError, "holds checkpoint-1, checkpoint-2 of an earlier run", trainer_in(run).train, "auto")
-        ends_whole(run, whole, resume=run / "checkpoint-2")
+        broken(ConfigError, "holds checkpoint-1, checkpoint-2 of", trainer_in(run).train, run / "checkpoint-2")
+        assert sound(run) == ["checkpoint-1", "checkpoint-2"]
+        trainer = trainer_in(run, overwrite_output_dir=True)
+        trainer.train(resume_from_checkpoint=run / "checkpoint-2")
+        assert torch.equal(weights(trainer), whole)
+        assert sound(run / "previous" / "theirs") == ["checkpoint-1", "checkpoint-2"]
+        assert [one["step"] for one in trainer.history] == [1, 2, 3, 4, 5]
 
     @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "unterminated", "garbage", "a newer start's"])
     @pytest.mark.parametrize("name", LOGS[:2])

@@ -36,6 +36,8 @@ CALLS = {"os.rename": 1, "os.replace": 1, "os.fsync": 14, "os.write": 3, "os.unl
 MOMENTS = ("before", "halfway", "after")
 PATIENCE_SECONDS = 120.0
 """Far above what a start, a step or an end takes on a busy machine."""
+LAUNCHER_SECONDS = 20.0
+"""After these, what has not begun to train since another rank is gone is ended, as torchrun does at once."""
 _FAILED = 1
 
 tqdm.set_lock(threading.RLock())  # its own is shared by all processes, and one that is killed may hold it
@@ -98,6 +100,7 @@ class Found:
     starts: int = 0
     steps_redone: int = 0
     passed_over: int = 0
+    ended_by_launcher: int = 0
     slowest_end_seconds: float = 0.0
     violations: list[str] = field(default_factory=list)
 
@@ -215,8 +218,7 @@ class Watcher:
             ends.append(mine)
         found.starts += 1
         hit = self._hit(blow, processes, ends)
-        self._join(blow, processes, found)
-        told = [message for end in ends for message in _messages(end)]
+        told = self._join(blow, processes, ends, found)
         found.passed_over += sum(isinstance(message, str) and message != "done" for message in told)
         codes = [process.exitcode for process in processes]
         if blow is None or not hit:
@@ -243,14 +245,21 @@ class Watcher:
         os.kill(process.pid, blow.number)
         return True
 
-    def _join(self, blow: Blow | None, processes: Sequence[Any], found: Found) -> None:
-        """Waits for all; whoever waits for a rank that is gone has to end by itself."""
+    def _join(self, blow: Blow | None, processes: Sequence[Any], ends: Sequence[Connection], found: Found) -> list[Any]:
+        """Waits for all, and gives what they told; who trains with a rank that is gone has to end by itself."""
         running = time.monotonic() + PATIENCE_SECONDS + self._steps * 5
-        gone = None
+        gone, told, launching = None, [], True
         while any(process.is_alive() for process in processes):
             time.sleep(0.01)
             if gone is None and any(not process.is_alive() for process in processes):
                 gone = time.monotonic()
+            if gone is not None and launching and time.monotonic() > gone + LAUNCHER_SECONDS:
+                launching = False
+                for process, messages in zip(processes, map(_messages, ends), strict=True):
+                    told += messages
+                    if process.is_alive() and not messages:
+                        found.ended_by_launcher += 1
+                        process.terminate()
             if time.monotonic() > (running if gone is None else gone + PATIENCE_SECONDS):
                 found.violations.append(f"{self.folder.name}: a process hangs after {blow}")
                 for process in processes:
@@ -258,6 +267,7 @@ class Watcher:
                     process.join()
         if gone is not None:
             found.slowest_end_seconds = max(found.slowest_end_seconds, time.monotonic() - gone)
+        return [*told, *(message for end in ends for message in _messages(end))]
 
     def _check_codes(self, blow: Blow | None, codes: Sequence[int | None], found: Found) -> None:
         """Compares how the processes ended with how they had to."""
@@ -266,7 +276,7 @@ class Watcher:
         elif blow.number == signal.SIGTERM:
             wanted = {INTERRUPTED_CODE, 0, -signal.SIGTERM}  # 0, or no handler: training was over already
         else:
-            wanted = {-signal.SIGKILL, 0} | ({_FAILED} if self._scene.ranks > 1 else set())
+            wanted = {-signal.SIGKILL, 0} | ({_FAILED, -signal.SIGTERM} if self._scene.ranks > 1 else set())
         if not set(codes) <= wanted:
             last = Path(f"{self.folder}.log").read_text().strip().rpartition("\n")[2]
             found.violations.append(f"{self.folder.name}: ended with {codes} after {blow}: {last}")
