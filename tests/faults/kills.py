@@ -217,16 +217,16 @@ class Watcher:
             processes.append(process)
             ends.append(mine)
         found.starts += 1
-        hit = self._hit(blow, processes, ends)
-        told = self._join(blow, processes, ends, found)
+        told: list[Any] = []
+        hit = self._hit(blow, processes, ends, told)
+        self._join(blow, processes, ends, told, found)
         found.passed_over += sum(isinstance(message, str) and message != "done" for message in told)
         codes = [process.exitcode for process in processes]
-        if blow is None or not hit:
-            hit = blow is not None and -blow.number in codes
+        hit = hit or (blow is not None and -blow.number in codes)
         self._check_codes(blow if hit else None, codes, found)
         return hit
 
-    def _hit(self, blow: Blow | None, processes: Sequence[Any], ends: Sequence[Connection]) -> bool:
+    def _hit(self, blow: Blow | None, processes: Sequence[Any], ends: Sequence[Connection], told: list[Any]) -> bool:
         """Waits for the moment of a blow that is not aimed."""
         if blow is None or blow.call:
             return False
@@ -235,9 +235,10 @@ class Watcher:
             if not end.poll(PATIENCE_SECONDS):
                 return False
             try:
-                begun += isinstance(end.recv(), int)
+                told.append(end.recv())
             except EOFError:
                 return False
+            begun += isinstance(told[-1], int)
         time.sleep(blow.delay)
         process = processes[blow.rank]
         if not process.is_alive():
@@ -245,10 +246,17 @@ class Watcher:
         os.kill(process.pid, blow.number)
         return True
 
-    def _join(self, blow: Blow | None, processes: Sequence[Any], ends: Sequence[Connection], found: Found) -> list[Any]:
-        """Waits for all, and gives what they told; who trains with a rank that is gone has to end by itself."""
+    def _join(
+        self,
+        blow: Blow | None,
+        processes: Sequence[Any],
+        ends: Sequence[Connection],
+        told: list[Any],
+        found: Found,
+    ) -> None:
+        """Waits for all, and hears what they tell; who trains with a rank that is gone has to end by itself."""
         running = time.monotonic() + PATIENCE_SECONDS + self._steps * 5
-        gone, told, launching = None, [], True
+        gone, launching = None, True
         while any(process.is_alive() for process in processes):
             time.sleep(0.01)
             if gone is None and any(not process.is_alive() for process in processes):
@@ -267,7 +275,8 @@ class Watcher:
                     process.join()
         if gone is not None:
             found.slowest_end_seconds = max(found.slowest_end_seconds, time.monotonic() - gone)
-        return [*told, *(message for end in ends for message in _messages(end))]
+        for end in ends:
+            told += _messages(end)
 
     def _check_codes(self, blow: Blow | None, codes: Sequence[int | None], found: Found) -> None:
         """Compares how the processes ended with how they had to."""
