@@ -20,7 +20,7 @@ from datasets import Dataset
 from rich.progress import track
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from examples.tasks import as_dataset, draw_learning_curve, exact, greedy_accuracy, split, sums
 from memsafe_rl import GRPOConfig, GRPOTrainer
@@ -227,7 +227,7 @@ class Parts:
     """What a trainer is made of.
 
     Args:
-        model: the network.
+        model: the network, or its name.
         tokenizer: its tokenizer.
         train: prompts and answers to learn from.
         held_out: prompts and answers to be judged by.
@@ -263,7 +263,7 @@ def small_parts(output_dir: Path, seed: int, steps: int, warming: WarmUp) -> Par
 
 
 def named_parts(name: str, output_dir: Path, seed: int, steps: int) -> Parts:
-    """Loads a pretrained chat model, which needs no warm-up; harder sums.
+    """Names a pretrained chat model, which the trainer loads and which needs no warm-up; harder sums.
 
     Args:
         name: of the model on a hub, or its folder.
@@ -280,9 +280,10 @@ def named_parts(name: str, output_dir: Path, seed: int, steps: int) -> Parts:
         as_dataset(part, [[{"role": "user", "content": item["question"] + ask}] for item in part])
         for part in (train, held_out)
     )
-    model = AutoModelForCausalLM.from_pretrained(name)
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    return Parts(model, tokenizer, train_set, held_out_set, named_settings(output_dir, seed, steps))
+    # By its name, the trained weights come in float32, whatever the checkpoint holds: bfloat16 would lose the updates.
+    return Parts(
+        name, AutoTokenizer.from_pretrained(name), train_set, held_out_set, named_settings(output_dir, seed, steps)
+    )
 
 
 def run(parts: Parts, trainer_class: Any = GRPOTrainer, algorithm: str = "GRPO", **further: Any) -> dict[str, float]:

@@ -60,20 +60,16 @@ def unpack_model(folder: Path) -> Path:
     return folder
 
 
-def load(name: str | None) -> tuple[Any, Any]:
-    """Loads a model and its tokenizer; a line's end counts as the end of an answer.
+def ends_of_answers(tokenizer: Any) -> list[int]:
+    """Gives the tokens that end an answer: the tokenizer's own, and a line's end.
 
     Args:
-        name: of a model on a hub or its folder; None for SmolLM2 from its package.
+        tokenizer: of the model.
 
     Returns:
-        The model and the tokenizer.
+        Token ids.
     """
-    source = name or str(unpack_model(Path("outputs/models/SmolLM2-135M-Instruct")))
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
-    line_end = tokenizer("1\n", add_special_tokens=False)["input_ids"][-1]
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, line_end]
-    return model, tokenizer
+    return [tokenizer.eos_token_id, tokenizer("1\n", add_special_tokens=False)["input_ids"][-1]]
 
 
 def few_shot(items: Sequence[dict[str, str]], shots: Sequence[dict[str, str]]) -> list[str]:
@@ -109,13 +105,14 @@ def datasets(judged: int) -> tuple[Dataset, Dataset]:
     return as_dataset(train, few_shot(train, shots)), as_dataset(held_out, few_shot(held_out, shots))
 
 
-def settings(output_dir: Path, seed: int, steps: int) -> GRPOConfig:
+def settings(output_dir: Path, seed: int, steps: int, ends: Sequence[int]) -> GRPOConfig:
     """Gives the configuration: 64 completions a step, eight a question, two passes over each rollout.
 
     Args:
         output_dir: folder of the run.
         seed: of the run.
         steps: optimizer steps.
+        ends: tokens that end an answer.
 
     Returns:
         The configuration.
@@ -128,6 +125,7 @@ def settings(output_dir: Path, seed: int, steps: int) -> GRPOConfig:
         num_generations=8,
         num_iterations=2,
         max_completion_length=ANSWER_TOKENS,
+        generation_kwargs={"eos_token_id": list(ends)},
         learning_rate=2e-4,
         lr_scheduler_type="linear",
         warmup_steps=5,
@@ -158,12 +156,13 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/smollm2"), help="where files go")
     given = parser.parse_args(arguments)
     started = time.perf_counter()
-    model, tokenizer = load(given.model)
+    model = given.model or str(unpack_model(Path("outputs/models/SmolLM2-135M-Instruct")))
+    tokenizer = AutoTokenizer.from_pretrained(model)
     train, held_out = datasets(given.judged)
     trainer = GRPOTrainer(
         model,
         exact,
-        args=settings(given.output_dir, given.seed, given.steps),
+        args=settings(given.output_dir, given.seed, given.steps, ends_of_answers(tokenizer)),
         train_dataset=train,
         eval_dataset=held_out,
         processing_class=tokenizer,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
+from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
 from examples.quickstart import Parts, WarmUp, make_tokenizer, run, small_settings, warm_up
 from examples.tasks import as_dataset, split, sums
@@ -88,7 +88,7 @@ def small_parts(output_dir: Path, seed: int, steps: int, warming: WarmUp) -> Par
 
 
 def named_parts(name: str, output_dir: Path, seed: int, steps: int) -> Parts:
-    """Loads a pretrained encoder-decoder, which needs no warm-up; sums of two terms.
+    """Names a pretrained encoder-decoder, which the trainer loads and which needs no warm-up; sums of two terms.
 
     Args:
         name: of the model on a hub, or its folder.
@@ -117,8 +117,7 @@ def named_parts(name: str, output_dir: Path, seed: int, steps: int) -> Parts:
         save_steps=steps,
         overwrite_output_dir=True,
     )
-    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
-    return Parts(model, tokenizer, train_set, held_out_set, config)
+    return Parts(name, AutoTokenizer.from_pretrained(name), train_set, held_out_set, config)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:

@@ -124,6 +124,14 @@ class RecordLog(Sequence[Record]):
         with self._lock:
             self._waiting[-1][0].update(values)
 
+    def clear(self) -> None:
+        """Begins anew, without a file; what was written stays where it is."""
+        with self._lock:
+            self.flush()
+            self._path, self._file, self._known = None, None, _Known()
+            self._offsets, self._recent = array("q"), deque(maxlen=RECENT)
+            self._waiting.clear()
+
     def open(self, path: Path, stamp: Mapping[str, Any], lineage: Lineage | None = None, step: int = 0) -> None:
         """Goes on in a file, after what stands there; records that no file holds yet move into it.
 

@@ -149,6 +149,18 @@ class RunSettings:
     model_init_kwargs: Settings = precision(
         None, 'Arguments of from_pretrained when the model is a name, such as {"dtype": "bfloat16"}.', tokens_only=True
     )
+    master_weights: str | None = precision(
+        None,
+        "Trained weights in bfloat16: true: the optimizer steps on float32 copies; 'stochastic_rounding': it steps in "
+        "float32, and sums are rounded at random; false: on the weights themselves, which rounds small updates away; "
+        "None: true where weights are in bfloat16 and optim names the optimizer.",
+        choices=("on", "off", "stochastic_rounding"),
+        spellings={
+            **dict.fromkeys((True, "true", "yes"), "on"),
+            **dict.fromkeys((False, "false", "no"), "off"),
+        },
+        resume="may change",
+    )
     trust_remote_code: bool = precision(
         False, "Whether models and tokenizers may run code that comes with them.", resume="may change"
     )

@@ -31,6 +31,7 @@ from memsafe_rl.preflight.fake.networks import fake_language_model, fake_reward_
 from memsafe_rl.preflight.fake.sharding import read_sharding
 from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.training.assembly.factory import Inputs, Machine
+from memsafe_rl.training.optim.half_weights import HalfWeights
 from memsafe_rl.types import Component, Phase
 from memsafe_rl.units import parse_bytes
 
@@ -162,17 +163,19 @@ def _simulating(device: str) -> Iterator[SimulatedMemory]:
 
 @contextmanager
 def _in_silence() -> Iterator[None]:
-    """Keeps failed allocations from being told: nobody's memory has run out, and the forecast itself says what came."""
-    told = logging.getLogger(Recovery.__module__)
+    """Keeps failed allocations from being told, and what the run will tell: the forecast itself says what came."""
+    silenced = [logging.getLogger(name) for name in (Recovery.__module__, HalfWeights.__module__)]
 
     def silent(_: logging.LogRecord) -> bool:
         return False
 
-    told.addFilter(silent)
+    for told in silenced:
+        told.addFilter(silent)
     try:
         yield
     finally:
-        told.removeFilter(silent)
+        for told in silenced:
+            told.removeFilter(silent)
 
 
 def _forecast_chains(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.data.prompts import Cursor, rows_of_step
-from memsafe_rl.errors import MemsafeError
+from memsafe_rl.errors import MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.planning.policies import check_packing
 from memsafe_rl.memory.runtime.holdings import watch_gradients
 from memsafe_rl.memory.runtime.stages import Stage
@@ -27,12 +28,16 @@ from memsafe_rl.training.metrics.step_metrics import (
     sample_weights,
     step_metrics,
 )
+from memsafe_rl.training.optim.half_weights import half_weights_for, half_weights_of, remedies_named
 from memsafe_rl.training.optim.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler, check_holds
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.scorer import Scorer
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.training.state import RunState
 from memsafe_rl.types import Component, Denominators, Phase, Trajectory, UpdatePlan, UpdateWork
+from memsafe_rl.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,8 +105,13 @@ class Learner:
 
     def make_state(self) -> None:
         """Makes the optimizer's state before anything else wants its bytes."""
-        with self._setup.memory.phase(Phase.OPTIMIZER):
-            self._repeat(Stage.PREPARE, self._setup.committed.make_state)
+        committer = self._setup.committed
+        with (
+            self._setup.memory.phase(Phase.OPTIMIZER),
+            remedies_named(committer.half.replaces_any, self._config.master_weights),
+        ):
+            self._repeat(Stage.PREPARE, committer.make_state)
+            _check_commit_fits(self._setup)
 
     # ------------------------------------------------------------------ before anything is cut
 
@@ -254,7 +264,7 @@ class Learner:
             return None
         if committer.learning_rate == 0 or not rounds_to_nearest(committer.optimizer):
             return None
-        return self._repeat(Stage.MEASURE, sample_weights, committer.parameters)
+        return self._repeat(Stage.MEASURE, sample_weights, committer.stepped)
 
     def _sync_reference(self, step: int) -> None:
         """Moves the reference towards the model every so often (Gorbatovski et al. 2024, TR-DPO, eq. 4)."""
@@ -271,7 +281,20 @@ def make_committer(setup: TrainingSetup, given: tuple[torch.optim.Optimizer | No
     optimizer, scheduler = given
     if optimizer is not None:
         check_holds(optimizer, {"model": setup.model, **setup.advantages.modules()})
-    optimizer = optimizer or repeat(Stage.PREPARE, build_optimizer, setup.trained, config)
+        if (
+            config.master_weights is None
+            and rounds_to_nearest(optimizer)
+            and half_weights_of(setup.trained, None, None)
+        ):
+            logger.warning(
+                "the %s in optimizers holds weights in half precision, which rounds small updates away, and keeps no "
+                "float32 copies: load the model in float32, or name an optimizer by optim for master_weights.",
+                type(optimizer).__name__,
+            )
+    replaced = half_weights_of(setup.trained, config.master_weights, optimizer)
+    with remedies_named(bool(replaced), config.master_weights):
+        half = repeat(Stage.PREPARE, half_weights_for, setup.trained, config, optimizer)
+    optimizer = optimizer or repeat(Stage.PREPARE, build_optimizer, setup.trained, config, half)
     scheduler = scheduler or build_scheduler(optimizer, config, max_steps)
     scaler = torch.amp.GradScaler(setup.adapter.device.type) if config.fp16 else None
     committer = Committer(
@@ -281,10 +304,32 @@ def make_committer(setup: TrainingSetup, given: tuple[torch.optim.Optimizer | No
         max_grad_norm=config.max_grad_norm,
         scaler=scaler,
         warmup_steps=config.get_warmup_steps(max_steps),
+        half=half,
     )
-    setup.holdings.optimizer = optimizer
+    setup.holdings.optimizer = committer.tensors
     committer.drop_gradients()
     return committer
+
+
+def _check_commit_fits(setup: TrainingSetup) -> None:
+    """Refuses, before anything is drawn, an optimizer that steps in float32 and has no room at any commit.
+
+    Weights, gradients and all that the optimizer holds are on the device then, whatever the plan.
+    """
+    committer, parallel = setup.committed, setup.parallel
+    if not committer.half.replaces_any:
+        return
+    held = setup.holdings.by_component()
+    held[Component.GRADIENTS] = sum(parameter.nbytes for parameter in committer.parameters)
+    held[Component.OPTIMIZER] += committer.half.scratch_bytes
+    needed = sum(parallel.local_bytes(component, size) for component, size in held.items())
+    if needed > setup.memory.budget_bytes:
+        parts = ", ".join(f"{component} {format_bytes(size)}" for component, size in held.items() if size)
+        raise MemoryBudgetError(
+            f"A step of the optimizer needs {format_bytes(needed)} ({parts}), and the budget is "
+            f"{format_bytes(setup.memory.budget_bytes)}.",
+            held_bytes={str(component): size for component, size in held.items()},
+        )
 
 
 def _counted_actions(trajectory: Trajectory) -> Sequence[int]:

@@ -195,7 +195,7 @@ class TrainingLoop:
             self.setup.advantages.end_rollout(used_up.metrics)
 
     def _kl_stops(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Gives the KL against the old model and its bound when the bound is passed, else nothing."""
+        """Gives the KL to the old model and its bound once the KL exceeds it; otherwise nothing."""
         rule = self.config.kl_stop_rule
         if rule is None:
             return {}

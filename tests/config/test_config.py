@@ -59,6 +59,7 @@ NEW = {
     "kl_stop",
     "max_episode_turns",
     "max_prompt_length",
+    "master_weights",
     "max_turn_length",
     "memory_budget",
     "interrupt_grace_seconds",

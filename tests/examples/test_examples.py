@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from examples import quickstart, small_device, smollm2_grpo, two_objectives
+from examples import quickstart, small_device, smollm2_grpo, t5_grpo, two_objectives
 from examples.tasks import exact, is_held_out, split, sums
+from memsafe_rl import GRPOTrainer
 
 ONE_DIGIT = {"terms": (3, 3), "digits": (1, 1), "count": 2_000}
 
@@ -95,6 +96,18 @@ def test_the_quickstart_leaves_what_it_promises_and_repeats(tmp_path: Path) -> N
     lines = [json.loads(line) for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()]
     assert any("reward" in line for line in lines)
     assert [line["step"] for line in lines if "eval_reward" in line] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("example", [quickstart, t5_grpo], ids=["quickstart", "t5"])
+def test_a_named_model_is_loaded_by_the_trainer_in_float32(example: Any, tmp_path: Path) -> None:
+    tokenizer = quickstart.make_tokenizer([item["question"] for item in sums(**ONE_DIGIT)])
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    example.make_model(tokenizer, seed=0).bfloat16().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    parts = example.named_parts(str(tmp_path), tmp_path / "run", 0, 1)
+    assert parts.model == str(tmp_path)
+    trainer = GRPOTrainer(parts.model, exact, args=parts.config, train_dataset=parts.train, eval_dataset=parts.held_out)
+    assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("main", [quickstart.main, smollm2_grpo.main], ids=["quickstart", "smollm2"])

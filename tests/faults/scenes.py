@@ -57,6 +57,7 @@ class Scene:
         dropout: rate of dropout in the update; 0 for none.
         settings: fields of `GRPOConfig` or `PPOConfig`.
         denoises: whether a diffusion policy is trained.
+        half: whether weights are held in bfloat16.
         critic: "trunk", "adapter", "model" or, of a denoiser, "states", what foresees rewards in PPO; None for GRPO.
     """
 
@@ -68,6 +69,7 @@ class Scene:
     settings: Mapping[str, Any] = field(default_factory=dict)
     critic: str | None = None
     denoises: bool = False
+    half: bool = False
 
     @property
     def burst(self) -> int:
@@ -172,6 +174,14 @@ SCENES = (
         HalvingPolicy(*_plans(8, 96)),
         settings={"objectives": TWO_OBJECTIVES, "gradient_merge": "pcgrad"},
     ),
+    Scene("bfloat16 with copies, on the host", FixedPolicy(*_plans(8, 64, park_optimizer=True)), half=True),
+    Scene(
+        "bfloat16 rounded at random, AdamW that allocates as it steps",
+        FixedPolicy(*_plans(8, 64)),
+        half=True,
+        settings={"optim": "adamw_torch", "master_weights": "stochastic_rounding"},
+    ),
+    Scene("bfloat16 with copies, PPO", FixedPolicy(*_plans(8, 64)), half=True, critic="model"),
 )
 
 
@@ -225,7 +235,7 @@ def build_model(scene: Scene) -> Any:
                 weight.mul_(2.0 if scene.encodes else 3.0)
     for layer in [] if scene.encodes else model.model.layers:
         layer.self_attn.attention_dropout = scene.dropout
-    return model
+    return model.bfloat16() if scene.half else model
 
 
 def make_trainer(

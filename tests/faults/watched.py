@@ -139,7 +139,8 @@ class Watched:
     def run(self) -> RunRecord:
         """Trains from start to end and notes what the run did; a fault may have been chosen before."""
         self.put_back()
-        allocations, events = self.device.allocations, len(self.trainer.memory_events)
+        self.trainer.memory_events.clear()
+        allocations = self.device.allocations
         self.trainer.train()
         allocations = self.device.allocations - allocations
         return RunRecord(
@@ -147,7 +148,7 @@ class Watched:
             weights=self.weights(),
             live_bytes=list(self.ends.live_bytes),
             reward_calls=list(self.reward.calls),
-            events=self.trainer.memory_events[events:],
+            events=list(self.trainer.memory_events),
             allocations=allocations,
             steps=self.trainer.state.global_step,
         )

@@ -208,6 +208,21 @@ def test_a_run_that_cannot_fit_is_refused_before_its_weights_are_loaded(
         trainer_for(folder, memory_budget=3 * 2**20)
 
 
+def test_a_budget_without_room_for_float32_copies_is_refused_with_remedies(folder: Path) -> None:
+    half = {"model_init_kwargs": {"dtype": "bfloat16"}}
+    budgets = {
+        choice: forecast_memory(str(folder), config_for(folder, **half, master_weights=choice), device_bytes=ROOM)
+        for choice in (None, "stochastic_rounding", False)
+    }
+    peaks = {choice: forecast.peak_bytes for choice, forecast in budgets.items()}
+    assert peaks[False] < peaks["stochastic_rounding"] < peaks[None]
+    short = budgets[None].job.optimizer_bytes
+    tight = forecast_memory(str(folder), config_for(folder, **half), device_bytes=short)
+    assert tight.refusal is not None
+    for words in ("peft_config", "master_weights='stochastic_rounding'", "adamw_bnb_8bit", "master_weights=False"):
+        assert words in tight.refusal
+
+
 def test_a_model_object_that_does_not_fit_is_named_with_its_size() -> None:
     network = tiny_model("qwen3", vocab_size=4000, layers=4, hidden=128)
     told = r"The weights of the Qwen3ForCausalLM that was given are 3\.83 MiB\. Loading the model does not fit"

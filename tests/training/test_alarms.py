@@ -119,7 +119,9 @@ def test_the_slowest_judge_is_named() -> None:
 
 def bfloat16_trainer(tmp_path: Path, rate: float, **settings: Any) -> Any:
     model = settings.pop("model", None) or tiny_model(dtype=torch.bfloat16, scale=1.0)
-    return make_trainer(tmp_path, model=model, learning_rate=rate, **{"max_steps": 4, **settings})
+    return make_trainer(
+        tmp_path, model=model, learning_rate=rate, **{"max_steps": 4, "master_weights": False, **settings}
+    )
 
 
 def lost(trainer: Any) -> list[dict[str, Any]]:

@@ -26,7 +26,8 @@ class Holdings:
 
     device: torch.device  # where the model computes
     networks: tuple[nn.Module, ...] = ()  # the model, and every network beside it
-    optimizer: torch.optim.Optimizer | None = None  # None before training begins
+    # gives what is held to move the weights; None before training begins
+    optimizer: Callable[[], list[Tensor]] | None = None
     trajectory: Callable[[], list[Tensor]] = _nothing  # gives the tensors of the stored rollout
     optimizer_parts: int = 1  # ranks that share the optimizer's state
 
@@ -37,23 +38,23 @@ class Holdings:
         return held_by(
             self.device,
             weights=list(weights_of(*self.networks)),
-            optimizer=self.optimizer,
+            optimizer=self._optimizer_tensors(),
             trajectory=self.trajectory(),
         )
 
     def optimizer_bytes(self) -> tuple[int, int]:
         """Counts the bytes of the optimizer's state, and of it those offloaded to host memory."""
-        if self.optimizer is None:
-            return 0, 0
-        held = optimizer_tensors(self.optimizer)
+        held = self._optimizer_tensors()
         offloaded = [tensor for tensor in held if is_on_host(tensor) or tensor.device != self.device]
         parts = self.optimizer_parts
         return sum(tensor.nbytes for tensor in held) // parts, sum(tensor.nbytes for tensor in offloaded) // parts
 
     def tensors(self) -> list[Tensor]:
         """Gives the tensors that may outlive a step."""
-        state = [] if self.optimizer is None else optimizer_tensors(self.optimizer)
-        return [*weights_of(*self.networks), *state, *self.trajectory()]
+        return [*weights_of(*self.networks), *self._optimizer_tensors(), *self.trajectory()]
+
+    def _optimizer_tensors(self) -> list[Tensor]:
+        return [] if self.optimizer is None else self.optimizer()
 
 
 # ------------------------------------------------------------------ who owns what
@@ -92,7 +93,7 @@ def held_by(
     device: torch.device | str,
     *,
     weights: Iterable[Tensor],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Iterable[Tensor] = (),
     trajectory: Iterable[Tensor] = (),
 ) -> dict[Component, int]:
     """Counts the bytes that known owners hold on a device; works on any device, simulated or not.
@@ -104,7 +105,7 @@ def held_by(
     owned: dict[Component, Iterable[Tensor]] = {
         Component.WEIGHTS: tensors,
         Component.GRADIENTS: [tensor.grad for tensor in tensors if tensor.grad is not None],
-        Component.OPTIMIZER: () if optimizer is None else optimizer_tensors(optimizer),
+        Component.OPTIMIZER: optimizer,
         Component.TRAJECTORY: trajectory,
     }
     place, seen = torch.device(device), set[int]()

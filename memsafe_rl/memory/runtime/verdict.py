@@ -23,7 +23,8 @@ _DOING = {
 
 _REMEDIES = {
     Component.WEIGHTS: "quantise the base model (quantization_config with peft_config), load it in bfloat16 "
-    "(model_init_kwargs={'dtype': 'bfloat16'}), or take a smaller one",
+    "(model_init_kwargs={'dtype': 'bfloat16'}; to train all of it, with master_weights='stochastic_rounding'), or "
+    "take a smaller one",
     Component.GRADIENTS: "train an adapter (peft_config=LoraConfig(...)) instead of all weights",
     Component.OPTIMIZER: "train an adapter (peft_config=LoraConfig(...)) or use an optimizer with less state "
     "(optim='adamw_bnb_8bit', 'adafactor' or 'sgd')",

@@ -336,9 +336,9 @@ def _refuse_half_weights(model: Any) -> None:
     name = next((name for name, w in model.named_parameters() if w.requires_grad and w.dtype == torch.float16), None)
     if name is not None:
         raise ConfigError(
-            f"{name} is to be trained in float16, in which updates vanish or overflow. Load the model in float32 "
+            f"{name} is to be trained in float16, in which gradients vanish or overflow. Load the model in float32 "
             "(model.float(), or model_init_kwargs={'dtype': 'float32'}) and set fp16=True or bf16=True for the forward "
-            "passes, or train an adapter (peft_config)."
+            "passes, load it in bfloat16 (master_weights then keeps updates), or train an adapter (peft_config)."
         )
 
 

@@ -168,9 +168,9 @@ def _lost_updates(share: float, rate: float, limit: float) -> _Reading:
     sentence = (
         f"{share:.1%} of the trained bfloat16 weights that have a gradient were not moved by the step (alarm from "
         f"{limit:.1%}, a small sample): at a learning rate of {rate:.3g} their updates are smaller than the rounding "
-        "of bfloat16, so that nothing of them is left, however many steps follow. Keep trained weights in float32, "
-        "with bf16=True for the forward passes (model_init_kwargs={'dtype': 'float32'}, or model.float() where a model "
-        "is passed), or train an adapter (peft_config)."
+        "of bfloat16, so that nothing of them is left, however many steps follow. Set master_weights=True (float32 "
+        "copies) or 'stochastic_rounding', with an optimizer named by optim; or keep trained weights in float32, with "
+        "bf16=True for the forward passes; or train an adapter (peft_config)."
     )
     return _Reading(share >= limit, share, limit, sentence)
 

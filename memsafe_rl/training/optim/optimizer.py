@@ -14,6 +14,8 @@ from transformers import Trainer, get_scheduler
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.memory.runtime.holdings import optimizer_tensors
+from memsafe_rl.training.optim.half_weights import ClipFactors, HalfWeights
 from memsafe_rl.training.optim.snapshot import Snapshot
 from memsafe_rl.training.optim.state import (
     OptimizerOffload,
@@ -68,10 +70,11 @@ def check_holds(optimizer: torch.optim.Optimizer, networks: Mapping[str, nn.Modu
 _WHERE = {"model": "model", "critic": "critic.beside"}
 
 
-def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: Any, half: HalfWeights | None = None) -> torch.optim.Optimizer:
     """Makes the optimizer that `optim` names, with weight decay on everything but biases and norms."""
+    half = half or HalfWeights(trained_parameters(model))
     decayed = set(Trainer.get_decay_parameter_names(None, model))
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [(name, half.stepped(weight)) for name, weight in model.named_parameters() if weight.requires_grad]
     groups = [
         {"params": [p for name, p in trained if name in decayed], "weight_decay": config.weight_decay},
         {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
@@ -126,12 +129,15 @@ class Committer:
         max_grad_norm: float,
         scaler: torch.amp.GradScaler | None,
         warmup_steps: int = 0,
+        half: HalfWeights | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.warmup_steps = warmup_steps
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._parameters = trained_parameters(model)
+        self.half = half or HalfWeights(self._parameters)
+        self._stepped = [self.half.stepped(parameter) for parameter in self._parameters]
         self._max_grad_norm = max_grad_norm
         self._unscaled = 0
         self._clipped = 0
@@ -146,6 +152,15 @@ class Committer:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that are trained."""
         return self._parameters
+
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        """What the optimizer steps on: the trained parameters, or what stands for them in float32."""
+        return self._stepped
+
+    def tensors(self) -> list[Tensor]:
+        """Gives all that is held between steps to move the weights."""
+        return [*optimizer_tensors(self.optimizer), *self.half.tensors()]
 
     @property
     def learning_rate(self) -> float:
@@ -166,14 +181,16 @@ class Committer:
         Other optimizers make theirs in their first step, as ever.
         """
         with charge(Component.OPTIMIZER):
-            make_missing_state(self.optimizer, self._parameters)
+            make_missing_state(self.optimizer, self._stepped)
 
     def park(self) -> None:
         """Moves the optimizer's state to host memory; may be repeated."""
         self._parking.park()
+        self.half.park()
 
     def unpark(self) -> None:
         """Moves optimizer state that `park` sent to the host back to its device; may be repeated."""
+        self.half.unpark()
         self._parking.unpark()
 
     def drop_gradients(self) -> None:
@@ -183,6 +200,7 @@ class Committer:
         grouped = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
         for parameter in (*self._parameters, *grouped):
             parameter.grad = None
+        self.half.close()
         self._unscaled = self._clipped = 0
         self._measured = self._snapshot = None
         self._moving = False
@@ -207,7 +225,7 @@ class Committer:
         gradients = self._gradients
         norm = torch.nn.utils.get_total_norm(gradients)
         self._measured = _Measured(
-            clip_factors=_clip_factors(gradients, norm, self._max_grad_norm),
+            clip_factors=_clip_factors([*gradients, *self._stepped], norm, self._max_grad_norm),
             one=torch.ones(()),
             scale=scale,
             overflowed=bool(scale) and _overflowed(gradients, norm),
@@ -215,12 +233,15 @@ class Committer:
         return norm
 
     def prepare_commit(self) -> None:
-        """Copies to the host what the step may move, unless the step allocates nothing; may be repeated.
+        """Takes what the step needs, and copies to the host what it may move unless it allocates nothing from then on.
 
-        Brings parked state back first.
+        Brings parked state back first. May be repeated.
         """
         self.unpark()
-        if not self._checked().overflowed and not steps_without_allocating(self.optimizer, self._parameters):
+        if self._checked().overflowed:
+            return
+        self.half.open()
+        if not steps_without_allocating(self.optimizer, self._stepped):
             self._snapshot = Snapshot(self.optimizer, self.scheduler, self._parameters, clipped=self._clipped)
 
     def commit(self) -> None:
@@ -233,11 +254,13 @@ class Committer:
             self._clip(measured.clip_factors)
             self._moving = True
             with ready_scalars(self._parameters, measured.one):
-                self.optimizer.step()
+                self.half.step(self.optimizer, measured.clip_factors)
             self.scheduler.step()
         if self.scaler is not None:
             self.scaler.load_state_dict(next_scale(measured.scale, overflowed=measured.overflowed))
         self._moving = False
+        if not measured.overflowed:
+            self.half.committed()
         self.drop_gradients()
 
     def roll_back(self) -> None:
@@ -254,16 +277,21 @@ class Committer:
                 "train(resume_from_checkpoint=True)."
             )
         self._snapshot.restore()
+        self.half.undone()
         self._clipped = self._snapshot.clipped if self._snapshot.holds_gradients else self._clipped
         self._moving = False
 
     def state_dict(self) -> dict[str, Any]:
         """Gives the state of optimizer, schedule and scale."""
         state = {"optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict()}
+        state |= self.half.state_dict()
         return state if self.scaler is None else {**state, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave; the state before goes first, to make room. May be repeated."""
+        """Restores what `state_dict` gave; the state before goes first, to make room. May be repeated.
+
+        The weights are what they were by then.
+        """
         self._parking.forget()
         self.optimizer.state.clear()
         try:
@@ -273,6 +301,7 @@ class Committer:
                 f"the checkpoint holds the state of another optimizer than this {type(self.optimizer).__name__} "
                 f"({error}). Resume with the model and the optimizer it was written with."
             ) from error
+        self.half.load_state_dict(state)
         self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
@@ -305,11 +334,11 @@ class Committer:
             self._unscaled += 1
         return scale
 
-    def _clip(self, factors: Mapping[tuple[torch.device, torch.dtype], Tensor]) -> None:
-        """Multiplies each gradient by its factor once."""
+    def _clip(self, factors: ClipFactors) -> None:
+        """Multiplies each gradient that is stepped by directly by its factor once."""
         if not factors:
             return
-        for gradient in self._gradients[self._clipped :]:
+        for gradient in [weight.grad for weight in self.half.plain if weight.grad is not None][self._clipped :]:
             gradient.mul_(factors[gradient.device, gradient.dtype])
             self._clipped += 1
 
@@ -318,7 +347,7 @@ class Committer:
 class _Measured:
     """What is known of the gradients when the commit begins."""
 
-    clip_factors: Mapping[tuple[torch.device, torch.dtype], Tensor]  # scalar by device and dtype; empty for no clipping
+    clip_factors: ClipFactors  # scalar by device and dtype; empty for no clipping
     one: Tensor  # scalar float32 on the CPU, 1
     scale: Mapping[str, Any]  # state of the loss scaler, on the host; empty without one
     overflowed: bool  # whether an fp16 gradient is infinite or NaN
@@ -368,14 +397,12 @@ def _refuse_half_weights(model: nn.Module) -> None:
         )
 
 
-def _clip_factors(
-    gradients: Sequence[Tensor], norm: Tensor, max_norm: float
-) -> dict[tuple[torch.device, torch.dtype], Tensor]:
-    """Gives min(1, max_norm / norm) by device and dtype of the gradients, as PyTorch's clipping has it."""
+def _clip_factors(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> ClipFactors:
+    """Gives min(1, max_norm / norm) by device and dtype of what is clipped, as PyTorch's clipping has it."""
     if max_norm <= 0:
         return {}
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
+    kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
     return {(device, dtype): factor.to(device, dtype) for device, dtype in kinds}
 
 

@@ -308,7 +308,7 @@ def test_the_two_counters_agree_on_what_a_training_step_holds(checkpointed: bool
                 held_by(
                     "cpu",
                     weights=weights_of(run.model),
-                    optimizer=run.optimizer,
+                    optimizer=optimizer_tensors(run.optimizer),
                     trajectory=[*stored, run.trajectory.advantages],
                 )
             )
@@ -402,14 +402,19 @@ def test_owners_by_hand() -> None:
         layer = nn.Linear(16, 8)
         layer.register_buffer("tied", layer.weight.detach())
         optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)
-        held = held_by("cpu", weights=weights_of(layer), optimizer=optimizer)
+        held = held_by("cpu", weights=weights_of(layer), optimizer=optimizer_tensors(optimizer))
         assert list(held.values()) == [4 * (16 * 8 + 8), 0, 0, 0]
         layer(torch.ones(1, 16)).sum().backward()
         optimizer.step()
         with host_memory():
             parked = torch.ones(100)
         rows = torch.ones(10)
-        held = held_by("cpu", weights=weights_of(layer), optimizer=optimizer, trajectory=[rows, rows[2:], parked])
+        held = held_by(
+            "cpu",
+            weights=weights_of(layer),
+            optimizer=optimizer_tensors(optimizer),
+            trajectory=[rows, rows[2:], parked],
+        )
         size = 4 * (16 * 8 + 8)
         assert held == {
             Component.WEIGHTS: size,
@@ -417,7 +422,7 @@ def test_owners_by_hand() -> None:
             Component.OPTIMIZER: size,
             Component.TRAJECTORY: 40,
         }
-        assert set(held_by("cuda", weights=weights_of(layer), optimizer=optimizer).values()) == {0}
+        assert set(held_by("cuda", weights=weights_of(layer), optimizer=optimizer_tensors(optimizer)).values()) == {0}
         assert len(optimizer_tensors(optimizer)) == 2
 
 

@@ -1,0 +1,516 @@
+"""What an optimizer steps on where weights are held in half precision, so that rounding swallows no small update.
+
+bfloat16 has 8 significant bits: an update below 1/512 of a weight is lost when the sum is rounded to nearest, in every
+step anew. So the optimizer holds float32 numbers in the weights' place: either copies that last (mixed-precision
+training, Micikevicius et al. 2018, section 3.1), or a copy made for the step alone, which is then rounded up or down at
+random, so that the mean is exact (Zamirai et al. 2020, arXiv 2010.06192, section 4).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from memsafe_rl.accounting import charge
+from memsafe_rl.config.settings import OPTIMIZERS
+from memsafe_rl.errors import ConfigError, MemoryBudgetError
+from memsafe_rl.memory.runtime.host_memory import to_device, to_host
+from memsafe_rl.types import Component
+from memsafe_rl.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+ClipFactors = Mapping[tuple[torch.device, torch.dtype], Tensor]
+"""Scalars that clip a gradient, by its device and type; empty for no clipping."""
+
+STOCHASTIC = "stochastic_rounding"
+
+HALF = (torch.bfloat16, torch.float16)
+
+_ALIGNMENT = 64
+"""Elements; where a tensor may begin in a buffer, so that vectorised kernels cut it as they cut a tensor of its own."""
+
+_MOST_NOISE = 2**20
+"""Random numbers drawn at once."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tensors are stepped together, and where they lie in a buffer that is used again by each chunk."""
+
+    chunks: tuple[range, ...]  # tensors of each chunk, by place
+    offsets: tuple[int, ...]  # where each tensor begins, in elements
+    elements: int  # of the buffer: as many as the largest tensor has
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Layout:
+        """Fills chunks in order, each as far as the largest tensor reaches."""
+        room = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        most, starts, offsets, used = max(room, default=0), [0], list[int](), 0
+        for place, size in enumerate(room):
+            if used + size > most:
+                starts.append(place)
+                used = 0
+            offsets.append(used)
+            used += size
+        chunks = zip(starts, [*starts[1:], len(room)], strict=True) if room else ()
+        return cls(tuple(range(start, stop) for start, stop in chunks), tuple(offsets), most)
+
+    def views(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Cuts a buffer into the tensors' shapes; those of different chunks overlap."""
+        return [
+            buffer[start : start + tensor.numel()].view(tensor.shape)
+            for start, tensor in zip(self.offsets, tensors, strict=True)
+        ]
+
+
+class WideWeights(Protocol):
+    """Float32 tensors that stand for half-precision weights in an optimizer.
+
+    Attributes:
+        parameters: what the optimizer holds, one for each weight.
+        scratch_bytes: bytes per element of the largest chunk that a step takes besides.
+    """
+
+    parameters: list[nn.Parameter]
+    scratch_bytes: int
+
+    def open(self, layout: Layout) -> None:
+        """Takes what a step needs besides; may be repeated.
+
+        Args:
+            layout: how the weights are stepped.
+        """
+
+    def load(self, chunk: range) -> None:
+        """Has the parameters of a chunk hold the weights' numbers; allocates nothing.
+
+        Args:
+            chunk: places of its weights.
+        """
+
+    def write(self, chunk: range) -> None:
+        """Rounds the parameters of a chunk into the weights; allocates nothing.
+
+        Args:
+            chunk: places of its weights.
+        """
+
+    def committed(self) -> None:
+        """Notes that a step is done."""
+
+    def undone(self) -> None:
+        """Notes that weights and parameters were put back as they were before a step."""
+
+    def close(self) -> None:
+        """Gives back what `open` took; may be repeated."""
+
+    def park(self) -> None:
+        """Moves to host memory what lasts between steps; may be repeated."""
+
+    def unpark(self) -> None:
+        """Moves it back; may be repeated."""
+
+    def tensors(self) -> list[Tensor]:
+        """Gives what is held now.
+
+        Returns:
+            Tensors on the device, or on the host where they are parked.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives what a checkpoint needs.
+
+        Returns:
+            Plain values and tensors.
+        """
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` gave, once the weights are what they were; may be repeated.
+
+        Args:
+            state: of these weights, or empty where a checkpoint has none.
+        """
+
+
+class MasterCopies:
+    """Float32 copies that last; a weight is its copy, rounded to nearest."""
+
+    scratch_bytes = 4  # the gradient
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self._weights = list(weights)
+        with charge(Component.OPTIMIZER):
+            self.parameters = [nn.Parameter(_widened(weight)) for weight in weights]
+        self._parked: list[tuple[nn.Parameter, torch.device]] = []
+        self._versions = [weight._version for weight in weights]
+
+    def open(self, layout: Layout) -> None:  # noqa: ARG002
+        """Takes over the weights that somebody wrote to since the last step; see `WideWeights.open`."""
+        written = [place for place, weight in enumerate(self._weights) if weight._version != self._versions[place]]
+        if written and self._take_over(written):
+            logger.warning("weights were written to between two steps; their float32 copies are made of them anew.")
+        self.committed()
+
+    def load(self, chunk: range) -> None:
+        """Does nothing: the copies are there."""
+
+    @torch.no_grad()
+    def write(self, chunk: range) -> None:
+        """Rounds copies to nearest; see `WideWeights.write`."""
+        torch._foreach_copy_([self._weights[place] for place in chunk], [self.parameters[place] for place in chunk])
+
+    def committed(self) -> None:
+        """Notes the weights as those that the copies give."""
+        self._versions = [weight._version for weight in self._weights]
+
+    def undone(self) -> None:
+        """Notes the weights as those that the copies give."""
+        self.committed()
+
+    def close(self) -> None:
+        """Does nothing: the copies last."""
+
+    def park(self) -> None:
+        """Moves the copies to the host; see `WideWeights.park`."""
+        for parameter in self.parameters[len(self._parked) :]:
+            device, parameter.data = parameter.device, to_host(parameter.data)
+            self._parked.append((parameter, device))
+
+    def unpark(self) -> None:
+        """Moves the copies back; see `WideWeights.unpark`."""
+        with charge(Component.OPTIMIZER):
+            while self._parked:
+                parameter, device = self._parked[-1]
+                parameter.data = to_device(parameter.data, device)
+                self._parked.pop()
+
+    def tensors(self) -> list[Tensor]:
+        """Gives the copies."""
+        return list(self.parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives the copies, bit for bit."""
+        return {"copies": [parameter.detach() for parameter in self.parameters]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes saved copies, or makes them of the weights where a checkpoint has none; see `WideWeights`."""
+        self.unpark()
+        for parameter, saved in zip(self.parameters, state.get("copies", self._weights), strict=True):
+            parameter.copy_(saved)
+        if "copies" not in state:
+            logger.warning("the checkpoint has no float32 copies of the weights; they are made of its rounded weights.")
+        elif self._take_over(range(len(self._weights))):
+            logger.warning("the checkpoint's weights are not its float32 copies, rounded; the weights are used.")
+        self.committed()
+
+    @torch.no_grad()
+    def _take_over(self, places: Iterable[int]) -> int:
+        """Copies those weights that are not what their copies give, and counts them."""
+        count = 0
+        for weight, parameter in ((self._weights[place], self.parameters[place]) for place in places):
+            if not torch.equal(parameter.to(weight.dtype), weight):
+                parameter.copy_(weight)
+                count += 1
+        return count
+
+
+class StochasticRounding:
+    """Copies that last for a step; a sum is rounded up or down at random, with the odds of how near either is.
+
+    The low 16 bits of a float32 are what bfloat16 drops. A random number of 16 bits is added to them, and then they are
+    cut off: the carry rounds up as often as the low bits are far from zero, so the mean is exact, and a number that
+    bfloat16 has stays what it is. The numbers depend on seed, step and tensor alone: a repeated step, a resumed run and
+    every rank draw the same, and no other random stream moves.
+    """
+
+    scratch_bytes = 8  # the gradient and the weight; the random numbers are few
+
+    def __init__(self, weights: Sequence[nn.Parameter], seed: int) -> None:
+        self._weights, self._seed, self._steps = list(weights), seed, 0
+        device = weights[0].device
+        self._generator = torch.Generator(device)
+        # Between steps a parameter has its shape, for who makes state by it, and no bytes.
+        self._nothing = torch.zeros((), dtype=torch.float32, device=device)
+        self._kept_bits = torch.full((), -(2**16), dtype=torch.int32, device=device)
+        self.parameters = [nn.Parameter(self._rest(weight), requires_grad=False) for weight in weights]
+        self._buffers: list[Tensor] = []
+
+    def open(self, layout: Layout) -> None:
+        """Makes room for a chunk and for random numbers; see `WideWeights.open`."""
+        device = self._nothing.device
+        numbers = torch.empty(layout.elements, dtype=torch.float32, device=device)
+        noise = torch.empty(min(layout.elements, _MOST_NOISE), dtype=torch.int32, device=device)
+        self._buffers = [numbers, noise]
+        for parameter, view in zip(self.parameters, layout.views(numbers, self.parameters), strict=True):
+            parameter.data = view
+
+    @torch.no_grad()
+    def load(self, chunk: range) -> None:
+        """Copies weights, which float32 holds exactly; see `WideWeights.load`."""
+        torch._foreach_copy_([self.parameters[place] for place in chunk], [self._weights[place] for place in chunk])
+
+    @torch.no_grad()
+    def write(self, chunk: range) -> None:
+        """Rounds at random; see `WideWeights.write`."""
+        noise = self._buffers[1]
+        for place in chunk:
+            self._generator.manual_seed(_seed_of(self._seed, self._steps, place))
+            for bits in torch.split(self.parameters[place].data.view(-1).view(torch.int32), len(noise)):
+                bits.add_(noise[: len(bits)].random_(0, 2**16, generator=self._generator))
+                bits.bitwise_and_(self._kept_bits)
+        torch._foreach_copy_([self._weights[place] for place in chunk], [self.parameters[place] for place in chunk])
+
+    def committed(self) -> None:
+        """Counts the step."""
+        self._steps += 1
+
+    def undone(self) -> None:
+        """Does nothing: the step was not counted."""
+
+    def close(self) -> None:
+        """Gives the buffers back."""
+        if self._buffers:
+            for parameter, weight in zip(self.parameters, self._weights, strict=True):
+                parameter.data = self._rest(weight)
+            self._buffers = []
+
+    def park(self) -> None:
+        """Does nothing: nothing lasts."""
+
+    def unpark(self) -> None:
+        """Does nothing: nothing was moved."""
+
+    def tensors(self) -> list[Tensor]:
+        """Gives the buffers of a step under way."""
+        return list(self._buffers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives the number of steps, which the random numbers follow from."""
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on at a step; see `WideWeights.load_state_dict`."""
+        self._steps = int(state.get("steps", 0))
+
+    def _rest(self, weight: Tensor) -> Tensor:
+        return self._nothing.expand(weight.shape)
+
+
+class HalfWeights:
+    """Steps an optimizer, on float32 numbers where weights are held in half precision and such were asked for.
+
+    Gradients stay in the weights' type until the step, in which those of one chunk at a time are widened and clipped
+    in float32. What a step takes besides is a buffer of the largest tensor, from `open` to `close`.
+
+    Args:
+        trained: all that is trained.
+        half: those of them that are stepped on by stand-ins; none for an optimizer that steps on all weights directly.
+        wide: their stand-ins.
+    """
+
+    def __init__(
+        self,
+        trained: Sequence[nn.Parameter],
+        half: Sequence[nn.Parameter] = (),
+        wide: WideWeights | None = None,
+    ) -> None:
+        self._wide = wide or MasterCopies(half)
+        self._half = list(half)
+        self._stand_ins = {id(weight): other for weight, other in zip(half, self._wide.parameters, strict=True)}
+        self.plain = [weight for weight in trained if id(weight) not in self._stand_ins]  # stepped on directly
+        self._layout = Layout.of([weight.numel() for weight in half])
+        self._buffer: Tensor | None = None
+
+    @property
+    def replaces_any(self) -> bool:
+        """Whether the optimizer holds other parameters than the model."""
+        return bool(self._half)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes that a step takes besides, but for a few."""
+        return self._layout.elements * self._wide.scratch_bytes
+
+    def stepped(self, weight: nn.Parameter) -> nn.Parameter:
+        """Gives what the optimizer holds for a weight."""
+        return self._stand_ins.get(id(weight), weight)
+
+    def open(self) -> None:
+        """Takes what a step needs besides, so that the step itself allocates nothing; may be repeated."""
+        if self._half:
+            with charge(Component.OPTIMIZER):
+                device = self._half[0].device
+                self._buffer = torch.empty(self._layout.elements, dtype=torch.float32, device=device)
+                self._wide.open(self._layout)
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, factors: Mapping[tuple[torch.device, torch.dtype], Tensor]
+    ) -> None:
+        """Moves all weights by their gradients, which are clipped already where a weight has no stand-in.
+
+        Args:
+            optimizer: holds what `stepped` gives; its steps on some parameters must not depend on the others.
+            factors: scalars that clip, by device and type; empty for no clipping.
+        """
+        if self.plain or not self._half:
+            optimizer.step()
+        if not self._half:
+            return
+        if self._buffer is None:
+            raise AssertionError("nothing was opened for the step")
+        for weight in self.plain:
+            weight.grad = None  # stepped on already
+        factor = factors.get((self._buffer.device, torch.float32))
+        gradients = self._layout.views(self._buffer, self._half)
+        for chunk in self._layout.chunks:
+            self._wide.load(chunk)
+            for place in chunk:
+                gradients[place].copy_(_gradient(self._half[place]))
+                if factor is not None:
+                    gradients[place].mul_(factor)
+                self._wide.parameters[place].grad = gradients[place]
+            optimizer.step()
+            for place in chunk:
+                self._wide.parameters[place].grad = None
+            self._wide.write(chunk)
+
+    def committed(self) -> None:
+        """Notes that a step is done, with all that belongs to it."""
+        self._wide.committed()
+
+    def undone(self) -> None:
+        """Notes that a step was undone, in whichever chunk it broke off."""
+        for parameter in self._wide.parameters:
+            parameter.grad = None
+        self._wide.undone()
+
+    def close(self) -> None:
+        """Gives back what `open` took; may be repeated."""
+        self._buffer = None
+        self._wide.close()
+
+    def park(self) -> None:
+        """Moves what lasts between steps to host memory; may be repeated."""
+        self._wide.park()
+
+    def unpark(self) -> None:
+        """Moves it back; may be repeated."""
+        self._wide.unpark()
+
+    def tensors(self) -> list[Tensor]:
+        """Gives what is held for the stand-ins now."""
+        return [*self._wide.tensors(), *([] if self._buffer is None else [self._buffer])]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives an entry for checkpoints; none where every weight is stepped on directly."""
+        return {"master_weights": self._wide.state_dict()} if self._half else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` gave, once the weights are what they were; may be repeated."""
+        if self._half:
+            self._wide.load_state_dict(state.get("master_weights", {}))
+
+
+def half_weights_of(model: nn.Module, choice: str | None, given: torch.optim.Optimizer | None) -> list[nn.Parameter]:
+    """Lists the trained weights that `master_weights` has an optimizer step on in float32.
+
+    Args:
+        model: all that is trained.
+        choice: the setting.
+        given: the user's own optimizer, which holds the weights already; None for the one that is named.
+
+    Returns:
+        Weights in half precision, unless the user's optimizer or the setting has them stepped on directly.
+    """
+    if given is not None or choice == "off":
+        return []
+    return [weight for weight in model.parameters() if weight.requires_grad and weight.dtype in HALF]
+
+
+def half_weights_for(model: nn.Module, config: Any, given: torch.optim.Optimizer | None) -> HalfWeights:
+    """Decides, as `master_weights` says, what an optimizer steps on.
+
+    Args:
+        model: all that is trained.
+        config: the run's settings.
+        given: the user's own optimizer, which holds the weights already; None for the one that is named.
+
+    Returns:
+        What is stepped on; of float32 weights and of an optimizer of the user's, the weights themselves.
+
+    Raises:
+        ConfigError: an optimizer cannot be stepped so.
+    """
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    choice, optim = config.master_weights, str(getattr(config.optim, "value", config.optim))
+    if given is not None and choice in ("on", STOCHASTIC) and half_weights_of(model, choice, None):
+        raise ConfigError(
+            f"master_weights is {choice!r} with a {type(given).__name__} in optimizers, which holds the weights "
+            "themselves. Name an optimizer by optim instead, or load the model in float32."
+        )
+    half = half_weights_of(model, choice, given)
+    if not half:
+        return HalfWeights(trained)
+    if choice == STOCHASTIC:
+        if OPTIMIZERS.get(optim) == "torchao":
+            raise ConfigError(
+                f"master_weights is {choice!r} with optim {optim!r}, whose step is compiled for its own tensors. Set "
+                "optim to 'adamw_torch_fused' or 'adamw_bnb_8bit', or master_weights=True."
+            )
+        return HalfWeights(trained, half, StochasticRounding(half, config.seed))
+    made = HalfWeights(trained, half, MasterCopies(half))
+    if choice is None:
+        logger.warning("%s", _decided(half))
+    return made
+
+
+def _decided(half: Sequence[nn.Parameter]) -> str:
+    size, kind = format_bytes(4 * sum(weight.numel() for weight in half)), str(half[0].dtype).removeprefix("torch.")
+    return (
+        f"{len(half)} trained weights are held in {kind}, which rounds small updates away: the optimizer steps on "
+        f"float32 copies of them, {size} more (master_weights=True). master_weights='stochastic_rounding' does without "
+        "the copies, False without either."
+    )
+
+
+@contextmanager
+def remedies_named(stepped_in_float32: bool, choice: str | None) -> Iterator[None]:
+    """Adds to a `MemoryBudgetError` what makes room for an optimizer that steps in float32."""
+    try:
+        yield
+    except MemoryBudgetError as error:
+        if not stepped_in_float32:
+            raise
+        leaner = "" if choice == STOCHASTIC else "set master_weights='stochastic_rounding' (no copies), "
+        raise MemoryBudgetError(
+            f"{error} The trained weights are in half precision, and their optimizer steps in float32 "
+            f"(master_weights): train an adapter (peft_config), {leaner}name an optimizer with less state "
+            "(optim='adamw_bnb_8bit'), or set master_weights=False, under which small updates are rounded away (alarm "
+            "lost_updates).",
+            failure=error.failure,
+            held_bytes=error.held_bytes,
+        ) from None
+
+
+def _gradient(weight: nn.Parameter) -> Tensor:
+    if weight.grad is None:
+        raise AssertionError("every trained weight has a gradient when it is stepped on")
+    return weight.grad
+
+
+def _widened(weight: Tensor) -> Tensor:
+    """Gives a float32 copy in rows, as the gradients that are stepped by lie in rows."""
+    return weight.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def _seed_of(*numbers: int) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big")
