@@ -74,10 +74,12 @@ class Timed:
     Args:
         seconds: of each run.
         stalls: seconds of each save that was not the run's last.
+        stall_cpu: processor seconds of the training thread in them, which other work on the machine does not stretch.
     """
 
     seconds: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
+    stall_cpu: list[float] = field(default_factory=list)
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
@@ -109,10 +111,11 @@ def timed_run(size: str, way: str, steps: int, save_steps: int, completion: int,
     """Trains once, and notes how long that and its saves took."""
 
     def stalling(loop: TrainingLoop, save: Callable[..., None], *, wait: bool = True) -> None:
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.thread_time()
         save(loop, wait=wait)
         if not wait:
             timed.stalls.append(time.perf_counter() - started)
+            timed.stall_cpu.append(time.thread_time() - worked)
 
     trainer = GRPOTrainer(
         make_model(size),
@@ -148,6 +151,7 @@ def compare(found: dict[str, Timed], saves: int) -> dict[str, float]:
 
     stalls = {way: statistics.median(found[way].stalls) for way in WAYS if way != "not"}
     figures = {f"stall_seconds_{way}": seconds for way, seconds in stalls.items()}
+    figures |= {f"stall_cpu_seconds_{way}": statistics.median(found[way].stall_cpu) for way in stalls}
     figures |= {f"lost_seconds_{way}": lost(way) for way in stalls}
     return figures | {
         "stall": stalls["in the background"] / stalls["at once"],

@@ -46,9 +46,9 @@ def test_what_a_save_takes_is_timed(tmp_path: Path) -> None:
     }
     assert not list(tmp_path.iterdir())
     found = {
-        "not": saving.Timed([10.0, 20.0], []),
-        "at once": saving.Timed([14.0, 24.0], [2.0, 2.0]),
-        "in the background": saving.Timed([11.0, 21.0], [0.2, 0.2]),
+        "not": saving.Timed([10.0, 20.0]),
+        "at once": saving.Timed([14.0, 24.0], [2.0, 2.0], [1.0, 1.0]),
+        "in the background": saving.Timed([11.0, 21.0], [0.2, 0.2], [0.1, 0.1]),
     }
     figures = saving.compare(found, saves=2)
     assert (figures["stall"], figures["lost"]) == (pytest.approx(0.1), pytest.approx(0.25))
