@@ -366,7 +366,7 @@ def settings(output_dir: Path, seed: int, steps: int) -> GRPOConfig:
         eval_on_start=True,
         num_generations_eval=2,
         save_steps=steps,
-        save_total_limit=1,
+        overwrite_output_dir=True,
         use_cpu=True,
     )
 

@@ -287,7 +287,7 @@ def settings(output_dir: Path, size: Size, seed: int, *, ppo: bool = False) -> G
         "eval_on_start": True,
         "num_generations_eval": 1,
         "save_steps": size.updates,
-        "save_total_limit": 1,
+        "overwrite_output_dir": True,
         "logging_steps": 3,
         "use_cpu": True,
         "bf16": False,

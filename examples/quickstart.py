@@ -187,7 +187,7 @@ def small_settings(output_dir: Path, seed: int, steps: int) -> GRPOConfig:
         eval_on_start=True,
         num_generations_eval=4,
         save_steps=steps,
-        save_total_limit=1,
+        overwrite_output_dir=True,
         use_cpu=True,
     )
 
@@ -217,7 +217,7 @@ def named_settings(output_dir: Path, seed: int, steps: int) -> GRPOConfig:
         eval_on_start=True,
         num_generations_eval=2,
         save_steps=steps,
-        save_total_limit=1,
+        overwrite_output_dir=True,
         chat_template_kwargs={"enable_thinking": False},
     )
 

@@ -135,7 +135,7 @@ def settings(output_dir: Path, seed: int, steps: int, ends: Sequence[int]) -> GR
         eval_on_start=True,
         num_generations_eval=1,
         save_steps=steps,
-        save_total_limit=1,
+        overwrite_output_dir=True,
     )
 
 

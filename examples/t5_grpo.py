@@ -115,7 +115,7 @@ def named_parts(name: str, output_dir: Path, seed: int, steps: int) -> Parts:
         eval_on_start=True,
         num_generations_eval=2,
         save_steps=steps,
-        save_total_limit=1,
+        overwrite_output_dir=True,
     )
     return Parts(name, AutoTokenizer.from_pretrained(name), train_set, held_out_set, config)
 

@@ -139,7 +139,7 @@ def settings(output_dir: Path, seed: int, steps: int, merge: str) -> GRPOConfig:
         eval_on_start=True,
         num_generations_eval=4,
         save_steps=steps,
-        save_total_limit=1,
+        overwrite_output_dir=True,
         use_cpu=True,
     )
 

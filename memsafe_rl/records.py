@@ -26,6 +26,8 @@ RECENT = 100
 _STAMP = ("start", "redone", "run_id")
 """What a line says besides its record: which start of the run wrote it, and whether the step was recorded before."""
 _HEAD = re.compile(rb'\{"step": (\d+)(?:\.0)?, "start": (\d+), ("redone")?')
+_TAIL = re.compile(rb'"run_id": "\w*"\}\Z')
+"""How a line begins and ends that was written whole."""
 
 
 class Lineage(NamedTuple):
@@ -141,20 +143,23 @@ class RecordLog(Sequence[Record]):
         """
         with self._lock:
             if self._path is not None:
-                self.flush()
+                self._flush()  # to where the file is now, if the run that it was of has been moved aside
             carried: list[tuple[Record, Mapping[str, Any]]] = [] if self._path else [(record, {}) for record in self]
             self._path, self._stamp = path, dict(stamp)
             self._file = _File(path)
             self._offsets, self._recent = array("q"), deque(maxlen=RECENT)
             self._known = _Known(resumed_at=step)
+            if not self._file.ends_a_line():
+                self._file.append(b"\n")  # a killed process left half a line, which stays for itself
             for offset, line in _lines(self._file.descriptor):
-                number, start, redone = _head(line)
+                head = _head(line)
+                if head is None:
+                    continue
+                number, start, redone = head
                 self._known = self._known.seen(number, unmarked=not redone)
                 if lineage is not None and number <= step and start == lineage.start_of(number):
                     self._offsets.append(offset)
                     self._recent.append(self._restore(_without_stamp(json.loads(line))))
-            if not self._file.ends_a_line():
-                self._file.append(b"\n")  # a killed process left half a line, which stays for itself
             self._waiting = carried
 
     def flush(self, *, durable: bool = False) -> bool:
@@ -170,6 +175,8 @@ class RecordLog(Sequence[Record]):
             if self._path is None and len(self._waiting) <= RECENT:
                 return True  # few records need no file while they have none of their own
             try:
+                if self._file is not None and self._path is not None and self._file.has_gone_from(self._path):
+                    self._put_back(self._file, self._path)
                 self._flush()
                 if durable and self._path is not None:
                     os.fsync(self._written().descriptor)
@@ -188,8 +195,6 @@ class RecordLog(Sequence[Record]):
         return self._file
 
     def _flush(self) -> None:
-        if self._file is not None and self._path is not None and self._file.is_deleted():
-            self._put_back(self._file, self._path)
         while self._waiting:
             record, beside = self._waiting[0]
             step = float(record.get("step", 0))
@@ -205,12 +210,12 @@ class RecordLog(Sequence[Record]):
             del self._waiting[0]
 
     def _put_back(self, old: _File, path: Path) -> None:
-        """Writes a log again that was deleted while it was open."""
+        """Writes a log again that was deleted or moved away while it was open."""
         path.parent.mkdir(parents=True, exist_ok=True)
         new = _File(path)
         moved = array("q", (new.append(old.line_at(offset)) for offset in self._offsets))
         self._file, self._offsets = new, moved
-        logger.warning("%s was deleted during the run; it is written again", path)
+        logger.warning("%s was deleted or moved during the run; it is written again", path)
 
 
 class _File:
@@ -248,9 +253,9 @@ class _File:
         """Tells whether the file is empty or its last line is complete."""
         return not self._size or os.pread(self.descriptor, 1, self._size - 1) == b"\n"
 
-    def is_deleted(self) -> bool:
-        """Tells whether the file has lost its name."""
-        return not os.fstat(self.descriptor).st_nlink
+    def has_gone_from(self, path: Path) -> bool:
+        """Tells whether the file was deleted, or moved with the folder that it was in."""
+        return not os.fstat(self.descriptor).st_nlink or not path.exists()
 
 
 class _Known(NamedTuple):
@@ -298,8 +303,10 @@ def _object(text: bytes) -> Record | None:
         content = json.loads(text)
     except ValueError:
         return None
-    fits = isinstance(content, dict) and isinstance(content.get("step"), (int, float))
-    return content if fits else None
+    if not isinstance(content, dict) or not isinstance(content.get("start", 0), int):
+        return None
+    step = content.get("step")
+    return content if isinstance(step, (int, float)) and math.isfinite(step) else None
 
 
 def _without_stamp(line: Record) -> Record:
@@ -310,13 +317,15 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _head(line: bytes) -> tuple[float, int, bool]:
-    """Reads a line's step, its start and whether it is marked as done again; lines of before starts were counted."""
+def _head(line: bytes) -> tuple[float, int, bool] | None:
+    """Reads a line's step, its start and whether it is marked as done again; None of a line that is no record."""
     match = _HEAD.match(line)
-    if match is not None:
+    if match is not None and _TAIL.search(line, max(0, len(line) - 100)):
         return float(match[1]), int(match[2]), match[3] is not None
-    record = _object(line) or {}
-    return float(record.get("step", math.inf)), int(record.get("start", 0)), bool(record.get("redone"))
+    record = _object(line)  # of a version that did not count starts, or torn
+    if record is None:
+        return None
+    return float(record["step"]), record.get("start", 0), bool(record.get("redone"))
 
 
 def _lines(descriptor: int, block: int = 1 << 20) -> Iterator[tuple[int, bytes]]:

@@ -74,6 +74,21 @@ def test_half_a_line_spoils_no_other(tmp_path: Path, torn: bytes) -> None:
     lines, unreadable = read_lines(path)
     assert [(line["step"], line.get("redone", False)) for line in lines] == [(s, False) for s in (1, 2, 3, 4)]
     assert unreadable == bool(torn)
+    third = opened(path, start=2, lineage=Lineage().resumed(2, 4), step=4)
+    assert [one["step"] for one in third] == [1, 2, 3]  # the fourth is of a start that this lineage leaves out
+    third.append(record(5))
+    third.flush()
+    assert read_lines(path)[0][-1].get("redone") is None
+
+
+def test_half_a_line_is_no_record_of_its_step(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text('{"step": 1, "start": 0, "value": {"a": 1}')
+    opened(path)  # ends the line, and is killed before it writes
+    log = opened(path, start=2)
+    log.append(record(1))
+    log.flush()
+    assert [line.get("redone") for line in read_lines(path)[0]] == [None]
 
 
 def test_of_several_starts_the_steps_that_count_are_found(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from transformers import TrainerCallback
 
 from memsafe_rl.diagnostics.run_figures import RunFigures
 from memsafe_rl.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 _CELL_CHARACTERS = 400
 
@@ -85,9 +88,13 @@ class CompletionsTable(TrainerCallback):  # type: ignore[misc]
 
     def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Shows and keeps completions."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         lines = (json.dumps({"step": step, **row}, default=str) for row in rows)
-        (self._folder / f"completions_{step:05d}.jsonl").write_text("".join(line + "\n" for line in lines))
+        path = self._folder / f"completions_{step:05d}.jsonl"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(line + "\n" for line in lines))
+        except OSError as error:
+            logger.warning("%s cannot be written (%s)", path, error.strerror)
         if self._unique_prompts:
             rows = list({str(row["prompt"]): row for row in reversed(rows)}.values())[::-1]
         table = Table(title=f"Step {step}", show_lines=True)

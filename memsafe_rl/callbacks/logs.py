@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import sys
 import time
@@ -16,6 +17,8 @@ from transformers import TrainerCallback
 from memsafe_rl.diagnostics.status import RUN_FILE, read_json, versions, write_json
 from memsafe_rl.memory.runtime.device_readings import device_facts
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
+
+logger = logging.getLogger(__name__)
 
 
 class RunRecord(TrainerCallback):  # type: ignore[misc]
@@ -37,7 +40,6 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
         """Writes down what the run is, beside whose it is."""
         if not state.is_world_process_zero:
             return
-        self._output_dir.mkdir(parents=True, exist_ok=True)
         known = read_json(self._output_dir / RUN_FILE) or {}
         now = {"began": time.time(), "first_step": state.global_step, "command": " ".join(sys.argv)}
         content = {
@@ -52,4 +54,7 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
             "config": args.to_sanitized_dict(),
             **self._facts(),
         }
-        write_json(self._output_dir / RUN_FILE, content)
+        try:
+            write_json(self._output_dir / RUN_FILE, content)
+        except OSError as error:
+            logger.warning("%s cannot be written (%s)", self._output_dir / RUN_FILE, error.strerror)

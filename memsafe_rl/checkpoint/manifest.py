@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from memsafe_rl.diagnostics.status import versions
-from memsafe_rl.errors import DamagedCheckpointError
+from memsafe_rl.errors import ConfigError, DamagedCheckpointError
 from memsafe_rl.records import Lineage
 
 MANIFEST = "manifest.json"
@@ -18,6 +18,7 @@ LOOP = "loop.json"
 """Where the run stood, in plain values."""
 FORMAT = 2
 """Of `loop.json`; 1 held the history and had no manifest beside it."""
+_MANIFEST_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,17 @@ def write_manifest(folder: Path, mark: RunMark, step: int) -> None:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    content = {"format": 1, **mark.plain, "step": step, "versions": versions(), "files": files}
+    content = {"format": _MANIFEST_FORMAT, **mark.plain, "step": step, "versions": versions(), "files": files}
     (folder / MANIFEST).write_text(json.dumps({**content, "seal": _seal(content)}, indent=1))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads what a checkpoint says of itself; checkpoints of earlier versions say nothing."""
+    """Reads what a checkpoint says of itself; checkpoints of earlier versions say nothing.
+
+    Raises:
+        DamagedCheckpointError: it is missing or torn.
+        ConfigError: a newer version wrote it.
+    """
     path = folder / MANIFEST
     try:
         if not path.exists():
@@ -71,11 +77,23 @@ def read_manifest(folder: Path) -> Manifest:
         content = json.loads(path.read_text())
         if content.pop("seal") != _seal(content):
             raise ValueError("its seal does not fit its content")
+        if content["format"] > _MANIFEST_FORMAT:
+            raise _newer(path, content)
         lineage = Lineage(tuple((int(start), int(step)) for start, step in content["lineage"]))
         mark = RunMark(str(content["run_id"]), int(content["start"]), lineage)
         return Manifest(mark, int(content["step"]), dict(content["versions"]), dict(content["files"]))
+    except ConfigError:
+        raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{str(path)!r} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _newer(path: Path, content: Mapping[str, Any]) -> ConfigError:
+    by = dict(content.get("versions", {})).get("memsafe-rl", "unknown")
+    return ConfigError(
+        f"{str(path)!r} has format {content['format']}, of a newer memsafe-rl ({by}); this one reads up to "
+        f"{_MANIFEST_FORMAT}. Upgrade memsafe-rl, or resume from a checkpoint that this version wrote."
+    )
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:

@@ -16,13 +16,12 @@ from typing import Any
 from filelock import BaseFileLock, FileLock, Timeout
 
 from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
-from memsafe_rl.checkpoint.store import PREFIX, checkpoints, find_checkpoint, step_of
-from memsafe_rl.diagnostics.status import RUN_FILE, read_json, write_json
+from memsafe_rl.checkpoint.store import PREFIX, PREVIOUS, checkpoints, find_checkpoint, known_run, make_aside, step_of
+from memsafe_rl.diagnostics.status import RUN_FILE, write_json
 from memsafe_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-PREVIOUS = "previous"
 _LOCK = ".run.lock"
 _LOGS = (
     *("run.json", "steps.jsonl", "metrics.jsonl", "memory.jsonl", "monitor.json", "monitor-*.json", "completions"),
@@ -68,16 +67,20 @@ def claim(path: Path, resume: bool | str | Path | None, *, overwrite: bool = Fal
     lock = _lock(path)
     try:
         _clean(path)
-        known = read_json(path / RUN_FILE) or {}
+        known = known_run(path)
         checkpoint = None if resume is None else find_checkpoint(path, resume)
         if checkpoint is not None and _is_own(checkpoint, path, known):
             mark = _next_start(checkpoint, known)
         else:
-            _make_way(path, known, overwrite=overwrite or bool(own and known.get("run_id") == own))
+            aside = _make_way(path, known, overwrite=overwrite or bool(own and known.get("run_id") == own))
+            if checkpoint is not None and not checkpoint.exists():
+                checkpoint = aside / checkpoint.name
             known, mark = {}, RunMark(uuid.uuid4().hex[:8], 0)
         write_json(path / RUN_FILE, {**known, **mark.plain, **_holder()})
-    except BaseException:
+    except BaseException as error:
         lock.release()
+        if isinstance(error, OSError):
+            raise _unwritable(path, error) from error
         raise
     return RunFolder(path, mark, checkpoint, lock)
 
@@ -97,10 +100,14 @@ def check_writable(path: Path) -> None:
         for folder in made:  # the run makes them again when it trains
             folder.rmdir()
     except OSError as error:
-        raise ConfigError(
-            f"output_dir is {str(path)!r}, which cannot be written ({error.strerror}). Set output_dir to a folder that "
-            "can be made and written to."
-        ) from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"output_dir is {str(path)!r}, which cannot be written ({error.strerror}). Set output_dir to a folder that can "
+        "be made and written to."
+    )
 
 
 def _lock(path: Path) -> BaseFileLock:
@@ -110,12 +117,14 @@ def _lock(path: Path) -> BaseFileLock:
     try:
         lock.acquire()
     except Timeout as error:
-        holder = read_json(path / RUN_FILE) or {}
+        holder = known_run(path)
         whose = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}, run {holder.get('run_id', '?')}"
         raise ConfigError(
             f"output_dir is {str(path)!r}, where another run is training ({whose}). Wait for its end, or set another "
             "output_dir."
         ) from error
+    except OSError as error:
+        raise _unwritable(path, error) from error
     return lock
 
 
@@ -153,8 +162,8 @@ def _next_start(checkpoint: Path, known: Mapping[str, Any]) -> RunMark:
     return RunMark(run_id, start, written.lineage.resumed(start, step_of(checkpoint)))
 
 
-def _make_way(path: Path, known: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Moves an earlier run's files into a folder of their own, or refuses where they are more than logs."""
+def _make_way(path: Path, known: Mapping[str, Any], *, overwrite: bool) -> Path:
+    """Moves an earlier run's files into a folder of their own, and gives it; refuses where they are more than logs."""
     weights = [*checkpoints(path), *_matching(path, _WEIGHTS)]
     if weights and not overwrite:
         shown = ", ".join(sorted(each.name for each in weights)[:4]) + (", ..." if len(weights) > 4 else "")
@@ -165,16 +174,12 @@ def _make_way(path: Path, known: Mapping[str, Any], *, overwrite: bool) -> None:
         )
     moved = [*_matching(path, _LOGS), *weights, *(_matching(path, _BESIDE_WEIGHTS) if weights else ())]
     if not moved:
-        return
-    name, count = str(known.get("run_id", "unknown")), 1
-    aside = path / PREVIOUS / name
-    while aside.exists():
-        count += 1
-        aside = path / PREVIOUS / f"{name}-{count}"
-    aside.mkdir(parents=True)
+        return path
+    aside = make_aside(path, str(known.get("run_id", "unknown")))
     for each in dict.fromkeys(moved):
         each.rename(aside / each.name)
     logger.warning("the earlier run's files in %s are now in %s", path, aside)
+    return aside
 
 
 def _matching(path: Path, patterns: Iterable[str]) -> Iterable[Path]:

@@ -27,6 +27,8 @@ from memsafe_rl.units import format_bytes
 logger = logging.getLogger(__name__)
 
 PREFIX = "checkpoint-"
+PREVIOUS = "previous"
+"""The folder inside a run's own that keeps what other runs left there."""
 _STATE = "training_state.pt"
 _TRAINER = "trainer_state.json"
 _SIGNS_OF_DAMAGE = (OSError, EOFError, LookupError, RuntimeError, TypeError, ValueError, AttributeError)
@@ -69,7 +71,7 @@ def write_checkpoint(output_dir: Path, content: CheckpointContent, mark: RunMark
         SaveError: it cannot be written; nothing of it stays, and earlier checkpoints are as they were.
     """
     final = checkpoint_folder(output_dir, content.step)
-    draft = output_dir / f".{final.name}.part"
+    draft = _draft_of(final)
     try:
         draft.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(draft, ignore_errors=True)
@@ -81,7 +83,7 @@ def write_checkpoint(output_dir: Path, content: CheckpointContent, mark: RunMark
         write_manifest(draft, mark, content.step)
         for path in (*draft.rglob("*"), draft):
             _sync(path)
-        _replace(final, draft)
+        _replace(final, draft, mark)
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
         if not isinstance(error, _CANNOT_WRITE) or is_out_of_memory(error):
@@ -100,14 +102,37 @@ def _write_files(draft: Path, content: CheckpointContent) -> None:
             save_trajectory(content.trajectory, draft)
 
 
-def _replace(final: Path, draft: Path) -> None:
+def _replace(final: Path, draft: Path, mark: RunMark) -> None:
     """Puts a draft in its place; at every moment the old or the new one can be found (`run_folder` looks for both)."""
     replaced = final.with_name(f".{final.name}.old")
-    if final.exists():
-        final.rename(replaced)
-    draft.rename(final)
+    if final.is_dir():
+        whose = _mark_of(final).run_id
+        ours = whose in (mark.run_id, _UNKNOWN.run_id, "")
+        final.rename(replaced if ours else make_aside(final.parent, whose) / final.name)
+    elif final.exists():
+        raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+    try:
+        draft.rename(final)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(final)
+        raise
     _sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def make_aside(output_dir: Path, run_id: str) -> Path:
+    """Makes a folder for what another run left in this one's."""
+    aside, count = output_dir / PREVIOUS / run_id, 1
+    while aside.exists():
+        count += 1
+        aside = output_dir / PREVIOUS / f"{run_id}-{count}"
+    aside.mkdir(parents=True)
+    return aside
+
+
+def _draft_of(final: Path) -> Path:
+    return final.with_name(f".{final.name}.part")
 
 
 def _sync(path: Path) -> None:
@@ -225,9 +250,16 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: (_mark_of(path).start, int(path.name.removeprefix(PREFIX))))
 
 
+def known_run(output_dir: Path) -> dict[str, Any]:
+    """Gives what `run.json` says of the folder's run; nothing where it is missing, torn or somebody else's file."""
+    known = read_json(output_dir / RUN_FILE) or {}
+    kinds = {"run_id": str, "start": int, "starts": list}
+    return known if all(isinstance(known.get(name, kind()), kind) for name, kind in kinds.items()) else {}
+
+
 def own_checkpoints(output_dir: Path) -> list[Path]:
     """Lists the checkpoints of the run that `run.json` names, damaged ones and those of earlier versions too."""
-    wanted = (read_json(output_dir / RUN_FILE) or {}).get("run_id")
+    wanted = known_run(output_dir).get("run_id")
     found = [(path, _mark_of(path).run_id) for path in checkpoints(output_dir)]
     return [path for path, run in found if wanted is None or run in (wanted, _UNKNOWN.run_id, "")]
 
@@ -235,7 +267,7 @@ def own_checkpoints(output_dir: Path) -> list[Path]:
 def _mark_of(folder: Path) -> RunMark:
     try:
         return read_manifest(folder).mark
-    except DamagedCheckpointError:
+    except ConfigError:  # damaged, or of a newer version
         return _UNKNOWN
 
 
@@ -249,5 +281,9 @@ def drop_old_checkpoints(output_dir: Path, mark: RunMark, limit: int | None, kee
         if len(kept) < limit:
             kept.add(path)
     for path in found:
-        if path not in kept:
-            shutil.rmtree(path)
+        if path in kept:
+            continue
+        try:  # under a name that a resumed run cleans up, should this process be killed meanwhile
+            shutil.rmtree(path.rename(_draft_of(path)))
+        except OSError as error:
+            logger.warning("%s cannot be deleted (%s); save_total_limit=%d is not kept", path, error.strerror, limit)

@@ -41,8 +41,13 @@ def status_file(rank: int = 0) -> str:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replaces a file atomically, so that readers never see it half written."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content, default=str))
-    os.replace(beside, path)
+    try:
+        beside.write_text(json.dumps(content, default=str))
+        os.replace(beside, path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from memsafe_rl.checkpoint.run_folder import RunFolder, claim
 from memsafe_rl.checkpoint.store import checkpoint_folder
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, STEPS_FILE
-from memsafe_rl.errors import SaveError
+from memsafe_rl.errors import ConfigError, SaveError
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.parallel.protocol import Parallel
 from memsafe_rl.records import records_until
@@ -70,9 +70,15 @@ class RunFiles:
         goes_on = folder is not None and folder.mark.start > 0
         if folder is not None:
             stamp = folder.mark.stamp
-            report.records.open(folder.path / METRICS_FILE, stamp, step=step)
-            report.events.open(folder.path / MEMORY_FILE, stamp, step=step)
-            state.history.open(folder.path / STEPS_FILE, stamp, folder.mark.lineage if goes_on else None, step)
+            try:
+                report.records.open(folder.path / METRICS_FILE, stamp, step=step)
+                report.events.open(folder.path / MEMORY_FILE, stamp, step=step)
+                state.history.open(folder.path / STEPS_FILE, stamp, folder.mark.lineage if goes_on else None, step)
+            except OSError as error:
+                raise ConfigError(
+                    f"{error.filename or folder.path} cannot be written ({error.strerror}), so the run could not log "
+                    "there. Make its log files writable, or set another output_dir."
+                ) from error
         if checkpoint is None:
             return
         logger.warning("run %s resumes at step %d from %s", self.mark.run_id, step, checkpoint)
