@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,10 +114,16 @@ class TrainingLoop:
     def train(self, resume: bool | str | Path | None) -> TrainResult:
         """Trains to the end, or from a checkpoint to the end."""
         started = time.perf_counter()
+        self.stop = StopRequest(self.config.interrupt_grace_seconds)
         try:
-            self.stop = StopRequest(self.config.interrupt_grace_seconds)
-            with self.stop.listening():
-                first = self._train(resume or self.config.resume_from_checkpoint)
+            with self.stop.listening(), self._left_in_order():
+                self.begin(resume or self.config.resume_from_checkpoint)
+                first = len(self.state.history)
+                while not self.report.control.should_training_stop:
+                    self._stop_if_asked()
+                    degradation = self._step_or_degradation()
+                    if degradation is not None:
+                        self.degrade(degradation)
         finally:
             self.collector.close()
             self.setup.memory.release()
@@ -125,20 +132,14 @@ class TrainingLoop:
             self.files.release(self.report, self.config)
         return self._end(started, first)
 
-    def _train(self, resume: bool | str | Path | None) -> int:
-        """Steps until the run ends or is asked to; gives how many steps stood in the history before."""
+    @contextmanager
+    def _left_in_order(self) -> Iterator[None]:
+        """Saves what can be resumed when an error or a signal ends the run."""
         try:
-            self.begin(resume)
-            first = len(self.state.history)
-            while not self.report.control.should_training_stop:
-                self._stop_if_asked()
-                degradation = self._step_or_degradation()
-                if degradation is not None:
-                    self.degrade(degradation)
+            yield
         except BaseException as error:
             self._leave(error)
             raise
-        return first
 
     def _stop_if_asked(self) -> None:
         """Ends the run between two steps, on all ranks where one was asked to."""
@@ -162,7 +163,8 @@ class TrainingLoop:
         with uninterrupted():  # from here to the cursor nothing is read from the device
             self.learner.commit(state.step)
             state.rollout = result.rollout
-            metrics = self._account(result.metrics, result.micro_batches)
+            metrics = self.report.account(state, result.metrics, result.micro_batches, self._learning_rate)
+            metrics["step_time"] = time.perf_counter() - self._step_started
             self._advance(metrics)
             self.report.note(state, metrics, self._epoch())
             state.random = None
@@ -317,26 +319,6 @@ class TrainingLoop:
             logger.warning("%s: %s", error, self.files.how_to_resume(self.config))
 
     # ------------------------------------------------------------------ metrics and events
-
-    def _account(self, measured: Mapping[str, float], micro_batches: int) -> dict[str, float]:
-        """Adds to the step's numbers what is known on the host, and moves what follows from them."""
-        state, memory, metrics = self.state, self.setup.memory, dict(measured)
-        if state.rollout is not None and state.cursor.starts_rollout:
-            metrics |= state.rollout.metrics
-            state.progress.num_input_tokens_seen += int(metrics.pop("step_tokens"))
-        metrics["num_tokens"] = float(state.progress.num_input_tokens_seen)
-        metrics["learning_rate"] = self._learning_rate
-        metrics["plan/micro_batch_tokens"] = float(memory.update_plan.micro_batch_tokens)
-        metrics["plan/micro_batches"] = float(micro_batches)
-        metrics["plan/checkpointing"] = float(memory.update_plan.checkpointing)
-        metrics["plan/pack_prompts"] = float(memory.update_plan.pack_prompts)
-        metrics["plan/rows_in_flight"] = float(memory.rollout_plan.rows_in_flight)
-        state.controllers = state.controllers.after(metrics, self.config)
-        if self.config.gives_entropy_bonus:
-            metrics["entropy_coef"] = state.controllers.entropy.coef
-        metrics |= memory.drain()
-        metrics["step_time"] = time.perf_counter() - self._step_started
-        return metrics
 
     def _lost_updates(self, sample: WeightSample) -> dict[str, float]:
         """Notes which share of half-precision weights the step just done did not move."""

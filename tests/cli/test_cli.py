@@ -26,7 +26,7 @@ from memsafe_rl.cli.arguments import RUN_NAMES, SETTING_NAMES, RunFields, parse_
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.config.settings import GROUPS
-from memsafe_rl.errors import ConfigError, MemoryBudgetError
+from memsafe_rl.errors import ConfigError, MemoryBudgetError, TrainingInterrupted
 from memsafe_rl.memory.planning.policies import PRESETS, AdaptivePolicy, LadderPolicy
 from memsafe_rl.memory.simulated.device import active_simulation
 from memsafe_rl.preflight.verify import Verification, verify_plan
@@ -397,7 +397,9 @@ def test_errors_and_interruptions_of_the_trainer(trainer: type[FakeTrainer], run
     trainer.failure = KeyboardInterrupt()
     result = invoke(run_file)
     assert result.exit_code == 130
-    assert "--resume-from-checkpoint true" in result.stderr
+    assert "interrupted" in result.stderr
+    trainer.failure = TrainingInterrupted("SIGTERM")
+    assert invoke(run_file).exit_code == 75
     trainer.failure = RuntimeError("a defect keeps its traceback")
     assert isinstance(invoke(run_file).exception, RuntimeError)
 

@@ -321,7 +321,7 @@ def test_life_is_told_by_process_and_age(tmp_path: Path, changed: dict[str, Any]
         (
             seen(Liveness.ENDED, state="stopped", ended_by="MemoryBudgetError: no\nmore"),
             (),
-            "by MemoryBudgetError: no;",
+            "by MemoryBudgetError: no. It left no checkpoint",
         ),
         (seen(), (CardProcess(7, "notebook", 10 * GIB),), "Other processes hold 10.00 GiB of this card"),
         (seen(), (CardProcess(os.getpid(), "python", 60 * GIB),), "nothing needs to be done"),

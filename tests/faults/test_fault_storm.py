@@ -121,6 +121,7 @@ def test_an_interrupt_while_weights_move_waits_until_the_step_is_written_down(
         commit(self)
 
     settings: dict[str, Any] = {"max_steps": 3, "save_strategy": "steps", "save_steps": 100}
+    settings["interrupt_grace_seconds"] = 0.0
     whole = make_trainer(tmp_path / "a", **settings)
     whole.train()
     monkeypatch.setattr(Committer, "commit", interrupted)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsafe_rl import MemoryBudgetError, SimulatedMemory
 from memsafe_rl.accounting import host_memory
+from memsafe_rl.errors import TrainingInterrupted
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state
 from tests.faults.scenes import Scene
 from tests.faults.storms import NEVER, WEIGHT_TOLERANCE, Storm
@@ -41,6 +42,10 @@ _LEFT_BYTES = 2000
 
 class UsersError(Exception):
     """An error of the user's own."""
+
+
+_AT_ONCE = {"interrupt_grace_seconds": 0.0}
+"""A step is abandoned wherever it stands, which is what can go wrong."""
 
 
 class CtrlC(TorchDispatchMode):
@@ -94,7 +99,7 @@ def upset(scene: Scene, kind: str, seed: int, output_dir: Path) -> list[str]:
     """
     with SimulatedMemory(exact=True) as device, _heard_interrupts():
         every = NEVER if kind in SELF_SAVING else 1
-        watched = Watched(scene, device, output_dir, max_steps=4, save_strategy="steps", save_steps=every)
+        watched = Watched(scene, device, output_dir, max_steps=4, save_strategy="steps", save_steps=every, **_AT_ONCE)
         found = _upset(watched, Storm(device, watched.trainer.setup.memory, seed), kind, output_dir)
         del watched
     gc.collect()
@@ -138,7 +143,7 @@ def _upset(watched: Watched, storm: Storm, kind: str, output_dir: Path) -> list[
 def _plot(watched: Watched, kind: str, at: int) -> _Plot:
     """Prepares what goes wrong, at an operator, a step or a rollout, counted from 1."""
     if kind == "Ctrl+C":
-        return _Plot(KeyboardInterrupt, around=CtrlC(at))
+        return _Plot(TrainingInterrupted, around=CtrlC(at))
     error: BaseException = UsersError("the user's own")
     if kind == "a reward that runs out of memory":
         error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")

@@ -29,7 +29,8 @@ def test_a_finished_run_is_not_trained_further(tmp_path: Path) -> None:
     make_trainer(tmp_path, save_strategy="steps", save_steps=1).train()
     for _ in range(2):
         again = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
-        assert again.train(resume_from_checkpoint=True).global_step == 2
+        with pytest.raises(ConfigError, match="nothing is left to train"):
+            again.train(resume_from_checkpoint=True)
     assert not (tmp_path / "checkpoint-3").exists()
 
 
@@ -113,15 +114,19 @@ def test_weights_of_another_adapter_or_model_are_refused(tmp_path: Path, target:
         make_trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
-def test_damaged_and_unfinished_checkpoints_are_named_or_passed_over(tmp_path: Path) -> None:
+def test_damaged_and_unfinished_checkpoints_are_named_or_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make_trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
     (tmp_path / "checkpoint-9").mkdir()
     (tmp_path / "checkpoint-10").write_text("a file")
-    assert make_trainer(tmp_path, max_steps=1).train(resume_from_checkpoint="true").global_step == 1
+    assert make_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint="true").global_step == 2
     shutil.copytree(tmp_path / "checkpoint-1", tmp_path / "checkpoint-11")
     (tmp_path / "checkpoint-11" / "training_state.pt").write_bytes(b"torn")
     with pytest.raises(ConfigError, match=r"checkpoint-11.*is damaged.*resume from an earlier one"):
-        make_trainer(tmp_path, max_steps=1).train(resume_from_checkpoint=True)
+        make_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=tmp_path / "checkpoint-11")
+    assert make_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=True).global_step == 2
+    assert "checkpoint-11 is damaged" in caplog.text
 
 
 def test_an_interrupt_in_a_random_reward_goes_on_as_if_nothing_happened(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,17 @@ from memsafe_rl.memory.runtime.interrupts import SIGNALS, StopRequest, uninterru
 from tests.trainers.helpers import count_digits, make_trainer, weights
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 500, "max_steps": 4}
+
+
+@pytest.fixture(autouse=True)
+def _signals_by_default() -> Iterator[None]:
+    """Has every signal as a terminal's shell leaves it; one in the background ignores some."""
+    previous = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
 
 
 class At(TrainerCallback):

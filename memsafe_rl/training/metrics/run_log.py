@@ -84,6 +84,26 @@ class RunLog:
         self._reward_seconds.clear()
         self.fire("on_step_begin", state)
 
+    def account(
+        self, state: RunState, measured: Mapping[str, float], micro_batches: int, learning_rate: float
+    ) -> dict[str, float]:
+        """Adds to a step's numbers what is known on the host, and moves what follows from them."""
+        memory, metrics = self._memory, dict(measured)
+        if state.rollout is not None and state.cursor.starts_rollout:
+            metrics |= state.rollout.metrics
+            state.progress.num_input_tokens_seen += int(metrics.pop("step_tokens"))
+        metrics["num_tokens"] = float(state.progress.num_input_tokens_seen)
+        metrics["learning_rate"] = learning_rate
+        metrics["plan/micro_batch_tokens"] = float(memory.update_plan.micro_batch_tokens)
+        metrics["plan/micro_batches"] = float(micro_batches)
+        metrics["plan/checkpointing"] = float(memory.update_plan.checkpointing)
+        metrics["plan/pack_prompts"] = float(memory.update_plan.pack_prompts)
+        metrics["plan/rows_in_flight"] = float(memory.rollout_plan.rows_in_flight)
+        state.controllers = state.controllers.after(metrics, self._config)
+        if self._config.gives_entropy_bonus:
+            metrics["entropy_coef"] = state.controllers.entropy.coef
+        return metrics | memory.drain()
+
     def note(self, state: RunState, metrics: Mapping[str, float], epoch: float) -> None:
         """Writes a step down that is done, and sounds alarms whose rules it broke."""
         beside = {"seconds": time.time(), "held_at_peak": self._memory.step_parts}
