@@ -302,15 +302,10 @@ class LadderPolicy(MemoryPolicy):
 
 @dataclass(frozen=True)
 class WithinBudget(MemoryPolicy):
-    """Another policy's plans, made for a budget of at most so many bytes; an example of how policies compose.
+    """Another policy's plans, made for a budget of at most so many bytes; an example of how policies compose."""
 
-    Args:
-        policy: makes the plans.
-        budget_bytes: int, bytes; a smaller budget of the run still counts.
-    """
-
-    policy: MemoryPolicy
-    budget_bytes: int
+    policy: MemoryPolicy  # makes the plans
+    budget_bytes: int  # bytes; a smaller budget of the run still counts
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
         """Asks the other policy with the smaller budget."""

@@ -118,14 +118,7 @@ class DiffusionScheduler(LinearScheduler):
         )
 
     def set_timesteps(self, num_inference_steps: int) -> None:
-        """Lays the steps of a chain out.
-
-        Args:
-            num_inference_steps: S.
-
-        Raises:
-            ConfigError: there are fewer timesteps than that.
-        """
+        """Lays the steps of a chain out; refuses more than there are timesteps."""
         if not 1 <= num_inference_steps <= self.num_train_timesteps:
             raise ConfigError(
                 f"num_inference_steps is {num_inference_steps}, but the scheduler has {self.num_train_timesteps} "
