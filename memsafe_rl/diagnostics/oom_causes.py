@@ -299,10 +299,7 @@ def _tensor(tensors: tuple[KnownTensor, ...]) -> Reason | None:
         return None
     best = tensors[0]
     if best.guessed:
-        return Reason(
-            Cause.TENSOR,
-            f"A guess, since the model is unknown: the size fits {best}.",
-        )
+        return Reason(Cause.TENSOR, f"A guess, since the model is unknown: the size fits {best}.")
     solved = "" if best.exact else "; batch or length is inferred"
     others = f"; {len(tensors) - 1} others would fit too" if len(tensors) > 1 else ""
     return Reason(Cause.TENSOR, f"The size is that of {best}{solved}{others}.")

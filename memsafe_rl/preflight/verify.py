@@ -459,11 +459,7 @@ class _Comparison:
         every = rows * max(longest, max(len(ids) for ids in self._prompts.ids))
         return (
             RolloutPlan(rows_in_flight=rows, prefill_tokens=every, score_tokens=every, reward_rows=rows),
-            UpdatePlan(
-                micro_batch_tokens=every,
-                logprob_tile=len(trajectory.actions.flat),
-                trajectory_device="device",
-            ),
+            UpdatePlan(micro_batch_tokens=every, logprob_tile=len(trajectory.actions.flat), trajectory_device="device"),
         )
 
     def _halved_plans(self, chosen: PlanRun) -> tuple[RolloutPlan, UpdatePlan]:

@@ -241,12 +241,7 @@ class LadderPolicy(MemoryPolicy):
         return next_plan(plan, failure, fallbacks_named(self.fallbacks, failure.phase))
 
     def _descended(
-        self,
-        top: Plan,
-        last: Plan | None,
-        phases: Sequence[Phase],
-        work: RolloutWork | UpdateWork,
-        memory: MemoryState,
+        self, top: Plan, last: Plan | None, phases: Sequence[Phase], work: RolloutWork | UpdateWork, memory: MemoryState
     ) -> Plan:
         """Goes down from the top, or from the last plan, until each phase fits or its fallbacks are used up."""
         plan = top if last is None or self.climbs else leaner(top, last)
@@ -366,12 +361,7 @@ def _for_cards_of(gib: int) -> MemoryPolicy:
 
 
 PRESETS: Mapping[str, MemoryPolicy] = MappingProxyType(
-    {
-        "24GB+": AdaptivePolicy(),
-        "12-24GB": _for_cards_of(12),
-        "8-12GB": _for_cards_of(8),
-        "under-8GB": _for_cards_of(6),
-    }
+    {"24GB+": AdaptivePolicy(), "12-24GB": _for_cards_of(12), "8-12GB": _for_cards_of(8), "under-8GB": _for_cards_of(6)}
 )
 """Policies by kind of card, the same plans on each of a kind; the largest takes what there is. Group size, epochs,
 lengths and effective batch are not theirs to change. A smaller budget of the run still counts, as on a card of 4 GB."""

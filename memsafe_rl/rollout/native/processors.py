@@ -154,8 +154,7 @@ def _forced(settings: SamplingSettings) -> Iterable[Processor]:
     if settings.forced_eos_token_ids:
         eos, last = _Listed(settings.forced_eos_token_ids), settings.max_new_tokens - 1
         yield Processor(
-            lambda scores_BV, rows: eos.force(scores_BV, rows.positions_B == last),
-            theirs.ForcedEOSTokenLogitsProcessor,
+            lambda scores_BV, rows: eos.force(scores_BV, rows.positions_B == last), theirs.ForcedEOSTokenLogitsProcessor
         )
     if settings.remove_invalid_values:
         yield _theirs(theirs.InfNanRemoveLogitsProcessor)

@@ -151,9 +151,7 @@ def read_inputs(config: TrainerConfig, request: TrainingRequest) -> Inputs:
 
 
 def prepare(
-    config: TrainerConfig,
-    request: TrainingRequest,
-    optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+    config: TrainerConfig, request: TrainingRequest, optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None)
 ) -> TrainingSetup:
     """Makes everything a training step needs, for a loop of one's own.
 
