@@ -22,14 +22,7 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
 def format_bytes(count: int) -> str:
-    """Writes a byte count with a binary unit, such as ``1.23 GiB``.
-
-    Args:
-        count: int, bytes; may be negative.
-
-    Returns:
-        Text with at most two decimals.
-    """
+    """Writes a byte count, which may be negative, with a binary unit and two decimals at most, such as ``1.23 GiB``."""
     size = float(abs(count))
     sign = "-" if count < 0 else ""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -40,17 +33,7 @@ def format_bytes(count: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Reads a byte count such as ``16GiB``, ``1.5 GB`` or ``4096``.
-
-    Args:
-        text: a number followed by an optional unit (B, KB, MB, GB, TB or KiB, MiB, GiB, TiB).
-
-    Returns:
-        int, bytes.
-
-    Raises:
-        ConfigError: the text is not a number with a known unit.
-    """
+    """Reads a byte count such as ``16GiB``, ``1.5 GB`` or ``4096``; units are powers of 1000 or, with an i, of 1024."""
     match = _QUANTITY.fullmatch(text)
     if match is None or match.group(2).lower() not in _UNITS:
         raise ConfigError(f"{text!r} is not a byte count. Write a number and a unit, such as '16GiB' or '500MB'.")

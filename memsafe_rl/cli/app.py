@@ -231,9 +231,7 @@ def explain_oom(
             module.show(found, Console())
 
 
-@app.command(
-    epilog="Exit code: 0 if healthy, 1 if something is wrong or not as expected, 2 if a file cannot be read.",
-)
+@app.command(epilog="Exit code: 0 if healthy, 1 if something is wrong or not as expected, 2 if a file cannot be read.")
 def doctor(
     files: Annotated[
         list[str] | None,
@@ -302,8 +300,7 @@ def monitor(
 def report(
     run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run's output_dir.")],
     output: Annotated[
-        str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Output file; default: report.html in RUN_DIR."),
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Output file; default: report.html in RUN_DIR.")
     ] = None,
 ) -> None:
     """Write a run's memory and learning as one self-contained HTML page; works during training too.

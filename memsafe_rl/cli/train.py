@@ -283,11 +283,7 @@ def _table(device: SimulatedMemory, peaks: Mapping[Phase, Mapping[Component, int
         records = [record for record in device.timeline if record.phase is phase]
         seconds = sum(record.end_seconds - record.start_seconds for record in records)
         table.add_row(
-            phase.value,
-            str(len(records)),
-            f"{seconds:.1f}",
-            format_bytes(sum(parts.values())),
-            _holders(parts),
+            phase.value, str(len(records)), f"{seconds:.1f}", format_bytes(sum(parts.values())), _holders(parts)
         )
     return table
 

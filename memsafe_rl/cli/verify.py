@@ -12,12 +12,7 @@ from memsafe_rl.cli.train import Run, device_of, ingredients, trainer_of
 from memsafe_rl.preflight.verify import PlanRun, Verification, verify_plan
 from memsafe_rl.units import format_bytes
 
-_TITLES = {
-    "plain": "plain plan",
-    "halved": "half the plan",
-    "chosen": "chosen plan",
-    "failures": "with two failures",
-}
+_TITLES = {"plain": "plain plan", "halved": "half the plan", "chosen": "chosen plan", "failures": "with two failures"}
 
 _WHOLE_PROCESS = "Bytes are those of the whole process, libraries included; --simulate SIZE counts only tensors."
 

@@ -86,21 +86,10 @@ def setting(
     none: str = "",
     **traits: Any,
 ) -> Any:
-    """Declares one setting in the body of a class under `declare`.
+    """Declares one setting in the body of a class under `declare`; ``traits`` are further fields of `Setting`.
 
-    Args:
-        default: its value where the user gives none.
-        text: one sentence: what it does, its unit, what None means.
-        group: title of the panel that shows it in help.
-        low: least number.
-        high: greatest number.
-        above: number that it must exceed.
-        below: number that it must stay below.
-        none: what None stands for, where a user might write infinity for it.
-        traits: further fields of `Setting`.
-
-    Returns:
-        A `Setting`; of any type, so that it may stand behind the field's annotation.
+    ``low`` and ``high`` are allowed themselves, ``above`` and ``below`` are not; ``none`` says what None stands for
+    where a user might write infinity for it.
     """
     interval = None
     if any(bound is not None for bound in (low, high, above, below)):

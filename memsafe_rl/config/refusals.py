@@ -62,10 +62,7 @@ ALIASES = {other: one.name for one in DECLARED.values() for other in one.also}
 
 
 def admit(
-    given: Mapping[str, Any],
-    known: Collection[str],
-    refused: Mapping[str, Refusal] = REFUSED,
-    what: str = "setting",
+    given: Mapping[str, Any], known: Collection[str], refused: Mapping[str, Refusal] = REFUSED, what: str = "setting"
 ) -> dict[str, Any]:
     """Keeps the settings that are honoured, drops those that are off, and refuses the others by name."""
     kept: dict[str, Any] = {}

@@ -8,8 +8,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
@@ -64,7 +66,6 @@ _LARGE_SHARE = 0.02
 """Share of a card held by other processes that is worth a finding."""
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_REMOVE = "Remove it from the environment."
 
 
 class Severity(StrEnum):
@@ -84,6 +85,18 @@ class Finding:
     where: str  # variable, file and key, or package
     why: str
     remedy: str
+
+
+_TEXTS: Mapping[str, Mapping[str, str]] = yaml.load(
+    Path(__file__).with_name("findings.yaml").read_text(encoding="utf-8"),
+    Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),
+)
+
+
+def finding(case: str, /, **values: object) -> Finding:
+    """Writes a finding of `findings.yaml`."""
+    texts = {part: text.format(**values) for part, text in _TEXTS[case].items()}
+    return Finding(case.partition("/")[0], Severity(texts.pop("severity", "error")), **texts)
 
 
 @dataclass(frozen=True)
@@ -126,23 +139,10 @@ def check_versions(environment: Environment) -> Iterator[Finding]:
         installed = environment.versions.get(requirement.name)
         needed = written in environment.requirements
         if installed is None and needed:
-            yield Finding(
-                "package-missing",
-                Severity.ERROR,
-                f"{requirement.name} is not installed",
-                requirement.name,
-                "The library needs it.",
-                f"pip install '{requirement.name}{requirement.specifier}'",
-            )
+            yield finding("package-missing", package=requirement.name, specifier=requirement.specifier)
         elif installed is not None and not requirement.specifier.contains(installed, prereleases=True):
-            yield Finding(
-                "version",
-                Severity.ERROR if needed else Severity.WARNING,
-                f"{requirement.name} {installed} is installed, {requirement.specifier} is needed",
-                requirement.name,
-                "The library is not tested with that version.",
-                f"pip install '{requirement.name}{requirement.specifier}'",
-            )
+            case = "version" if needed else "version/optional"
+            yield finding(case, package=requirement.name, installed=installed, specifier=requirement.specifier)
 
 
 def check_allocator(environment: Environment) -> Iterator[Finding]:
@@ -154,59 +154,24 @@ def check_allocator(environment: Environment) -> Iterator[Finding]:
     for name in given:
         yield from check_settings(name, variables[name])
     if len({"".join(variables[name].split()) for name in given}) > 1:
-        yield Finding(
-            "allocator-two-names",
-            Severity.WARNING,
-            f"{' and '.join(given)} differ",
-            given[0],
-            f"PyTorch reads {given[0]} first and ignores {given[1]}.",
-            f"Keep one of them: unset {given[1]}.",
-        )
+        yield finding("allocator-two-names", both=" and ".join(given), first=given[0], second=given[1])
     if variables.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0"):
-        yield Finding(
-            "allocator-off",
-            Severity.WARNING,
-            "PYTORCH_NO_CUDA_MEMORY_CACHING is set",
-            "PYTORCH_NO_CUDA_MEMORY_CACHING",
-            "Every tensor is allocated by the driver, which is many times slower, and memory statistics stay at zero.",
-            _REMOVE,
-        )
+        yield finding("allocator-off")
     settings = {key: value for name in reversed(given) for key, value in allocator_settings(variables[name])}
     uses_cuda = environment.backend in ("cuda", "hip") and (environment.usable_gpus or environment.cards)
     if uses_cuda and settings.get("expandable_segments") != "True" and settings.get("backend") != "cudaMallocAsync":
-        yield Finding(
-            "segments-fixed",
-            Severity.WARNING,
-            "expandable segments are off",
-            given[0] if given else ALLOCATOR_VARIABLES[0],
-            "Tensors of varying sizes, such as completions, fragment memory into pieces that are each too small.",
-            f"export {given[0] if given else ALLOCATOR_VARIABLES[0]}=expandable_segments:True, before the start.",
-        )
+        yield finding("segments-fixed", variable=given[0] if given else ALLOCATOR_VARIABLES[0])
 
 
 def _wrong_name(name: str, backend: str) -> Iterator[Finding]:
     if name == "PYTORCH_HIP_ALLOC_CONF" and backend == "cuda":
-        yield Finding(
-            "allocator-other-backend",
-            Severity.WARNING,
-            "PYTORCH_HIP_ALLOC_CONF is set, but PyTorch is built for CUDA",
-            name,
-            "It applies to AMD cards only.",
-            "Rename it to PYTORCH_CUDA_ALLOC_CONF.",
-        )
+        yield finding("allocator-other-backend", name=name)
     if name in ALLOCATOR_VARIABLES or not re.search(r"ALLOC\w*_?CONF", name, re.IGNORECASE):
         return
     if not re.search(r"TORCH|CUDA|HIP", name, re.IGNORECASE):
         return
     meant = difflib.get_close_matches(name.upper(), ALLOCATOR_VARIABLES, n=1, cutoff=0.0)[0]
-    yield Finding(
-        "allocator-name",
-        Severity.ERROR,
-        f"PyTorch does not read {name}",
-        name,
-        "It silently has no effect.",
-        f"Rename it to {meant}.",
-    )
+    yield finding("allocator-name", name=name, meant=meant)
 
 
 def allocator_settings(text: str) -> list[tuple[str, str]]:
@@ -222,53 +187,23 @@ def check_settings(name: str, text: str) -> Iterator[Finding]:
         yield from _setting(name, key, value)
     keys = [key for key, _ in settings]
     for key in sorted({key for key in keys if len({value for known, value in settings if known == key}) > 1}):
-        yield Finding(
-            "allocator-contradiction",
-            Severity.ERROR,
-            f"{name} sets {key} to different values",
-            name,
-            "Only the last one counts.",
-            f"Write {key} once.",
-        )
+        yield finding("allocator-contradiction/values", name=name, key=key)
     ignored = [key for key in keys if key in _NATIVE_ONLY]
     if ("backend", "cudaMallocAsync") in settings and ignored:
-        yield Finding(
-            "allocator-contradiction",
-            Severity.WARNING,
-            f"backend:cudaMallocAsync is combined with {', '.join(ignored)}",
-            name,
-            "That backend, the driver's own allocator, ignores them.",
-            "Remove backend:cudaMallocAsync, or the others.",
-        )
+        yield finding("allocator-contradiction/backend", ignored=", ".join(ignored), name=name)
 
 
 def _setting(name: str, key: str, value: str) -> Iterator[Finding]:
     if key not in ALLOCATOR_KEYS:
-        equals = "=" in key
         near = difflib.get_close_matches(key.partition("=")[0], list(ALLOCATOR_KEYS), n=1, cutoff=0.5)
-        yield Finding(
-            "allocator-key",
-            Severity.ERROR,
-            f"{name} has {key!r}, which is not a setting of PyTorch's allocator",
-            name,
-            "PyTorch refuses it when it first uses a GPU, or silently ignores it.",
-            "Write settings as key:value, with a colon."
-            if equals
-            else f"Write {near[0]}."
-            if near
-            else f"Remove {key}.",
-        )
+        remedy = f"Write {near[0]}." if near else f"Remove {key}."
+        if "=" in key:
+            remedy = "Write settings as key:value, with a colon."
+        yield finding("allocator-key", name=name, key=key, remedy=remedy)
         return
     takes = ALLOCATOR_KEYS[key]
     if not _fits(takes, value):
-        yield Finding(
-            "allocator-value",
-            Severity.ERROR,
-            f"{key} is {value!r} in {name}",
-            name,
-            "PyTorch raises an error when it first uses a GPU.",
-            f"Write {takes or ' or '.join(_BACKENDS)}.",
-        )
+        yield finding("allocator-value", key=key, value=value, name=name, takes=takes or " or ".join(_BACKENDS))
 
 
 def _fits(takes: str, value: str) -> bool:
@@ -295,61 +230,32 @@ def check_devices(environment: Environment) -> Iterator[Finding]:
         used = card.total_bytes - card.free_bytes
         if card.processes and max(held, used) >= _LARGE_SHARE * card.total_bytes:
             listed = ", ".join(f"{process.pid} ({format_bytes(process.used_bytes or 0)})" for process in card.processes)
-            yield Finding(
+            yield finding(
                 "card-shared",
-                Severity.WARNING,
-                f"other processes are on the card: {listed}; {format_bytes(card.free_bytes)} of "
-                f"{format_bytes(card.total_bytes)} are free",
-                f"GPU {number} ({card.name})",
-                "Memory that they take later is missing in the middle of a step.",
-                "End them, choose another card with CUDA_VISIBLE_DEVICES, or set memory_budget to what is left.",
+                listed=listed,
+                free=format_bytes(card.free_bytes),
+                total=format_bytes(card.total_bytes),
+                number=number,
+                card=card.name,
             )
     hidden = environment.variables.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
         yield from _visible(hidden, len(environment.cards))
     if environment.cards and not environment.usable_gpus and hidden not in ("", "-1"):
         built = "for the CPU only" if environment.backend == "cpu" else f"for {environment.backend}"
-        yield Finding(
-            "card-unusable",
-            Severity.ERROR,
-            f"the driver reports {len(environment.cards)} GPU(s), and PyTorch (built {built}) can use none",
-            "torch",
-            "Training would run on the CPU.",
-            "Install PyTorch's build for this driver: https://pytorch.org/get-started/locally.",
-        )
+        yield finding("card-unusable", cards=len(environment.cards), built=built)
 
 
 def _visible(text: str, cards: int) -> Iterator[Finding]:
     named = [part.strip() for part in text.split(",") if part.strip()]
     numbers = [int(part) for part in named if part.isdigit()]
     if cards and (text.strip() in ("", "-1")):
-        yield Finding(
-            "cards-hidden",
-            Severity.WARNING,
-            f"CUDA_VISIBLE_DEVICES is {text!r}, which hides every GPU",
-            "CUDA_VISIBLE_DEVICES",
-            "Training would run on the CPU.",
-            "unset CUDA_VISIBLE_DEVICES, or name a card, such as 0.",
-        )
+        yield finding("cards-hidden", text=text)
     if len(set(named)) < len(named):
-        yield Finding(
-            "cards-twice",
-            Severity.ERROR,
-            f"CUDA_VISIBLE_DEVICES is {text!r}, which names a card twice",
-            "CUDA_VISIBLE_DEVICES",
-            "CUDA then reports no card at all.",
-            "Name each card once.",
-        )
+        yield finding("cards-twice", text=text)
     missing = [number for number in numbers if cards and number >= cards]
     if missing:
-        yield Finding(
-            "cards-missing",
-            Severity.ERROR,
-            f"CUDA_VISIBLE_DEVICES names card {missing[0]}, and there are {cards}, counted from 0",
-            "CUDA_VISIBLE_DEVICES",
-            "CUDA reports only the cards before the first missing one.",
-            f"Name cards from 0 to {cards - 1}.",
-        )
+        yield finding("cards-missing", missing=missing[0], cards=cards, last=cards - 1)
 
 
 def check_threads(environment: Environment, processes: int = 1) -> Iterator[Finding]:
@@ -359,23 +265,16 @@ def check_threads(environment: Environment, processes: int = 1) -> Iterator[Find
         if value is None:
             continue
         if not value.isdigit() or int(value) < 1:
-            yield Finding(
-                "threads",
-                Severity.WARNING,
-                f"{name} is {value!r}, not a number of 1 or more",
-                name,
-                "Libraries then choose a number themselves.",
-                f"export {name}={environment.cores}",
-            )
+            yield finding("threads/unreadable", name=name, value=value, cores=environment.cores)
         elif int(value) * processes > environment.cores:
             many = f" in each of {processes} processes" if processes > 1 else ""
-            yield Finding(
-                "threads",
-                Severity.WARNING,
-                f"{name} is {value}{many}, and this process may use {environment.cores} core(s)",
-                name,
-                "Threads wait for each other at every operation, which is slower than fewer threads.",
-                f"export {name}={max(1, environment.cores // processes)}",
+            yield finding(
+                "threads/many",
+                name=name,
+                value=value,
+                many=many,
+                cores=environment.cores,
+                threads=max(1, environment.cores // processes),
             )
 
 
@@ -393,16 +292,7 @@ def check_script(text: str, name: str) -> tuple[Finding, ...]:
             continue
         found += check_settings(variable, value) if value is not None else ()
         if imported is not None and line > imported:
-            found.append(
-                Finding(
-                    "allocator-late",
-                    Severity.ERROR,
-                    f"{variable} is set in line {line}, after line {imported} has imported PyTorch",
-                    f"{name}, line {line}",
-                    "PyTorch may have read it by then, and a later value has no effect.",
-                    f"Set it in the shell, or move line {line} above line {imported}.",
-                )
-            )
+            found.append(finding("allocator-late", variable=variable, line=line, imported=imported, name=name))
     return in_order(found)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
 
 from memsafe_rl.diagnostics.known_tensors import (
     Configuration,
@@ -296,10 +299,7 @@ def _tensor(tensors: tuple[KnownTensor, ...]) -> Reason | None:
         return None
     best = tensors[0]
     if best.guessed:
-        return Reason(
-            Cause.TENSOR,
-            f"A guess, since the model is unknown: the size fits {best}.",
-        )
+        return Reason(Cause.TENSOR, f"A guess, since the model is unknown: the size fits {best}.")
     solved = "" if best.exact else "; batch or length is inferred"
     others = f"; {len(tensors) - 1} others would fit too" if len(tensors) > 1 else ""
     return Reason(Cause.TENSOR, f"The size is that of {best}{solved}{others}.")
@@ -364,140 +364,21 @@ def _untold(message: OutOfMemoryMessage) -> str:
     return f"{message.requested} were requested; the message does not say who holds the rest."
 
 
-_FREE_NEIGHBOURS = Remedy(
-    "Free the card of other processes",
-    "`memsafe-rl doctor` lists them; if they must stay, set memory_budget to what is left.",
-    "Find them with nvidia-smi and end your own (a forgotten notebook, an old training run), or choose another card "
-    "with CUDA_VISIBLE_DEVICES.",
+_TABLE = yaml.load(
+    Path(__file__).with_name("remedies.yaml").read_text(encoding="utf-8"),
+    Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),
 )
-_EXPANDABLE = Remedy(
-    "Let the allocator's pieces grow",
-    "Start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; `memsafe-rl doctor` checks it.",
-    "The same variable, set before torch is imported. empty_cache() in the loop does not help; where segments cannot "
-    "grow (Windows), max_split_size_mb:128 is the next best.",
-)
-_LOGITS = Remedy(
-    "Do not build [B, T, V]",
-    "Nothing to do: log-probs are computed in tiles, forward and backward, and the tile shrinks when memory is short.",
-    "Use a trainer or loss that works in chunks (TRL 1.16's GRPO, use_liger_kernel=True, a fused cross-entropy); else "
-    "halve per_device_train_batch_size, which halves this tensor, and double gradient_accumulation_steps.",
-)
-_SCORES = Remedy(
-    "Do not build attention scores",
-    "Leave model_init_kwargs without attn_implementation='eager'; output_attentions must be off.",
-    "Load the model with attn_implementation='sdpa' or 'flash_attention_2'.",
-)
-_CACHE = Remedy(
-    "Bound the KV cache",
-    "Set memory_budget: a rollout keeps a prompt once for its group and decodes as many rows at a time as fit; "
-    "cache_implementation='quantized' halves each.",
-    "Generate fewer rows at a time, use a shorter max_new_tokens, or lower vLLM's gpu_memory_utilization.",
-)
-_ACTIVATIONS = Remedy(
-    "Keep fewer activations",
-    "Set memory_budget: micro-batches, checkpointing and offloading are chosen to fit, with the same gradient.",
-    "Turn on gradient_checkpointing; halve per_device_train_batch_size and double gradient_accumulation_steps.",
-)
-_WEIGHTS = Remedy(
-    "Hold fewer trained weights",
-    "peft: lora:16, then quantization: 4bit; or an optimizer with less state (optim: adamw_bnb_8bit, adafactor).",
-    "The same: LoRA instead of all weights, a 4-bit base, an 8-bit or paged optimizer; ZeRO or FSDP on several cards.",
-)
-_LOAD = Remedy(
-    "Load smaller weights",
-    "model_init_kwargs: {dtype: bfloat16}; then quantization: 4bit with peft; `memsafe-rl plan` names what fits.",
-    "Pass dtype=torch.bfloat16; a 4-bit base with adapters; do not load a second copy for the reference.",
-)
-_SHORTER = Remedy(
-    "Shorten the sequences",
-    "Lower max_completion_length or max_prompt_length: this changes the task, so it comes last.",
-    "The same; watch the share of truncated completions.",
-)
-_LIMIT_UP = Remedy(
-    "Raise or remove the limit",
-    "Remove torch.cuda.set_per_process_memory_fraction and per_process_memory_fraction; plans keep within "
-    "memory_budget.",
-    "The same: look for set_per_process_memory_fraction in the code and its libraries.",
-)
-_MPS_LIMIT = Remedy(
-    "Use less memory rather than lift the limit",
-    "Set memory_budget below the limit. PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 lifts it, but then the machine may swap.",
-    "Close other programs; smaller batches; the variable above as a last resort.",
-)
-_POOLS_DOWN = Remedy(
-    "Shrink the private pools",
-    "Leave use_vllm off, or lower vllm_gpu_memory_utilization; vllm_enable_sleep_mode returns its memory.",
-    "enforce_eager=True in vLLM, or no CUDA graphs (mode='reduce-overhead') in torch.compile.",
-)
-_OUTSIDE_DOWN = Remedy(
-    "Leave room for what PyTorch does not count",
-    "Lower memory_budget by that much; the automatic budget excludes only what was in use before the start.",
-    "One process per card; lower the other library's share (gpu_memory_utilization, NCCL_BUFFSIZE).",
-)
-_PLATFORM = Remedy(
-    "Find what limits the process",
-    "`memsafe-rl doctor` shows card, driver and PyTorch's build; set memory_budget below what is really available.",
-    "Compare nvidia-smi with torch.cuda.mem_get_info(); update driver and PyTorch; on an integrated GPU or WSL raise "
-    "the share of system memory that it may use.",
-)
-_HOST_DOWN = Remedy(
-    "Use less RAM",
-    "Train on the device rather than the CPU; trajectory_device: device; no paged optimizer; load with dtype bfloat16.",
-    "Stream the dataset, use fewer dataloader workers, low_cpu_mem_usage, fewer processes on the machine; look for a "
-    "container's memory limit.",
-)
-_ROOM_FOR_LIBRARIES = Remedy(
-    "Leave the libraries some room",
-    "Set memory_budget about 1 GiB below the free memory.",
-    "torch.cuda.set_per_process_memory_fraction(0.9), so that PyTorch does not take everything; first rule out an "
-    "index out of range (CUDA_LAUNCH_BLOCKING=1), which can look the same.",
-)
-_BUDGET_UP = Remedy(
-    "Raise the budget, or shrink the work",
-    "The end of the message says what was tried and what is left: raise memory_budget, or shrink the largest holder. "
-    "`memsafe-rl plan --find` shows what fits.",
-    "-",
-)
-_SMALLER = Remedy(
-    "Use smaller micro-batches",
-    "GRPOTrainer does it automatically, before and after a failure: set memory_budget; `memsafe-rl plan` shows the "
-    "peak beforehand.",
-    "Halve per_device_train_batch_size, double gradient_accumulation_steps, turn on gradient_checkpointing.",
-)
+_Key = TypeVar("_Key", bound=StrEnum)
+_REMEDIES = {name: Remedy(**texts) for name, texts in _TABLE["remedies"].items()}
 
-_BY_CAUSE: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
-    {
-        Cause.NEIGHBOURS: (_FREE_NEIGHBOURS,),
-        Cause.FRAGMENTS: (_EXPANDABLE,),
-        Cause.LIMIT: (_LIMIT_UP,),
-        Cause.POOLS: (_POOLS_DOWN,),
-        Cause.OUTSIDE: (_OUTSIDE_DOWN,),
-        Cause.ROOM_REFUSED: (_PLATFORM,),
-        Cause.HOST: (_HOST_DOWN,),
-        Cause.LIBRARY: (_FREE_NEIGHBOURS, _ROOM_FOR_LIBRARIES),
-        Cause.BUDGET: (_BUDGET_UP,),
-        Cause.SIMULATED: (_BUDGET_UP,),
-        Cause.FULL: (_SMALLER, _WEIGHTS),
-        Cause.UNTOLD: (_FREE_NEIGHBOURS, _SMALLER),
-        Cause.TOO_LARGE: (),
-        Cause.TENSOR: (),
-    }
-)
-_BY_KIND = {
-    Kind.LOGITS: (_LOGITS,),
-    Kind.SCORES: (_SCORES, _ACTIVATIONS),
-    Kind.CACHE: (_CACHE,),
-    Kind.HIDDEN: (_ACTIVATIONS,),
-    Kind.WEIGHT: (_WEIGHTS,),
-}
-_BY_PLACE = {
-    Place.LOGITS: (_LOGITS,),
-    Place.ATTENTION: (_SCORES, _ACTIVATIONS),
-    Place.BACKWARD: (_LOGITS, _ACTIVATIONS),
-    Place.ROLLOUT: (_CACHE,),
-    Place.OPTIMIZER: (_WEIGHTS,),
-    Place.LOAD: (_LOAD,),
-}
+
+def _listed(names: type[_Key], table: Mapping[str, Sequence[str]]) -> Mapping[_Key, tuple[Remedy, ...]]:
+    return {names[name]: tuple(_REMEDIES[one] for one in remedies) for name, remedies in table.items()}
+
+
+_BY_CAUSE = _listed(Cause, _TABLE["causes"])
+_BY_KIND = _listed(Kind, _TABLE["kinds"])
+_BY_PLACE = _listed(Place, _TABLE["places"])
 
 
 def _remedies(
@@ -513,9 +394,9 @@ def _remedies(
         if message.allocator is not Allocator.MPS:
             chosen += _BY_CAUSE[reason.cause]
         elif reason.cause is Cause.LIMIT:
-            chosen.append(_MPS_LIMIT)
+            chosen.append(_REMEDIES["mps-limit"])
     chosen += of_the_work
     if message.allocator not in (Allocator.HOST, Allocator.KERNEL, Allocator.BUDGET):
         guessed = _BY_KIND[tensors[0].kind] if tensors else ()
-        chosen += (_SMALLER, *guessed, _SHORTER)
+        chosen += (_REMEDIES["smaller"], *guessed, _REMEDIES["shorter"])
     return tuple(dict.fromkeys(chosen))

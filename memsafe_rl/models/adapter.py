@@ -132,12 +132,7 @@ class ScoringAdapter(Protocol):
         """
 
     def distribution(
-        self,
-        trajectory: Trajectory,
-        rows: Sequence[int],
-        columns: Sequence[int] | None = None,
-        *,
-        packed: bool = False,
+        self, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int] | None = None, *, packed: bool = False
     ) -> Distribution:
         """Runs the network over stored rows, up to its output head.
 
@@ -318,12 +313,7 @@ class ModelAdapter(ScoringAdapter, Protocol):
         """Gives a number that differs once a weight was written to, or replaced."""
 
     def distribution(
-        self,
-        trajectory: Trajectory,
-        rows: Sequence[int],
-        columns: Sequence[int] | None = None,
-        *,
-        packed: bool = False,
+        self, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int] | None = None, *, packed: bool = False
     ) -> TokenDistribution:
         """Runs the network over stored rows, up to its output head; see `ScoringAdapter.distribution`."""
 

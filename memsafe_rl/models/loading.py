@@ -26,11 +26,7 @@ from memsafe_rl.accounting import charge, hold, weights_of
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models.geometry import max_positions
-from memsafe_rl.models.language.base import (
-    is_encoder_decoder,
-    language_model_of,
-    refuse_prompt_learning,
-)
+from memsafe_rl.models.language.base import is_encoder_decoder, language_model_of, refuse_prompt_learning
 from memsafe_rl.models.language.factory import adapter_for, family_of
 from memsafe_rl.models.module_state import REFERENCE_ADAPTER, kept_trainable, refuse_trained_bias
 from memsafe_rl.types import Component, room_for_prompt

@@ -139,13 +139,7 @@ def kl_estimates(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tens
 
 
 def value_loss(
-    values_BT: Tensor,
-    old_values_BT: Tensor,
-    returns_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip: float | None,
-    tokens: int,
+    values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, *, clip: float | None, tokens: int
 ) -> ValueShare:
     """Gives a micro-batch's share of the critic's loss; the shares of any split add up to the same loss.
 

@@ -36,11 +36,7 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
-_REPLICATED = {
-    DistributedType.NO,
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_GPU,
-}
+_REPLICATED = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 _REASON_BYTES = 1000
 _POLL_SECONDS = 0.01
 _CUT_OFF = "An earlier collective of this rank did not complete, so the ranks are out of step. Start the run again."

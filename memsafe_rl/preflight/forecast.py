@@ -244,15 +244,7 @@ def wants_forecast(args: Any, model: Any) -> bool:
 def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast | None:
     """Forecasts a run that is about to load its weights; plans begin with what that tells.
 
-    Args:
-        inputs: what was passed to the trainer; its model is a name or a folder.
-        machine: knows device and budget.
-
-    Returns:
-        The forecast; None where it failed, which is logged and keeps no run from training.
-
-    Raises:
-        MemoryBudgetError: the run cannot fit, and `allow_lossy` names no remedy that could be taken.
+    A forecast that fails gives None, is logged, and keeps no run from training.
     """
     config, request, tracker = copy.copy(inputs.config), inputs.request, machine.recovery.tracker
     config.memory_budget = tracker.budget_bytes

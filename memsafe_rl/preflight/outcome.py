@@ -13,41 +13,25 @@ from memsafe_rl.units import format_bytes
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """The peaks of a run, before it starts.
+    """The peaks of a run, before it starts."""
 
-    Args:
-        phases: for every phase that was tried, bytes of every component at its peak.
-        budget_bytes: int, bytes that the run may hold.
-        device_bytes: int, bytes of the device.
-        rollout_plan: how rollouts are cut.
-        update_plan: how optimizer steps are cut.
-        corrections: per phase, forecast over estimated bytes above what was held before it, as a run would learn them.
-        prompt_tokens: longest prompt, in tokens.
-        completion_tokens: longest completion, in tokens.
-        job: the sizes of the run that decide what it holds.
-        assumptions: what was taken for granted, in plain sentences.
-        refusal: why the run cannot fit, in plain words; None where it fits.
-        seconds: time the forecast took.
-        ranks: ranks of the run, of which this is one.
-        sharding: what they share, see `memsafe_rl.preflight.fake.sharding.Sharding`.
-        host_bytes: int, bytes of the host's memory for a copy of what a checkpoint holds, where checkpoints are written
-            in the background.
-    """
-
+    # for every phase that was tried, bytes of every component at its peak
     phases: Mapping[Phase, Mapping[Component, int]]
-    budget_bytes: int
-    device_bytes: int
-    rollout_plan: RolloutPlan
-    update_plan: UpdatePlan
+    budget_bytes: int  # bytes that the run may hold
+    device_bytes: int  # bytes of the device
+    rollout_plan: RolloutPlan  # how rollouts are cut
+    update_plan: UpdatePlan  # how optimizer steps are cut
+    # per phase, forecast over estimated bytes above what was held before it, as a run would learn them
     corrections: Mapping[str, float]
-    prompt_tokens: int
-    completion_tokens: int
-    job: Job
-    assumptions: tuple[str, ...] = ()
-    refusal: str | None = None
-    seconds: float = 0.0
-    ranks: int = 1
-    sharding: str = "none"
+    prompt_tokens: int  # longest prompt, in tokens
+    completion_tokens: int  # longest completion, in tokens
+    job: Job  # the sizes of the run that decide what it holds
+    assumptions: tuple[str, ...] = ()  # what was taken for granted, in plain sentences
+    refusal: str | None = None  # why the run cannot fit, in plain words; None where it fits
+    seconds: float = 0.0  # time the forecast took
+    ranks: int = 1  # ranks of the run, of which this is one
+    sharding: str = "none"  # what they share, see `memsafe_rl.preflight.fake.sharding.Sharding`
+    # of the host's memory for a copy of what a checkpoint holds, where checkpoints are written in the background
     host_bytes: int = 0
 
     @property

@@ -40,11 +40,7 @@ class Job:
     def rollout(self) -> RolloutWork:
         """The shape of a rollout, every row as long as it can become."""
         return RolloutWork(
-            (self.prompt_tokens,) * self.prompts,
-            self.group_size,
-            self.completion_tokens,
-            self.geometry,
-            self.scored,
+            (self.prompt_tokens,) * self.prompts, self.group_size, self.completion_tokens, self.geometry, self.scored
         )
 
     @property

@@ -91,36 +91,24 @@ class PlanRun:
     micro_batches: int  # of the last try
     failures: int  # out-of-memory errors that were recovered from, injected ones included
     peak_bytes: int  # int, most bytes held
-    phase_peaks: dict[str, int]  # int, bytes, by phase
+    phase_peaks: dict[str, int]  # bytes, by phase
     seconds: float  # wall time
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What the proof found.
+    """What the proof found."""
 
-    Args:
-        plain: the step under the plain plan, or under a halved one where the plain one does not fit.
-        chosen: the step under the memory policy's plan.
-        failing: the same with a failure in the rollout and one in the backward.
-        rows: completions sampled.
-        precision: the coarsest type in which the network computes.
-        tolerance: largest difference of gradients that passes.
-        judges_tokens: whether sampled tokens must be equal; False in half precision, where waves of other sizes may
-            draw others.
-        exact_bytes: whether peaks are the tensors' own bytes, not those of the whole process.
-        notes: what a reader must know of how it was done.
-    """
-
-    plain: PlanRun
-    chosen: PlanRun
-    failing: PlanRun
-    rows: int
-    precision: str
-    tolerance: float
+    plain: PlanRun  # the step under the plain plan, or under a halved one where the plain one does not fit
+    chosen: PlanRun  # the step under the memory policy's plan
+    failing: PlanRun  # the same with a failure in the rollout and one in the backward
+    rows: int  # completions sampled
+    precision: str  # the coarsest type in which the network computes
+    tolerance: float  # largest difference of gradients that passes
+    # whether sampled tokens must be equal; False in half precision, where waves of other sizes may draw others
     judges_tokens: bool
-    exact_bytes: bool
-    notes: tuple[str, ...]
+    exact_bytes: bool  # whether peaks are the tensors' own bytes, not those of the whole process
+    notes: tuple[str, ...]  # what a reader must know of how it was done
 
     @property
     def arms(self) -> tuple[PlanRun, PlanRun, PlanRun]:
@@ -471,11 +459,7 @@ class _Comparison:
         every = rows * max(longest, max(len(ids) for ids in self._prompts.ids))
         return (
             RolloutPlan(rows_in_flight=rows, prefill_tokens=every, score_tokens=every, reward_rows=rows),
-            UpdatePlan(
-                micro_batch_tokens=every,
-                logprob_tile=len(trajectory.actions.flat),
-                trajectory_device="device",
-            ),
+            UpdatePlan(micro_batch_tokens=every, logprob_tile=len(trajectory.actions.flat), trajectory_device="device"),
         )
 
     def _halved_plans(self, chosen: PlanRun) -> tuple[RolloutPlan, UpdatePlan]:

@@ -74,11 +74,7 @@ class CosineScaledReward:
     max_value_correct: float
 
     def __call__(
-        self,
-        completions: Sequence[Any],
-        solution: Sequence[str],
-        completion_ids: Sequence[Sequence[int]],
-        **_: Any,
+        self, completions: Sequence[Any], solution: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any
     ) -> list[float | None]:
         """Rewards every completion."""
         judged = accuracy_reward(completions, solution)

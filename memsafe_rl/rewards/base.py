@@ -168,24 +168,6 @@ class RewardRunner:
                     "a default."
                 )
 
-    def score(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Any] | None = None,
-        *,
-        trainer_state: Any = None,
-        attempt: Attempt = _once,
-    ) -> RewardScores:
-        """Calls every reward function once on all rows and waits for the rewards.
-
-        The arguments, the result and the errors are those of `begin` and of `PendingScores.result`.
-        """
-        return self.begin(
-            prompts, completions, completion_ids, columns, trainer_state=trainer_state, attempt=attempt
-        ).result()
-
     def begin(
         self,
         prompts: Sequence[Any],

@@ -248,13 +248,7 @@ class Collector:
         return self._answered(prompts, group_size, mine, given, phase, state)
 
     def _answered(
-        self,
-        prompts: Prompts,
-        group_size: int,
-        mine: range,
-        given: ExternalRollout,
-        phase: Phase,
-        state: RunState,
+        self, prompts: Prompts, group_size: int, mine: range, given: ExternalRollout, phase: Phase, state: RunState
     ) -> tuple[Samples, Answers]:
         """Has this rank's rows rewarded, and joins all ranks' rows; rewards may still be under way."""
         setup, gather = self._setup, self._setup.parallel.gather

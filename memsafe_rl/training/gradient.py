@@ -227,11 +227,7 @@ def _policy_gradient(shared: _Pass, rows: Sequence[int], columns: Sequence[int])
 
 
 def _collect(
-    found: dict[str, Tensor],
-    scores: TokenScores,
-    places: Sequence[int],
-    columns: Sequence[int],
-    shape: tuple[int, int],
+    found: dict[str, Tensor], scores: TokenScores, places: Sequence[int], columns: Sequence[int], shape: tuple[int, int]
 ) -> None:
     """Writes what was found of a rectangle where it belongs among all rows and columns, on the host."""
     for entry in fields(scores):

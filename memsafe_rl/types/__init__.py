@@ -5,13 +5,7 @@ prompt, ``L`` prompt plus completion tokens, ``T`` completion tokens, ``S`` deno
 ``D`` hidden width, ``M`` completion tokens of several rows laid end to end, ``F`` reward functions.
 """
 
-from memsafe_rl.types.learning import (
-    AdvantageResult,
-    Denominators,
-    LossInputs,
-    LossResult,
-    LossSettings,
-)
+from memsafe_rl.types.learning import AdvantageResult, Denominators, LossInputs, LossResult, LossSettings
 from memsafe_rl.types.model import (
     Distribution,
     GaussianDistribution,

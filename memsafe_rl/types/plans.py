@@ -45,45 +45,24 @@ CACHE_SCALE_BYTES = 4
 
 
 def whole_blocks(slots: int) -> int:
-    """Rounds slots of a cache up to whole blocks.
-
-    Args:
-        slots: int, tokens.
-
-    Returns:
-        int, slots.
-    """
+    """Rounds slots of a cache up to whole blocks."""
     return -(-slots // KV_BLOCK_SLOTS) * KV_BLOCK_SLOTS
 
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """What one (row, column) pair of a time-separable network holds; measured, for such a network has any shape.
+    """What one (row, column) pair of a time-separable network holds; measured, for such a network has any shape."""
 
-    Args:
-        kept: int, bytes that its forward keeps for the backward pass.
-        recomputed: int, bytes of them where blocks are recomputed.
-        forward: int, bytes of temporaries of its forward at any moment, about.
-        state: int, bytes of one state of a row as it is stored.
-    """
-
-    kept: int
-    recomputed: int
-    forward: int
-    state: int
+    kept: int  # bytes that its forward keeps for the backward pass
+    recomputed: int  # bytes of them where blocks are recomputed
+    forward: int  # bytes of temporaries of its forward at any moment, about
+    state: int  # bytes of one state of a row as it is stored
 
 
 def room_for_prompt(positions: int | None, new_tokens: int, *, encoded: bool) -> int | None:
-    """Counts the tokens of the longest prompt that a network accepts beside a completion.
+    """Counts the tokens of the longest prompt that a network accepts beside a completion; None if unbounded.
 
-    Args:
-        positions: longest sequence the network accepts, in tokens; None if unbounded.
-        new_tokens: longest completion, in tokens.
-        encoded: whether an encoder reads the prompt, and a decoder the completion.
-
-    Returns:
-        int, tokens, all positions where an encoder reads the prompts, and 0 or less where the completion alone passes
-        them; None if unbounded.
+    All positions where an encoder reads the prompts; 0 or less where the completion alone passes them.
     """
     if positions is None or (encoded and new_tokens <= positions):
         return positions
@@ -92,51 +71,32 @@ def room_for_prompt(positions: int | None, new_tokens: int, *, encoded: bool) ->
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """The sizes of a network from which its bytes can be counted.
+    """The sizes of a network from which its bytes can be counted."""
 
-    Args:
-        layers: transformer blocks.
-        hidden_size: width D of the residual stream; of a network with ``unit``, hidden elements of one pair.
-        intermediate_size: width of the feed-forward part of a block.
-        heads: query heads of a block.
-        kv_heads: key/value heads of a block (fewer than ``heads`` under grouped-query attention).
-        head_dim: width of one head.
-        vocab_size: rows V of the output head.
-        max_positions: longest sequence the network accepts, in tokens; None if unbounded.
-        windows: per block, the attention window in tokens, None for full attention.
-        parameter_bytes: int, bytes of all weights.
-        trainable_bytes: int, bytes of the weights that receive gradients.
-        compute_bytes: int, bytes of one activation element (2 for bf16, 4 for fp32).
-        cache_bytes: int, bytes of one key or value element in the cache.
-        head_trainable: whether the output head receives a gradient.
-        shares_prompts: whether a rollout's cache keeps a prompt once for all rows that follow it.
-        source_bytes: int, bytes of the cross-attention's keys and values of one prompt token, where an encoder reads
-            the prompts; None where prompts and completions are one sequence.
-        key_bytes: int, bytes of one token's keys in one layer of the cache; None for ``cache_bytes · kv_heads ·
-            head_dim``, which an 8-bit cache with its scales is not.
-        encoder_layers: blocks of the encoder through which gradients go; 0 where it is frozen, or there is none.
-        unit: what one (row, column) pair holds, where pairs are run one by one; None for a network that reads tokens.
-            Wherever plans and work count tokens, they then count pairs.
-    """
-
-    layers: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int | None
-    windows: tuple[int | None, ...]
-    parameter_bytes: int
-    trainable_bytes: int
-    compute_bytes: int
-    cache_bytes: int
-    head_trainable: bool = True
-    shares_prompts: bool = False
+    layers: int  # transformer blocks
+    hidden_size: int  # width D of the residual stream; of a network with ``unit``, hidden elements of one pair
+    intermediate_size: int  # width of the feed-forward part of a block
+    heads: int  # query heads of a block
+    kv_heads: int  # key/value heads of a block (fewer than ``heads`` under grouped-query attention)
+    head_dim: int  # width of one head
+    vocab_size: int  # rows V of the output head
+    max_positions: int | None  # longest sequence the network accepts, in tokens; None if unbounded
+    windows: tuple[int | None, ...]  # per block, the attention window in tokens, None for full attention
+    parameter_bytes: int  # bytes of all weights
+    trainable_bytes: int  # bytes of the weights that receive gradients
+    compute_bytes: int  # bytes of one activation element (2 for bf16, 4 for fp32)
+    cache_bytes: int  # bytes of one key or value element in the cache
+    head_trainable: bool = True  # whether the output head receives a gradient
+    shares_prompts: bool = False  # whether a rollout's cache keeps a prompt once for all rows that follow it
+    # bytes of the cross-attention's keys and values of one prompt token, where an encoder reads the prompts; None
+    # where prompts and completions are one sequence
     source_bytes: int | None = None
+    # bytes of one token's keys in one layer of the cache; None for ``cache_bytes · kv_heads · head_dim``, which an
+    # 8-bit cache with its scales is not
     key_bytes: int | None = None
-    encoder_layers: int = 0
+    encoder_layers: int = 0  # blocks of the encoder through which gradients go; 0 where it is frozen, or there is none
+    # what one (row, column) pair holds, where pairs are run one by one; None for a network that reads tokens. Wherever
+    # plans and work count tokens, they then count pairs.
     unit: UnitBytes | None = None
 
     def room_for_prompt(self, new_tokens: int) -> int | None:
@@ -144,16 +104,7 @@ class ModelGeometry:
         return room_for_prompt(self.max_positions, new_tokens, encoded=self.source_bytes is not None)
 
     def kv_bytes(self, slots: int) -> int:
-        """Counts the key/value bytes of one sequence that holds ``slots`` tokens.
-
-        ``2 · e · Σ_layers H_kv · d_head · min(slots, window)``.
-
-        Args:
-            slots: int, tokens of the sequence in the cache.
-
-        Returns:
-            int, bytes.
-        """
+        """Counts the bytes of ``slots`` tokens of a row: ``2 · e · Σ_layers H_kv · d_head · min(slots, window)``."""
         held = sum(slots if window is None else min(slots, window) for window in self.windows)
         return 2 * self._slot_bytes * held
 
@@ -161,25 +112,11 @@ class ModelGeometry:
         """Counts the key/value bytes of one prompt.
 
         Where an encoder reads it, ``2 · e · L_dec · H_x · d_x · tokens`` and the decoder's start token.
-
-        Args:
-            tokens: int, length of the prompt.
-
-        Returns:
-            int, bytes.
         """
         return self.kv_bytes(tokens) if self.source_bytes is None else self.source_bytes * tokens + self.kv_bytes(1)
 
     def positions(self, prompt_tokens: int, new_tokens: int) -> int:
-        """Counts the positions of the longest sequence that the network reads; an encoder's prompt is one of its own.
-
-        Args:
-            prompt_tokens: int, length of the prompt.
-            new_tokens: int, length of the completion.
-
-        Returns:
-            int, tokens.
-        """
+        """Counts the positions of the longest sequence that the network reads; an encoder reads prompts alone."""
         return prompt_tokens + new_tokens if self.source_bytes is None else max(prompt_tokens, new_tokens)
 
     def batch_kv_bytes(self, prompt_bytes: int, rows: int, new_tokens: int) -> int:
@@ -187,14 +124,6 @@ class ModelGeometry:
 
         Suffixes are moved where they grow, prompts where they are read in pieces or where others of theirs are given
         up: of the one or the other, a tensor is there twice.
-
-        Args:
-            prompt_bytes: int, bytes of the prompts' keys and values.
-            rows: int, sequences that follow them.
-            new_tokens: int, longest completion, in tokens; the cache grows by whole blocks.
-
-        Returns:
-            int, bytes.
         """
         slots = whole_blocks(new_tokens)
         longest = max((slots if window is None else min(slots, window) for window in self.windows), default=0)

@@ -13,26 +13,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of unequal length laid end to end, with their lengths on the host.
+    """Rows of unequal length laid end to end, with their lengths on the host."""
 
-    Args:
-        flat: (sum of lengths, ...), any type; trailing axes are one action's own (none for a token).
-        lengths: length of each row.
-    """
-
-    flat: Tensor
-    lengths: tuple[int, ...]
+    flat: Tensor  # (sum of lengths, ...), any type; trailing axes are one action's own (none for a token)
+    lengths: tuple[int, ...]  # length of each row
 
     @classmethod
     def from_rows(cls, rows: Sequence[Tensor]) -> Ragged:
-        """Lays rows end to end.
-
-        Args:
-            rows: tensors that differ in their first axis only; at least one.
-
-        Returns:
-            The rows as one `Ragged`.
-        """
+        """Lays rows, at least one, end to end; they differ in their first axis only."""
         return cls(torch.cat(list(rows)), tuple(int(row.shape[0]) for row in rows))
 
     def __len__(self) -> int:
@@ -54,16 +42,7 @@ class Ragged:
             views[row].copy_(value)
 
     def pad(self, rows: Sequence[int], fill: float | int, device: torch.device | str | None = None) -> Tensor:
-        """Cuts rows out as one tensor, padded on the right to their own longest row.
-
-        Args:
-            rows: indices of the rows wanted.
-            fill: value of the padding.
-            device: where the result goes, None for where the store is.
-
-        Returns:
-            (n, longest of these rows, ...), of the store's type.
-        """
+        """Cuts rows out as one tensor (n, longest of these rows, ...), padded on the right."""
         views = self.rows()
         width = max(self.lengths[row] for row in rows)
         out = self.flat.new_full((len(rows), width, *self.flat.shape[1:]), fill)
@@ -77,15 +56,7 @@ class Ragged:
         return self.flat.nbytes
 
     def beside(self, rows: Mapping[int, Tensor], known: Ragged | None = None) -> Ragged:
-        """Lays one number per action of some rows down in a store of all rows; this one and ``known`` stay as they are.
-
-        Args:
-            rows: (length of the row,) by row, of one type; may be empty.
-            known: numbers of every row from before, in rows like these; None for 0.
-
-        Returns:
-            The given rows, and ``known`` or 0 in the others.
-        """
+        """Lays one number per action of some rows beside those ``known``, or 0, of all others; changes neither."""
         if known is None:
             dtype = next((values.dtype for values in rows.values()), torch.float32)
             flat = torch.zeros(self.flat.shape[0], dtype=dtype)
@@ -98,56 +69,42 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One rollout, ready to learn from: rows × columns, whatever the kind of model.
+    """One rollout, ready to learn from: rows × columns, whatever the kind of model."""
 
-    Args:
-        conditions: the unique prompts, P rows: token ids, or the vectors (L, D) that a denoiser is given.
-        condition_of_row: for each of the B rows, the index of its prompt.
-        actions: the completion tokens, or the state after each step of a denoising chain; B rows.
-        loss_mask: 1 where an action is counted in the loss; B rows like ``actions``.
-        sampling_logprobs: nats, of the distribution sampled from; B rows.
-        advantages: (B,) float32, one per row.
-        group_of_row: for each row, the index of its group; -1 for a row that no reward function scored, which counts
-            in no denominator.
-        finished: for each row, whether it ended by itself.
-        old_logprobs: nats, of the model before the first update on this rollout; B rows, None until needed.
-        has_old: for each row, whether ``old_logprobs`` is filled in.
-        ref_logprobs: nats, of the reference; B rows, None without a reference.
-        importance_weights: per action, weight that corrects another sampler's distribution; None for none.
-        starts: (B, ...), the state before the first action; None where actions follow nothing but their condition. The
-            state before any later action is the action before it, so that no state is stored twice.
-        values: per action, a critic's value of the state it was taken in, at the rollout; None without a critic.
-        returns: per action, what the critic should have said; None without a critic.
-        action_advantages: one advantage per action, in place of ``advantages`` in the loss; None for one per row.
-        objective_advantages: (B, K) float32, of each of K objectives; NaN where one did not score a row; None where
-            there is but one, which ``advantages`` are of.
-        sample_of_row: for each row, the sample that it is a part of, in order; () where every row is a whole sample.
-        columns: the columns in which actions count, where they are known beforehand; None where the mask tells.
-        sources: (L, D) for each of the P conditions, what a frozen encoder made of it; None where it is read anew.
-        kl: per action, nats, the KL to the reference at the rollout in closed form, which only denoisers have; None
-            where nobody needs it, or ``ref_logprobs`` serve.
-    """
-
-    conditions: Ragged
-    condition_of_row: tuple[int, ...]
-    actions: Ragged
-    loss_mask: Ragged
-    sampling_logprobs: Ragged | None
-    advantages: Tensor
+    conditions: Ragged  # the unique prompts, P rows: token ids, or the vectors (L, D) that a denoiser is given
+    condition_of_row: tuple[int, ...]  # for each of the B rows, the index of its prompt
+    actions: Ragged  # the completion tokens, or the state after each step of a denoising chain; B rows
+    loss_mask: Ragged  # 1 where an action is counted in the loss; B rows like ``actions``
+    sampling_logprobs: Ragged | None  # nats, of the distribution sampled from; B rows
+    advantages: Tensor  # (B,) float32, one per row
+    # for each row, the index of its group; -1 for a row that no reward function scored, which counts in no denominator
     group_of_row: tuple[int, ...]
-    finished: tuple[bool, ...]
+    finished: tuple[bool, ...]  # for each row, whether it ended by itself
+    # nats, of the model before the first update on this rollout; B rows, None until needed
     old_logprobs: Ragged | None = None
-    has_old: tuple[bool, ...] = ()
-    ref_logprobs: Ragged | None = None
+    has_old: tuple[bool, ...] = ()  # for each row, whether ``old_logprobs`` is filled in
+    ref_logprobs: Ragged | None = None  # nats, of the reference; B rows, None without a reference
+    # per action, weight that corrects another sampler's distribution; None for none
     importance_weights: Ragged | None = None
+    # (B, ...), the state before the first action; None where actions follow nothing but their condition. The state
+    # before any later action is the action before it, so that no state is stored twice.
     starts: Tensor | None = None
+    # per action, a critic's value of the state it was taken in, at the rollout; None without a critic
     values: Ragged | None = None
-    returns: Ragged | None = None
+    returns: Ragged | None = None  # per action, what the critic should have said; None without a critic
+    # one advantage per action, in place of ``advantages`` in the loss; None for one per row
     action_advantages: Ragged | None = None
+    # (B, K) float32, of each of K objectives; NaN where one did not score a row; None where there is but one, which
+    # ``advantages`` are of
     objective_advantages: Tensor | None = None
+    # for each row, the sample that it is a part of, in order; () where every row is a whole sample
     sample_of_row: tuple[int, ...] = ()
+    # the columns in which actions count, where they are known beforehand; None where the mask tells
     columns: tuple[int, ...] | None = None
+    # (L, D) for each of the P conditions, what a frozen encoder made of it; None where it is read anew
     sources: Ragged | None = None
+    # per action, nats, the KL to the reference at the rollout in closed form, which only denoisers have; None where
+    # nobody needs it, or ``ref_logprobs`` serve
     kl: Ragged | None = None
 
     def __len__(self) -> int:
@@ -187,14 +144,7 @@ class Trajectory:
         return tuple(tuple(column) for column in self.objective_advantages.t().tolist())
 
     def rows_of(self, samples: Iterable[int]) -> list[int]:
-        """Gives the rows of some samples, ascending.
-
-        Args:
-            samples: indices of samples.
-
-        Returns:
-            Indices of rows; the same ones where every row is a whole sample.
-        """
+        """Gives the rows of some samples, ascending; the same indices where every row is a whole sample."""
         if not self.sample_of_row:
             return sorted(samples)
         wanted = set(samples)
@@ -213,16 +163,7 @@ class Trajectory:
         return tuple(self.conditions.lengths[self.condition_of_row[row]] + self.actions.lengths[row] for row in rows)
 
     def token_rows(self, rows: Sequence[int], pad_token_id: int, device: torch.device | str) -> Tensor:
-        """Joins each row's prompt and completion, padded on the right to the longest of these rows.
-
-        Args:
-            rows: indices of the rows wanted.
-            pad_token_id: fills the padding.
-            device: where the result goes.
-
-        Returns:
-            (n, L) int64.
-        """
+        """Joins each row's prompt and completion, (n, L) int64, padded on the right to the longest of these rows."""
         prompts, completions = self.conditions.rows(), self.actions.rows()
         joined = [torch.cat([prompts[self.condition_of_row[row]], completions[row]]) for row in rows]
         return Ragged.from_rows(joined).pad(range(len(rows)), pad_token_id, device)
@@ -243,14 +184,7 @@ class Trajectory:
         return {name: value.nbytes() if isinstance(value, Ragged) else value.nbytes for name, value in stored.items()}
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Trajectory:
-        """Gives the same rows elsewhere.
-
-        Args:
-            move: moves one tensor.
-
-        Returns:
-            A trajectory of the moved tensors.
-        """
+        """Gives the same rows elsewhere."""
 
         def each(value: object) -> object:
             if isinstance(value, Ragged):

@@ -140,7 +140,7 @@ def test_without_math_verify_the_remedy_is_named(monkeypatch):
 def test_accuracy_runs_in_a_runner_beside_a_reward_without_kwargs():
     texts, solution = zip(*ANSWERS[:2], strict=True)
     runner = RewardRunner([rewards.accuracy_reward, rewards.get_soft_overlong_punishment(2, 1)])
-    scores = runner.score(["p", "p"], list(texts), [[1], [1, 2]], {"solution": list(solution)})
+    scores = runner.begin(["p", "p"], list(texts), [[1], [1, 2]], {"solution": list(solution)}).result()
     assert scores.rewards_BF.tolist() == [[1.0, 0.0], [0.0, -1.0]]
     assert scores.names == ("accuracy_reward", "soft_overlong_punishment_reward")
     assert set(scores.extras) == {"solution", "gold_parsed", "answer_parsed"}

@@ -57,8 +57,10 @@ def one_by_one(model, tokenizer, texts):
 @pytest.mark.parametrize("reward_rows", [1, 2, 64])
 def test_chunks_score_as_single_rows_do(kind, reward_rows):
     model, tokenizer = classifier(kind), tiny_tokenizer()
-    scores = RewardRunner(model, tokenizer).score(
-        PROMPTS, COMPLETIONS, [[0]] * 5, attempt=lambda unit: unit(reward_rows)
+    scores = (
+        RewardRunner(model, tokenizer)
+        .begin(PROMPTS, COMPLETIONS, [[0]] * 5, attempt=lambda unit: unit(reward_rows))
+        .result()
     )
     expected = one_by_one(model, tokenizer, [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
     assert expected.std() > 1e-2
@@ -71,12 +73,14 @@ def test_conversations_go_through_the_chat_template():
     prompts = [[{"role": "user", "content": text}] for text in PROMPTS]
     completions = [[{"role": "assistant", "content": text}] for text in COMPLETIONS]
     tokenizer.chat_template = CHAT_TEMPLATE
-    scores = RewardRunner([model], [tokenizer]).score(prompts, completions, [[0]] * 5, attempt=lambda unit: unit(2))
+    scores = (
+        RewardRunner([model], [tokenizer]).begin(prompts, completions, [[0]] * 5, attempt=lambda unit: unit(2)).result()
+    )
     texts = [f"user: {p}\nassistant: {c}\n" for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     torch.testing.assert_close(scores.rewards_BF[:, 0], one_by_one(model, tokenizer, texts), rtol=1e-5, atol=1e-5)
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
-        RewardRunner(model, tokenizer).score(prompts, completions, [[0]] * 5)
+        RewardRunner(model, tokenizer).begin(prompts, completions, [[0]] * 5).result()
 
 
 def test_forward_passes_hold_the_planned_rows_longest_first_without_gradient_or_dropout():
@@ -93,7 +97,7 @@ def test_forward_passes_hold_the_planned_rows_longest_first_without_gradient_or_
 
     model = Recorder().train()
     texts = ["a" * n for n in (3, 9, 1, 5, 7)]
-    RewardRunner(model, tiny_tokenizer()).score(texts, [""] * 5, [[0]] * 5, attempt=lambda unit: unit(2))
+    RewardRunner(model, tiny_tokenizer()).begin(texts, [""] * 5, [[0]] * 5, attempt=lambda unit: unit(2)).result()
     assert model.shapes == [((2, 9), 16), ((2, 5), 8), ((1, 1), 1)]
 
 
@@ -116,7 +120,7 @@ def test_a_model_is_loaded_by_name_with_its_tokenizer(tmp_path):
     tiny_tokenizer().save_pretrained(folder)
     runner = RewardRunner([str(folder), classifier()], [None, tiny_tokenizer()], device="cpu")
     assert runner.names == ("my-reward-model", "Qwen3ForSequenceClassification")
-    rewards_BF = runner.score(PROMPTS, COMPLETIONS, [[0]] * 5).rewards_BF
+    rewards_BF = runner.begin(PROMPTS, COMPLETIONS, [[0]] * 5).result().rewards_BF
     torch.testing.assert_close(rewards_BF[:, 0], rewards_BF[:, 1])
     assert len(runner.models) == 2
 
@@ -147,7 +151,7 @@ def test_models_come_before_functions_so_that_a_failed_model_can_be_repeated():
         calls.append(1)
 
     with pytest.raises(torch.OutOfMemoryError):
-        RewardRunner([reward, Fails()], [None, tiny_tokenizer()]).score(PROMPTS, COMPLETIONS, [[0]] * 5)
+        RewardRunner([reward, Fails()], [None, tiny_tokenizer()]).begin(PROMPTS, COMPLETIONS, [[0]] * 5).result()
     assert not calls
 
 
@@ -165,11 +169,11 @@ def test_a_model_that_gives_no_reward_is_refused(logits, message):
             return SequenceClassifierOutput(logits=logits)
 
     with pytest.raises(DataError, match=f"Reward model 'Broken' {message}"):
-        RewardRunner(Broken(), tiny_tokenizer()).score(["a", "b"], ["", ""], [[0]] * 2)
+        RewardRunner(Broken(), tiny_tokenizer()).begin(["a", "b"], ["", ""], [[0]] * 2).result()
 
 
 def test_an_empty_row_and_a_missing_tokenizer_are_refused():
     with pytest.raises(DataError, match="Row 1 has no tokens"):
-        RewardRunner(classifier(), tiny_tokenizer()).score(["a", ""], ["", ""], [[0]] * 2)
+        RewardRunner(classifier(), tiny_tokenizer()).begin(["a", ""], ["", ""], [[0]] * 2).result()
     with pytest.raises(ConfigError, match="which tokenizer belongs to it"):
         RewardRunner(classifier())

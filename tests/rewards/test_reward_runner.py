@@ -21,7 +21,7 @@ IDS = [[1], [2, 2], [3, 3, 3], [4, 4, 4, 4]]
 def score(functions, columns=None, **options):
     runner = RewardRunner(functions)
     try:
-        return runner.score(PROMPTS, COMPLETIONS, IDS, columns, **options)
+        return runner.begin(PROMPTS, COMPLETIONS, IDS, columns, **options).result()
     finally:
         runner.close()
 
@@ -157,10 +157,10 @@ def test_async_functions_run_together_also_inside_a_running_loop():
 
     runner = RewardRunner([meets, length, Meets(), wrapped])
     expected = [[1.0, 1.0, 2.0, -1.0], [1.0, 4.0, 2.0, -4.0]]
-    assert runner.score(PROMPTS, COMPLETIONS, IDS).rewards_BF[[0, 3]].tolist() == expected
+    assert runner.begin(PROMPTS, COMPLETIONS, IDS).result().rewards_BF[[0, 3]].tolist() == expected
 
     async def notebook():
-        return runner.score(PROMPTS, COMPLETIONS, IDS)
+        return runner.begin(PROMPTS, COMPLETIONS, IDS).result()
 
     scores = asyncio.run(notebook())
     runner.close()
@@ -179,7 +179,7 @@ def test_async_functions_keep_one_loop_for_the_run():
 
     runner = RewardRunner(reward)
     for _ in range(2):
-        runner.score(PROMPTS, COMPLETIONS, IDS)
+        runner.begin(PROMPTS, COMPLETIONS, IDS).result()
     assert loops[0] is loops[1]
     assert threads[0] is threads[1] is not threading.current_thread()
     assert threads[0].is_alive()
@@ -254,7 +254,7 @@ def test_rows_without_any_reward_are_warned_of_once(caplog):
     runner = RewardRunner([returning([None, None, 1.0, None]), returning([None, 1.0, 1.0, None])])
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            runner.score(PROMPTS, COMPLETIONS, IDS)
+            runner.begin(PROMPTS, COMPLETIONS, IDS).result()
     (record,) = caplog.records
     assert "2 of 4 completions" in record.getMessage()
     assert "row 0 with prompt 'a'" in record.getMessage()
@@ -270,11 +270,11 @@ def test_columns_are_checked_before_anything_is_called():
     with pytest.raises(DataError, match=r"'reward' needs 'solution'.*it has answer"):
         runner.check_columns(["prompt", "answer"])
     with pytest.raises(DataError, match="Did you mean 'solutions'"):
-        runner.score(PROMPTS, COMPLETIONS, IDS, {"solutions": [1] * 4})
+        runner.begin(PROMPTS, COMPLETIONS, IDS, {"solutions": [1] * 4}).result()
     with pytest.raises(DataError, match="column 'prompts'"):
         runner.check_columns(["prompts", "solution"])
     with pytest.raises(DataError, match="'solution' has 3 values for 4 prompts"):
-        runner.score(PROMPTS, COMPLETIONS, IDS, {"solution": [1] * 3})
+        runner.begin(PROMPTS, COMPLETIONS, IDS, {"solution": [1] * 3}).result()
     runner.check_columns(["prompt", "completion", "completion_ids", "solution"])
     assert not calls
 
@@ -283,7 +283,7 @@ def test_no_rows_give_no_rewards_and_no_call():
     def reward(**kwargs):
         raise AssertionError
 
-    assert RewardRunner([reward]).score([], [], []).rewards_BF.shape == (0, 1)
+    assert RewardRunner([reward]).begin([], [], []).result().rewards_BF.shape == (0, 1)
 
 
 @pytest.mark.parametrize(

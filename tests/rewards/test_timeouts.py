@@ -45,7 +45,7 @@ def judge_slow_until(call: int, log: list[str] | None = None) -> Callable[..., A
 def score(functions: Any, patience: TimeoutPolicy) -> RewardScores:
     runner = RewardRunner(functions, patience=patience)
     try:
-        return runner.score(PROMPTS, COMPLETIONS, IDS)
+        return runner.begin(PROMPTS, COMPLETIONS, IDS).result()
     finally:
         runner.close()
 
@@ -153,9 +153,9 @@ def test_whatever_a_judge_raises_comes_out(
         return [0.5, 0.25]
 
     runner = RewardRunner([judge, judge_slow_until(2, log)], patience=patience)
-    assert raised_by(lambda: runner.score(PROMPTS, COMPLETIONS, IDS)) is error
+    assert raised_by(lambda: runner.begin(PROMPTS, COMPLETIONS, IDS).result()) is error
     broken[0] = False
-    assert runner.score(PROMPTS, COMPLETIONS, IDS).rewards_BF[:, 0].tolist() == [0.5, 0.25]
+    assert runner.begin(PROMPTS, COMPLETIONS, IDS).result().rewards_BF[:, 0].tolist() == [0.5, 0.25]
     runner.close()
     assert log == ["cancelled"]
 
@@ -210,7 +210,7 @@ def test_what_ends_the_loop_between_two_rollouts_is_logged(caplog: pytest.LogCap
     left: list[asyncio.Task[None]] = []
     runner = RewardRunner(judge)
     for _ in range(2):
-        runner.score(PROMPTS, COMPLETIONS, IDS)
+        runner.begin(PROMPTS, COMPLETIONS, IDS).result()
         assert ended.wait(10)
         ended.clear()
         time.sleep(0.05)
@@ -257,10 +257,10 @@ def test_a_judge_that_blocks_its_loop_ends_the_run_all_the_same(monkeypatch: pyt
     runner = RewardRunner(judge, patience=TimeoutPolicy(0.1))
     began = time.monotonic()
     with pytest.raises(RewardTimeoutError, match=r"'judge' did not answer within 0.3 seconds .* blocks its event loop"):
-        runner.score(PROMPTS, COMPLETIONS, IDS)
+        runner.begin(PROMPTS, COMPLETIONS, IDS).result()
     assert time.monotonic() - began < 10
     blocked[0] = False
-    assert runner.score(PROMPTS, COMPLETIONS, IDS).rewards_BF.tolist() == [[0.0], [1.0]]
+    assert runner.begin(PROMPTS, COMPLETIONS, IDS).result().rewards_BF.tolist() == [[0.0], [1.0]]
     free.set()
     runner.close()
 

@@ -100,7 +100,7 @@ def test_a_reward_function_sees_samples_as_they_were_drawn() -> None:
         return [float(completions[0].sum() + completion_ids[0].sum())]
 
     samples, arrays = [torch.ones(2)], [np.ones(3)]
-    scores = RewardRunner([spoil, read]).score([1], samples, arrays, {})  # type: ignore[arg-type]
+    scores = RewardRunner([spoil, read]).begin([1], samples, arrays, {}).result()  # type: ignore[arg-type]
     assert scores.rewards_BF.tolist() == [[0.0, 5.0]]
     assert float(samples[0].sum() + arrays[0].sum()) == 5.0
 

@@ -146,15 +146,7 @@ class AdaptivePolicy(MemoryPolicy):
     pack_prompts: bool | None = None
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
-        """Decodes and scores as many rows together as are fast, or as fit.
-
-        Args:
-            work: the shape of the rollout.
-            memory: the device and this run's past.
-
-        Returns:
-            The plan; when nothing fits, the smallest one: a single row in flight.
-        """
+        """Decodes and scores as many rows together as are fast, or as fit: one row in flight when nothing fits."""
         rows = full_speed_rows(memory.device, work)
         tokens = full_speed_tokens(memory.device, work.geometry)
         plan = fast = RolloutPlan(
@@ -176,12 +168,7 @@ class AdaptivePolicy(MemoryPolicy):
     def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
         """Takes the largest micro-batch that is worth its memory, and of what fits the fastest.
 
-        Args:
-            work: the rows of the step.
-            memory: the device and this run's past.
-
-        Returns:
-            The plan; when nothing fits, the smallest one: a single row, checkpointed.
+        When nothing fits: the smallest plan, a single row, checkpointed.
         """
         packs = _packs(self.pack_prompts, work)
         tokens = min(full_speed_tokens(memory.device, work.geometry), sum(work.row_tokens))
@@ -199,15 +186,7 @@ class AdaptivePolicy(MemoryPolicy):
         return with_prediction(plan, work, memory)
 
     def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
-        """Goes down the lossless fallbacks, as far as the estimate asks for.
-
-        Args:
-            plan: the plan that failed twice.
-            failure: what failed.
-
-        Returns:
-            A leaner plan, or None when there is none.
-        """
+        """Goes down the lossless fallbacks, as far as the estimate asks for; None when there is none."""
         return next_plan(plan, failure, fallbacks_named(self._names(), failure.phase))
 
     def _names(self) -> tuple[str, ...]:
@@ -246,52 +225,23 @@ class LadderPolicy(MemoryPolicy):
         fallbacks_named(self.fallbacks, Phase.UPDATE)
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
-        """Goes down from the top, or from the last plan, to the first plan that fits.
-
-        Args:
-            work: the shape of the rollout.
-            memory: the device and this run's past.
-
-        Returns:
-            The plan; when nothing fits, the bottom of the ladder.
-        """
+        """Goes down from the top, or from the last plan, to the first plan that fits, else to the ladder's bottom."""
         return self._descended(
             self.rollout, memory.last_rollout_plan, (Phase.ROLLOUT, Phase.SCORE, Phase.REWARD), work, memory
         )
 
     def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
-        """Goes down from the top, or from the last plan, to the first plan that fits.
-
-        Args:
-            work: the rows of the step.
-            memory: the device and this run's past.
-
-        Returns:
-            The plan; when nothing fits, the bottom of the ladder.
-        """
+        """Goes down from the top, or from the last plan, to the first plan that fits, else to the ladder's bottom."""
         wanted = (self.update.pack_prompts or None) if self.pack_prompts is None else self.pack_prompts
         top = replace(self.update, pack_prompts=_packs(wanted, work))
         return self._descended(top, memory.last_update_plan, (Phase.UPDATE,), work, memory)
 
     def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
-        """Goes down as many fallbacks as the estimate asks for, at least one.
-
-        Args:
-            plan: the plan that failed twice.
-            failure: what failed.
-
-        Returns:
-            A leaner plan, or None at the bottom of the ladder.
-        """
+        """Goes down as many fallbacks as the estimate asks for, at least one; None at the bottom of the ladder."""
         return next_plan(plan, failure, fallbacks_named(self.fallbacks, failure.phase))
 
     def _descended(
-        self,
-        top: Plan,
-        last: Plan | None,
-        phases: Sequence[Phase],
-        work: RolloutWork | UpdateWork,
-        memory: MemoryState,
+        self, top: Plan, last: Plan | None, phases: Sequence[Phase], work: RolloutWork | UpdateWork, memory: MemoryState
     ) -> Plan:
         """Goes down from the top, or from the last plan, until each phase fits or its fallbacks are used up."""
         plan = top if last is None or self.climbs else leaner(top, last)
@@ -302,15 +252,10 @@ class LadderPolicy(MemoryPolicy):
 
 @dataclass(frozen=True)
 class WithinBudget(MemoryPolicy):
-    """Another policy's plans, made for a budget of at most so many bytes; an example of how policies compose.
+    """Another policy's plans, made for a budget of at most so many bytes; an example of how policies compose."""
 
-    Args:
-        policy: makes the plans.
-        budget_bytes: int, bytes; a smaller budget of the run still counts.
-    """
-
-    policy: MemoryPolicy
-    budget_bytes: int
+    policy: MemoryPolicy  # makes the plans
+    budget_bytes: int  # bytes; a smaller budget of the run still counts
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
         """Asks the other policy with the smaller budget."""
@@ -416,12 +361,7 @@ def _for_cards_of(gib: int) -> MemoryPolicy:
 
 
 PRESETS: Mapping[str, MemoryPolicy] = MappingProxyType(
-    {
-        "24GB+": AdaptivePolicy(),
-        "12-24GB": _for_cards_of(12),
-        "8-12GB": _for_cards_of(8),
-        "under-8GB": _for_cards_of(6),
-    }
+    {"24GB+": AdaptivePolicy(), "12-24GB": _for_cards_of(12), "8-12GB": _for_cards_of(8), "under-8GB": _for_cards_of(6)}
 )
 """Policies by kind of card, the same plans on each of a kind; the largest takes what there is. Group size, epochs,
 lengths and effective batch are not theirs to change. A smaller budget of the run still counts, as on a card of 4 GB."""

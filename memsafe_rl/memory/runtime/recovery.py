@@ -88,13 +88,7 @@ def under(plan: Plan) -> Attempt[Plan]:
 
 
 class Recovery:
-    """Catches out-of-memory errors, clears away what failed, and runs it again as `stages.RETRIES` allows.
-
-    Args:
-        tracker: the run's memory; gets an event for every failure, retry and fallback.
-        policy: gives the plan after one that failed.
-        may_repeat: asks the other processes whether a stage may run again.
-    """
+    """Catches out-of-memory errors, clears away what failed, and runs it again as `stages.RETRIES` allows."""
 
     def __init__(
         self, tracker: MemoryTracker, policy: MemoryPolicy, may_repeat: Callable[[str], bool] = lambda _: True
@@ -117,21 +111,7 @@ class Recovery:
         undo: Callable[[], None] | None = None,
         **named: Any,
     ) -> T:
-        """Runs a stage that no plan cuts until it succeeds, a few times at most.
-
-        Args:
-            stage: which stage it is.
-            function: does the work; changes nothing but what `undo` takes back.
-            *values: its arguments.
-            undo: takes back what a failed attempt may have left.
-            **named: further arguments by name.
-
-        Returns:
-            What the function returned.
-
-        Raises:
-            MemoryBudgetError: it failed every time.
-        """
+        """Runs a stage that no plan cuts until it succeeds, a few times at most; `undo` takes back a failed attempt."""
 
         def unit(plan: None) -> T:  # noqa: ARG001
             return function(*values, **named)

@@ -277,12 +277,7 @@ class Reading:
 
 
 def _attend_heads(
-    segment: Segment,
-    query_BHXD: Tensor,
-    seen: _Seen,
-    soft_cap: float | None,
-    sinks_HR: Tensor | None,
-    tokens: int,
+    segment: Segment, query_BHXD: Tensor, seen: _Seen, soft_cap: float | None, sinks_HR: Tensor | None, tokens: int
 ) -> Tensor:
     """Attends for some heads of a segment: the first keys are the prompts', the others the rows' own."""
     keys, values, hidden_BNK, bias_BHRNK = seen

@@ -128,12 +128,7 @@ class DiffusionAdapter:
         return means, stds_M.to(wide).to(self.device)
 
     def distribution(
-        self,
-        trajectory: Trajectory,
-        rows: Sequence[int],
-        columns: Sequence[int] | None = None,
-        *,
-        packed: bool = False,
+        self, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int] | None = None, *, packed: bool = False
     ) -> GaussianDistribution:
         """Runs the denoiser once on the states before some steps of some rows."""
         if packed or trajectory.starts is None:

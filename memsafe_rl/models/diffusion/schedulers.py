@@ -118,14 +118,7 @@ class DiffusionScheduler(LinearScheduler):
         )
 
     def set_timesteps(self, num_inference_steps: int) -> None:
-        """Lays the steps of a chain out.
-
-        Args:
-            num_inference_steps: S.
-
-        Raises:
-            ConfigError: there are fewer timesteps than that.
-        """
+        """Lays the steps of a chain out; refuses more than there are timesteps."""
         if not 1 <= num_inference_steps <= self.num_train_timesteps:
             raise ConfigError(
                 f"num_inference_steps is {num_inference_steps}, but the scheduler has {self.num_train_timesteps} "
@@ -240,14 +233,7 @@ class FlowSDEScheduler(LinearScheduler):
             raise ConfigError(f"shift is {self.shift!r}. Set it to a finite number above 0; 1 leaves timesteps even.")
 
     def set_timesteps(self, num_inference_steps: int) -> None:
-        """Lays the steps of a chain out, from t = 1 to t = 0.
-
-        Args:
-            num_inference_steps: S.
-
-        Raises:
-            ConfigError: there are fewer than 2, so that none would have noise.
-        """
+        """Lays the steps of a chain out, from t = 1 to t = 0; refuses fewer than 2, of which none would have noise."""
         if num_inference_steps < 2:
             raise ConfigError(
                 f"num_inference_steps is {num_inference_steps}; the last step of a flow has no noise. Set it to 2 or "
@@ -307,14 +293,7 @@ class DiffusersScheduler(LinearScheduler):
             )
 
     def set_timesteps(self, num_inference_steps: int) -> None:
-        """Has the object lay the steps out, and reads them.
-
-        Args:
-            num_inference_steps: S.
-
-        Raises:
-            ConfigError: its sigmas do not lead from 1 to 0.
-        """
+        """Has the object lay the steps out, and reads them; refuses sigmas that do not lead from 1 to 0."""
         inner = self.scheduler
         inner.set_timesteps(num_inference_steps)
         timesteps = inner.timesteps.cpu()

@@ -207,12 +207,7 @@ class LanguageAdapter(ABC):
         self._geometries.clear()
 
     def distribution(
-        self,
-        trajectory: Trajectory,
-        rows: Sequence[int],
-        columns: Sequence[int] | None = None,
-        *,
-        packed: bool = False,
+        self, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int] | None = None, *, packed: bool = False
     ) -> TokenDistribution:
         """Runs the network over stored rows, up to its output head; no tensor value is read.
 

@@ -4,15 +4,6 @@
 micro-batch has a denominator of its own, and the loss equals DAPO's.
 """
 
-from memsafe_rl.ops.losses.core import (
-    CLIPPING_METRICS,
-    Loss,
-    LossTraits,
-    clipped_surrogate,
-    measure_clipping,
-    register_loss,
-)
+from memsafe_rl.ops.losses.core import LossTraits, register_clipped_loss
 
-register_loss(
-    Loss("bnpo", clipped_surrogate, LossTraits(("token",), separable=True), measure_clipping, CLIPPING_METRICS)
-)
+register_clipped_loss("bnpo", LossTraits(("token",), separable=True))

@@ -24,12 +24,7 @@ def cispo_surrogate(ratios: Ratios) -> Tensor:
 def measure_cispo(ratios: Ratios) -> Measures:
     """Counts ratios over CISPO's bound with a positive advantage, ``cispo_clip`` of ``ratios``."""
     over = (ratios.ratio > ratios.settings.epsilon_high) & (ratios.advantages > 0)
-    return Measures(
-        {
-            "cispo_clip": total(over, ratios.mask_BT),
-            "ratios": total(torch.ones_like(over), ratios.mask_BT),
-        }
-    )
+    return Measures({"cispo_clip": total(over, ratios.mask_BT), "ratios": total(torch.ones_like(over), ratios.mask_BT)})
 
 
 register_loss(

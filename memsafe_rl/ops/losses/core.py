@@ -434,3 +434,13 @@ def _row_shares(marks: Tensor, mask_BT: Tensor, if_empty: float) -> Tensor:
     if marks.shape[1] == 1:
         return marks[:, 0].float()
     return torch.where(mask_BT.sum(1) > 0, row_mean(marks.float(), mask_BT), if_empty)
+
+
+def register_clipped_loss(name: str, traits: LossTraits) -> None:
+    """Makes known a loss of PPO's clipped objective, which differs from the others by its traits alone.
+
+    Args:
+        name: its name in the configuration.
+        traits: levels, separability and aggregation.
+    """
+    register_loss(Loss(name, clipped_surrogate, traits, measure_clipping, CLIPPING_METRICS))

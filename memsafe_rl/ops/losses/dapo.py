@@ -3,15 +3,6 @@
 ``sum_b sum_t -min(r A, clip(r) A) / N_tokens`` (Yu et al. 2025, arXiv:2503.14476, eq. 8).
 """
 
-from memsafe_rl.ops.losses.core import (
-    CLIPPING_METRICS,
-    Loss,
-    LossTraits,
-    clipped_surrogate,
-    measure_clipping,
-    register_loss,
-)
+from memsafe_rl.ops.losses.core import LossTraits, register_clipped_loss
 
-register_loss(
-    Loss("dapo", clipped_surrogate, LossTraits(("token",), separable=True), measure_clipping, CLIPPING_METRICS)
-)
+register_clipped_loss("dapo", LossTraits(("token",), separable=True))

@@ -3,21 +3,6 @@
 ``sum_b sum_t -min(r A, clip(r) A) / (N_rows · max_completion_length)`` (Liu et al. 2025, arXiv:2503.20783).
 """
 
-from memsafe_rl.ops.losses.core import (
-    CLIPPING_METRICS,
-    Loss,
-    LossTraits,
-    clipped_surrogate,
-    measure_clipping,
-    register_loss,
-)
+from memsafe_rl.ops.losses.core import LossTraits, register_clipped_loss
 
-register_loss(
-    Loss(
-        "dr_grpo",
-        clipped_surrogate,
-        LossTraits(("token",), separable=True, aggregation="seq-mean-token-sum-norm"),
-        measure_clipping,
-        CLIPPING_METRICS,
-    )
-)
+register_clipped_loss("dr_grpo", LossTraits(("token",), separable=True, aggregation="seq-mean-token-sum-norm"))

@@ -4,21 +4,6 @@
 row it is GSPO (Zheng et al. 2025, arXiv:2507.18071, eq. 5).
 """
 
-from memsafe_rl.ops.losses.core import (
-    CLIPPING_METRICS,
-    Loss,
-    LossTraits,
-    clipped_surrogate,
-    measure_clipping,
-    register_loss,
-)
+from memsafe_rl.ops.losses.core import LossTraits, register_clipped_loss
 
-register_loss(
-    Loss(
-        "grpo",
-        clipped_surrogate,
-        LossTraits(separable=True, aggregation="seq-mean-token-mean"),
-        measure_clipping,
-        CLIPPING_METRICS,
-    )
-)
+register_clipped_loss("grpo", LossTraits(separable=True, aggregation="seq-mean-token-mean"))

@@ -3,21 +3,6 @@
 ``sum_b |o_b| · -min(s_b A, clip(s_b) A) / N_rows``, s_b the one ratio of a row (arXiv:2602.05261).
 """
 
-from memsafe_rl.ops.losses.core import (
-    CLIPPING_METRICS,
-    Loss,
-    LossTraits,
-    clipped_surrogate,
-    measure_clipping,
-    register_loss,
-)
+from memsafe_rl.ops.losses.core import LossTraits, register_clipped_loss
 
-register_loss(
-    Loss(
-        "luspo",
-        clipped_surrogate,
-        LossTraits(("sequence",), separable=True, aggregation="seq-mean-token-sum"),
-        measure_clipping,
-        CLIPPING_METRICS,
-    )
-)
+register_clipped_loss("luspo", LossTraits(("sequence",), separable=True, aggregation="seq-mean-token-sum"))

@@ -70,11 +70,7 @@ class Memo:
                 storage = args[recipe.place].untyped_storage()
                 hollow.set_(storage, recipe.offset, recipe.shape, recipe.stride)
             made = Tensor._make_subclass(
-                FakeTensor,
-                hollow,
-                False,
-                dispatch_device=True,
-                device_for_backend_keys=recipe.device,
+                FakeTensor, hollow, False, dispatch_device=True, device_for_backend_keys=recipe.device
             )
             torch._C._set_throw_on_mutable_data_ptr(made)
         made.__dict__.update(recipe.about)

@@ -24,11 +24,7 @@ from memsafe_rl.rollout.engine import Engine, EngineContext, Progress, register_
 from memsafe_rl.rollout.external.function_engine import FunctionEngine
 from memsafe_rl.rollout.external.kv_pool import pool_for
 from memsafe_rl.rollout.external.request import EngineRequest
-from memsafe_rl.rollout.external.sampling_support import (
-    check_options,
-    is_filtered,
-    refuse_encoder,
-)
+from memsafe_rl.rollout.external.sampling_support import check_options, is_filtered, refuse_encoder
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 
 HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", "top_p", "top_k"})

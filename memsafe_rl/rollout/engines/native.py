@@ -6,13 +6,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.rollout.engine import (
-    Engine,
-    EngineCapabilities,
-    LiveKeys,
-    RolloutScope,
-    register_engine,
-)
+from memsafe_rl.rollout.engine import Engine, EngineCapabilities, LiveKeys, RolloutScope, register_engine
 from memsafe_rl.rollout.native.running_batch import generate, opened
 from memsafe_rl.types import SamplingSettings
 

@@ -41,13 +41,7 @@ from memsafe_rl.rollout.external.sampling_support import (
 )
 from memsafe_rl.rollout.external.seeds import seed_of
 from memsafe_rl.rollout.native.running_batch import opened
-from memsafe_rl.rollout.vllm.hosting import (
-    Hosted,
-    build,
-    failures_named,
-    hand_over,
-    shut_down,
-)
+from memsafe_rl.rollout.vllm.hosting import Hosted, build, failures_named, hand_over, shut_down
 from memsafe_rl.rollout.vllm.weights import named_weights, refuse_unmergeable
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 

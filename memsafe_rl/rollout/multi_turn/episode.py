@@ -42,24 +42,13 @@ _BY_ITSELF = (Ending.DONE, Ending.TOOL_CALLS)
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """How long an episode may become; each limit holds for every episode alone, whatever the others do.
+    """How long an episode may become; each limit holds for every episode alone, whatever the others do."""
 
-    Args:
-        completion_tokens: tokens behind the first prompt, the agent's and all others together.
-        turn_tokens: tokens of one turn of the agent; None for as many as are left.
-        turns: turns of the agent; None for no limit.
-        tool_rounds: turns of the agent whose tool calls are answered; None for no limit.
-        context_tokens: tokens that the network can read; None for no limit.
-
-    Raises:
-        ConfigError: a limit lies below 1, or below 0 for ``tool_rounds``.
-    """
-
-    completion_tokens: int
-    turn_tokens: int | None = None
-    turns: int | None = None
-    tool_rounds: int | None = None
-    context_tokens: int | None = None
+    completion_tokens: int  # tokens behind the first prompt, the agent's and all others together
+    turn_tokens: int | None = None  # tokens of one turn of the agent; None for as many as are left
+    turns: int | None = None  # turns of the agent; None for no limit
+    tool_rounds: int | None = None  # turns of the agent whose tool calls are answered; None for no limit
+    context_tokens: int | None = None  # tokens that the network can read; None for no limit
 
     def __post_init__(self) -> None:
         for name, value, least in (

@@ -58,28 +58,14 @@ class GymEnvironment(Environment):
         return type(self._env).__name__
 
     def reset(self, example: Mapping[str, Any]) -> Observation:
-        """Begins an episode.
-
-        Args:
-            example: the task; its whole is passed as `options`.
-
-        Returns:
-            The first observation as text.
-        """
+        """Begins an episode; the whole task is passed as `options`."""
         self._total = 0.0
         seed = None if self._seed_column is None else example.get(self._seed_column)
         seen, _ = self._env.reset(seed=seed, options=dict(example))
         return self._show(seen)
 
     def step(self, action: Action) -> Step:
-        """Carries an action out.
-
-        Args:
-            action: the agent's.
-
-        Returns:
-            The observation; what cannot be read as an action moves nothing.
-        """
+        """Carries an action out; what cannot be read as one moves nothing."""
         try:
             chosen = self._read(action)
         except ValueError as error:
@@ -89,11 +75,7 @@ class GymEnvironment(Environment):
         return Step(self._show(seen), done=bool(terminated or truncated))
 
     def reward(self) -> float:
-        """Gives the sum of the rewards since `reset`.
-
-        Returns:
-            The reward.
-        """
+        """Gives the sum of the rewards since `reset`."""
         return self._total
 
 
@@ -163,14 +145,7 @@ class HalfDuplex(Environment):
         self.blocking = blocking
 
     def reset(self, example: Mapping[str, Any]) -> Observation:
-        """Makes domain and user of a task.
-
-        Args:
-            example: the task.
-
-        Returns:
-            The domain's policy and the greeting.
-        """
+        """Makes domain and user of a task; gives the domain's policy and the greeting."""
         self._example = example
         self._domain, self._simulator = self._make(example)
         self._state = self._simulator.get_init_state()
@@ -181,14 +156,7 @@ class HalfDuplex(Environment):
         return [{"role": "system", "content": self._domain.get_policy()}, greeting]
 
     def step(self, action: Action) -> Step:
-        """Carries tool calls out in their order.
-
-        Args:
-            action: the agent's.
-
-        Returns:
-            One message a call.
-        """
+        """Carries tool calls out in their order; gives one message a call."""
         results: list[Message] = []
         failures = 0
         for call in action.calls:
@@ -200,19 +168,11 @@ class HalfDuplex(Environment):
         return Step(results, failures=failures)
 
     def ended(self, messages: list[Message]) -> None:
-        """Keeps the conversation for the judge.
-
-        Args:
-            messages: the whole conversation.
-        """
+        """Keeps the conversation for the judge."""
         self._conversation = messages
 
     def reward(self) -> float:
-        """Judges the conversation.
-
-        Returns:
-            What the judge gives.
-        """
+        """Judges the conversation."""
         return self._judge(self._example, self._domain, self._conversation)
 
     def _answer(self, messages: list[Message]) -> str:

@@ -91,26 +91,12 @@ class ToolEnvironment(Environment):
             self._functions[name] = tool
 
     def reset(self, example: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
-        """Begins an episode.
-
-        Args:
-            example: the task.
-
-        Returns:
-            Nothing besides the row's prompt.
-        """
+        """Begins an episode, with nothing besides the row's prompt."""
         del example
         return None
 
     def step(self, action: Action) -> Step | Awaitable[Step]:
-        """Calls the tools of an action in their order.
-
-        Args:
-            action: what the agent did.
-
-        Returns:
-            One message a call; a coroutine if a tool is async.
-        """
+        """Calls the tools of an action in their order; gives one message a call, in a coroutine if a tool is async."""
         if not action.calls:
             return Step(done=True)
         results = [self._call(call) for call in action.calls]

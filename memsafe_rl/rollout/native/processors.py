@@ -33,21 +33,15 @@ _LIKELIEST = 1024
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows of a batch stand.
+    """Where the rows of a batch stand."""
 
-    Args:
-        positions_B: (B,) int64 on the device, index of the token to be drawn in its completion.
-        prompt_lengths: tokens of each row's prompt, or 1 for a decoder's start token; empty if no processor asks for
-            it.
-        histories: per row the prompt (or a decoder's start token) and completion tokens so far, (length,) int64 on the
-            host; empty if no processor asks for them.
-        sources: what an encoder read for each row, (length,) int64 on the host; None where histories begin with the
-            prompts.
-    """
-
-    positions_B: Tensor
+    positions_B: Tensor  # (B,) int64 on the device, index of the token to be drawn in its completion
+    # tokens of each row's prompt, or 1 for a decoder's start token; empty if no processor asks for it
     prompt_lengths: Sequence[int]
+    # per row the prompt (or a decoder's start token) and completion tokens so far, (length,) int64 on the host; empty
+    # if no processor asks for them
     histories: Sequence[Tensor]
+    # what an encoder read for each row, (length,) int64 on the host; None where histories begin with the prompts
     sources: Sequence[Tensor] | None = None
 
     @classmethod
@@ -76,21 +70,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Processor:
-    """One step from the model's logits to the scores that are sampled from.
+    """One step from the model's logits to the scores that are sampled from."""
 
-    Args:
-        apply: takes scores (B, V) float32 and their rows; gives scores, the given ones changed in place or new ones.
-        kind: transformers' class that does the same in `generate`; a user's own processor of this class replaces it.
-        in_place: whether it writes to the scores it is given.
-        needs_history: whether it reads the tokens so far.
-        needs_lengths: whether it reads the prompts' lengths.
-    """
-
+    # takes scores (B, V) float32 and their rows; gives scores, the given ones changed in place or new ones
     apply: Callable[[Tensor, Rows], Tensor]
+    # transformers' class that does the same in `generate`; a user's own processor of this class replaces it
     kind: type | None = None
-    in_place: bool = True
-    needs_history: bool = False
-    needs_lengths: bool = False
+    in_place: bool = True  # whether it writes to the scores it is given
+    needs_history: bool = False  # whether it reads the tokens so far
+    needs_lengths: bool = False  # whether it reads the prompts' lengths
 
 
 def processors_of(settings: SamplingSettings) -> tuple[Processor, ...]:
@@ -166,8 +154,7 @@ def _forced(settings: SamplingSettings) -> Iterable[Processor]:
     if settings.forced_eos_token_ids:
         eos, last = _Listed(settings.forced_eos_token_ids), settings.max_new_tokens - 1
         yield Processor(
-            lambda scores_BV, rows: eos.force(scores_BV, rows.positions_B == last),
-            theirs.ForcedEOSTokenLogitsProcessor,
+            lambda scores_BV, rows: eos.force(scores_BV, rows.positions_B == last), theirs.ForcedEOSTokenLogitsProcessor
         )
     if settings.remove_invalid_values:
         yield _theirs(theirs.InfNanRemoveLogitsProcessor)

@@ -290,12 +290,7 @@ class Combiner:
         return gradient_metrics(self._objectives, gram, coefficients, scale)
 
     def metrics(
-        self,
-        setup: TrainingSetup,
-        gradient: StepGradient,
-        terms: StepTerms,
-        norm: Tensor,
-        metrics: dict[str, float],
+        self, setup: TrainingSetup, gradient: StepGradient, terms: StepTerms, norm: Tensor, metrics: dict[str, float]
     ) -> dict[str, float]:
         """Adds each objective's loss, KL and beta to a step's metrics."""
         for objective, part, own in zip(self._objectives, gradient.objectives, terms.objectives, strict=True):
@@ -349,10 +344,7 @@ class Controllers:
 
     def state_dict(self) -> dict[str, Any]:
         """Gives plain values for a checkpoint."""
-        return {
-            "entropy": list(self.entropy),
-            "betas": {name: list(control) for name, control in self.betas.items()},
-        }
+        return {"entropy": list(self.entropy), "betas": {name: list(control) for name, control in self.betas.items()}}
 
     def loaded(self, state: Mapping[str, Any]) -> Controllers:
         """Gives where a checkpoint left off."""

@@ -199,6 +199,4 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
 
 
-register_model_family(
-    ModelFamily("diffusion policy", Denoisers, lambda model: isinstance(model, DiffusionPolicy)),
-)
+register_model_family(ModelFamily("diffusion policy", Denoisers, lambda model: isinstance(model, DiffusionPolicy)))

@@ -151,9 +151,7 @@ def read_inputs(config: TrainerConfig, request: TrainingRequest) -> Inputs:
 
 
 def prepare(
-    config: TrainerConfig,
-    request: TrainingRequest,
-    optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+    config: TrainerConfig, request: TrainingRequest, optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None)
 ) -> TrainingSetup:
     """Makes everything a training step needs, for a loop of one's own.
 
@@ -181,17 +179,7 @@ def prepare(
 
 
 def machine_for(inputs: Inputs, device: torch.device, parallel: Parallel, *, kind: str | None = None) -> Machine:
-    """Opens a device for a run: its meter, its budget and the recovery that watches over both.
-
-    Args:
-        inputs: what was read.
-        device: where the weights go.
-        parallel: the processes of the run.
-        kind: type of the device the plans are for; None for this one's own.
-
-    Returns:
-        The machine.
-    """
+    """Opens a device of a kind (None: this one's own) for a run: its meter, its budget and the recovery over both."""
     meter, holdings = meter_for(device), Holdings(device)
     total_bytes, free_bytes = meter.total_bytes(), meter.free_bytes()
     budget = MemoryBudget.parse(inputs.config.memory_budget)
@@ -208,21 +196,9 @@ def build_setup(
     check: Callable[[TrainerConfig, ModelFactory, Any], None] | None = None,
     draw_rollout: DrawRollout | None = None,
 ) -> TrainingSetup:
-    """Loads the weights and puts the parts of a training step together.
+    """Loads the weights and puts the parts of a training step together, without what moves the weights.
 
-    Args:
-        inputs: what was read.
-        machine: where.
-        load: gives the model; None to load what the user named or passed.
-        check: compares an adapter's own paths with the network's; None for the factory's way.
-        draw_rollout: draws completions in place of the engine.
-
-    Returns:
-        The setup, without what moves the weights.
-
-    Raises:
-        ConfigError: the model cannot be trained as the settings say.
-        MemoryBudgetError: the weights do not fit.
+    ``load``, ``check`` and ``draw_rollout`` take the place of what the factory and the engine would do; None leaves it.
     """
     config, models, recovery = inputs.config, inputs.models, machine.recovery
     check = check or check_adapter

@@ -110,11 +110,7 @@ def training_prompts(config: TrainerConfig, dataset: Dataset | IterableDataset, 
     if len(keep) < len(dataset):
         logger.warning("%d prompt(s) over %s tokens are left out", len(dataset) - len(keep), reader.limit)
     return IndexedPrompts(
-        dataset,
-        batch=config.prompts_per_rollout,
-        seed=config.order_seed,
-        shuffle=config.shuffle_dataset,
-        keep=keep,
+        dataset, batch=config.prompts_per_rollout, seed=config.order_seed, shuffle=config.shuffle_dataset, keep=keep
     )
 
 
