@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -11,6 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+from memsafe_rl.config.validation import REGISTRIES
+from memsafe_rl.models.adapter import ADAPTERS
+from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES
 
 torch.set_num_threads(1)
 
@@ -24,3 +29,15 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _parts_of_ones_own() -> Iterator[None]:
+    """Forgets losses, estimators, engines and networks that a test registers."""
+    registries = [*REGISTRIES.values(), ADAPTERS, MODEL_FAMILIES]
+    before = [dict(registry) for registry in registries]
+    yield
+    for registry, parts in zip(registries, before, strict=True):
+        if dict(registry) != parts:
+            registry.clear()
+            registry.update(parts)
