@@ -29,7 +29,7 @@ from peft import LoraConfig
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 import memsafe_rl
@@ -37,7 +37,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.small import EOS_ID, filled_tokenizer
 from benchmarks.turns import Record, Referee, Side, counted, median_of, take_turns
 from examples.smollm2_grpo import datasets as sums_datasets
-from examples.smollm2_grpo import load as load_smollm2
+from examples.smollm2_grpo import unpack_model
 from memsafe_rl import FixedPolicy, MemoryPolicy, RolloutPlan, SimulatedMemory, UpdatePlan
 from memsafe_rl.accounting import in_phase
 from memsafe_rl.types import Phase
@@ -143,8 +143,8 @@ def build_parts(setting: Setting) -> tuple[Any, Any, Dataset]:
         The model, its tokenizer and a dataset with the column "prompt".
     """
     if setting.model == "smollm2":
-        model, tokenizer = load_smollm2(None)
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        folder = unpack_model(Path("outputs/models/SmolLM2-135M-Instruct"))
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
         return model, tokenizer, sums_datasets(1)[0]
     tokenizer = filled_tokenizer(setting.vocab_size)
     return random_qwen3(setting), tokenizer, Dataset.from_dict({"prompt": random_prompts(setting)})
