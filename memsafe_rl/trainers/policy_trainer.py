@@ -112,13 +112,14 @@ class PolicyTrainer:
         self.args = own_config(args, request.model, type(self))
         _set_log_level(self.args.get_process_log_level())
         set_seed(self.args.seed)
-        check_writable(Path(self.args.output_dir))
         check_installed(self.args.trackers)
-        inputs = read_inputs(self.args, request)
-        self.train_dataset = inputs.train_dataset
         self.accelerator = Accelerator(
             cpu=self.args.use_cpu, log_with=self.args.trackers or None, project_dir=self.args.output_dir
         )
+        if self.accelerator.is_main_process:  # several at once would take the folder from under each other
+            check_writable(Path(self.args.output_dir))
+        inputs = read_inputs(self.args, request)
+        self.train_dataset = inputs.train_dataset
         self._trackers = self._check_outputs(inputs.models.processing_class)
         machine = machine_for(inputs, self.accelerator.device, connect(self.accelerator))
         self.forecast = forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,7 @@ def test_copies_for_checkpoints_are_what_the_host_then_holds(folder: Path, lora:
         trainer = trainer_for(folder, LoraConfig(**LORA) if lora else None, **settings)
         trainer.train()
         held = memory.host_peak_bytes
+    shutil.rmtree(trainer.args.output_dir)  # other tests train there too
     assert foreseen(trainer).host_bytes == pytest.approx(held, rel=0.01)
 
 
