@@ -197,12 +197,12 @@ class RecordLog(Sequence[Record]):
     def _flush(self) -> None:
         while self._waiting:
             record, beside = self._waiting[0]
-            step = float(record.get("step", 0))
+            step = _number(record.get("step"))
             known, redone = self._known.writing(step)
             line = {"step": int(step), "start": self._stamp["start"], **({"redone": True} if redone else {})}
-            line |= {name: value for name, value in {**record, **beside}.items() if name not in line}
+            line |= {str(name): value for name, value in {**record, **beside}.items() if str(name) not in line}
             line |= {name: value for name, value in self._stamp.items() if name not in line}
-            content = json.dumps({name: _plain(value) for name, value in line.items()}, default=str)
+            content = json.dumps(_plain(line))
             offset = self._written().append(content.encode() + b"\n")
             self._known = known
             self._offsets.append(offset)
@@ -313,7 +313,22 @@ def _without_stamp(line: Record) -> Record:
     return {name: value for name, value in line.items() if name not in _STAMP}
 
 
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+
+
 def _plain(value: Any) -> Any:
+    """Gives a value in a form that every reader of JSON knows; numbers of numpy and torch are numbers."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if not isinstance(value, (str, int, float, bool, type(None))):
+        scalar = getattr(value, "item", None) if getattr(value, "size", 1) == 1 or hasattr(value, "numel") else None
+        try:
+            return _plain(scalar()) if callable(scalar) else str(value)
+        except (RuntimeError, ValueError):
+            return str(value)  # of many numbers
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -7,7 +7,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from memsafe_rl.records import RECENT, Lineage, RecordLog, read_lines, records_until
 
@@ -147,3 +149,16 @@ def test_logs_of_earlier_versions_are_read(tmp_path: Path) -> None:
     path.write_text('{"event": "plan", "step": 1}\n{"step": 2, "seconds": 1.5, "loss": 0.5}\n')
     log = opened(path, start=1, lineage=Lineage().resumed(1, 2), step=2)
     assert [one["step"] for one in log] == [1, 2]
+
+
+def test_odd_records_neither_stop_the_log_nor_change_their_kind(tmp_path: Path) -> None:
+    log = opened(tmp_path / "log")
+    odd = {("a", 1): np.float32(1.5), "count": np.int64(3), "loss": torch.tensor(2.5), "list": [float("nan"), 1]}
+    log.append({"step": None, **odd, "many": np.zeros(3), "text": "\ud800"})
+    log.append(record(2))
+    assert log.flush()
+    first, second = (
+        json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "log").read_text().splitlines()
+    )
+    assert (first["('a', 1)"], first["count"], first["loss"], first["list"]) == (1.5, 3, 2.5, [None, 1])
+    assert second["step"] == 2

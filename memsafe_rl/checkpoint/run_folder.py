@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import socket
 import time
@@ -23,6 +24,8 @@ from memsafe_rl.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _LOCK = ".run.lock"
+_STRAY = re.compile(rf"\.{PREFIX}\d+\.(part|old)|\.(run|monitor(-\d+)?)\.json\.\d+")
+"""Names of what a killed run leaves half written."""
 _LOGS = (
     *("run.json", "steps.jsonl", "metrics.jsonl", "memory.jsonl", "monitor.json", "monitor-*.json", "completions"),
     *("report.html", "trainer_state.json", "*_results.json"),
@@ -134,15 +137,16 @@ def _holder() -> dict[str, object]:
 
 def _clean(path: Path) -> None:
     """Removes what a dead run left half written; a checkpoint that was being replaced comes back."""
-    for replaced in path.glob(f".{PREFIX}*.old"):
+    strays = [each for each in path.iterdir() if _STRAY.fullmatch(each.name)]
+    for replaced in (each for each in strays if each.suffix == ".old"):
         final = path / replaced.name.removeprefix(".").removesuffix(".old")
         if final.exists():
             shutil.rmtree(replaced)
         else:
             replaced.rename(final)
-    for draft in path.glob(f".{PREFIX}*.part"):
+    for draft in (each for each in strays if each.suffix == ".part"):
         shutil.rmtree(draft)
-    for beside in path.glob(".*.json.*"):
+    for beside in (each for each in strays if each.suffix not in (".old", ".part")):
         beside.unlink(missing_ok=True)
 
 

@@ -276,7 +276,7 @@ def drop_old_checkpoints(output_dir: Path, mark: RunMark, limit: int | None, kee
     if not limit or limit < 0:
         return
     found = [path for path in checkpoints(output_dir) if _mark_of(path).run_id == mark.run_id]
-    kept = {path for path in found if keep is not None and path == Path(keep)} | set(found[-1:])
+    kept = {path for path in found if keep is not None and path.resolve() == Path(keep).resolve()} | set(found[-1:])
     for path in reversed(found):
         if len(kept) < limit:
             kept.add(path)

@@ -106,6 +106,9 @@ class Checkpoints:
         if setup.reference_model is not None and "reference" in saved.tensors:
             setup.reference_model.load_state_dict(saved.tensors["reference"])
         state.progress = TrainerState(**loop["trainer_state"])
+        if state.progress.best_model_checkpoint:  # it moved along with the folder
+            best = folder.parent / Path(state.progress.best_model_checkpoint).name
+            state.progress.best_model_checkpoint = str(best) if best.is_dir() else state.progress.best_model_checkpoint
         state.progress.is_world_process_zero = state.progress.is_local_process_zero = setup.parallel.is_main
         state.cursor = Cursor(**loop["cursor"])
         state.controllers = state.controllers.loaded(loop)

@@ -101,6 +101,7 @@ class TrainingLoop:
         self.state = RunState.at_start(setup.config, is_main=setup.parallel.is_main)
         self.files = RunFiles()
         self.stop = StopRequest()
+        self._begun = False
         setup.holdings.trajectory = self._trajectory_tensors
 
     def use(self, setup: TrainingSetup) -> None:
@@ -117,19 +118,22 @@ class TrainingLoop:
         self.stop = StopRequest(self.config.interrupt_grace_seconds)
         try:
             with self.stop.listening(), self._left_in_order():
+                self._begun = False
                 self.begin(resume or self.config.resume_from_checkpoint)
-                first = len(self.state.history)
+                first, self._begun = len(self.state.history), True
                 while not self.report.control.should_training_stop:
                     self._stop_if_asked()
                     degradation = self._step_or_degradation()
                     if degradation is not None:
                         self.degrade(degradation)
         finally:
-            self.collector.close()
-            self.setup.memory.release()
-            self.report.write(self.state)
-            self.report.notify("close")
-            self.files.release(self.report, self.config)
+            try:
+                self.collector.close()
+                self.setup.memory.release()
+                self.report.write(self.state)
+                self.report.notify("close")
+            finally:
+                self.files.release(self.report, self.config)
         return self._end(started, first)
 
     @contextmanager
@@ -308,7 +312,7 @@ class TrainingLoop:
         setup.parallel.fail(f"{type(error).__name__}: {error}")
         if not isinstance(error, (KeyboardInterrupt, MemsafeError)):
             return
-        unsaved = self.state.step > self.files.saved_step
+        unsaved = self._begun and self.state.step > self.files.saved_step  # half restored, it is no state of the run
         if self.config.save_strategy != "no" and unsaved and not isinstance(error, SaveError):
             logger.warning("saving step %d before leaving", self.state.step)
             try:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import shlex
 import sys
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +32,7 @@ from memsafe_rl.training.state import RunState
 
 logger = logging.getLogger(__name__)
 
+_NICENESS = 10
 STOP_FILE = "stop"
 """A file of this name in the run's folder ends the run after its step, as a signal does."""
 
@@ -47,7 +51,7 @@ class RunFiles:
         self.folder: RunFolder | None = None
         self.saved_step = 0
         self._writing: _Writing | None = None
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="memsafe_rl checkpoint")
+        self._writer = ThreadPoolExecutor(1, "memsafe_rl checkpoint", _behind_training)
 
     @property
     def mark(self) -> RunMark:
@@ -184,8 +188,9 @@ class RunFiles:
             self.finish(report, config)
         except SaveError as error:  # whatever ends the run matters more
             logger.warning("%s", error)
-        if self.folder is not None:
-            self.folder.release()
+        finally:
+            if self.folder is not None:
+                self.folder.release()
 
 
 def _writes_beside(setup: TrainingSetup, checkpoints: Checkpoints) -> bool:
@@ -195,3 +200,9 @@ def _writes_beside(setup: TrainingSetup, checkpoints: Checkpoints) -> bool:
         return chosen
     on_gpu = setup.adapter.device.type == "cuda"
     return bool(on_gpu and psutil.virtual_memory().available > 2 * checkpoints.saved_bytes())
+
+
+def _behind_training() -> None:
+    """Lets training go first where both want a processor; where threads have no priority, they share it."""
+    with suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

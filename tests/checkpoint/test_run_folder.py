@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,6 +246,38 @@ def test_a_log_that_is_deleted_during_the_run_is_written_again(tmp_path: Path) -
     trainer.train()
     assert [line["step"] for line in lines(tmp_path / "run" / "steps.jsonl")] == [1, 2, 3, 4]
     assert [one["step"] for one in trainer.history] == [1, 2, 3, 4]
+
+
+def test_what_the_user_keeps_in_the_folder_stays(tmp_path: Path) -> None:
+    names = (".settings.json.bak", ".notes.json.swp", ".checkpoint-x.old", ".checkpoint-mine.part")
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    make_trainer(tmp_path, max_steps=1).train()
+    assert [(tmp_path / name).read_text() for name in names] == ["mine"] * 4
+
+
+def test_the_best_checkpoint_is_kept_where_the_folder_has_another_name(tmp_path: Path) -> None:
+    best = SimpleNamespace(step=2)
+
+    class Best(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == best.step:
+                state.best_global_step = best.step
+
+    make_trainer(tmp_path / "run", max_steps=3, callbacks=[Best()], **SAVING).train()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    make_trainer(tmp_path / "moved", max_steps=6, save_total_limit=2, **SAVING).train(resume_from_checkpoint=True)
+    assert [path.name for path in checkpoints(tmp_path / "moved")] == ["checkpoint-2", "checkpoint-6"]
+
+
+def test_a_callback_that_fails_at_the_end_leaves_no_lock(tmp_path: Path) -> None:
+    class Fails(TrainerCallback):
+        def close(self) -> None:
+            raise OSError("the callback's own")
+
+    with pytest.raises(OSError, match="the callback's own"):
+        make_trainer(tmp_path, max_steps=1, callbacks=[Fails()]).train()
+    make_trainer(tmp_path, max_steps=1).train()
 
 
 class TestBackground:

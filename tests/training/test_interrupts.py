@@ -163,3 +163,40 @@ make_trainer(Path({str(tmp_path)!r}), callbacks=[At("on_step_end", 1, lambda: os
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=os.environ)
     assert ended.returncode == 75, ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("grace", [0.0, 60.0])
+def test_a_signal_while_a_checkpoint_is_read_leaves_it_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace: float
+) -> None:
+    """Half restored, the step is already that of the checkpoint, and nothing else is."""
+    make_trainer(tmp_path, **{**SAVING, "save_steps": 1, "max_steps": 2}).train()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-2").iterdir()}
+
+    def interrupted(**_: Any) -> None:
+        for _ in range(1 if grace == 0 else 2):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("memsafe_rl.training.checkpoints.Cursor", interrupted)
+    with pytest.raises(TrainingInterrupted):
+        make_trainer(tmp_path, interrupt_grace_seconds=grace, **SAVING).train(resume_from_checkpoint=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-2").iterdir()} == before
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
+def test_a_handler_of_the_scripts_own_waits_for_a_commit_too(raised: type[BaseException]) -> None:
+    done: list[str] = []
+
+    def own(*_: Any) -> None:
+        raise raised
+
+    def step() -> None:
+        signal.signal(signal.SIGTERM, own)
+        with StopRequest(60).listening(), uninterrupted():
+            signal.raise_signal(signal.SIGTERM)
+            done.append("the commit")
+
+    with pytest.raises(raised):
+        step()
+    assert done == ["the commit"]
+    assert signal.getsignal(signal.SIGTERM) is own

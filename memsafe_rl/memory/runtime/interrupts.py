@@ -6,9 +6,10 @@ import _thread
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from memsafe_rl.errors import TrainingInterrupted
 
@@ -68,6 +69,10 @@ class StopRequest:
         finally:
             self._saving = outer
 
+    def hears(self, number: int) -> bool:
+        """Tells whether a signal comes to this request."""
+        return signal.getsignal(number) == self._hear
+
     def hold(self) -> None:
         """Defers signals until `let_go`."""
         self._held += 1
@@ -117,19 +122,28 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    listener = _listener
-    if listener is not None:
-        listener.hold()
-        try:
-            yield
-        finally:
-            listener.let_go()
-        return
-    caught: list[tuple[int, FrameType | None]] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    listener = _listener or StopRequest()
+    caught: dict[int, FrameType | None] = {}
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.setdefault(number, frame)
+
+    # Those of the script's own, and of a run that this one runs in, may raise too.
+    others: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    for number in SIGNALS:
+        handler = signal.getsignal(number)
+        if callable(handler) and not listener.hears(number):
+            others[number] = handler
+    listener.hold()
     try:
+        for number in others:
+            signal.signal(number, catch)
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
-    if caught and callable(previous):
-        previous(*caught[0])
+        for number, handler in others.items():
+            signal.signal(number, handler)
+        try:
+            listener.let_go()
+        finally:
+            for number, frame in caught.items():
+                others[number](number, frame)

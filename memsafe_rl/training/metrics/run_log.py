@@ -13,6 +13,7 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.parallel.protocol import Parallel
 from memsafe_rl.records import RecordLog
@@ -133,13 +134,15 @@ class RunLog:
         progress = state.progress
         record = {name: None if _is_nan(value) else value for name, value in logs.items()} | {"epoch": progress.epoch}
         progress.log_history.append({**record, "step": state.step})
-        self.records.append({"step": state.step, **record})
-        self.records.flush()
+        self.records.append({**record, "step": state.step})
+        with uninterrupted():
+            self.records.flush()
         self.control = self.callbacks.on_log(self._config, progress, self.control, record)
 
     def write(self, state: RunState, *, durable: bool = False) -> bool:
         """Writes steps, logs and memory events that wait in memory; tells whether all of them are written."""
-        written = [log.flush(durable=durable) for log in (state.history, self.records, self.events)]
+        with uninterrupted():  # a record is written once
+            written = [log.flush(durable=durable) for log in (state.history, self.records, self.events)]
         return all(written)
 
     def flush(self, state: RunState) -> None:
