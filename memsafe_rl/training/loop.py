@@ -322,8 +322,6 @@ class TrainingLoop:
         if isinstance(error, TrainingInterrupted) and setup.parallel.is_main:
             logger.warning("%s: %s", error, self.files.how_to_resume(self.config))
 
-    # ------------------------------------------------------------------ metrics and events
-
     def _lost_updates(self, sample: WeightSample) -> dict[str, float]:
         """Notes which share of half-precision weights the step just done did not move."""
         share = self.setup.recovery.repeat(Stage.MEASURE, sample.lost_share)
