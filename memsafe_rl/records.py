@@ -324,7 +324,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     if not isinstance(value, (str, int, float, bool, type(None))):
-        scalar = getattr(value, "item", None) if getattr(value, "size", 1) == 1 or hasattr(value, "numel") else None
+        scalar = getattr(value, "item", None)
         try:
             return _plain(scalar()) if callable(scalar) else str(value)
         except (RuntimeError, ValueError):

@@ -242,12 +242,18 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Lists the folders of complete checkpoints, the one written last at the end.
+    """Lists the folders of complete checkpoints, the one written last at the end."""
+    return [path for _, path in _marked(output_dir)]
+
+
+def _marked(output_dir: Path) -> list[tuple[RunMark, Path]]:
+    """Lists checkpoints with whose they are, the one written last at the end.
 
     A run that resumes from an earlier step writes lower numbers later, so starts count before steps.
     """
     found = [path for path in output_dir.glob(f"{PREFIX}*") if path.is_dir() and path.name[len(PREFIX) :].isdigit()]
-    return sorted(found, key=lambda path: (_mark_of(path).start, int(path.name.removeprefix(PREFIX))))
+    marked = [(_mark_of(path), path) for path in found]
+    return sorted(marked, key=lambda one: (one[0].start, int(one[1].name.removeprefix(PREFIX))))
 
 
 def known_run(output_dir: Path) -> dict[str, Any]:
@@ -260,8 +266,8 @@ def known_run(output_dir: Path) -> dict[str, Any]:
 def own_checkpoints(output_dir: Path) -> list[Path]:
     """Lists the checkpoints of the run that `run.json` names, damaged ones and those of earlier versions too."""
     wanted = known_run(output_dir).get("run_id")
-    found = [(path, _mark_of(path).run_id) for path in checkpoints(output_dir)]
-    return [path for path, run in found if wanted is None or run in (wanted, _UNKNOWN.run_id, "")]
+    runs = (wanted, _UNKNOWN.run_id, "")
+    return [path for mark, path in _marked(output_dir) if wanted is None or mark.run_id in runs]
 
 
 def _mark_of(folder: Path) -> RunMark:
@@ -275,7 +281,7 @@ def drop_old_checkpoints(output_dir: Path, mark: RunMark, limit: int | None, kee
     """Deletes a run's oldest checkpoints above a limit, but never the newest nor the best, nor another run's."""
     if not limit or limit < 0:
         return
-    found = [path for path in checkpoints(output_dir) if _mark_of(path).run_id == mark.run_id]
+    found = [path for whose, path in _marked(output_dir) if whose.run_id == mark.run_id]
     kept = {path for path in found if keep is not None and path.resolve() == Path(keep).resolve()} | set(found[-1:])
     for path in reversed(found):
         if len(kept) < limit:

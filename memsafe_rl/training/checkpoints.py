@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import TrainerState
 
 from memsafe_rl.checkpoint.manifest import FORMAT, RunMark
 from memsafe_rl.checkpoint.store import CheckpointContent, drop_old_checkpoints, read_checkpoint, write_checkpoint
-from memsafe_rl.checkpoint.weights import bytes_of, host_copy, saved_weights
+from memsafe_rl.checkpoint.weights import Weights, bytes_of, host_copy, saved_weights
 from memsafe_rl.config.degradation import Degradation
 from memsafe_rl.config.resume_checks import check_same_run, run_facts
 from memsafe_rl.data.partial_rollouts import plain_groups
@@ -57,9 +56,13 @@ class Checkpoints:
 
     def saved_bytes(self) -> int:
         """Gives the bytes of the tensors that a checkpoint holds, the rollout left out."""
+        return sum(map(bytes_of, self._saved()))
+
+    def _saved(self) -> tuple[Weights, Weights, dict[str, Any] | None]:
+        """Gives the weights of the model and of the critic, and the tensors beside them; None for weights alone."""
         setup = self._setup
-        tensors = {} if setup.config.save_only_model else self._tensors()
-        return bytes_of(saved_weights(setup.model)) + bytes_of(setup.advantages.saved_weights()) + bytes_of(tensors)
+        tensors = None if setup.config.save_only_model else self._tensors()
+        return saved_weights(setup.model), setup.advantages.saved_weights(), tensors
 
     def content(self, state: RunState, *, copied: bool) -> CheckpointContent:
         """Gives what a checkpoint will hold; a step that did not end is resumed with the random state it began from.
@@ -71,23 +74,21 @@ class Checkpoints:
         Returns:
             The content.
         """
-        setup = self._setup
-        tensors = None if setup.config.save_only_model else self._tensors()
+        saved = self._saved()
         trajectory = None if state.rollout is None else state.rollout.trajectory
         stored = 0 if trajectory is None else sum(trajectory.nbytes().values())
         progress = dataclasses.asdict(state.progress) | {"log_history": []}  # metrics.jsonl has it
-        tensor_bytes = self.saved_bytes() + stored
+        tensor_bytes = sum(map(bytes_of, saved)) + stored
         save_model = self.write_weights
         if copied:
-            tensors = host_copy(tensors)
+            saved = host_copy(saved)
             trajectory = None if trajectory is None else trajectory.moved(host_copy)
-            weights = host_copy(saved_weights(setup.model)), host_copy(setup.advantages.saved_weights())
-            save_model = partial(self._write_copies, *weights)
+            save_model = partial(self._write_copies, *saved[:2])
         return CheckpointContent(
             step=state.step,
             save_model=save_model,
             progress=json.dumps(progress, indent=2, sort_keys=True),
-            tensors=tensors,
+            tensors=saved[2],
             loop=json.dumps({"format": FORMAT, **self._loop(state)}),
             trajectory=trajectory,
             tensor_bytes=tensor_bytes,
@@ -130,7 +131,7 @@ class Checkpoints:
         self._setup.models.save(self._setup.model, folder)
         self._setup.advantages.save(folder, self._setup.advantages.saved_weights())
 
-    def _write_copies(self, model: Mapping[str, Tensor], critic: Mapping[str, Tensor], folder: Path) -> None:
+    def _write_copies(self, model: Weights, critic: Weights, folder: Path) -> None:
         self._setup.models.save(self._setup.model, folder, model)
         self._setup.advantages.save(folder, critic)
 
