@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,22 +91,60 @@ def saved_weights(model: Any) -> Weights:
     return {name: weight for name, weight in weights.items() if name in trained or adapter in name.split(".")}
 
 
+class HostCopies:
+    """Copies tensors to the host, time and again into the same memory.
+
+    Memory that a process has never touched costs many times as much to fill as memory it has.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[Tensor] = []
+
+    def prepared(self, value: Any) -> Callable[[], None]:
+        """Gives what makes the memory for copies of nested tensors, in any thread; it holds none of the tensors."""
+        forms = [torch.empty_like(tensor, device="meta") for tensor in _tensors_of(value).values()]
+
+        def prepare() -> None:
+            self._made = [_host_like(form).zero_() for form in forms]
+
+        return prepare
+
+    def copy(self, value: Any) -> Any:
+        """Copies all tensors in nested dicts, lists and tuples, over the copies made before; ties are kept."""
+        before = dict(enumerate(self._made))
+        copies: dict[Any, Tensor] = {}
+        for index, (key, tensor) in enumerate(_tensors_of(value).items()):
+            made = before.get(index)
+            fits = made is not None and (made.shape, made.dtype) == (tensor.shape, tensor.dtype)
+            copies[key] = (made if made is not None and fits else _host_like(tensor)).copy_(tensor.detach())
+        self._made = list(copies.values())
+        return _replaced(value, copies)
+
+
 def host_copy(value: Any) -> Any:
     """Copies all tensors in nested dicts, lists and tuples to the host; tensors of one storage stay so."""
-    copies: dict[Any, Tensor] = {}
+    return HostCopies().copy(value)
 
-    def copied(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            key = _place(value)
-            if key not in copies:
-                copies[key] = value.detach().to("cpu", copy=True)
-            return copies[key]
-        if isinstance(value, Mapping):
-            return {name: copied(each) for name, each in value.items()}
-        return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
 
+def _host_like(tensor: Tensor) -> Tensor:
     with host_memory():
-        return copied(value)
+        return torch.empty_like(tensor, device="cpu")
+
+
+def _replaced(value: Any, copies: Mapping[Any, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return copies[_place(value)]
+    if isinstance(value, Mapping):
+        return {name: _replaced(each, copies) for name, each in value.items()}
+    return type(value)(_replaced(each, copies) for each in value) if type(value) in (list, tuple) else value
+
+
+def _tensors_of(value: Any) -> dict[tuple[Any, ...], Tensor]:
+    """Gives the tensors in nested dicts, lists and tuples by where their values lie."""
+    if isinstance(value, Tensor):
+        return {_place(value): value}
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return {place: tensor for part in parts for place, tensor in _tensors_of(part).items()}
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -116,12 +154,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 def bytes_of(value: Any) -> int:
     """Sums the bytes of all tensors in nested dicts, lists and tuples; those of one storage count once."""
-    if isinstance(value, Tensor):
-        return int(value.nbytes)
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    tensors = {_place(part): part for part in parts if isinstance(part, Tensor)}
-    others = (part for part in parts if not isinstance(part, Tensor))
-    return sum(map(bytes_of, (*tensors.values(), *others)))
+    return sum(int(tensor.nbytes) for tensor in _tensors_of(value).values())
 
 
 def read_weights(model: Any, folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers import TrainerState
 
 from memsafe_rl.checkpoint.manifest import FORMAT, RunMark
 from memsafe_rl.checkpoint.store import CheckpointContent, drop_old_checkpoints, read_checkpoint, write_checkpoint
-from memsafe_rl.checkpoint.weights import Weights, bytes_of, host_copy, saved_weights
+from memsafe_rl.checkpoint.weights import HostCopies, Weights, bytes_of, host_copy, saved_weights
 from memsafe_rl.config.degradation import Degradation
 from memsafe_rl.config.resume_checks import check_same_run, run_facts
 from memsafe_rl.data.partial_rollouts import plain_groups
@@ -47,12 +47,17 @@ class Checkpoints:
     def __init__(self, setup: TrainingSetup, collector: Collector) -> None:
         self._setup = setup
         self._collector = collector
+        self._copies = HostCopies()
 
     def write(self, content: CheckpointContent, mark: RunMark, best: str | None) -> None:
         """Writes a checkpoint, and deletes those of this run that are older than it should keep."""
         output_dir = Path(self._setup.config.output_dir)
         write_checkpoint(output_dir, content, mark)
         drop_old_checkpoints(output_dir, mark, self._setup.config.save_total_limit, best)
+
+    def prepared_copies(self) -> Callable[[], None]:
+        """Gives what makes the host memory into which the tensors of each checkpoint will be copied."""
+        return self._copies.prepared(self._saved())
 
     def saved_bytes(self) -> int:
         """Gives the bytes of the tensors that a checkpoint holds, the rollout left out."""
@@ -81,7 +86,7 @@ class Checkpoints:
         tensor_bytes = sum(map(bytes_of, saved)) + stored
         save_model = self.write_weights
         if copied:
-            saved = host_copy(saved)
+            saved = self._copies.copy(saved)
             trajectory = None if trajectory is None else trajectory.moved(host_copy)
             save_model = partial(self._write_copies, *saved[:2])
         return CheckpointContent(

@@ -356,6 +356,7 @@ class TrainingLoop:
                 "or num_train_epochs, or start without resume_from_checkpoint."
             )
         self._before_training(self)
+        self.files.prepare(setup, self.checkpoints, max_steps)
         self.report.fire("on_train_begin", self.state)
         self.report.fire("on_epoch_begin", self.state)
         if self.state.step >= max_steps:

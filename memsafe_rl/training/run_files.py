@@ -9,6 +9,7 @@ import shlex
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +52,7 @@ class RunFiles:
         self.folder: RunFolder | None = None
         self.saved_step = 0
         self._writing: _Writing | None = None
+        self._prepared: Future[None] | None = None
         self._writer = ThreadPoolExecutor(1, "memsafe_rl checkpoint", _behind_training)
 
     @property
@@ -100,6 +102,13 @@ class RunFiles:
                 step,
             )
 
+    def prepare(self, setup: TrainingSetup, checkpoints: Checkpoints, planned_steps: int) -> None:
+        """Has memory made for copies, behind the first steps, where a checkpoint will be written beside training."""
+        config = setup.config
+        due = config.save_strategy == "epoch" or (config.save_strategy == "steps" and config.save_steps < planned_steps)
+        if due and self.folder is not None and _writes_beside(setup, checkpoints):
+            self._prepared = self._writer.submit(checkpoints.prepared_copies())
+
     def save(
         self, setup: TrainingSetup, checkpoints: Checkpoints, report: RunLog, state: RunState, *, wait: bool
     ) -> None:
@@ -132,6 +141,8 @@ class RunFiles:
         if not report.write(state, durable=True):
             folder = checkpoint_folder(Path(setup.config.output_dir), state.step)
             raise SaveError(f"{folder} was not saved: the logs beside it cannot be written. Free space there.")
+        if self._prepared is not None:
+            wait_for([self._prepared])  # a failure to make memory ahead shows where it is needed
         content = setup.recovery.repeat(Stage.CHECKPOINT, checkpoints.content, state, copied=beside)
         values = content, self.mark, state.progress.best_model_checkpoint
         if beside:
