@@ -124,11 +124,20 @@ def is_on_host(tensor: Tensor) -> bool:
     return bool(_listeners) and any(listener.is_on_host(tensor) for listener in _listeners)
 
 
-@contextmanager
-def only_bytes_matter() -> Iterator[None]:
+def only_bytes_matter() -> AbstractContextManager[None]:
     """Declares that numbers computed inside are nobody's, so that of a loop's like turns the first two tell all."""
+    return _running(2)
+
+
+def every_turn() -> AbstractContextManager[None]:
+    """Has loops run to their end again, for who counts what they do."""
+    return _running(None)
+
+
+@contextmanager
+def _running(turns: int | None) -> Iterator[None]:
     global _turns
-    before, _turns = _turns, 2
+    before, _turns = _turns, turns
     try:
         yield
     finally:

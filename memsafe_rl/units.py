@@ -1,4 +1,4 @@
-"""Bytes as people read and write them."""
+"""Bytes and seconds as people read and write them."""
 
 from __future__ import annotations
 
@@ -38,3 +38,14 @@ def parse_bytes(text: str) -> int:
     if match is None or match.group(2).lower() not in _UNITS:
         raise ConfigError(f"{text!r} is not a byte count. Write a number and a unit, such as '16GiB' or '500MB'.")
     return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+
+
+def format_seconds(seconds: float) -> str:
+    """Writes a duration in the two units that matter, such as ``0.42 s``, ``3 min 20 s`` or ``2 h 5 min``."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    for size, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // smaller} {name}"
+    return f"{whole} s"

@@ -132,7 +132,14 @@ def verify(words: Words = None, simulate: Simulate = None) -> None:
 )
 def plan(
     words: Words = None,
-    gpu: Annotated[str, typer.Option("--gpu", metavar="SIZE", help="The card's memory, such as 24GiB.")] = "24GiB",
+    gpu: Annotated[
+        str,
+        typer.Option(
+            "--gpu",
+            metavar="SIZE or NAME",
+            help="The card's memory, such as 24GiB, or its name, such as 'RTX 4090', for an estimate of seconds too.",
+        ),
+    ] = "24GiB",
     prompt_tokens: Annotated[
         int | None,
         typer.Option("--prompt-tokens", min=1, help="Longest prompt; else the dataset's, max_prompt_length, or 512."),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console, Group
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -25,6 +26,7 @@ from memsafe_rl.models.loading import load_tokenizer
 from memsafe_rl.preflight.forecast import forecast_memory
 from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.preflight.search import Job, Scout
+from memsafe_rl.preflight.speed import DeviceSpeed, card_names, named_card, speed_of_card
 from memsafe_rl.training.assembly.inputs import chosen_policy
 from memsafe_rl.types import Component, Phase, UpdatePlan
 from memsafe_rl.units import format_bytes, parse_bytes
@@ -58,6 +60,7 @@ class Wish:
     reward_models: tuple[str, ...] = ()
     ranks: int = 1
     sharding: str = "none"  # what the ranks shard
+    speed: DeviceSpeed | None = None  # the card's; None where only its memory was named
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,10 @@ def wish(
         settings.setdefault("bf16", True)  # the default on a card, which this machine may lack
     run = prepare(replace(request, settings=settings))
     judges = (*filter(_is_reward_model, run.fields.reward_funcs or ()), *reward_models)
-    return Wish(run, _card_bytes(gpu), prompt_tokens, tuple(dict.fromkeys(judges)), ranks, sharding)
+    card = named_card(gpu)
+    total_bytes = _card_bytes(gpu) if card is None else card.total_bytes
+    speed = None if card is None else speed_of_card(card.name, run.config.autocast_dtype or torch.float32)
+    return Wish(run, total_bytes, prompt_tokens, tuple(dict.fromkeys(judges)), ranks, sharding, speed)
 
 
 def plan(wanted: Wish, console: Console | None, *, find: bool) -> tuple[MemoryForecast, Findings]:
@@ -154,6 +160,8 @@ def show(wanted: Wish, forecast: MemoryForecast, findings: Findings, console: Co
         console.print(line, highlight=False)
     if findings.cards:
         console.print(Group(_card_table(findings), _frontier_table(findings)))
+    if forecast.step_seconds is not None:
+        console.print(forecast.step_seconds.sentence(), highlight=False)
     if forecast.host_bytes:
         console.print(f"on the host: {format_bytes(forecast.host_bytes)} to write checkpoints in the background")
     for assumption in forecast.assumptions:
@@ -172,9 +180,9 @@ def _card_bytes(text: str) -> int:
     try:
         size = int(float(plain[1]) * 2**30) if plain else parse_bytes(text)
     except ConfigError as error:
-        raise ConfigError(f"--gpu: {error}") from None
+        raise ConfigError(f"--gpu: {error} Or name one of {', '.join(card_names())}.") from None
     if size < 2**20:
-        raise ConfigError(f"--gpu is {text!r}; write a card's memory, such as 24GiB.")
+        raise ConfigError(f"--gpu is {text!r}; write a card's memory, such as 24GiB, or its name, such as 'RTX 4090'.")
     return size
 
 
@@ -209,7 +217,7 @@ def _forecast(wanted: Wish, given: Mapping[str, Any], **changes: Any) -> MemoryF
 
 def _first_forecast(wanted: Wish, given: Mapping[str, Any]) -> MemoryForecast:
     try:
-        return _forecast(wanted, given)
+        return _forecast(wanted, given, speed=wanted.speed)
     except MemsafeError:
         raise
     except Exception as error:  # of any kind: it comes from inside a network whose config may say anything

@@ -31,6 +31,8 @@ from memsafe_rl.preflight.fake.device import nothing_differs
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
 from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.preflight.search import Job
+from memsafe_rl.preflight.seconds import StepSeconds, count_step
+from memsafe_rl.preflight.speed import DeviceSpeed
 from memsafe_rl.preflight.worst_case import (
     Drawing,
     Longest,
@@ -109,12 +111,13 @@ class DryRun:
         evaluation: Any = None,
         reward_models: Callable[[], list[Any]] = list,
         shared: SharedState,
+        speed: DeviceSpeed | None = None,
     ) -> None:
         if dataset is not None and tokenizer is None:
             raise ConfigError("train_dataset is given without processing_class. Pass the tokenizer, or prompt_tokens.")
         if prompt_tokens is not None and prompt_tokens < 1:
             raise ConfigError(f"prompt_tokens is {prompt_tokens}; the longest prompt has at least 1 token.")
-        self._config, self._device, self._shared = config, device, shared
+        self._config, self._device, self._shared, self._speed = config, device, shared, speed
         self._dataset, self._tokenizer, self._prompt_tokens = dataset, tokenizer, prompt_tokens
         self._policy, self._make_critic = policy, critic
         self._evaluation, self._make_reward_models = evaluation, reward_models
@@ -143,12 +146,15 @@ class DryRun:
         gathering = self._shared.gathering(setup)
         if gathering is not None:
             listen(gathering)  # until the fake device is left
+        step_seconds = None
         try:
-            _try_until_settled(setup, longest, memory, self._drawn_for_evaluation(setup, longest))
+            settled = _try_until_settled(setup, longest, memory, self._drawn_for_evaluation(setup, longest))
+            phases = _phases(memory, self._loaded, checked)
+            step_seconds = self._seconds(settled, longest)
         except MemoryBudgetError as error:
-            refusal = str(error)
+            refusal, phases = str(error), _phases(memory, self._loaded, checked)
         return MemoryForecast(
-            phases=_phases(memory, self._loaded, checked),
+            phases=phases,
             budget_bytes=setup.memory.budget_bytes,
             device_bytes=device_bytes,
             rollout_plan=setup.memory.rollout_plan,
@@ -161,6 +167,7 @@ class DryRun:
             ranks=self._config.world_size,
             sharding=self._shared.sharding.value,
             host_bytes=_host_bytes(setup, self._device),
+            step_seconds=step_seconds,
         )
 
     def _build(self, model: Any, reference: Any, checked: Checked | None) -> TrainingSetup:
@@ -197,6 +204,17 @@ class DryRun:
             _take_over(checked, config, models, adapter)
 
         return build_setup(inputs, machine, load=load, check=check)
+
+    def _seconds(self, setup: TrainingSetup, longest: Longest) -> StepSeconds | None:
+        """Estimates the seconds of a step, where the device's speed is known and this library decodes tokens."""
+        if self._speed is None or setup.adapter.time_separable or not setup.adapter.decodes:
+            return None
+        speed, counted = self._speed, count_step(setup, longest)
+        phases = {
+            phase: sum(times * speed.seconds(work) for times, work in pieces) for phase, pieces in counted.items()
+        }
+        known = self._dataset is not None or self._config.max_steps > 0
+        return StepSeconds(phases, setup.planned_steps if known else None, speed)
 
     def _drawn_for_evaluation(self, setup: TrainingSetup, longest: Longest) -> Drawing | None:
         """Gives what evaluations draw: of a dataset its own longest prompt, else that of the run."""
@@ -304,7 +322,7 @@ def _meet_gradients(work: UpdateWork, committer: Committer, plan: UpdatePlan) ->
 
 def _try_until_settled(
     setup: TrainingSetup, longest: Longest, memory: SimulatedMemory, evaluation: Drawing | None = None
-) -> None:
+) -> TrainingSetup:
     """Tries the longest rows until the plans are those that a run would make of what it measures."""
     tracker = setup.memory
     tracker.enforce()
@@ -323,7 +341,8 @@ def _try_until_settled(
             planned = tracker.rollout_plan, tracker.update_plan
             same = [_bare(plan) for plan in planned] == [_bare(plan) for plan in plans_now(setup, longest)]
             if same and memory.live_bytes == held:  # no optimizer has just made its state
-                return
+                break
+        return setup
     finally:
         tracker.release()
 

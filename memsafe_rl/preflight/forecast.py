@@ -30,6 +30,7 @@ from memsafe_rl.preflight.fake.families import config_for
 from memsafe_rl.preflight.fake.networks import fake_language_model, fake_reward_model, hollow_copy, shallow_copy
 from memsafe_rl.preflight.fake.sharding import read_sharding
 from memsafe_rl.preflight.outcome import MemoryForecast
+from memsafe_rl.preflight.speed import DeviceSpeed, measured_speed
 from memsafe_rl.training.assembly.factory import Inputs, Machine
 from memsafe_rl.training.optim.half_weights import HalfWeights
 from memsafe_rl.types import Component, Phase
@@ -57,6 +58,7 @@ def forecast_memory(
     reward_models: Sequence[Any] = (),
     ranks: int = 1,
     sharding: str = "none",
+    speed: DeviceSpeed | None = None,
 ) -> MemoryForecast:
     """Forecasts the peak of every phase of a run, without its weights and without its device.
 
@@ -83,6 +85,7 @@ def forecast_memory(
         ranks: ranks of the run, of which one is forecast; batch sizes are per rank, as everywhere.
         sharding: what the ranks share: "none", "zero1" (optimizer states), "zero2" (gradients too), "zero3" or "fsdp"
             (weights too). Trainers run under "none" only.
+        speed: the device's, for an estimate of a step's seconds; None for none.
 
     Returns:
         The forecast; ``refusal`` says why where the run cannot fit.
@@ -104,7 +107,7 @@ def forecast_memory(
     started = time.perf_counter()
     config = _config_of_forecast(args if args is not None else GRPOConfig(report_to="none"), device, ranks)
     shared = SharedState(read_sharding(sharding, ranks), ranks)
-    run = partial(DryRun, config, device, policy=memory_policy, shared=shared)
+    run = partial(DryRun, config, device, policy=memory_policy, shared=shared, speed=speed)
     if not isinstance(model, str):
         if processing_class is not None or prompt_tokens is not None or quantization_config is not None:
             raise ConfigError("A DiffusionPolicy has no tokens. Leave processing_class and the like out.")
@@ -262,6 +265,7 @@ def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast 
             critic=request.critic,
             eval_dataset=inputs.eval_dataset,
             reward_models=inputs.rewards.models,
+            speed=measured_speed(config.device, config.autocast_dtype or torch.float32),
         )
     except Exception as error:  # fake tensors do not run every network, and a run needs no forecast
         logger.warning("no forecast of this run's memory: %s: %s", type(error).__name__, str(error).split("\n")[0])

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memsafe_rl.preflight.search import Job
+from memsafe_rl.preflight.seconds import StepSeconds
 from memsafe_rl.types import Component, Phase, RolloutPlan, UpdatePlan
 from memsafe_rl.units import format_bytes
 
@@ -33,6 +34,7 @@ class MemoryForecast:
     sharding: str = "none"  # what they share, see `memsafe_rl.preflight.fake.sharding.Sharding`
     # of the host's memory for a copy of what a checkpoint holds, where checkpoints are written in the background
     host_bytes: int = 0
+    step_seconds: StepSeconds | None = None  # how long a step takes; None where nobody knows how fast the device is
 
     @property
     def fits(self) -> bool:
@@ -80,6 +82,7 @@ class MemoryForecast:
             "ranks": self.ranks,
             "sharding": self.sharding,
             "host_bytes": self.host_bytes,
+            "step_seconds": None if self.step_seconds is None else self.step_seconds.plain(),
             "assumptions": list(self.assumptions),
             "seconds": round(self.seconds, 2),
         }
@@ -93,6 +96,11 @@ class MemoryForecast:
             f"{verdict}: a peak of {format_bytes(self.peak_bytes)} in {self.peak_phase.value}, of a budget of "
             f"{format_bytes(self.budget_bytes)}"
         )
+
+    def facts(self) -> dict[str, str]:
+        """Gives what a run's banner says of it."""
+        timed = {} if self.step_seconds is None else {"estimated time": self.step_seconds.sentence()}
+        return {"forecast": self.sentence(), **timed}
 
 
 def _plain_plan(plan: RolloutPlan | UpdatePlan) -> dict[str, Any]:

@@ -247,6 +247,20 @@ def plans_now(setup: TrainingSetup, longest: Longest) -> tuple[RolloutPlan, Upda
     return served_by(setup.engine, policy.before_rollout(rollout, state)), policy.before_update(update, state)
 
 
+def longest_rollout(setup: TrainingSetup, longest: Longest) -> tuple[Sequence[Tensor], list[tuple[int, int]], int]:
+    """Gives the longest prompts of a rollout, its (prompt, sample) pairs, and how many of them are decoded together."""
+    drawing = _rollout_of(setup, longest)
+    ids = _prompts_of(setup, drawing).ids
+    rows = [divmod(row, drawing.group_size) for row in range(_share(setup, len(ids) * drawing.group_size))]
+    return ids, rows, _together(setup.adapter, ids, rows, setup.sampling, setup.memory.rollout_plan)
+
+
+def longest_update(setup: TrainingSetup, longest: Longest) -> tuple[Rollout, Sequence[int]]:
+    """Gives a rollout of the longest rows, and those of its optimizer step that holds most."""
+    rollout = Rollout(_longest_rows(setup, longest), consumed=0, external=Collector(setup).corrects_sampler)
+    return rollout, worst_step(setup, rollout.trajectory)
+
+
 def longest_work(setup: TrainingSetup, longest: Longest) -> UpdateWork:
     """Gives the shape of an optimizer step whose rows are the longest."""
     trajectory = _longest_rows(setup, longest)
@@ -270,9 +284,8 @@ def try_longest(
     for rewarded in (drawing, evaluation):
         if rewarded is not None:
             _try_reward_models(setup, collector, rewarded)
-    rollout = Rollout(_longest_rows(setup, longest), consumed=0, external=collector.corrects_sampler)
+    rollout, rows = longest_update(setup, longest)
     trajectory = rollout.trajectory
-    rows = worst_step(setup, trajectory)
     first_tile = setup.memory.update_plan.logprob_tile
     learner.plan(trajectory, rows)
     plan = setup.memory.update_plan
@@ -299,7 +312,7 @@ def _try_drawing(setup: TrainingSetup, collector: Collector, drawing: Drawing) -
     attempt = collector.scorer.attempt(Stage.DRAW, work)
     if adapter.time_separable:
         with setup.memory.phase(drawing.phase):
-            setup.engine.generate(*_samples(ids, rows), sampling, attempt)
+            setup.engine.generate(*samples(ids, rows), sampling, attempt)
         return
     geometry = adapter.geometry
     # An end that no row reaches, where a least length makes a copy of the logits to forbid it; else none at all.
@@ -311,18 +324,17 @@ def _try_drawing(setup: TrainingSetup, collector: Collector, drawing: Drawing) -
     )
 
     def from_first_to_last(plan: RolloutPlan) -> None:
-        waiting = [Candidate(prompt, len(ids[prompt]), 0, sampling.max_new_tokens) for prompt, _ in rows]
-        first = rows[: _in_flight(adapter, waiting, plan)]
+        first = rows[: _together(adapter, ids, rows, sampling, plan)]
         context = longest.ids(longest.row_tokens - 2)
         several = collector.episodes.several_turns and longest.completion_tokens > 2
         ending = _AtTheEnd(adapter, longest, plan.prefill_tokens if several and plan.kept_kv_bytes else 0)
         # The cache that transformers' generate keeps, where that decodes, is out of reach.
         tried = cast(ModelAdapter, ending) if adapter.decodes else adapter
-        generate(tried, *_samples(ids, first), two_tokens, under(plan))
+        generate(tried, *samples(ids, first), two_tokens, under(plan))
         if not ending.stretched and longest.completion_tokens > 2:  # a cache that only grows by reading
             alike = [(0, sample) for sample in range(len(first))]
             last_two = replace(two_tokens, max_new_tokens=2)
-            generate(adapter, *_samples([context], alike), last_two, under(plan))
+            generate(adapter, *samples([context], alike), last_two, under(plan))
         if several and adapter.decodes and plan.kept_kv_bytes < collector.episodes.most_kept_bytes(work):
             _read_again(adapter, ids, first, longest, two_tokens, plan)
 
@@ -340,6 +352,18 @@ def _try_reward_models(setup: TrainingSetup, collector: Collector, drawing: Draw
     attempt = collector.scorer.attempt_in(Stage.REWARD_PASS, work, nullcontext)
     with setup.memory.phase(Phase.REWARD if drawing.phase is Phase.ROLLOUT else drawing.phase):
         setup.rewards.rehearse(drawing.longest.row_tokens, rows, by_reward_rows(attempt))
+
+
+def _together(
+    adapter: ModelAdapter,
+    ids: Sequence[Tensor],
+    rows: Sequence[tuple[int, int]],
+    sampling: SamplingSettings,
+    plan: RolloutPlan,
+) -> int:
+    """Counts the (prompt, sample) pairs that are decoded together."""
+    waiting = [Candidate(prompt, len(ids[prompt]), 0, sampling.max_new_tokens) for prompt, _ in rows]
+    return _in_flight(adapter, waiting, plan)
 
 
 def _in_flight(adapter: ModelAdapter, waiting: Sequence[Candidate], plan: RolloutPlan) -> int:
@@ -386,7 +410,7 @@ def _read_again(
     together = min(len(rows), max(1, plan.prefill_tokens // len(context)))
     if adapter.joins and len(rows) > together:
         others = _AtTheEnd(adapter, longest, plan.prefill_tokens, [context] * together)
-        generate(cast(ModelAdapter, others), *_samples(ids, rows[together:]), settings, under(plan))
+        generate(cast(ModelAdapter, others), *samples(ids, rows[together:]), settings, under(plan))
     else:
         once = replace(settings, max_new_tokens=2)
         keys = [[SequenceKey(0, 0, *row)] for row in rows]
@@ -418,9 +442,7 @@ class _AtTheEnd:
         return self._adapter.decode_step(state, tokens_B)
 
 
-def _samples(
-    prompts: Sequence[Tensor], rows: Sequence[tuple[int, int]]
-) -> tuple[list[Tensor], list[list[SequenceKey]]]:
+def samples(prompts: Sequence[Tensor], rows: Sequence[tuple[int, int]]) -> tuple[list[Tensor], list[list[SequenceKey]]]:
     """Gives the prompts of (prompt, sample) pairs, and for each prompt the keys of its samples."""
     wanted = list(dict.fromkeys(prompt for prompt, _ in rows))
     keys = [[SequenceKey(0, 0, *row) for row in rows if row[0] == prompt] for prompt in wanted]

@@ -396,8 +396,7 @@ class PolicyTrainer:
         }
 
     def _facts(self) -> dict[str, str]:
-        foreseen = {} if self.forecast is None else {"forecast": self.forecast.sentence()}
-        return {**facts_of(self.setup), **foreseen}
+        return {**facts_of(self.setup), **({} if self.forecast is None else self.forecast.facts())}
 
 
 def _check_before_training(loop: TrainingLoop) -> None:

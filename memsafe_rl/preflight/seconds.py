@@ -1,0 +1,141 @@
+"""How long a step takes: the kernels of its parts, counted on fake tensors, at a device's speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from torch import Tensor
+
+from memsafe_rl.accounting import every_turn
+from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.preflight.speed import DeviceSpeed, Work, WorkCounter
+from memsafe_rl.preflight.worst_case import Longest, longest_rollout, longest_update, samples
+from memsafe_rl.preflight.worst_rows import tried_places
+from memsafe_rl.rollout.native.running_batch import generate
+from memsafe_rl.slices import measure_slices
+from memsafe_rl.training.algorithms.objectives import Controllers
+from memsafe_rl.training.learner import Learner
+from memsafe_rl.training.setup import TrainingSetup
+from memsafe_rl.types import Phase, UpdatePlan, UpdateWork
+from memsafe_rl.units import format_seconds
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """How long an optimizer step is expected to take.
+
+    Args:
+        phases: float, seconds by phase, a rollout's shared by the steps that train on it.
+        steps: optimizer steps of the run; None where they depend on a dataset that is not known.
+        speed: the device's speed that they are taken from.
+    """
+
+    phases: Mapping[Phase, float]
+    steps: int | None
+    speed: DeviceSpeed
+
+    @property
+    def step(self) -> float:
+        """float, seconds of a step."""
+        return sum(self.phases.values())
+
+    @property
+    def run(self) -> float | None:
+        """float, seconds of the run, rewards and evaluations left out; None where nobody knows its steps."""
+        return None if self.steps is None else self.step * self.steps
+
+    def plain(self) -> dict[str, Any]:
+        """Gives the estimate in plain values, ready for JSON."""
+        return {
+            "seconds": {phase.value: round(seconds, 4) for phase, seconds in self.phases.items()},
+            "step_seconds": round(self.step, 4),
+            "run_seconds": None if self.run is None else round(self.run, 1),
+            "device": self.speed.name,
+            "source": self.speed.source,
+        }
+
+    def sentence(self) -> str:
+        """Says in one sentence how long a step and the run take."""
+        parts = ", ".join(f"{phase.value} {format_seconds(seconds)}" for phase, seconds in self.phases.items())
+        run = "" if self.run is None else f", the run of {self.steps:,} steps about {format_seconds(self.run)}"
+        return (
+            f"a step takes about {format_seconds(self.step)} ({parts}){run}, if every completion is as long as it may "
+            f"become; rewards and evaluations come on top ({self.speed.name}: {self.speed.source})"
+        )
+
+
+class _Laps:
+    """An adapter whose second decoding step stands for all: rows are as long then as in the middle of a rollout."""
+
+    def __init__(self, adapter: ModelAdapter, counter: WorkCounter, drawn: int) -> None:
+        self._adapter, self._counter, self._drawn = adapter, counter, drawn
+        self.laps: list[Work] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Gives everything else as the adapter does."""
+        return getattr(self._adapter, name)
+
+    def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
+        """Appends one token to every row, before the second time of a longer row."""
+        self.laps.append(self._counter.lap())
+        if len(self.laps) == 1:
+            state.stretch(self._drawn)
+        return self._adapter.decode_step(state, tokens_B)
+
+
+def count_step(setup: TrainingSetup, longest: Longest) -> dict[Phase, list[tuple[float, Work]]]:
+    """Counts the kernels of an optimizer step, every completion of it as long as it may become.
+
+    Args:
+        setup: a dry setup on fake weights, with the plans of the run.
+        longest: the longest row.
+
+    Returns:
+        Per phase, pieces of work and how often each is done in a step.
+    """
+    with every_turn():
+        pieces = {Phase.ROLLOUT: _rollout(setup, longest), Phase.UPDATE: _update(setup, longest)}
+    served = setup.config.updates_per_epoch * setup.config.num_iterations
+    pieces[Phase.ROLLOUT] = [(times / served, work) for times, work in pieces[Phase.ROLLOUT]]
+    return pieces
+
+
+def _rollout(setup: TrainingSetup, longest: Longest) -> list[tuple[float, Work]]:
+    """Counts reading the prompts of a wave, and a decoding step in its middle."""
+    adapter, plan = setup.adapter, setup.memory.rollout_plan
+    prompts, rows, together = longest_rollout(setup, longest)
+    tokens, first = longest.completion_tokens, rows[:together]
+    settings = replace(setup.sampling, max_step_tokens=3, eos_token_ids=(), min_new_tokens=0, stops=None)
+    counter = WorkCounter()
+    with counter, setup.memory.phase(Phase.ROLLOUT):
+        laps = _Laps(adapter, counter, max(0, tokens // 2 - 2))
+        generate(cast(ModelAdapter, laps), *samples(prompts, first), settings, under(plan))
+        step = counter.lap()
+    waves = len(rows) / len(first)
+    return [(waves, laps.laps[0]), (waves * (tokens - 1), step)]
+
+
+def _update(setup: TrainingSetup, longest: Longest) -> list[tuple[float, Work]]:
+    """Counts a micro-batch, and what moves the weights."""
+    learner, plan, committer = Learner(setup), setup.memory.update_plan, setup.committed
+    rollout, rows = longest_update(setup, longest)
+    work = learner.work(rollout.trajectory, rows)
+    tried = [rows[place] for place in tried_places(work, plan, 1)]
+    terms = learner.fix_terms(rollout, tried, Controllers.at_start(setup.config))
+    counter = WorkCounter()
+    with setup.memory.phase(Phase.UPDATE), counter:
+        learner.gradient(rollout, tried, terms, step=setup.memory.step)
+        piece = counter.lap()
+        committer.measure()
+        committer.prepare_commit()
+        setup.recovery.once(Stage.COMMIT, committer.commit)
+    share = _run_tokens(work, plan) / _run_tokens(learner.work(rollout.trajectory, tried), plan)
+    return [(share, piece), (1.0, counter.lap())]
+
+
+def _run_tokens(work: UpdateWork, plan: UpdatePlan) -> int:
+    return measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts).total

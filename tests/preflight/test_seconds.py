@@ -1,0 +1,161 @@
+"""Seconds of a step: kernels counted on fake tensors, at a device's speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from memsafe_rl import FixedPolicy, GRPOConfig, RolloutPlan, UpdatePlan, forecast_memory
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.preflight.outcome import MemoryForecast
+from memsafe_rl.preflight.speed import (
+    DeviceSpeed,
+    Kernel,
+    Work,
+    WorkCounter,
+    card_names,
+    measured_speed,
+    named_card,
+    speed_of_card,
+)
+from memsafe_rl.types import Phase
+from memsafe_rl.units import format_seconds
+from tests.tiny import tiny_model, tiny_tokenizer
+
+SLOW = DeviceSpeed("slow", "made up", {1: 100.0, 11: 200.0}, 10.0, 0.5, waits=True)
+GIGAFLOP = DeviceSpeed("one", "made up", {1: 1e9}, 1e30, 0.0, waits=True)
+"""Only products take time on it."""
+
+
+class TestWork:
+    def test_products_views_and_moved_bytes_are_told_apart(self) -> None:
+        counter, left, right = WorkCounter(), torch.ones(3, 4), torch.ones(4, 5)
+        with counter:
+            product = left @ right
+            product.t().unsqueeze(0).detach()
+            product.add_(1.0)
+            torch.empty(1000)
+        assert counter.work.kernels == {Kernel(3, 2 * 3 * 4 * 5, 4 * (12 + 20 + 15)): 1, Kernel(0, 0, 4 * 30): 1}
+
+    def test_what_is_expanded_is_read_once(self) -> None:
+        counter, row = WorkCounter(), torch.ones(1, 8)
+        with counter:
+            row.expand(100, 8).sum()
+        (kernel,) = counter.work.kernels
+        assert kernel.moved_bytes == 4 * (8 + 1)
+
+    def test_a_lap_begins_anew(self) -> None:
+        counter = WorkCounter()
+        with counter:
+            torch.ones(2).mul(2.0)
+            first = counter.lap()
+            torch.zeros(2)
+        assert (first.launches, counter.lap().launches) == (2, 1)
+
+
+class TestDeviceSpeed:
+    def test_a_kernel_takes_what_takes_longest(self) -> None:
+        work = Work()
+        work.kernels[Kernel(6, 300, 5)] += 2  # 300 at 150 a second
+        work.kernels[Kernel(0, 0, 40)] += 1
+        assert SLOW.seconds(work) == pytest.approx(3 * 0.5 + 2 * 2.0 + 4.0)
+
+    def test_launches_hide_behind_work_where_a_device_does_not_wait(self) -> None:
+        work = Work()
+        work.kernels[Kernel(0, 0, 10)] += 4
+        assert DeviceSpeed("", "", {1: 1.0}, 10.0, 0.5, waits=False).seconds(work) == 4.0
+        assert DeviceSpeed("", "", {1: 1.0}, 10.0, 3.0, waits=False).seconds(work) == 12.0
+
+    def test_this_machine_is_measured(self) -> None:
+        speed = measured_speed(torch.device("cpu"), torch.float32)
+        assert speed.waits
+        assert speed.flops[256] > speed.flops[1] > 1e8
+        assert 1e-7 < speed.launch_seconds < 1e-2
+        assert speed.bytes_per_second > 1e8
+        assert measured_speed(torch.device("cpu"), torch.float32) is speed
+
+    @pytest.mark.parametrize("text", ["RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "4090"])
+    def test_cards_are_known_by_what_people_call_them(self, text: str) -> None:
+        assert named_card(text) == ("RTX 4090", 24 * 2**30)
+
+    def test_a_size_is_no_name(self) -> None:
+        assert named_card("24GiB") is None
+        with pytest.raises(ConfigError, match=r"no card is known as 'RTX 4099'\. Known are T4, V100"):
+            speed_of_card("RTX 4099", torch.bfloat16)
+
+    def test_every_sheet_can_be_read(self) -> None:
+        for name in card_names():
+            half, single = (speed_of_card(name, dtype) for dtype in (torch.bfloat16, torch.float32))
+            assert half.flops[256] > single.flops[256] > 1e12
+            assert "not measured" in half.source
+
+
+PROMPTS = Dataset.from_dict({"prompt": ["a" * 12] * 8})
+
+
+def forecast(tmp_path: Path, speed: DeviceSpeed | None, **settings: Any) -> MemoryForecast:
+    """Forecasts a small run under fixed plans."""
+    model = tiny_model("qwen3", vocab_size=300, layers=2, hidden=64, positions=256)
+    model.save_pretrained(tmp_path)
+    plain: dict[str, Any] = {
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "max_completion_length": 24,
+        "max_steps": 3,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    return forecast_memory(
+        str(tmp_path),
+        GRPOConfig(str(tmp_path / "run"), **{**plain, **settings}),
+        device_bytes="8GiB",
+        device="cpu",
+        train_dataset=PROMPTS,
+        processing_class=tiny_tokenizer(),
+        memory_policy=FixedPolicy(RolloutPlan(rows_in_flight=8), UpdatePlan(micro_batch_tokens=200)),
+        speed=speed,
+    )
+
+
+class TestStepSeconds:
+    def test_products_of_an_update_are_three_forwards_of_its_tokens(self, tmp_path: Path) -> None:
+        found = forecast(tmp_path, GIGAFLOP).step_seconds
+        assert found is not None
+        model = tiny_model("qwen3", vocab_size=300, layers=2, hidden=64, positions=256)
+        blocks = sum(weight.numel() for layer in model.model.layers for weight in layer.parameters())
+        actions, tokens = 8 * 24, 8 * (12 + 24)
+        forward = 2 * (blocks * tokens + model.lm_head.weight.numel() * actions)
+        assert found.phases[Phase.UPDATE] * 1e9 == pytest.approx(3 * forward, rel=0.25)  # attention, the head again
+        decoded = 2 * (blocks + model.lm_head.weight.numel()) * 8 * 24
+        assert found.phases[Phase.ROLLOUT] * 1e9 == pytest.approx(decoded, rel=0.25)  # attention, the prompts
+
+    def test_a_rollout_is_shared_by_the_steps_that_train_on_it(self, tmp_path: Path) -> None:
+        once, thrice = (forecast(tmp_path, GIGAFLOP, num_iterations=count).step_seconds for count in (1, 3))
+        assert once is not None
+        assert thrice is not None
+        assert thrice.phases[Phase.ROLLOUT] == pytest.approx(once.phases[Phase.ROLLOUT] / 3)
+        assert once.run == pytest.approx(3 * once.step)
+
+    def test_nobody_guesses_where_the_speed_is_not_known(self, tmp_path: Path) -> None:
+        found = forecast(tmp_path, None)
+        assert found.step_seconds is None
+        assert "estimated time" not in found.facts()
+
+    def test_bytes_are_those_without_it(self, tmp_path: Path) -> None:
+        with_it, without = (forecast(tmp_path, speed) for speed in (SLOW, None))
+        assert with_it.phases == without.phases
+        assert "a step takes about" in with_it.facts()["estimated time"]
+        assert with_it.plain()["step_seconds"]["device"] == "slow"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.04 s"), (9.96, "10 s"), (59.4, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (90_000, "1 d 1 h")],
+)
+def test_durations_are_written_in_two_units(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
