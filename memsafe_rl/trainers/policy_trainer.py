@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from memsafe_rl.checkpoint.run_folder import check_writable
 from memsafe_rl.checkpoint.weights import check_savable
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.external_rollout import RolloutFunction
+from memsafe_rl.diagnostics.status import write_json
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.parallel.replicas import connect
@@ -342,9 +344,8 @@ class PolicyTrainer:
     def save_state(self) -> None:
         """Writes `trainer_state.json` into the run's folder."""
         if self.is_world_process_zero():
-            folder = Path(self.args.output_dir or ".")
-            folder.mkdir(parents=True, exist_ok=True)
-            self.state.save_to_json(str(folder / "trainer_state.json"))
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            write_json(Path(self.args.output_dir) / "trainer_state.json", asdict(self.state))
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Prints metrics, a line each.

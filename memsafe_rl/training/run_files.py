@@ -143,7 +143,7 @@ class RunFiles:
             raise SaveError(f"{folder} was not saved: the logs beside it cannot be written. Free space there.")
         if self._prepared is not None:
             wait_for([self._prepared])  # a failure to make memory ahead shows where it is needed
-        content = setup.recovery.repeat(Stage.CHECKPOINT, checkpoints.content, state, copied=beside)
+        content = setup.recovery.repeat(Stage.CHECKPOINT, checkpoints.content, state, report, copied=beside)
         values = content, self.mark, state.progress.best_model_checkpoint
         if beside:
             return self._writer.submit(checkpoints.write, *values)
