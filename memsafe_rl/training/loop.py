@@ -429,7 +429,7 @@ class TrainingLoop:
     def save_model(self, folder: Path) -> None:
         """Writes the weights (the adapter's, when there is one) and the tokenizer."""
         if self.setup.parallel.is_main:
-            self.checkpoints.write_weights(folder)
+            self.files.save_model(folder, self.checkpoints.write_weights, self.config)
         self.setup.parallel.wait()
 
     def _end(self, started: float, first: int) -> TrainResult:
@@ -463,6 +463,13 @@ class TrainingLoop:
                 self.state.progress.best_global_step,
             )
             return
+        if Path(best).name != checkpoint_folder(Path(), self.state.progress.best_global_step or 0).name:
+            logger.warning(
+                "the best step, %s, was not saved, so that of %s is loaded, the best when it was; save whenever you "
+                "evaluate, or set save_strategy='best'",
+                self.state.progress.best_global_step,
+                Path(best).name,
+            )
         self.setup.recovery.repeat(Stage.RESUME, self.checkpoints.load_weights, Path(best))
 
     # ------------------------------------------------------------------ how far
