@@ -11,26 +11,16 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
 
+from memsafe_rl.checkpoint import store
 from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
-from memsafe_rl.checkpoint.store import (
-    CANNOT_WRITE,
-    PREFIX,
-    PREVIOUS,
-    checkpoints,
-    find_checkpoint,
-    holds_weights_only,
-    known_run,
-    make_aside,
-    own_checkpoints,
-    step_of,
-    sync_all,
-)
+from memsafe_rl.checkpoint.store import PREFIX, PREVIOUS, checkpoints, find_checkpoint, known_run, make_aside, step_of
 from memsafe_rl.diagnostics.status import RUN_FILE, read_json, write_json
 from memsafe_rl.errors import ConfigError, MemsafeError, SaveError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
@@ -198,27 +188,24 @@ def _make_way(path: Path, known: Mapping[str, Any], *, overwrite: bool) -> Path:
             f"{_how_to_go_on(path)}, set another output_dir, or set overwrite_output_dir=True, which moves the earlier "
             f"run into {PREVIOUS}/."
         )
-    noted = (path / str(name) for name in known.get("files", ()))
+    noted = [path / str(name) for name in known.get("files", ()) if (path / str(name)).exists()]
     moved = [*_matching(path, _LOGS), *noted, *weights, *(_matching(path, _BESIDE_WEIGHTS) if weights else ())]
-    moved = [each for each in moved if each.exists()]
     return _move_aside(path, moved, str(known.get("run_id", "unknown"))) if moved else path
 
 
 def _how_to_go_on(path: Path) -> str:
-    for checkpoint in own_checkpoints(path):
-        try:
-            if not holds_weights_only(checkpoint, read_manifest(checkpoint)):
-                return "Resume that run (resume_from_checkpoint=True)"
-        except ConfigError:  # damaged, which a resume explains
-            return "Resume that run (resume_from_checkpoint=True)"
+    for checkpoint in store.own_checkpoints(path):
+        with suppress(ConfigError):  # damaged, which a resume explains
+            if store.holds_weights_only(checkpoint, read_manifest(checkpoint)):
+                continue
+        return "Resume that run (resume_from_checkpoint=True)"
     return "Weights alone cannot be gone on with by resume_from_checkpoint=True: begin a new run with them as its model"
 
 
 def _move_aside(path: Path, moved: Iterable[Path], run_id: str) -> Path:
     """Moves files into a folder of their own, and gives it; the next start ends what is cut short."""
     aside = make_aside(path, run_id)
-    names = [each.relative_to(path).as_posix() for each in dict.fromkeys(moved)]
-    write_json(path / _MOVING, {"to": aside.name, "names": names})
+    write_json(path / _MOVING, {"to": aside.name, "names": [each.relative_to(path).as_posix() for each in moved]})
     _finish_moving(path)
     logger.warning("the earlier run's files in %s are now in %s", path, aside)
     return aside
@@ -234,13 +221,6 @@ def _finish_moving(path: Path) -> None:
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).rename(aside / name)
     (path / _MOVING).unlink()
-
-
-def note_files(folder: RunFolder, names: Iterable[str]) -> None:
-    """Remembers which further files in a run's folder are the run's, to be moved aside with it."""
-    known = known_run(folder.path)
-    if known.get("run_id") == folder.mark.run_id:
-        write_json(folder.path / RUN_FILE, {**known, "files": sorted({*known.get("files", ()), *names})})
 
 
 def save_weights(
@@ -264,8 +244,12 @@ def save_weights(
     try:
         if lock is not None:
             _clean(path)
-        _write_weights(path, write, held, replace=replace, overwrite=overwrite)
-    except CANNOT_WRITE as error:
+        known = known_run(path)
+        owner = known.get("run_id")
+        if owner is not None and (held is None or owner != held.mark.run_id):
+            _make_way(path, known, overwrite=overwrite)
+        _write_weights(path, write, replace=replace or owner is not None)
+    except store.CANNOT_WRITE as error:
         if isinstance(error, MemsafeError) or is_out_of_memory(error):
             raise
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
@@ -275,12 +259,7 @@ def save_weights(
             lock.release()
 
 
-def _write_weights(
-    path: Path, write: Callable[[Path], None], held: RunFolder | None, *, replace: bool, overwrite: bool
-) -> None:
-    owner = known_run(path).get("run_id")
-    if owner is not None and (held is None or owner != held.mark.run_id):
-        _make_way(path, known_run(path), overwrite=overwrite)
+def _write_weights(path: Path, write: Callable[[Path], None], *, replace: bool) -> None:
     fresh = not path.exists()
     draft = path.with_name(f".{path.name}.part") if fresh else path / _DRAFT
     shutil.rmtree(draft, ignore_errors=True)
@@ -288,16 +267,18 @@ def _write_weights(
     try:
         write(draft)
         names = [each.name for each in draft.iterdir()]
-        sync_all(draft)
+        store.sync_all(draft)
         if fresh:
             draft.rename(path)
             return
         (draft / _NAMES).write_text(json.dumps(names))
         _finish_weights(path)  # of an earlier call, in a folder that no run cleans
-        there = [*_matching(path, _WEIGHTS), *(path / name for name in names if name != _CARD)]
-        there = [each for each in there if each.exists()]
-        if owner is None and there and not replace:
-            _move_aside(path, there, "unknown")
+        there = {
+            *_matching(path, _WEIGHTS),
+            *(path / name for name in names if name != _CARD and (path / name).exists()),
+        }
+        if there and not replace:
+            _move_aside(path, sorted(there), "unknown")
         draft.rename(path / _READY)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)

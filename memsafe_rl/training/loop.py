@@ -238,8 +238,8 @@ class TrainingLoop:
 
     def _owes_decisions(self) -> bool:
         """Tells whether a step was cut short before it was logged, evaluated and saved as callbacks wished."""
-        ending = self.state.ending
-        return ending is not None and ("on_step_end" not in ending.told or self.report.wishes_left)
+        ending, asked = self.state.ending, self.report.state_dict()["asked"]
+        return ending is not None and ("on_step_end" not in ending.told or any(asked.values()))
 
     def _tell(self, event: str, ending: Ending) -> None:
         if event not in ending.told:
@@ -463,13 +463,10 @@ class TrainingLoop:
                 self.state.progress.best_global_step,
             )
             return
-        if Path(best).name != checkpoint_folder(Path(), self.state.progress.best_global_step or 0).name:
-            logger.warning(
-                "the best step, %s, was not saved, so that of %s is loaded, the best when it was; save whenever you "
-                "evaluate, or set save_strategy='best'",
-                self.state.progress.best_global_step,
-                Path(best).name,
-            )
+        step, loaded = self.state.progress.best_global_step, Path(best).name
+        if step is not None and loaded != checkpoint_folder(Path(), step).name:
+            told = "the best step, %s, was not saved, so that of %s is loaded, the best when it was; save whenever you"
+            logger.warning(f"{told} evaluate, or set save_strategy='best'", step, loaded)
         self.setup.recovery.repeat(Stage.RESUME, self.checkpoints.load_weights, Path(best))
 
     # ------------------------------------------------------------------ how far

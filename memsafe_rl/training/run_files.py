@@ -19,10 +19,10 @@ import psutil
 from transformers import TrainerState
 
 from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
-from memsafe_rl.checkpoint.run_folder import RunFolder, claim, note_files, save_weights
+from memsafe_rl.checkpoint.run_folder import RunFolder, claim, save_weights
 from memsafe_rl.checkpoint.store import checkpoint_folder, known_run
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, STEPS_FILE
+from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, RUN_FILE, STEPS_FILE, write_json
 from memsafe_rl.errors import ConfigError, SaveError
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.parallel.protocol import Parallel
@@ -186,16 +186,15 @@ class RunFiles:
 
     def save_model(self, folder: Path, write: Callable[[Path], None], config: TrainerConfig) -> None:
         """Writes weights into a folder; see `save_weights`."""
-        place = folder.absolute()
-        save_weights(
-            place, write, self.folder, replace=place in self._models, overwrite=bool(config.overwrite_output_dir)
-        )
+        place, overwrite = folder.absolute(), bool(config.overwrite_output_dir)
+        save_weights(place, write, self.folder, replace=place in self._models, overwrite=overwrite)
         self._models.add(place)
 
     def note(self, *names: str) -> None:
         """Remembers which further files in the folder are the run's."""
-        if self.folder is not None:
-            note_files(self.folder, names)
+        known = {} if self.folder is None else known_run(self.folder.path)
+        if self.folder is not None and known.get("run_id") == self.mark.run_id:
+            write_json(self.folder.path / RUN_FILE, {**known, "files": sorted({*known.get("files", ()), *names})})
 
     def stop_asked(self) -> str:
         """Gives the stop file that lies in the folder, and takes it away, so that the run can be resumed."""

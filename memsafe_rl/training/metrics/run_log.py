@@ -46,11 +46,6 @@ class RunLog:
         """One record per plan, retry or alarm."""
         return self._memory.events
 
-    @property
-    def wishes_left(self) -> bool:
-        """Whether callbacks have asked for something that is not done yet."""
-        return any(getattr(self.control, name) for name in _WISHES)
-
     def reset(self) -> None:
         """Forgets what an earlier call of `train` left."""
         self.control, self.table = TrainerControl(), ()
