@@ -25,6 +25,8 @@ RECENT = 100
 
 _STAMP = ("start", "redone", "run_id")
 """What a line says besides its record: which start of the run wrote it, and whether the step was recorded before."""
+RESERVED = (*_STAMP, "step", "epoch")
+"""Names of a record's own values; what a user logs under one of them is kept as `logged/NAME`."""
 _HEAD = re.compile(rb'\{"step": (\d+)(?:\.0)?, "start": (\d+), ("redone")?')
 _TAIL = re.compile(rb'"run_id": "\w*"\}\Z')
 """How a line begins and ends that was written whole."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -9,26 +10,35 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
 
+from memsafe_rl.checkpoint import store
 from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
 from memsafe_rl.checkpoint.store import PREFIX, PREVIOUS, checkpoints, find_checkpoint, known_run, make_aside, step_of
-from memsafe_rl.diagnostics.status import RUN_FILE, write_json
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.diagnostics.status import RUN_FILE, read_json, write_json
+from memsafe_rl.errors import ConfigError, MemsafeError, SaveError
+from memsafe_rl.memory.runtime.failures import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
 _LOCK = ".run.lock"
-_STRAY = re.compile(rf"\.{PREFIX}\d+\.(part|old)|\.(run|monitor(-\d+)?)\.json\.\d+")
+_MOVING = ".moving.json"
+"""What is being moved aside, so that a start that is killed meanwhile splits no run: the next one goes on."""
+_DRAFT, _READY, _NAMES = ".weights.part", ".weights.new", ".names"
+"""Weights being written, and written whole but not yet in their place; the second holds all their names."""
+_CARD = "README.md"
+"""Written beside an adapter; one that is there is the user's."""
+_STRAY = re.compile(rf"\.({PREFIX}\d+|weights)\.(part|old)|\.(run|monitor(-\d+)?|\.moving)\.json\.\d+")
 """Names of what a killed run leaves half written."""
 _LOGS = (
-    *("run.json", "steps.jsonl", "metrics.jsonl", "memory.jsonl", "monitor.json", "monitor-*.json", "completions"),
-    *("report.html", "trainer_state.json", "*_results.json"),
+    *("run.json", "steps.jsonl", "metrics.jsonl", "memory.jsonl", "monitor.json", "monitor-*.json", "report.html"),
+    "completions/completions_[0-9]*.jsonl",
 )
 _WEIGHTS = ("model*.safetensors", "adapter_model.safetensors", "critic.safetensors", "pytorch_model*.bin")
 _BESIDE_WEIGHTS = (
@@ -136,7 +146,9 @@ def _holder() -> dict[str, object]:
 
 
 def _clean(path: Path) -> None:
-    """Removes what a dead run left half written; a checkpoint that was being replaced comes back."""
+    """Removes what a dead run left half written; what was being replaced comes back, what was being moved arrives."""
+    _finish_moving(path)
+    _finish_weights(path)
     strays = [each for each in path.iterdir() if _STRAY.fullmatch(each.name)]
     for replaced in (each for each in strays if each.suffix == ".old"):
         final = path / replaced.name.removeprefix(".").removesuffix(".old")
@@ -173,17 +185,122 @@ def _make_way(path: Path, known: Mapping[str, Any], *, overwrite: bool) -> Path:
         shown = ", ".join(sorted(each.name for each in weights)[:4]) + (", ..." if len(weights) > 4 else "")
         raise ConfigError(
             f"output_dir is {str(path)!r}, which holds {shown} of an earlier run ({known.get('run_id', 'unknown')}). "
-            "Resume that run (resume_from_checkpoint=True), set another output_dir, or set overwrite_output_dir=True, "
-            f"which moves the earlier run into {PREVIOUS}/."
+            f"{_how_to_go_on(path)}, set another output_dir, or set overwrite_output_dir=True, which moves the earlier "
+            f"run into {PREVIOUS}/."
         )
-    moved = [*_matching(path, _LOGS), *weights, *(_matching(path, _BESIDE_WEIGHTS) if weights else ())]
-    if not moved:
-        return path
-    aside = make_aside(path, str(known.get("run_id", "unknown")))
-    for each in dict.fromkeys(moved):
-        each.rename(aside / each.name)
+    noted = [path / str(name) for name in known.get("files", ()) if (path / str(name)).exists()]
+    moved = [*_matching(path, _LOGS), *noted, *weights, *(_matching(path, _BESIDE_WEIGHTS) if weights else ())]
+    return _move_aside(path, moved, str(known.get("run_id", "unknown"))) if moved else path
+
+
+def _how_to_go_on(path: Path) -> str:
+    for checkpoint in store.own_checkpoints(path):
+        with suppress(ConfigError):  # damaged, which a resume explains
+            if store.holds_weights_only(checkpoint, read_manifest(checkpoint)):
+                continue
+        return "Resume that run (resume_from_checkpoint=True)"
+    return "Weights alone cannot be gone on with by resume_from_checkpoint=True: begin a new run with them as its model"
+
+
+def _move_aside(path: Path, moved: Iterable[Path], run_id: str) -> Path:
+    """Moves files into a folder of their own, and gives it; the next start ends what is cut short."""
+    aside = make_aside(path, run_id)
+    write_json(path / _MOVING, {"to": aside.name, "names": [each.relative_to(path).as_posix() for each in moved]})
+    _finish_moving(path)
     logger.warning("the earlier run's files in %s are now in %s", path, aside)
     return aside
+
+
+def _finish_moving(path: Path) -> None:
+    moving = read_json(path / _MOVING)
+    if moving is None:
+        return
+    aside = path / PREVIOUS / Path(moving["to"]).name
+    for name in moving["names"]:
+        if (path / name).exists():
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).rename(aside / name)
+    (path / _MOVING).unlink()
+
+
+def save_weights(
+    path: Path, write: Callable[[Path], None], held: RunFolder | None, *, replace: bool, overwrite: bool
+) -> None:
+    """Writes weights into a folder, all of their files or none; none that another run left there is overwritten.
+
+    Args:
+        path: any folder; that of a run has to be this run's, or to hold no weights.
+        write: writes the files into a folder.
+        held: this run's own folder; None before it trains.
+        replace: whether weights in a folder that is no run's may be replaced rather than moved aside.
+        overwrite: move another run's weights aside rather than refuse.
+
+    Raises:
+        ConfigError: the folder holds another run's weights, or another run trains there.
+        SaveError: the weights cannot be written; those that were there stay.
+    """
+    training = held is not None and held.lock.is_locked and held.path.resolve() == path.resolve()
+    lock = _lock(path) if (path / RUN_FILE).exists() and not training else None
+    try:
+        if lock is not None:
+            _clean(path)
+        known = known_run(path)
+        owner = known.get("run_id")
+        if owner is not None and (held is None or owner != held.mark.run_id):
+            _make_way(path, known, overwrite=overwrite)
+        _write_weights(path, write, replace=replace or owner is not None)
+    except store.CANNOT_WRITE as error:
+        if isinstance(error, MemsafeError) or is_out_of_memory(error):
+            raise
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise SaveError(f"weights were not saved in {path}: {reason}. Free space, or save to another folder.") from None
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _write_weights(path: Path, write: Callable[[Path], None], *, replace: bool) -> None:
+    fresh = not path.exists()
+    draft = path.with_name(f".{path.name}.part") if fresh else path / _DRAFT
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        write(draft)
+        names = [each.name for each in draft.iterdir()]
+        store.sync_all(draft)
+        if fresh:
+            draft.rename(path)
+            return
+        (draft / _NAMES).write_text(json.dumps(names))
+        _finish_weights(path)  # of an earlier call, in a folder that no run cleans
+        there = {
+            *_matching(path, _WEIGHTS),
+            *(path / name for name in names if name != _CARD and (path / name).exists()),
+        }
+        if there and not replace:
+            _move_aside(path, sorted(there), "unknown")
+        draft.rename(path / _READY)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    _finish_weights(path)
+
+
+def _finish_weights(path: Path) -> None:
+    """Puts weights that were written whole in their place, and takes those away that they replace."""
+    ready = path / _READY
+    if not ready.is_dir():
+        return
+    names = json.loads((ready / _NAMES).read_text())
+    for stale in (each for each in _matching(path, (*_WEIGHTS, "*.index.json")) if each.name not in names):
+        stale.unlink()
+    for name in names:
+        source, target = ready / name, path / name
+        if source.is_dir() and target.is_dir():
+            shutil.rmtree(target)
+        if source.exists() and not (name == _CARD and target.exists()):
+            source.rename(target)
+    shutil.rmtree(ready)
 
 
 def _matching(path: Path, patterns: Iterable[str]) -> Iterable[Path]:

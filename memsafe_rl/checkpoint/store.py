@@ -33,7 +33,7 @@ _STATE = "training_state.pt"
 _TRAINER = "trainer_state.json"
 _SIGNS_OF_DAMAGE = (OSError, EOFError, LookupError, RuntimeError, TypeError, ValueError, AttributeError)
 """What readers raise on torn files, whose bytes can look like anything."""
-_CANNOT_WRITE = (OSError, RuntimeError, SafetensorError)
+CANNOT_WRITE = (OSError, RuntimeError, SafetensorError)
 """What writers raise on a disk that is full or gone."""
 _PLAIN_BYTES = 1 << 20
 """Allowance for the files of a checkpoint that hold no tensors."""
@@ -81,14 +81,13 @@ def write_checkpoint(output_dir: Path, content: CheckpointContent, mark: RunMark
         draft.mkdir()
         _write_files(draft, content)
         write_manifest(draft, mark, content.step)
-        for path in (*draft.rglob("*"), draft):
-            _sync(path)
+        sync_all(draft)
         _replace(final, draft, mark)
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
-        if not isinstance(error, _CANNOT_WRITE) or is_out_of_memory(error):
+        if not isinstance(error, CANNOT_WRITE) or is_out_of_memory(error):
             raise
-        raise SaveError(_why_not_saved(output_dir, final, content, error)) from error
+        raise SaveError(_why_not_saved(output_dir, final, content, error)) from None
     return final
 
 
@@ -133,6 +132,12 @@ def make_aside(output_dir: Path, run_id: str) -> Path:
 
 def _draft_of(final: Path) -> Path:
     return final.with_name(f".{final.name}.part")
+
+
+def sync_all(folder: Path) -> None:
+    """Waits until the disk has a folder and everything in it."""
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
 
 
 def _sync(path: Path) -> None:
@@ -188,10 +193,12 @@ def find_checkpoint(output_dir: Path, wanted: bool | str | Path) -> Path | None:
         raise ConfigError(f"resume_from_checkpoint is {wanted!r}; it must be True, 'auto', or a checkpoint's folder.")
     if not isinstance(wanted, bool) and str(wanted).lower() not in ("true", "auto"):
         return _named(Path(wanted))
+    weights_only = ""
     for folder in reversed(own_checkpoints(output_dir)):
         try:
             manifest = read_manifest(folder)
-            if _holds_weights_only(folder, manifest):
+            if holds_weights_only(folder, manifest):
+                weights_only = weights_only or f" {folder.name} holds weights only; a new run can take it as its model."
                 continue
             check_files(folder, manifest)
         except DamagedCheckpointError as error:
@@ -203,6 +210,7 @@ def find_checkpoint(output_dir: Path, wanted: bool | str | Path) -> Path | None:
     raise ConfigError(
         f"resume_from_checkpoint is True but {str(output_dir)!r} holds no sound folder '{PREFIX}N' of its run. Start "
         "without it, or set resume_from_checkpoint='auto', which starts anew where there is none."
+        f"{weights_only}"
     )
 
 
@@ -213,9 +221,10 @@ def _named(folder: Path) -> Path:
         raise ConfigError(f"{told}, which is not a folder. Name a checkpoint folder.")
     try:
         manifest = read_manifest(folder)
-        if _holds_weights_only(folder, manifest):
+        if holds_weights_only(folder, manifest):
             raise ConfigError(
-                f"{told}, which holds no {LOOP} or {_STATE}. Name a folder '{PREFIX}N' written without save_only_model."
+                f"{told}, which holds no {LOOP} or {_STATE}. Name a folder '{PREFIX}N' written without "
+                "save_only_model, or begin a new run with this one as its model."
             )
         check_files(folder, manifest)
     except DamagedCheckpointError as error:
@@ -225,7 +234,8 @@ def _named(folder: Path) -> Path:
     return folder
 
 
-def _holds_weights_only(folder: Path, manifest: Manifest) -> bool:
+def holds_weights_only(folder: Path, manifest: Manifest) -> bool:
+    """Tells whether a checkpoint lacks what a resume needs."""
     held = manifest.files if manifest.files is not None else {path.name for path in folder.iterdir()}
     return not {LOOP, _STATE} <= set(held)
 
@@ -259,7 +269,7 @@ def _marked(output_dir: Path) -> list[tuple[RunMark, Path]]:
 def known_run(output_dir: Path) -> dict[str, Any]:
     """Gives what `run.json` says of the folder's run; nothing where it is missing, torn or somebody else's file."""
     known = read_json(output_dir / RUN_FILE) or {}
-    kinds = {"run_id": str, "start": int, "starts": list}
+    kinds = {"run_id": str, "start": int, "starts": list, "files": list}
     return known if all(isinstance(known.get(name, kind()), kind) for name, kind in kinds.items()) else {}
 
 

@@ -42,12 +42,18 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replaces a file atomically, so that readers never see it half written."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(json.dumps(content, default=str))
+        beside.write_text(json.dumps(content, default=plain_number))
         os.replace(beside, path)
     except OSError:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
+
+
+def plain_number(value: Any) -> Any:
+    """Gives numbers of numpy and torch, one or many, as Python's own, for JSON."""
+    plain = getattr(value, "tolist", None)
+    return plain() if callable(plain) else str(value)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

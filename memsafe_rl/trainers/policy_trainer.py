@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +25,7 @@ from memsafe_rl.checkpoint.run_folder import check_writable
 from memsafe_rl.checkpoint.weights import check_savable
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.external_rollout import RolloutFunction
+from memsafe_rl.diagnostics.status import write_json
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.parallel.replicas import connect
@@ -110,6 +113,7 @@ class PolicyTrainer:
     ) -> None:
         """Checks what was passed, forecasts the run where its weights are still to be loaded, and builds its loop."""
         self.args = own_config(args, request.model, type(self))
+        self.args.output_dir = os.path.abspath(self.args.output_dir)  # a callback may change the directory
         _set_log_level(self.args.get_process_log_level())
         set_seed(self.args.seed)
         check_installed(self.args.trackers)
@@ -342,9 +346,9 @@ class PolicyTrainer:
     def save_state(self) -> None:
         """Writes `trainer_state.json` into the run's folder."""
         if self.is_world_process_zero():
-            folder = Path(self.args.output_dir or ".")
-            folder.mkdir(parents=True, exist_ok=True)
-            self.state.save_to_json(str(folder / "trainer_state.json"))
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            write_json(Path(self.args.output_dir) / "trainer_state.json", asdict(self.state))
+            self._loop.files.note("trainer_state.json")
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Prints metrics, a line each.
@@ -366,6 +370,7 @@ class PolicyTrainer:
         """
         if self.is_world_process_zero():
             save_metrics(Path(self.args.output_dir or "."), split, metrics, combined=combined)
+            self._loop.files.note(f"{split}_results.json", *(("all_results.json",) if combined else ()))
 
     def end(self) -> None:
         """Closes trackers and leaves the process group."""

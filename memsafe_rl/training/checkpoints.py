@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,13 @@ from memsafe_rl.config.degradation import Degradation
 from memsafe_rl.config.resume_checks import check_same_run, run_facts
 from memsafe_rl.data.partial_rollouts import plain_groups
 from memsafe_rl.data.prompts import Cursor
+from memsafe_rl.diagnostics.status import plain_number
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
 from memsafe_rl.training.collector import Collector
+from memsafe_rl.training.metrics.run_log import RunLog
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import TrainingSetup
-from memsafe_rl.training.state import RunState
+from memsafe_rl.training.state import Ending, RunState
 from memsafe_rl.types import Trajectory
 
 
@@ -69,11 +70,12 @@ class Checkpoints:
         tensors = None if setup.config.save_only_model else self._tensors()
         return saved_weights(setup.model), setup.advantages.saved_weights(), tensors
 
-    def content(self, state: RunState, *, copied: bool) -> CheckpointContent:
+    def content(self, state: RunState, report: RunLog, *, copied: bool) -> CheckpointContent:
         """Gives what a checkpoint will hold; a step that did not end is resumed with the random state it began from.
 
         Args:
             state: where the run stands.
+            report: what the next record will average, and what callbacks hold.
             copied: whether the tensors are copied to the host, so that training may go on while they are written.
 
         Returns:
@@ -82,7 +84,8 @@ class Checkpoints:
         saved = self._saved()
         trajectory = None if state.rollout is None else state.rollout.trajectory
         stored = 0 if trajectory is None else sum(trajectory.nbytes().values())
-        progress = dataclasses.asdict(state.progress) | {"log_history": []}  # metrics.jsonl has it
+        progress = asdict(replace(state.progress, log_history=[]))  # metrics.jsonl has it
+        progress["stateful_callbacks"] = report.callback_states()
         tensor_bytes = sum(map(bytes_of, saved)) + stored
         save_model = self.write_weights
         if copied:
@@ -92,9 +95,9 @@ class Checkpoints:
         return CheckpointContent(
             step=state.step,
             save_model=save_model,
-            progress=json.dumps(progress, indent=2, sort_keys=True),
+            progress=json.dumps(progress, indent=2, sort_keys=True, default=plain_number),
             tensors=saved[2],
-            loop=json.dumps({"format": FORMAT, **self._loop(state)}),
+            loop=json.dumps({"format": FORMAT, **self._loop(state), **report.state_dict()}, default=plain_number),
             trajectory=trajectory,
             tensor_bytes=tensor_bytes,
         )
@@ -103,7 +106,7 @@ class Checkpoints:
         """Reads a checkpoint; changes nothing yet."""
         return SavedRun(*read_checkpoint(folder))
 
-    def restore(self, folder: Path, saved: SavedRun, state: RunState) -> None:
+    def restore(self, folder: Path, saved: SavedRun, state: RunState, report: RunLog) -> None:
         """Puts weights, optimizer, data position, rollout and random state back as they were."""
         setup, loop = self._setup, saved.loop
         check_same_run(loop["run"], self._run_facts())
@@ -117,6 +120,8 @@ class Checkpoints:
             state.progress.best_model_checkpoint = str(best) if best.is_dir() else state.progress.best_model_checkpoint
         state.progress.is_world_process_zero = state.progress.is_local_process_zero = setup.parallel.is_main
         state.cursor = Cursor(**loop["cursor"])
+        state.ending = Ending(**loop["ending"]) if loop.get("ending") else None
+        report.load_state_dict(loop, state.progress.stateful_callbacks)
         state.controllers = state.controllers.loaded(loop)
         setup.advantages.load_state_dict(loop)
         setup.memory.load_state_dict(loop["memory"])
@@ -148,6 +153,7 @@ class Checkpoints:
     def _loop(self, state: RunState) -> dict[str, Any]:
         return {
             "cursor": asdict(state.cursor),
+            "ending": None if state.ending is None else asdict(state.ending),
             **self._setup.advantages.state_dict(),
             **state.controllers.state_dict(),
             "memory": self._setup.memory.state_dict(),

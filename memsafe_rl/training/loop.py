@@ -32,7 +32,7 @@ from memsafe_rl.training.metrics.step_metrics import WeightSample
 from memsafe_rl.training.run_files import RunFiles
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import TrainingSetup
-from memsafe_rl.training.state import RunState
+from memsafe_rl.training.state import Ending, RunState
 from memsafe_rl.types import Phase
 
 logger = logging.getLogger(__name__)
@@ -121,6 +121,7 @@ class TrainingLoop:
                 self._begun = False
                 self.begin(resume or self.config.resume_from_checkpoint)
                 first, self._begun = len(self.state.history), True
+                self._end_step()  # of the step after which an earlier start was saved or cut short
                 while not self.report.control.should_training_stop:
                     self._stop_if_asked()
                     degradation = self._step_or_degradation()
@@ -164,12 +165,14 @@ class TrainingLoop:
         if state.rollout is None:
             state.rollout = self.collect()
         result = self.learner.step(state)
+        epoch_before = state.progress.epoch
         with uninterrupted():  # from here to the cursor nothing is read from the device
             self.learner.commit(state.step)
             state.rollout = result.rollout
             metrics = self.report.account(state, result.metrics, result.micro_batches, self._learning_rate)
             metrics["step_time"] = time.perf_counter() - self._step_started
             self._advance(metrics)
+            state.ending, state.progress.epoch = Ending(epoch_before), self._epoch()
             self.report.note(state, metrics, self._epoch())
             state.random = None
         return metrics if result.sample is None else metrics | self._lost_updates(result.sample)
@@ -210,33 +213,48 @@ class TrainingLoop:
 
     def finish_step(self, metrics: dict[str, float]) -> None:
         """Logs, evaluates, saves and stops as callbacks say."""
-        state, report, epoch = self.state, self.report, self._epoch()
-        crossed = int(epoch) > int(state.progress.epoch)
-        state.progress.epoch = epoch
+        state, report = self.state, self.report
         report.write(state)
         self.files.finish(report, self.config, wait=False)
         report.notify("on_progress", state.step, metrics)
-        report.fire("on_step_end", state)
+        self._end_step()
+        self.setup.memory.end_step(self.setup.holdings.tensors, steps_per_rollout=self._steps_per_rollout)
+
+    def _end_step(self) -> None:
+        """Asks callbacks what follows a step, and does it; goes on where an earlier start was cut short."""
+        state, report, ending = self.state, self.report, self.state.ending
+        if ending is None:
+            return
+        self._tell("on_step_end", ending)
         if self._used_up():
             report.control.should_training_stop = True
         self._obey()
-        if crossed or report.control.should_training_stop:
-            report.fire("on_epoch_end", state)
+        if int(state.progress.epoch) > int(ending.epoch_before) or report.control.should_training_stop:
+            self._tell("on_epoch_end", ending)
             self._obey()
             if not report.control.should_training_stop:
                 report.fire("on_epoch_begin", state)
-        self.setup.memory.end_step(self.setup.holdings.tensors, steps_per_rollout=self._steps_per_rollout)
+        state.ending = None
+
+    def _owes_decisions(self) -> bool:
+        """Tells whether a step was cut short before it was logged, evaluated and saved as callbacks wished."""
+        ending, asked = self.state.ending, self.report.state_dict()["asked"]
+        return ending is not None and ("on_step_end" not in ending.told or any(asked.values()))
+
+    def _tell(self, event: str, ending: Ending) -> None:
+        if event not in ending.told:
+            self.report.fire(event, self.state)
+            ending.told.append(event)
 
     def _obey(self) -> None:
         """Does what the control flags ask for."""
         report = self.report
         if report.control.should_log:
-            report.control.should_log = False
             report.flush(self.state)
         if report.control.should_evaluate:
-            report.control.should_evaluate = False
             if self.eval_dataset is not None:
                 track_best(self.config, report, self.state, self.evaluate())
+            report.control.should_evaluate = False
         if report.control.should_save:
             report.control.should_save = False
             self.save_checkpoint(wait=report.control.should_training_stop)
@@ -350,7 +368,7 @@ class TrainingLoop:
         progress.num_train_epochs = math.ceil(config.num_train_epochs)
         progress.train_batch_size = config.per_device_train_batch_size
         progress.compute_steps(config, max_steps)
-        if checkpoint is not None and self.state.step >= max_steps:
+        if checkpoint is not None and self.state.step >= max_steps and not self._owes_decisions():
             raise ConfigError(
                 f"nothing is left to train: {checkpoint} is at step {self.state.step} of {max_steps}. Raise max_steps "
                 "or num_train_epochs, or start without resume_from_checkpoint."
@@ -390,7 +408,7 @@ class TrainingLoop:
         saved = self.checkpoints.read(folder)
         for degradation in saved.degradations[len(self.state.degradations) :]:
             self.apply(degradation)
-        self.checkpoints.restore(folder, saved, self.state)
+        self.checkpoints.restore(folder, saved, self.state, self.report)
 
     def save_checkpoint(self, *, wait: bool = True) -> None:
         """Writes everything a resumed run needs; a step that did not end is resumed from its beginning.
@@ -411,7 +429,7 @@ class TrainingLoop:
     def save_model(self, folder: Path) -> None:
         """Writes the weights (the adapter's, when there is one) and the tokenizer."""
         if self.setup.parallel.is_main:
-            self.checkpoints.write_weights(folder)
+            self.files.save_model(folder, self.checkpoints.write_weights, self.config)
         self.setup.parallel.wait()
 
     def _end(self, started: float, first: int) -> TrainResult:
@@ -445,6 +463,10 @@ class TrainingLoop:
                 self.state.progress.best_global_step,
             )
             return
+        step, loaded = self.state.progress.best_global_step, Path(best).name
+        if step is not None and loaded != checkpoint_folder(Path(), step).name:
+            told = "the best step, %s, was not saved, so that of %s is loaded, the best when it was; save whenever you"
+            logger.warning(f"{told} evaluate, or set save_strategy='best'", step, loaded)
         self.setup.recovery.repeat(Stage.RESUME, self.checkpoints.load_weights, Path(best))
 
     # ------------------------------------------------------------------ how far

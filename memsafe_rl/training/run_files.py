@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
@@ -18,10 +19,10 @@ import psutil
 from transformers import TrainerState
 
 from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
-from memsafe_rl.checkpoint.run_folder import RunFolder, claim
-from memsafe_rl.checkpoint.store import checkpoint_folder
+from memsafe_rl.checkpoint.run_folder import RunFolder, claim, save_weights
+from memsafe_rl.checkpoint.store import checkpoint_folder, known_run
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, STEPS_FILE
+from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, RUN_FILE, STEPS_FILE, write_json
 from memsafe_rl.errors import ConfigError, SaveError
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.parallel.protocol import Parallel
@@ -51,6 +52,7 @@ class RunFiles:
     def __init__(self) -> None:
         self.folder: RunFolder | None = None
         self.saved_step = 0
+        self._models: set[Path] = set()  # folders of this run's own, beside its run folder
         self._writing: _Writing | None = None
         self._prepared: Future[None] | None = None
         self._writer = ThreadPoolExecutor(1, "memsafe_rl checkpoint", _behind_training)
@@ -67,6 +69,8 @@ class RunFiles:
             path, earlier = Path(config.output_dir), self.mark.run_id
             self.folder = claim(path, resume or None, overwrite=config.overwrite_output_dir, own=earlier)
             found = [self.folder.checkpoint]
+            if self.stop_asked():
+                logger.warning("%s was there before this start; it is removed", path / STOP_FILE)
         return parallel.gather(found)[0]
 
     def open_logs(self, state: RunState, report: RunLog, checkpoint: Path | None) -> None:
@@ -92,8 +96,11 @@ class RunFiles:
         if not goes_on:
             for record in records_until(source / STEPS_FILE, lineage, step):
                 state.history.append(record)
+        logged = list(records_until(source / METRICS_FILE, lineage, step))
         if not state.progress.log_history:
-            state.progress.log_history.extend(records_until(source / METRICS_FILE, lineage, step))
+            state.progress.log_history.extend(logged)
+        for record in () if goes_on else logged:
+            report.records.append(record)
         if len(state.history) < step:
             logger.warning(
                 "%s holds %d of the %d steps before it; the others are missing in trainer.history",
@@ -138,12 +145,18 @@ class RunFiles:
     def _write(
         self, setup: TrainingSetup, checkpoints: Checkpoints, report: RunLog, state: RunState, *, beside: bool
     ) -> Future[None]:
+        folder = checkpoint_folder(Path(setup.config.output_dir), state.step)
         if not report.write(state, durable=True):
-            folder = checkpoint_folder(Path(setup.config.output_dir), state.step)
             raise SaveError(f"{folder} was not saved: the logs beside it cannot be written. Free space there.")
+        owner = known_run(folder.parent).get("run_id", self.mark.run_id)
+        if owner != self.mark.run_id:
+            raise SaveError(
+                f"{folder} was not saved: the folder now belongs to run {owner}, for that of this run "
+                f"({self.mark.run_id}) was moved away. Resume this run where its folder is now."
+            )
         if self._prepared is not None:
             wait_for([self._prepared])  # a failure to make memory ahead shows where it is needed
-        content = setup.recovery.repeat(Stage.CHECKPOINT, checkpoints.content, state, copied=beside)
+        content = setup.recovery.repeat(Stage.CHECKPOINT, checkpoints.content, state, report, copied=beside)
         values = content, self.mark, state.progress.best_model_checkpoint
         if beside:
             return self._writer.submit(checkpoints.write, *values)
@@ -171,6 +184,18 @@ class RunFiles:
             raise error
         logger.warning("%s", error)
 
+    def save_model(self, folder: Path, write: Callable[[Path], None], config: TrainerConfig) -> None:
+        """Writes weights into a folder; see `save_weights`."""
+        place, overwrite = folder.absolute(), bool(config.overwrite_output_dir)
+        save_weights(place, write, self.folder, replace=place in self._models, overwrite=overwrite)
+        self._models.add(place)
+
+    def note(self, *names: str) -> None:
+        """Remembers which further files in the folder are the run's."""
+        known = {} if self.folder is None else known_run(self.folder.path)
+        if self.folder is not None and known.get("run_id") == self.mark.run_id:
+            write_json(self.folder.path / RUN_FILE, {**known, "files": sorted({*known.get("files", ()), *names})})
+
     def stop_asked(self) -> str:
         """Gives the stop file that lies in the folder, and takes it away, so that the run can be resumed."""
         if self.folder is None or not (self.folder.path / STOP_FILE).exists():
@@ -184,6 +209,11 @@ class RunFiles:
         if not saved.is_dir():
             why = "save_strategy is 'no'" if config.save_strategy == "no" else "no step was done"
             return f"nothing was saved ({why})"
+        if config.save_only_model:
+            return (
+                f"the weights of step {self.saved_step} are saved in {saved}, without what a resume needs "
+                "(save_only_model=True); a new run can begin with that folder as its model"
+            )
         command = shlex.join(sys.argv)
         if Path(sys.argv[0]).name == "memsafe-rl":
             again = command if "--resume-from-checkpoint" in command else f"{command} --resume-from-checkpoint true"

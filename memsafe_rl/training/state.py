@@ -20,6 +20,19 @@ from memsafe_rl.training.samples import Rollout
 
 
 @dataclass
+class Ending:
+    """What still follows a step that has moved the weights; one that is cut short is gone on with at the resume.
+
+    Args:
+        epoch_before: passes over the dataset before the step.
+        told: which of the callbacks' events at its end are over.
+    """
+
+    epoch_before: float
+    told: list[str] = field(default_factory=list)
+
+
+@dataclass
 class RunState:
     """Where a run stands between two steps.
 
@@ -33,6 +46,7 @@ class RunState:
         history: one record per optimizer step; kept in `steps.jsonl`.
         degradations: changes of the task that were taken because no plan fitted.
         random: state of the random generators at the step's beginning; None between steps.
+        ending: what still follows the step just done; None where nothing does.
     """
 
     controllers: Controllers
@@ -44,6 +58,7 @@ class RunState:
     history: RecordLog = field(default_factory=lambda: RecordLog(_step_record))
     degradations: list[Degradation] = field(default_factory=list)
     random: RandomState | None = None
+    ending: Ending | None = None
 
     @classmethod
     def at_start(cls, config: TrainerConfig, *, is_main: bool) -> RunState:

@@ -10,18 +10,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerControl, TrainerState
-from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.parallel.protocol import Parallel
-from memsafe_rl.records import RecordLog
+from memsafe_rl.records import RESERVED, RecordLog
 from memsafe_rl.rewards.base import RewardScores
 from memsafe_rl.training.metrics.step_metrics import averages
 from memsafe_rl.training.state import RunState
 
 logger = logging.getLogger(__name__)
+
+_WISHES = ("should_log", "should_evaluate", "should_save")
+"""What callbacks ask for at the end of a step, but for the end of training, after which a run may be gone on with."""
 
 
 class RunLog:
@@ -47,6 +50,26 @@ class RunLog:
         """Forgets what an earlier call of `train` left."""
         self.control, self.table = TrainerControl(), ()
         self.pending.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives, in plain values, what the next record will average and what callbacks have asked for."""
+        asked = {name: getattr(self.control, name) for name in _WISHES}
+        return {"pending": {name: list(values) for name, values in self.pending.items()}, "asked": asked}
+
+    def load_state_dict(self, saved: Mapping[str, Any], callbacks: Mapping[str, Any]) -> None:
+        """Takes it over, and the states of callbacks as `callback_states` gave them; settings stay the user's."""
+        self.pending.update({name: list(values) for name, values in saved.get("pending", {}).items()})
+        self.control = TrainerControl(**saved.get("asked", {}))
+        left = {name: list(states) if isinstance(states, list) else [states] for name, states in callbacks.items()}
+        for callback in self.callbacks.callbacks:
+            if states := left.get(type(callback).__name__):
+                vars(callback).update(states.pop(0).get("attributes", {}))
+
+    def callback_states(self) -> dict[str, Any]:
+        """Gives the states of callbacks that export one, by class as transformers stores them."""
+        exported = [callback for callback in self.callbacks.callbacks if isinstance(callback, ExportableState)]
+        states: dict[str, Any] = TrainerState(stateful_callbacks=exported).stateful_callbacks
+        return states
 
     def fire(self, event: str, state: RunState, *arguments: Any) -> None:
         """Calls an event of transformers' callbacks; they may change `control`."""
@@ -131,13 +154,19 @@ class RunLog:
 
     def log(self, state: RunState, logs: Mapping[str, Any]) -> None:
         """Adds a record to `log_history` and hands it to the callbacks."""
-        progress = state.progress
-        record = {name: None if _is_nan(value) else value for name, value in logs.items()} | {"epoch": progress.epoch}
-        progress.log_history.append({**record, "step": state.step})
-        self.records.append({**record, "step": state.step})
         with uninterrupted():
-            self.records.flush()
-        self.control = self.callbacks.on_log(self._config, progress, self.control, record)
+            record = self._record(state, logs)
+        self.control = self.callbacks.on_log(self._config, state.progress, self.control, record)
+
+    def _record(self, state: RunState, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes a record down, and gives it as callbacks see it: with the user's own value under every name."""
+        seen = {name: None if _is_nan(value) else value for name, value in logs.items()}
+        record = {f"logged/{name}" if name in RESERVED else name: value for name, value in seen.items()}
+        record |= {"epoch": state.progress.epoch, "step": state.step}
+        state.progress.log_history.append(record)
+        self.records.append(dict(record))
+        self.records.flush()
+        return {"epoch": state.progress.epoch, **seen}
 
     def write(self, state: RunState, *, durable: bool = False) -> bool:
         """Writes steps, logs and memory events that wait in memory; tells whether all of them are written."""
@@ -147,8 +176,11 @@ class RunLog:
 
     def flush(self, state: RunState) -> None:
         """Logs the averages since the last record, and shows the completions of the last rollout."""
-        self.log(state, averages(self.pending))
-        self.pending.clear()
+        with uninterrupted():  # made once, though callbacks that hear of it may be cut short
+            record = self._record(state, averages(self.pending))
+            self.pending.clear()
+            self.control.should_log = False
+        self.control = self.callbacks.on_log(self._config, state.progress, self.control, record)
         if self._config.log_completions and self._parallel.is_main and self.table:
             self.notify("on_completions", state.step, self.table)
             self.table = ()

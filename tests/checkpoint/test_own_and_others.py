@@ -1,0 +1,263 @@
+"""What is a run's own is written and moved whole; what is another's, or the user's, stays as it is."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from memsafe_rl.checkpoint.run_folder import claim
+from memsafe_rl.checkpoint.store import checkpoints
+from memsafe_rl.checkpoint.weights import read_weights
+from memsafe_rl.errors import ConfigError, SaveError, TrainingInterrupted
+from memsafe_rl.records import read_lines
+from tests.checkpoint.test_file_system import Disk
+from tests.checkpoint.test_run_folder import SAVING, run_id
+from tests.tiny import tiny_model
+from tests.trainers.helpers import make_trainer, weights
+from tests.training.test_interrupts import At
+
+
+def held(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def model_in(folder: Path) -> torch.Tensor:
+    model = tiny_model()
+    read_weights(model, folder)
+    return torch.cat([weight.detach().flatten().double() for weight in model.parameters()])
+
+
+class TestWeightsThatAreSaved:
+    """`save_model` writes all files or none, and over nobody else's."""
+
+    def test_another_runs_are_refused_or_moved_aside(self, tmp_path: Path) -> None:
+        trained = make_trainer(tmp_path, max_steps=1)
+        trained.train()
+        trained.save_model()
+        first, before = run_id(tmp_path), (tmp_path / "model.safetensors").read_bytes()
+        told = r"model.safetensors of an earlier run.*another output_dir.*overwrite_output_dir=True"
+        for folder in (None, tmp_path):
+            with pytest.raises(ConfigError, match=told):
+                make_trainer(tmp_path).save_model(folder)
+        assert (tmp_path / "model.safetensors").read_bytes() == before
+        other = make_trainer(tmp_path, overwrite_output_dir=True)
+        other.save_model()
+        assert (tmp_path / "previous" / first / "model.safetensors").read_bytes() == before
+        assert torch.equal(model_in(tmp_path), weights(other))
+
+    def test_its_own_are_replaced(self, tmp_path: Path) -> None:
+        for folder in (None, tmp_path / "final"):
+            trainer = make_trainer(tmp_path / "run", overwrite_output_dir=True)
+            trainer.train()
+            trainer.save_model(folder)
+            with torch.no_grad():
+                next(trainer.model.parameters()).add_(1)
+            trainer.save_model(folder)
+            where = folder or tmp_path / "run"
+            assert torch.equal(model_in(where), weights(trainer))
+            assert not (where / "previous" / "unknown").exists()
+            assert not list(where.glob(".weights*"))
+
+    def test_unknown_ones_in_any_folder_move_aside(self, tmp_path: Path) -> None:
+        make_trainer(tmp_path / "a").save_model(tmp_path / "final")
+        (tmp_path / "final" / "README.md").write_text("mine")
+        before = held(tmp_path / "final")
+        del before["README.md"]
+        make_trainer(tmp_path / "b", peft_config=LoraConfig(r=2)).save_model(tmp_path / "final")
+        assert (tmp_path / "final" / "README.md").read_text() == "mine"
+        aside = held(tmp_path / "final" / "previous" / "unknown")
+        assert aside.items() <= before.items()
+        assert "model.safetensors" in aside
+        assert (tmp_path / "final" / "adapter_model.safetensors").exists()
+
+    def test_a_live_runs_folder_is_refused(self, tmp_path: Path) -> None:
+        live = claim(tmp_path, None)
+        with pytest.raises(ConfigError, match="another run is training"):
+            make_trainer(tmp_path).save_model()
+        live.release()
+
+    @pytest.mark.parametrize("fault", [("fsync", "*model.safetensors"), ("rename", "*.weights.part")])
+    def test_a_full_disk_leaves_the_old_ones(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: tuple[str, str]
+    ) -> None:
+        trainer = make_trainer(tmp_path)
+        trainer.train()
+        trainer.save_model()
+        before = held(tmp_path)
+        disk = Disk(monkeypatch)
+        disk.fails(*fault)
+        with pytest.raises(SaveError, match=r"weights were not saved in .*: No space left on device. Free space"):
+            trainer.save_model()
+        disk.heals()
+        assert held(tmp_path) == before
+
+    def test_a_kill_between_two_files_is_made_good_by_the_next_start(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        trainer = make_trainer(tmp_path, **SAVING)
+        trainer.train()
+        trainer.save_model()
+        with torch.no_grad():
+            next(trainer.model.parameters()).add_(1)
+        (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"a part of what is replaced")
+        disk = Disk(monkeypatch)
+        disk.fails("rename", "*.weights.new/model.safetensors")
+        with pytest.raises(SaveError):
+            trainer.save_model()
+        disk.heals()
+        claim(tmp_path, True).release()
+        assert torch.equal(model_in(tmp_path), weights(trainer))
+        assert not list(tmp_path.glob(".weights*"))
+        assert not list(tmp_path.glob("model-*"))
+
+
+class TestMovingAside:
+    """An earlier run is moved whole, and nothing but that run."""
+
+    @pytest.mark.parametrize("stops_at", ["run.json", "steps.jsonl", "checkpoint-1", "checkpoint-2"])
+    def test_a_kill_amid_the_moves_splits_no_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_at: str
+    ) -> None:
+        make_trainer(tmp_path, **SAVING).train()
+        first, before = run_id(tmp_path), held(tmp_path)
+        disk = Disk(monkeypatch)
+        disk.fails("rename", f"{tmp_path}/{stops_at}")
+        with pytest.raises(ConfigError, match="cannot be written"):
+            make_trainer(tmp_path, overwrite_output_dir=True).train()
+        disk.heals()
+        make_trainer(tmp_path, max_steps=1).train()
+        del before[".run.lock"]
+        assert held(tmp_path / "previous" / first) == before
+        assert [path.name for path in (tmp_path / "previous").iterdir()] == [first]
+        assert checkpoints(tmp_path) == []
+        assert not list(tmp_path.glob(".moving*"))
+
+    def test_what_the_user_keeps_beside_it_stays(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, log_completions=True)
+        result = trainer.train()
+        trainer.save_metrics("train", result.metrics)
+        trainer.save_state()
+        mine = {name: tmp_path / name for name in ("baseline_results.json", "completions/chosen.txt", "notes/a.txt")}
+        for path in mine.values():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("mine")
+        first = run_id(tmp_path)
+        make_trainer(tmp_path, max_steps=1).train()
+        assert {name: path.read_text() for name, path in mine.items()} == dict.fromkeys(mine, "mine")
+        moved = {path.name for path in (tmp_path / "previous" / first).iterdir()}
+        assert {"train_results.json", "all_results.json", "trainer_state.json", "completions"} <= moved
+        assert [path.name for path in (tmp_path / "completions").iterdir()] == ["chosen.txt"]
+
+
+class TestWhereARunIs:
+    """The folder is the one of the start, whatever happens around it."""
+
+    def test_a_callback_changes_the_working_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path)
+        away = At("on_step_end", 1, lambda: os.chdir(tmp_path / "elsewhere"))
+        trainer = make_trainer(Path("run"), callbacks=[away], **SAVING)
+        trainer.train()
+        trainer.save_model()
+        assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-1", "checkpoint-2"]
+        assert (tmp_path / "run" / "model.safetensors").exists()
+        assert not list((tmp_path / "elsewhere").iterdir())
+
+    def test_another_run_took_its_place_after_it_was_moved(self, tmp_path: Path) -> None:
+        run, moved = tmp_path / "run", tmp_path / "moved"
+
+        def taken() -> None:
+            run.rename(moved)
+            claim(run, None).release()
+
+        trainer = make_trainer(run, max_steps=3, callbacks=[At("on_step_begin", 1, taken)], **SAVING)
+        with pytest.raises(SaveError, match=r"checkpoint-2 was not saved: the folder now belongs to run \w{8}, for"):
+            trainer.train()
+        assert checkpoints(run) == []
+        assert [path.name for path in checkpoints(moved)] == ["checkpoint-1"]
+        assert make_trainer(moved, max_steps=3).train(resume_from_checkpoint=True).global_step == 3
+
+    def test_a_stop_file_from_before_the_start_is_removed(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "stop").touch()
+        assert make_trainer(tmp_path).train().global_step == 2
+        assert f"{tmp_path / 'stop'} was there before this start; it is removed" in caplog.text
+        assert not (tmp_path / "stop").exists()
+
+
+def test_what_was_logged_before_a_run_began_from_anothers_checkpoint_survives_two_resumes(tmp_path: Path) -> None:
+    make_trainer(tmp_path / "a", **SAVING).train()
+    make_trainer(tmp_path / "b", max_steps=4, **SAVING).train(tmp_path / "a" / "checkpoint-2")
+    shutil.rmtree(tmp_path / "a")
+    last = make_trainer(tmp_path / "b", max_steps=5, **SAVING)
+    last.train(resume_from_checkpoint=True)
+    assert [one["step"] for one in last.state.log_history if "loss" in one] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in read_lines(tmp_path / "b" / "metrics.jsonl")[0] if "loss" in line][:2] == [1, 2]
+
+
+def test_advice_after_weights_alone_were_saved_leads_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings: dict[str, Any] = {**SAVING, "save_only_model": True, "max_steps": 3}
+    stop = At("on_step_begin", 1, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(TrainingInterrupted):
+        make_trainer(tmp_path, callbacks=[stop], **settings).train()
+    assert "a new run can begin with that folder as its model" in caplog.text
+    assert "go on with" not in caplog.text
+    with pytest.raises(ConfigError, match="checkpoint-2 holds weights only; a new run can take it as its model"):
+        make_trainer(tmp_path, **settings).train(resume_from_checkpoint=True)
+    with pytest.raises(ConfigError, match=r"Weights alone cannot be gone on with .*: begin a new run with them as its"):
+        make_trainer(tmp_path, **settings).train(resume_from_checkpoint="auto")
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_script_that_cannot_save_ends_in_one_line(tmp_path: Path, beside: bool) -> None:
+    script = f"""
+from pathlib import Path
+from memsafe_rl.checkpoint import store
+from tests.trainers.helpers import make_trainer
+def full(*_):
+    try:
+        raise ValueError("an inner one")
+    except ValueError as error:
+        raise OSError(28, "No space left on device") from error
+store.write_manifest = full
+make_trainer(Path({str(tmp_path)!r}), save_strategy="steps", save_steps=1, save_in_background={beside}).train()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=os.environ)
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("memsafe_rl.errors.SaveError: ")
+    assert "checkpoint-1 was not saved: No space left on device" in last
+    assert ended.stderr.count("Traceback (most recent call last)") == 1
+
+
+def test_the_best_step_that_was_not_saved_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As with transformers, evaluations between two checkpoints count, and the best that was saved is loaded."""
+
+    class Better(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+            metrics["eval_mine"] = float({1: 1, 2: 2, 3: 3, 4: 0}[state.global_step])
+
+    settings = {"eval_steps": 1, "save_steps": 2, "max_steps": 4, "metric_for_best_model": "mine"}
+    trainer = make_trainer(
+        tmp_path,
+        eval_strategy="steps",
+        save_strategy="steps",
+        load_best_model_at_end=True,
+        greater_is_better=True,
+        eval_dataset=[{"prompt": "1+1="}],
+        callbacks=[Better()],
+        **settings,
+    )
+    trainer.train()
+    assert trainer.state.best_global_step == 3
+    assert torch.equal(weights(trainer), model_in(tmp_path / "checkpoint-2"))
+    assert "the best step, 3, was not saved, so that of checkpoint-2 is loaded, the best when it was" in caplog.text

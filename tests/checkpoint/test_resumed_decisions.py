@@ -1,0 +1,166 @@
+"""A resumed run logs, evaluates, saves and stops where the unbroken one does."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from memsafe_rl.errors import TrainingInterrupted
+from memsafe_rl.records import read_lines
+from memsafe_rl.training.collector import Collector
+from tests.trainers.helpers import make_trainer, weights
+from tests.training.test_interrupts import At
+
+EVALUATING: dict[str, Any] = {
+    "eval_dataset": Dataset.from_dict({"prompt": ["1+1=", "2+1="]}),
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 500,
+    "logging_steps": 2,
+    "max_steps": 4,
+    "interrupt_grace_seconds": 0.0,
+}
+
+
+def terminate() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def logged(trainer: Any) -> list[dict[str, Any]]:
+    """Gives what was logged, without what a clock says or a machine holds."""
+    kept = ("step", "epoch", "loss", "reward", "eval_reward", "grad_norm", "learning_rate", "entropy")
+    return [{name: record[name] for name in kept if name in record} for record in trainer.state.log_history]
+
+
+@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("event", ["on_step_end", "on_log", "evaluation", "on_evaluate"])
+def test_what_followed_a_step_that_was_cut_short_is_done_by_the_next_start(
+    tmp_path: Path, event: str, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make_trainer(tmp_path / "whole", **EVALUATING)
+    whole.train()
+    cut = make_trainer(tmp_path / "run", **EVALUATING)
+    if event == "evaluation":
+        evaluate = Collector.evaluate
+
+        def cut_short(*given: Any) -> Any:
+            if cut.state.global_step == step:
+                terminate()
+            return evaluate(*given)
+
+        monkeypatch.setattr(Collector, "evaluate", cut_short)
+    else:
+        cut.add_callback(At(event, step, terminate))
+    with pytest.raises(TrainingInterrupted):
+        cut.train()
+    monkeypatch.undo()
+    resumed = make_trainer(tmp_path / "run", **EVALUATING)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(resumed), weights(whole))
+    if event == "on_evaluate":  # the record stands already, its evaluation is not known to have been heard
+        assert {json.dumps(one) for one in logged(resumed)} == {json.dumps(one) for one in logged(whole)}
+    else:
+        assert logged(resumed) == logged(whole)
+
+
+def test_the_end_of_an_epoch_after_the_last_save_is_not_lost(tmp_path: Path) -> None:
+    """The checkpoint of the epoch's last step is written before the epoch is evaluated."""
+    settings = {**EVALUATING, "eval_strategy": "epoch", "save_steps": 8, "max_steps": 9}
+
+    class Killed(TrainerCallback):
+        def on_epoch_end(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("as a kill leaves it")
+
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    assert [one["step"] for one in whole.state.log_history if "eval_reward" in one] == [8, 9]
+    with pytest.raises(RuntimeError, match="as a kill"):
+        make_trainer(tmp_path / "run", callbacks=[Killed()], **settings).train()
+    resumed = make_trainer(tmp_path / "run", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed) == logged(whole)
+
+
+def test_averages_of_half_a_window_are_resumed(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 3, "max_steps": 6}
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    make_trainer(tmp_path / "run", **{**settings, "max_steps": 2, "logging_steps": 3}).train()
+    resumed = make_trainer(tmp_path / "run", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert [one["step"] for one in resumed.state.log_history][-3:] == [3, 6, 6]
+    assert [one for one in logged(resumed) if one["step"] in (3, 6)] == logged(whole)
+
+
+def test_patience_goes_on_where_it_was(tmp_path: Path) -> None:
+    settings = {
+        **EVALUATING,
+        "metric_for_best_model": "reward",
+        "load_best_model_at_end": True,
+        "eval_steps": 1,
+        "save_steps": 1,
+        "max_steps": 8,
+    }
+
+    def trainer(folder: Path, **more: Any) -> Any:
+        # Nothing improves by this much, so that each evaluation after the first takes of the patience.
+        return make_trainer(folder, callbacks=[EarlyStoppingCallback(3, 100.0)], **{**settings, **more})
+
+    whole = trainer(tmp_path / "whole")
+    assert whole.train().global_step == 4
+    trainer(tmp_path / "run", max_steps=3).train()
+    state = json.loads((tmp_path / "run" / "checkpoint-3" / "trainer_state.json").read_text())
+    counted = state["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]
+    assert counted == {"early_stopping_patience_counter": 2}
+    assert trainer(tmp_path / "run").train(resume_from_checkpoint=True).global_step == 4
+
+
+def test_numbers_of_numpy_in_the_trainers_state_are_saved(tmp_path: Path) -> None:
+    class Sets(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            state.best_metric, state.trial_params = np.float32(0.5), {"lr": np.array([1.0, 2.0])}
+
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(tmp_path, callbacks=[Sets()], **settings)
+    trainer.train()
+    trainer.save_state()
+    for folder in (tmp_path, tmp_path / "checkpoint-2"):
+        saved = json.loads((folder / "trainer_state.json").read_text())
+        assert (saved["best_metric"], saved["trial_params"]) == (0.5, {"lr": [1.0, 2.0]})
+    resumed = make_trainer(tmp_path, max_steps=3, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.best_metric == 0.5
+
+
+def test_a_record_keeps_its_own_fields_whatever_a_user_logs(tmp_path: Path) -> None:
+    heard: list[dict[str, Any]] = []
+    mine = {"start": 7, "redone": True, "run_id": "mine", "epoch": 40.0, "seconds": 3.0, "step": 99}
+
+    class Logs(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                trainer.log(mine)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+            heard.append(dict(logs))
+
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(tmp_path, callbacks=[Logs()], **settings)
+    trainer.train()
+    assert heard[0] == mine
+    line = read_lines(tmp_path / "metrics.jsonl")[0][0]
+    run = json.loads((tmp_path / "run.json").read_text())["run_id"]
+    assert (line["step"], line["start"], line["run_id"], line["seconds"]) == (1, 0, run, 3.0)
+    assert "redone" not in line
+    assert line["epoch"] == trainer.state.log_history[0]["epoch"] < 1
+    assert {line[f"logged/{name}"] for name in ("start", "run_id", "epoch", "step")} == {7, "mine", 40.0, 99}
+    resumed = make_trainer(tmp_path, max_steps=3, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.log_history[0] == trainer.state.log_history[0]
