@@ -27,8 +27,9 @@ from transformers import (
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.host_memory import offloaded
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.models.language import packing
+from memsafe_rl.models.language import kernels
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.models.language.kernels import kernels_of
 from memsafe_rl.models.language.packing import pack_rows
 from memsafe_rl.models.module_state import attention_configs
 from memsafe_rl.types import Ragged, Trajectory
@@ -158,13 +159,13 @@ def test_a_window_counts_positions(window: int) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "gpt_oss"])
 def test_without_a_kernel_matrices_do(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form that devices other than the CPU take, a few scores at a time."""
+    """The form that devices without a kernel take, a few scores at a time."""
     adapter, trajectory = adapter_of(model_of(family)), grouped_rows()
     rows = range(len(trajectory))
     logprobs, gradient = learn(adapter, trajectory, rows, packed=True)
-    monkeypatch.setattr(packing, "_has_kernel", lambda _: False)
-    monkeypatch.setattr(packing, "_SCORES", 100)
-    plain_logprobs, plain_gradient = learn(adapter, trajectory, rows, packed=True)
+    monkeypatch.setattr(kernels, "_SCORES", 100)
+    with kernels_of("mps"):
+        plain_logprobs, plain_gradient = learn(adapter, trajectory, rows, packed=True)
     assert distance(plain_logprobs, logprobs) < 1e-6
     assert distance(plain_gradient, gradient) < 2e-6
 
