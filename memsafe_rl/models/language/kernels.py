@@ -249,7 +249,7 @@ def _blocks(part: Part, kernel: Kernel) -> Iterator[_Block]:
     segments, heads, width, _ = part.query.shape
     seen = part.key.shape[2]
     if kernel is Kernel.BLOCKS:
-        step = max(1, _SCORES // max(1, segments * heads * seen))
+        step = max(1, min(_MOST_BLOCK, _SCORES // max(1, segments * heads * seen)))
     else:
         step = width if part.is_plain else min(max(part.window or seen, _LEAST_BLOCK), _MOST_BLOCK)
     for start in range(0, width, step):

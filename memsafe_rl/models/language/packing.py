@@ -146,6 +146,20 @@ def pack_rows(
     return PackedRows(ids[None].to(device), positions[None].to(device), torch.cat(places).to(device), layout)
 
 
+def padded_layout(rows: int, width: int, windows: Sequence[int | None]) -> Layout:
+    """Says who sees whom in rows padded on the right, each alone.
+
+    Args:
+        rows: how many.
+        width: tokens of each, padding included.
+        windows: per layer, the attention window in tokens, None for full attention.
+
+    Returns:
+        The layout, for `attending`.
+    """
+    return Layout((Run(rows, width, 0),), (), tuple(windows))
+
+
 class _Builder:
     """Collects segments end to end."""
 
@@ -240,9 +254,9 @@ def packed_attention(
         raise NotImplementedError(f"attention takes {', '.join(unknown)}")
     window = _window(module, layout, options.get("sliding_window"))
     scoring = _Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"))
-    parts = [part[0].transpose(0, 1) for part in _of_one_type(query, key, value)]
+    parts = [part.transpose(1, 2).flatten(0, 1) for part in _of_one_type(query, key, value)]
     packed: Tensor = _Attention.apply(*parts, options.get("s_aux"), layout, window, scoring)  # type: ignore[no-untyped-call]
-    return packed[None], None
+    return packed.view(query.shape[0], -1, *packed.shape[1:]), None
 
 
 class _Scoring(NamedTuple):
