@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memsafe_rl.accounting import host_memory
+
 LSE_ALIGNED = 32
 
 
@@ -174,6 +176,32 @@ def _check_bias(query: Tensor, key: Tensor, bias: Tensor | None) -> None:
         assert not any(place % 8 for place in bias.stride()[:3])
 
 
+def _none(*_: Any) -> tuple[tuple[int, ...], ...]:
+    return ()
+
+
+def _again(made: Tensor) -> Tensor:
+    return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype).copy_(made)
+
+
+def _flash_workspace(_: Tensor, query: Tensor, *__: Any) -> tuple[tuple[int, ...], ...]:
+    """``softmax_d`` and ``dq_accum`` of ``mha_bwd``, float32."""
+    segments, heads, width, head = query.shape
+    rows = -(-width // 128) * 128
+    columns = -(-head // 32) * 32 if head <= 128 else -(-head // 64) * 64
+    return (segments, heads, rows), (segments, rows, heads, columns)
+
+
+def _efficient_workspace(_: Tensor, query: Tensor, *__: Any) -> tuple[tuple[int, ...], ...]:
+    """``delta``, and sums in float32 of gradients in half precision."""
+    segments, heads, width, head = query.shape
+    sums = () if query.dtype.itemsize > 2 else ((segments, heads, -(-width // 128) * 128, head),)
+    return ((segments, heads, width), *sums)
+
+
+WORKSPACES = {"flash backward": _flash_workspace, "efficient backward": _efficient_workspace}
+
+
 @contextmanager
 def cuda_kernels() -> Iterator[list[str]]:
     """Gives the CPU the attention kernels of CUDA; the list names those that ran, in order."""
@@ -183,7 +211,12 @@ def cuda_kernels() -> Iterator[list[str]]:
     def noted(name: str, stand_in: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             ran.append(name)
-            return stand_in(*args, **kwargs)
+            with host_memory():  # the scores that a kernel keeps to itself
+                found = stand_in(*args, **kwargs)
+            workspace = [torch.empty(size) for size in WORKSPACES.get(name, _none)(*args)]
+            made = tuple(_again(one) if isinstance(one, Tensor) else one for one in found)
+            del workspace
+            return made
 
         return run
 
