@@ -10,6 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -47,7 +48,7 @@ from memsafe_rl.models.language.base import (
     language_model_of,
     logit_maps,
 )
-from memsafe_rl.models.language.packing import attending, pack_rows
+from memsafe_rl.models.language.packing import attending, pack_rows, padded_layout
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.types import Component, Trajectory
 
@@ -100,7 +101,8 @@ class CausalLMAdapter(LanguageAdapter):
         lengths = [min(int(prompt.shape[0]), chunk) for prompt in prompts]
         windows = self.geometry.windows
         cache = SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits, lengths=lengths, windows=windows)
-        output = self.lm.base_model(input_ids=ids_PL.to(self.device), past_key_values=cache, use_cache=True)
+        with self._attending_alone(ids_PL):
+            output = self.lm.base_model(input_ids=ids_PL.to(self.device), past_key_values=cache, use_cache=True)
         last_PD = _last_hidden(output[0], lengths)
         del output
         state = SharedPrefixState.of_prompts(block_of(cache.read, lengths, windows), windows, self.device)
@@ -169,12 +171,23 @@ class CausalLMAdapter(LanguageAdapter):
         """Gives hidden states (B, L, D) of rows padded on the right."""
         trunk = self.lm.base_model
         if self.path.route is Route.LEAN:
-            output = trunk(input_ids=ids_BL, past_key_values=transit_cache(), use_cache=False)
+            with self._attending_alone(ids_BL):
+                output = trunk(input_ids=ids_BL, past_key_values=transit_cache(), use_cache=False)
         else:
             ends_B1 = torch.tensor(lengths, device=ids_BL.device)[:, None]
             mask_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device)[None] < ends_B1
             output = trunk(input_ids=ids_BL, attention_mask=mask_BL.long(), use_cache=False)
         return cast(Tensor, output[0])
+
+    def _attending_alone(self, ids_BL: Tensor) -> AbstractContextManager[None]:
+        """Has padded rows attend as packed ones do, where the model's own attention holds all scores or a mask."""
+        rows, width = ids_BL.shape
+        windows = self.geometry.windows
+        masks = any(window is not None and window < width for window in windows)
+        masks = masks or any(config._attn_implementation == "eager" for config in self._attention_configs)
+        if not masks or not self.packs_prompts or self.lm.training:
+            return nullcontext()
+        return attending(self._attention_configs, padded_layout(rows, width, windows))
 
     def _read_on(self, state: SharedPrefixState, ids_N: Tensor) -> Tensor:
         """Reads the next tokens of a state's only prompt, and gives the last hidden state (1, D)."""
@@ -270,7 +283,11 @@ def _packing_disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, want
     rows = range(len(trajectory))
     adapter.packs_prompts = True
     try:
-        return difference(lambda: adapter.distribution(trajectory, rows, packed=True), adapter, wanted_MV)
+        for packed in (True, False):  # padded rows may attend as packed ones do
+            found = difference(partial(adapter.distribution, trajectory, rows, packed=packed), adapter, wanted_MV)
+            if found is not None:
+                return found
+        return None
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # how a kernel or a shape complains

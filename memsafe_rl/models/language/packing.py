@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import noop_context_fn
 from transformers.modeling_utils import AttentionInterface
 
+from memsafe_rl.models.language.kernels import Joined, Part, attend, attend_backward, target_of, widened
 from memsafe_rl.models.module_state import implementation
 from memsafe_rl.types import Trajectory
 
@@ -32,9 +33,6 @@ _LIKE = 2
 
 ATTENTION = "memsafe_rl_packed"
 """Name under which transformers knows this attention."""
-
-_SCORES = 2**26
-"""Most scores that exist together where no kernel keeps them to itself."""
 
 
 @dataclass(frozen=True)
@@ -98,39 +96,6 @@ class Layout:
     # prompts with several completions, at least one of which has tokens of its own to be read
     shared: tuple[Shared, ...]
     windows: tuple[int | None, ...]  # per layer, the attention window in tokens, None for full attention
-    # additive masks by what they depend on; made once, for all layers
-    masks: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
-
-    def own_mask(self, width: int, window: int | None, like: Tensor) -> Tensor | None:
-        """Gives the mask (1, 1, W, W) of a causal segment under a window; None where plain causality will do."""
-        if window is None or window >= width:
-            return None
-
-        def visible() -> Tensor:
-            places = torch.arange(width, device=like.device)
-            return _visible(places, places, window)
-
-        return self._mask(("own", width, window), visible, like)
-
-    def prompt_mask(self, shared: Shared, window: int | None, like: Tensor) -> Tensor | None:
-        """Gives the mask (1, 1, completion tokens, prompt tokens) under a window; None where all is seen."""
-        if window is None or window >= shared.prompt_tokens + max(shared.tails):
-            return None
-
-        def visible() -> Tensor:
-            keys = torch.arange(shared.prompt_tokens, device=like.device)
-            tails = [torch.arange(tail, device=like.device) for tail in shared.tails]
-            return _visible(torch.cat(tails) + shared.prompt_tokens, keys, window)
-
-        return self._mask((shared, window), visible, like)
-
-    def _mask(self, key: tuple[Any, ...], visible: Callable[[], Tensor], like: Tensor) -> Tensor:
-        if (*key, like.dtype) not in self.masks:
-            # Half of the lowest number: a score added to it stays finite, and a row that sees nothing weighs 0.
-            hidden = torch.finfo(like.dtype).min / 2
-            mask = torch.zeros((), dtype=like.dtype, device=like.device).where(visible(), hidden)
-            self.masks[*key, like.dtype] = mask[None, None]
-        return self.masks[*key, like.dtype]
 
 
 @dataclass(frozen=True)
@@ -181,6 +146,20 @@ def pack_rows(
     return PackedRows(ids[None].to(device), positions[None].to(device), torch.cat(places).to(device), layout)
 
 
+def padded_layout(rows: int, width: int, windows: Sequence[int | None]) -> Layout:
+    """Says who sees whom in rows padded on the right, each alone.
+
+    Args:
+        rows: how many.
+        width: tokens of each, padding included.
+        windows: per layer, the attention window in tokens, None for full attention.
+
+    Returns:
+        The layout, for `attending`.
+    """
+    return Layout((Run(rows, width, 0),), (), tuple(windows))
+
+
 class _Builder:
     """Collects segments end to end."""
 
@@ -204,12 +183,6 @@ def _predicting(last_of_prompt: int, first: int, length: int) -> Tensor:
     """Indices of the tokens that predict a completion: its prompt's last, then its own but the last."""
     own = torch.arange(first, first + max(0, length - 1))
     return torch.cat([torch.full((min(1, length),), last_of_prompt), own])
-
-
-def _visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:
-    """Gives which positions see which: themselves, and those at most ``window - 1`` before them."""
-    distance = queries[:, None] - keys[None]
-    return (distance >= 0) & (distance < window)
 
 
 def _runs(segments: Iterable[tuple[int, int]], device: torch.device) -> tuple[Run, ...]:
@@ -281,9 +254,9 @@ def packed_attention(
         raise NotImplementedError(f"attention takes {', '.join(unknown)}")
     window = _window(module, layout, options.get("sliding_window"))
     scoring = _Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"))
-    parts = [part[0].transpose(0, 1) for part in _of_one_type(query, key, value)]
+    parts = [part.transpose(1, 2).flatten(0, 1) for part in _of_one_type(query, key, value)]
     packed: Tensor = _Attention.apply(*parts, options.get("s_aux"), layout, window, scoring)  # type: ignore[no-untyped-call]
-    return packed[None], None
+    return packed.view(query.shape[0], -1, *packed.shape[1:]), None
 
 
 class _Scoring(NamedTuple):
@@ -291,28 +264,6 @@ class _Scoring(NamedTuple):
 
     scale: float
     softcap: float | None
-
-
-class _Part(NamedTuple):
-    """One part of a softmax: queries (S, H, W, D) over keys (S, K, U, D) and values (S, K, U, D).
-
-    Without a mask, a causal part's queries see the keys up to their own place.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    causal: bool
-    mask: Tensor | None
-    scoring: _Scoring
-
-
-class _Joined(NamedTuple):
-    """What a part's backward takes of the whole softmax: gradient and output (S, H, W, D), log-sum-exp (S, H, W)."""
-
-    grad: Tensor
-    out: Tensor
-    lse: Tensor
 
 
 class _Attention(torch.autograd.Function):
@@ -333,20 +284,21 @@ class _Attention(torch.autograd.Function):
         window: int | None,
         scoring: _Scoring,
     ) -> Tensor:
+        target = target_of(query)
         out = query.new_empty(*query.shape[:2], value.shape[-1])
-        lse = torch.empty(query.shape[:2], dtype=_wide(query), device=query.device)
+        lse = torch.empty(query.shape[:2], dtype=widened(query), device=query.device)
         for run in layout.runs:
-            out_part, lse_part = _attend(_own_part(layout, run, (query, key, value), window, scoring))
+            out_part, lse_part = attend(_own_part(run, (query, key, value), window, scoring), target)
             run.put(out, out_part)
             run.put(lse, lse_part)
         for shared in layout.shared:
-            out_part, lse_part = _attend(_prompt_part(layout, shared, (query, key, value), window, scoring))
-            tails = shared.tail_span
-            _join(out[tails], lse[tails], out_part[0].transpose(0, 1), lse_part[0].transpose(0, 1))
+            for part, rows, _ in _prompt_parts(shared, (query, key, value), window, scoring):
+                out_part, lse_part = attend(part, target)
+                _join(out[rows], lse[rows], out_part[0].transpose(0, 1), lse_part[0].transpose(0, 1))
         if sinks is not None:
             _join(out, lse, torch.zeros_like(out), sinks.to(lse.dtype).expand_as(lse))
         ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.layout, ctx.window, ctx.scoring = layout, window, scoring
+        ctx.layout, ctx.window, ctx.scoring, ctx.target = layout, window, scoring, target
         return out
 
     @staticmethod
@@ -356,17 +308,16 @@ class _Attention(torch.autograd.Function):
         layout, inputs = ctx.layout, (query, key, value)
         grads = [part.new_empty(part.shape) for part in inputs]
         for run in layout.runs:
-            joined = _Joined(run.take(grad), run.take(out), run.take(lse))
-            part = _own_part(layout, run, inputs, ctx.window, ctx.scoring)
-            for whole, share in zip(grads, _attend_backward(part, joined), strict=True):
+            joined = Joined(run.take(grad), run.take(out), run.take(lse))
+            part = _own_part(run, inputs, ctx.window, ctx.scoring)
+            for whole, share in zip(grads, attend_backward(part, joined, ctx.target), strict=True):
                 run.put(whole, share)
         for shared in layout.shared:
-            tails, prompt = shared.tail_span, shared.prompt_span
-            joined = _Joined(*(whole[tails].transpose(0, 1)[None] for whole in (grad, out, lse)))
-            part = _prompt_part(layout, shared, inputs, ctx.window, ctx.scoring)
-            shares = _attend_backward(part, joined)
-            for whole, span, share in zip(grads, (tails, prompt, prompt), shares, strict=True):
-                whole[span] += share[0].transpose(0, 1)
+            for part, rows, keys in _prompt_parts(shared, inputs, ctx.window, ctx.scoring):
+                joined = Joined(*(whole[rows].transpose(0, 1)[None] for whole in (grad, out, lse)))
+                shares = attend_backward(part, joined, ctx.target)
+                for whole, span, share in zip(grads, (rows, keys, keys), shares, strict=True):
+                    whole[span] += share[0].transpose(0, 1)
         of_sinks = None
         if sinks is not None:
             weights = (sinks.to(lse.dtype) - lse).exp()
@@ -374,20 +325,37 @@ class _Attention(torch.autograd.Function):
         return *grads, of_sinks, None, None, None
 
 
-def _own_part(layout: Layout, run: Run, inputs: tuple[Tensor, ...], window: int | None, scoring: _Scoring) -> _Part:
+def _own_part(run: Run, inputs: tuple[Tensor, ...], window: int | None, scoring: _Scoring) -> Part:
     """Gives the part of segments that see themselves."""
     query, key, value = map(run.take, inputs)
-    mask = layout.own_mask(run.width, window, query)
-    return _Part(query, key, value, mask is None, mask, scoring)
+    return Part(query, key, value, *scoring, first=0, window=window)
 
 
-def _prompt_part(
-    layout: Layout, shared: Shared, inputs: tuple[Tensor, ...], window: int | None, scoring: _Scoring
-) -> _Part:
-    """Gives the part of a prompt that all its completions see: their tokens as one segment of queries."""
-    spans = (shared.tail_span, shared.prompt_span, shared.prompt_span)
-    query, key, value = (whole[span].transpose(0, 1)[None] for whole, span in zip(inputs, spans, strict=True))
-    return _Part(query, key, value, False, layout.prompt_mask(shared, window, query), scoring)
+def _prompt_parts(
+    shared: Shared, inputs: tuple[Tensor, ...], window: int | None, scoring: _Scoring
+) -> Iterator[tuple[Part, slice, slice]]:
+    """Gives the parts of a prompt that its completions see, each with the tokens of its queries and of its keys.
+
+    All their tokens are one segment of queries, unless a window hides some of the prompt from them: then each
+    completion has a part of its own, of the tokens and the keys that it does not hide altogether.
+    """
+    prompt, tokens = shared.prompt_span, shared.prompt_tokens
+    spans: list[tuple[slice, slice, int | None]] = []
+    if window is None or window >= tokens + max(shared.tails):
+        spans.append((shared.tail_span, prompt, None))
+    else:
+        start = shared.first
+        for tail in shared.tails:
+            rows, keys = min(tail, window - 1), min(tokens, window - 1)
+            if rows > 0:
+                spans.append((slice(start, start + rows), slice(prompt.stop - keys, prompt.stop), keys))
+            start += tail
+    for rows_span, keys_span, first in spans:
+        query, key, value = (
+            whole[span].transpose(0, 1)[None]
+            for whole, span in zip(inputs, (rows_span, keys_span, keys_span), strict=True)
+        )
+        yield Part(query, key, value, *scoring, first=first, window=window), rows_span, keys_span
 
 
 def _join(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
@@ -400,133 +368,12 @@ def _join(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
     lse.copy_(joined)
 
 
-def _attend(part: _Part) -> tuple[Tensor, Tensor]:
-    """Gives output (S, H, W, D) and log-sum-exp (S, H, W) of one part."""
-    wide = _with_equal_heads(part)
-    out, lse = (_flash if _has_kernel(part) else _by_matmul)(wide)
-    return out.reshape(*part.query.shape[:3], -1), lse.reshape(part.query.shape[:3])
-
-
-def _attend_backward(part: _Part, joined: _Joined) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives the gradients of a part's queries, keys and values."""
-    wide = _with_equal_heads(part)
-    seen = _Joined(*(whole.reshape(*wide.query.shape[:3], *whole.shape[3:]) for whole in joined))
-    dq, dk, dv = (_flash_backward if _has_kernel(part) else _by_matmul_backward)(wide, seen)
-    if part.query.shape[1] != part.key.shape[1]:
-        dk, dv = (share.reshape(*part.key.shape[:2], -1, *share.shape[2:]).sum(2) for share in (dk, dv))
-    return dq.reshape(part.query.shape), dk, dv
-
-
-def _has_kernel(part: _Part) -> bool:
-    """Whether there is a kernel for a part that keeps scores to itself and gives their log-sum-exp."""
-    alike = part.query.shape[-1] == part.value.shape[-1]
-    return part.query.device.type == "cpu" and alike and part.scoring.softcap is None
-
-
-def _with_equal_heads(part: _Part) -> _Part:
-    """Gives every query head keys of its own: of a single segment without a copy, by taking key heads as segments."""
-    kv_heads = part.key.shape[1]
-    repeats = part.query.shape[1] // kv_heads
-    if repeats == 1:
-        return part
-    if part.query.shape[0] > 1:
-        key, value = part.key.repeat_interleave(repeats, 1), part.value.repeat_interleave(repeats, 1)
-        return part._replace(key=key, value=value)
-    key, value = part.key[0][:, None].expand(-1, repeats, -1, -1), part.value[0][:, None].expand(-1, repeats, -1, -1)
-    query = part.query.reshape(kv_heads, repeats, *part.query.shape[2:])
-    return part._replace(query=query, key=key, value=value)
-
-
-def _flash(part: _Part) -> tuple[Tensor, Tensor]:
-    """One part by the CPU's flash kernel."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    inputs, scale = (part.query, part.key, part.value), part.scoring.scale
-    out, lse = kernel(*inputs, 0.0, part.causal, attn_mask=part.mask, scale=scale)
-    return out, lse
-
-
-def _flash_backward(part: _Part, joined: _Joined) -> tuple[Tensor, Tensor, Tensor]:
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    dq, dk, dv = kernel(
-        joined.grad,
-        part.query,
-        part.key,
-        part.value,
-        joined.out,
-        joined.lse.contiguous(),
-        0.0,
-        part.causal,
-        attn_mask=part.mask,
-        scale=part.scoring.scale,
-    )
-    return dq, dk, dv
-
-
-def _by_matmul(part: _Part) -> tuple[Tensor, Tensor]:
-    """One part by products of matrices, which every device has; a slice of its scores exists at a time."""
-    outs, sums = [], []
-    for rows in _query_slices(part):
-        scores, _ = _scores(part, rows)
-        sums.append(scores.logsumexp(-1))
-        outs.append((scores - sums[-1][..., None]).exp().to(part.value.dtype) @ part.value)
-    return torch.cat(outs, 2), torch.cat(sums, 2)
-
-
-def _by_matmul_backward(part: _Part, joined: _Joined) -> tuple[Tensor, Tensor, Tensor]:
-    """``P = e^(S - L)``, ``dV = P^T dO``, ``dS = P (dO V^T - rowsum(dO O))``, ``dQ = dS K``, ``dK = dS^T Q``."""
-    query, key, value = part.query, part.key, part.value
-    dqs = []
-    dk, dv = (torch.zeros(whole.shape, dtype=joined.lse.dtype, device=whole.device) for whole in (key, value))
-    for rows in _query_slices(part):
-        grad = joined.grad[:, :, rows]
-        scores, slopes = _scores(part, rows)
-        weights = (scores - joined.lse[:, :, rows, None]).exp()
-        dv += weights.to(grad.dtype).transpose(-1, -2) @ grad
-        means = (grad * joined.out[:, :, rows]).sum(-1, dtype=weights.dtype)
-        d_scores = weights * (grad @ value.transpose(-1, -2) - means[..., None]) * slopes
-        d_scores = d_scores.to(query.dtype)
-        dqs.append(d_scores @ key)
-        dk += d_scores.transpose(-1, -2) @ query[:, :, rows]
-    return torch.cat(dqs, 2), dk.to(key.dtype), dv.to(value.dtype)
-
-
-def _scores(part: _Part, rows: slice) -> tuple[Tensor, Tensor | float]:
-    """Gives scores (S, H, rows, U), no narrower than float32, and their derivative by the product of query and key.
-
-    A query that does not see a key has minus infinity, or what the mask says.
-    """
-    scale, cap = part.scoring
-    slopes: Tensor | float = scale
-    scores = (part.query[:, :, rows] @ part.key.transpose(-1, -2)).to(_wide(part.query)) * scale
-    if cap is not None:
-        bent = torch.tanh(scores / cap)
-        scores, slopes = cap * bent, scale * (1 - bent.square())
-    if part.mask is not None:
-        return scores + part.mask[:, :, rows], slopes
-    if not part.causal:
-        return scores, slopes
-    places = torch.arange(part.key.shape[2], device=scores.device)
-    return scores.masked_fill(places[None] > places[rows, None], -torch.inf), slopes
-
-
-def _query_slices(part: _Part) -> Iterator[slice]:
-    """Cuts the queries so that a slice's scores have at most `_SCORES` elements."""
-    segments, heads, width, _ = part.query.shape
-    step = max(1, _SCORES // max(1, segments * heads * part.key.shape[2]))
-    for start in range(0, width, step):
-        yield slice(start, min(start + step, width))
-
-
 def _of_one_type(*parts: Tensor) -> tuple[Tensor, ...]:
     """Gives parts of one type: that of autocast where it is on, as torch's own attention does."""
     device = parts[0].device.type
     autocast = torch.is_autocast_enabled(device) and parts[0].dtype is not torch.float64
     kind = torch.get_autocast_dtype(device) if autocast else parts[-1].dtype
     return tuple(part.to(kind) for part in parts)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
 def _window(module: nn.Module, layout: Layout, told: int | None) -> int | None:

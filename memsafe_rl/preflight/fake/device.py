@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsafe_rl.accounting import among_ourselves, host_memory, only_bytes_matter
 from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.language.kernels import kernels_of
 from memsafe_rl.preflight.fake.memo import Memo
 
 CUDA_GRANULARITY_BYTES = 512
@@ -140,15 +141,16 @@ def nothing_differs() -> AbstractContextManager[Any]:
 def fake_device(capacity_bytes: int | None = None, *, stands_for: str = "cpu") -> Iterator[SimulatedMemory]:
     """Has all tensors made inside be fake ones on a simulated device.
 
-    They are CPU tensors to PyTorch, so that operators choose the CPU's kernels; temporaries inside these are taken from
-    a table (`memsafe_rl.memory.simulated.workspaces`).
+    They are CPU tensors to PyTorch, so that operators choose the CPU's kernels; attention takes those of the device
+    stood for. Temporaries inside kernels are taken from a table (`memsafe_rl.memory.simulated.workspaces`).
     """
     told = logging.getLogger("torch._subclasses.fake_tensor")  # prints what it also raises
     level = told.level
     granularity_bytes = CUDA_GRANULARITY_BYTES if stands_for == "cuda" else 1
     memory = SimulatedMemory(capacity_bytes, exact=False, granularity_bytes=granularity_bytes)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with among_ourselves(), only_bytes_matter(), fake, memory, _Answers(composed=stands_for != "cuda", memory=memory):
+    answers = _Answers(composed=stands_for != "cuda", memory=memory)
+    with among_ourselves(), only_bytes_matter(), kernels_of(stands_for), fake, memory, answers:
         told.setLevel(logging.CRITICAL)
         try:
             yield memory

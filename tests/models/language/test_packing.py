@@ -11,6 +11,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -27,12 +29,14 @@ from transformers import (
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.host_memory import offloaded
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.models.language import packing
+from memsafe_rl.models.language import kernels
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.models.language.kernels import kernels_of
 from memsafe_rl.models.language.packing import pack_rows
 from memsafe_rl.models.module_state import attention_configs
 from memsafe_rl.types import Ragged, Trajectory
 from tests.models.helpers import PAD, SMALL, logprobs_of
+from tests.models.language.cuda_kernels import cuda_kernels
 from tests.tiny import ARCHS, tiny_model
 
 FAMILIES = ("qwen3", "llama", "gpt2", "gemma2", "gemma3", "qwen2", "qwen3_moe", "gpt_oss", "deepseek")
@@ -158,15 +162,56 @@ def test_a_window_counts_positions(window: int) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "gpt_oss"])
 def test_without_a_kernel_matrices_do(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form that devices other than the CPU take, a few scores at a time."""
+    """The form that devices without a kernel take, a few scores at a time."""
     adapter, trajectory = adapter_of(model_of(family)), grouped_rows()
     rows = range(len(trajectory))
     logprobs, gradient = learn(adapter, trajectory, rows, packed=True)
-    monkeypatch.setattr(packing, "_has_kernel", lambda _: False)
-    monkeypatch.setattr(packing, "_SCORES", 100)
-    plain_logprobs, plain_gradient = learn(adapter, trajectory, rows, packed=True)
+    monkeypatch.setattr(kernels, "_SCORES", 100)
+    with kernels_of("mps"):
+        plain_logprobs, plain_gradient = learn(adapter, trajectory, rows, packed=True)
     assert distance(plain_logprobs, logprobs) < 1e-6
     assert distance(plain_gradient, gradient) < 2e-6
+
+
+class NothingSquare(TorchDispatchMode):
+    """Refuses tensors over all tokens twice, as masks and scores are; a mask that is stretched over heads too."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.largest = tokens, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.dim() > 1:
+                found = min(leaf.shape[-2:])
+                assert found < self.tokens, f"{func.name()} made {tuple(leaf.shape)}"
+                self.largest = max(self.largest, found)
+        return result
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "gpt_oss"])
+def test_no_plan_holds_a_mask_or_scores_of_all_tokens(
+    family: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of 300 and 270 tokens, completions of up to 280; gemma2 caps its scores, three have windows."""
+    monkeypatch.setattr(kernels, "_HALF", (torch.float32,))  # flash where no mask is needed
+    monkeypatch.setattr(kernels, "_MOST_BLOCK", 128)
+    adapter = adapter_of(model_of(family, **({"positions": 1024} if family in ARCHS else {})))
+    trajectory = grouped_rows((300, 270), ((280, 265), (260,)))
+    rows = range(len(trajectory))
+    with kernels_of(device), cuda_kernels() as ran, NothingSquare(260):
+        for packed in (False, True):
+            learn(adapter, trajectory, rows, packed=packed)
+            learn(adapter, trajectory, rows, packed=packed, recompute=True)
+            with torch.no_grad():
+                adapter.distribution(trajectory, rows, packed=packed)
+        _, state = adapter.prefill(trajectory.conditions.rows())
+        with torch.no_grad():
+            adapter.decode_step(state.select([0, 0, 1]), torch.tensor([3, 4, 5]))
+        adapter.prefill(trajectory.conditions.rows()[:1], chunk_tokens=100)
+    assert bool(ran) is (device == "cuda" and family != "gemma2")
 
 
 def test_some_rows_of_a_group_in_any_order() -> None:
