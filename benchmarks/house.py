@@ -35,7 +35,7 @@ PARTS = {
 """Functions whose call is one rollout or one update; what runs inside both counts for the inner one."""
 
 LIBRARY_PRIVATES = {
-    *("_cdata", "_version", "_buffers", "_parameters", "_make_subclass", "_use_count"),  # torch
+    *("_cdata", "_version", "_buffers", "_parameters", "_make_subclass", "_use_count", "_schema"),  # torch
     *("_forward_hooks", "_forward_pre_hooks", "_replace"),  # torch, named tuples
     *("_attn_implementation", "_attn_implementation_internal", "_name_or_path"),  # transformers
 }

@@ -91,16 +91,14 @@ def written(run: Run) -> str:
 
 def train(run: Run, console: Console) -> None:
     """Trains, and writes the model into `output_dir`."""
-    given = ingredients(run)
-    check_writable(Path(run.config.output_dir))
+    given, named = ingredients(run), run.config.output_dir
+    check_writable(Path(named))
     with device_of(run, console):
         trainer = trainer_of(run)(**given)
         result = trainer.train()
         trainer.save_model(run.config.output_dir)
     if run.config.should_log:
-        console.print(
-            f"{result.global_step} optimizer steps done; the model is in {run.config.output_dir}", soft_wrap=True
-        )
+        console.print(f"{result.global_step} optimizer steps done; the model is in {named}", soft_wrap=True)
 
 
 def trainer_of(run: Run) -> type[PolicyTrainer]:

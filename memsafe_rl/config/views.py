@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,11 @@ class KLStop:
     target: float  # KL to the model before the first update on that rollout, in nats, above which they end
     unit: str = "token"  # "token" (mean over tokens) or "sequence" (sum over a row, mean over rows)
     estimator: str = "k3"  # "k3" or "k1" (Schulman 2020, "Approximating KL divergence")
+
+    def exceeded(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Gives the KL to the old model and its bound once the KL exceeds it; otherwise nothing."""
+        measured = metrics[f"approx_kl/{self.estimator}_{self.unit}"]
+        return {"measured": measured, "target": self.target} if measured > self.target else {}
 
 
 def loss_settings(config: TrainerConfig) -> LossSettings:

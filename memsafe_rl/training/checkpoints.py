@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -12,7 +13,13 @@ from typing import Any
 from transformers import TrainerState
 
 from memsafe_rl.checkpoint.manifest import FORMAT, RunMark
-from memsafe_rl.checkpoint.store import CheckpointContent, drop_old_checkpoints, read_checkpoint, write_checkpoint
+from memsafe_rl.checkpoint.store import (
+    CheckpointContent,
+    checkpoint_folder,
+    drop_old_checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+)
 from memsafe_rl.checkpoint.weights import HostCopies, Weights, bytes_of, host_copy, saved_weights
 from memsafe_rl.config.degradation import Degradation
 from memsafe_rl.config.resume_checks import check_same_run, run_facts
@@ -26,6 +33,8 @@ from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.training.state import Ending, RunState
 from memsafe_rl.types import Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -187,3 +196,16 @@ def _rollout_facts(rollout: Rollout | None) -> dict[str, Any] | None:
         "metrics": rollout.metrics,
         "waiting": plain_groups(rollout.waiting),
     }
+
+
+def best_folder(state: RunState) -> Path | None:
+    """Gives the checkpoint of the best step, or of the best that was saved; None, with a warning, where none was."""
+    progress, advice = state.progress, "save whenever you evaluate, or set save_strategy='best'"
+    best, step = progress.best_model_checkpoint, progress.best_global_step
+    if best is None or not Path(best).is_dir():
+        logger.warning("the best step, %s, was not saved, so the last weights stay; %s", step, advice)
+        return None
+    if step is not None and Path(best).name != checkpoint_folder(Path(), step).name:
+        told = "the best step, %s, was not saved, so that of %s is loaded, the best when it was; %s"
+        logger.warning(told, step, Path(best).name, advice)
+    return Path(best)

@@ -23,7 +23,7 @@ from memsafe_rl.memory.runtime.interrupts import StopRequest, uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter
 from memsafe_rl.memory.runtime.recovery import capture_random_state, flush_autograd
 from memsafe_rl.memory.runtime.stages import Stage
-from memsafe_rl.training.checkpoints import Checkpoints
+from memsafe_rl.training.checkpoints import Checkpoints, best_folder
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.evaluation import evaluate, track_best
 from memsafe_rl.training.learner import Learner, make_committer
@@ -196,20 +196,13 @@ class TrainingLoop:
 
     def _advance(self, metrics: Mapping[str, float]) -> None:
         """Moves to the next optimizer step; the KL stop ends the passes over this rollout only."""
-        stop = self._kl_stops(metrics)
+        rule = self.config.kl_stop_rule
+        stop = {} if rule is None else rule.exceeded(metrics)
         if stop:
             self.setup.memory.record("kl_stop", step=self.state.step + 1, **stop)
         used_up = self.state.advance(self.config, stop=bool(stop))
         if used_up is not None:
             self.setup.advantages.end_rollout(used_up.metrics)
-
-    def _kl_stops(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Gives the KL to the old model and its bound once the KL exceeds it; otherwise nothing."""
-        rule = self.config.kl_stop_rule
-        if rule is None:
-            return {}
-        measured = metrics[f"approx_kl/{rule.estimator}_{rule.unit}"]
-        return {"measured": measured, "target": rule.target} if measured > rule.target else {}
 
     def finish_step(self, metrics: dict[str, float]) -> None:
         """Logs, evaluates, saves and stops as callbacks say."""
@@ -225,26 +218,16 @@ class TrainingLoop:
         state, report, ending = self.state, self.report, self.state.ending
         if ending is None:
             return
-        self._tell("on_step_end", ending)
+        report.tell("on_step_end", state)
         if self._used_up():
             report.control.should_training_stop = True
         self._obey()
         if int(state.progress.epoch) > int(ending.epoch_before) or report.control.should_training_stop:
-            self._tell("on_epoch_end", ending)
+            report.tell("on_epoch_end", state)
             self._obey()
             if not report.control.should_training_stop:
                 report.fire("on_epoch_begin", state)
         state.ending = None
-
-    def _owes_decisions(self) -> bool:
-        """Tells whether a step was cut short before it was logged, evaluated and saved as callbacks wished."""
-        ending, asked = self.state.ending, self.report.state_dict()["asked"]
-        return ending is not None and ("on_step_end" not in ending.told or any(asked.values()))
-
-    def _tell(self, event: str, ending: Ending) -> None:
-        if event not in ending.told:
-            self.report.fire(event, self.state)
-            ending.told.append(event)
 
     def _obey(self) -> None:
         """Does what the control flags ask for."""
@@ -368,7 +351,7 @@ class TrainingLoop:
         progress.num_train_epochs = math.ceil(config.num_train_epochs)
         progress.train_batch_size = config.per_device_train_batch_size
         progress.compute_steps(config, max_steps)
-        if checkpoint is not None and self.state.step >= max_steps and not self._owes_decisions():
+        if checkpoint is not None and self.state.step >= max_steps and not self.report.owes(self.state):
             raise ConfigError(
                 f"nothing is left to train: {checkpoint} is at step {self.state.step} of {max_steps}. Raise max_steps "
                 "or num_train_epochs, or start without resume_from_checkpoint."
@@ -444,8 +427,9 @@ class TrainingLoop:
             "train_steps_per_second": len(losses) / seconds,
             "train_loss": sum(losses) / len(losses) if losses else float("nan"),
         }
-        if self.config.load_best_model_at_end:
-            self._load_best()
+        best = best_folder(state) if self.config.load_best_model_at_end else None
+        if best is not None:
+            setup.recovery.repeat(Stage.RESUME, self.checkpoints.load_weights, best)
         self.report.log(state, totals)
         self.report.fire("on_train_end", state)
         if setup.parallel.is_main and not self.config.disable_tqdm:
@@ -453,21 +437,6 @@ class TrainingLoop:
             summary(run_figures(state.history[first:], setup.memory.events, rollout_rows=rows))
         last = state.history[-1] if state.history else {}
         return TrainResult(state.step, totals["train_loss"], {**last, **totals})
-
-    def _load_best(self) -> None:
-        best = self.state.progress.best_model_checkpoint
-        if best is None or not Path(best).is_dir():
-            logger.warning(
-                "the best step, %s, was not saved, so the last weights stay; save whenever you evaluate, or set "
-                "save_strategy='best'",
-                self.state.progress.best_global_step,
-            )
-            return
-        step, loaded = self.state.progress.best_global_step, Path(best).name
-        if step is not None and loaded != checkpoint_folder(Path(), step).name:
-            told = "the best step, %s, was not saved, so that of %s is loaded, the best when it was; save whenever you"
-            logger.warning(f"{told} evaluate, or set save_strategy='best'", step, loaded)
-        self.setup.recovery.repeat(Stage.RESUME, self.checkpoints.load_weights, Path(best))
 
     # ------------------------------------------------------------------ how far
 

@@ -188,7 +188,9 @@ def attend(part: Part, target: Target) -> tuple[Tensor, Tensor]:
         Output (S, H, W, D) and log-sum-exp (S, H, W) of the scores, float32 at least.
     """
     wide, kernel = _with_equal_heads(part), part.kernel(target)
-    found = [_FORWARD[kernel](wide.cut(block)) for block in _blocks(wide, kernel)]
+    found = []
+    for block in _blocks(wide, kernel):
+        found.append(_FORWARD[kernel](wide.cut(block)))
     out, lse = found[0] if len(found) == 1 else (torch.cat(pieces, 2) for pieces in zip(*found, strict=True))
     return out.reshape(*part.query.shape[:3], -1), lse.reshape(part.query.shape[:3])
 

@@ -168,6 +168,17 @@ class RunLog:
         self.records.flush()
         return {"epoch": state.progress.epoch, **seen}
 
+    def tell(self, event: str, state: RunState) -> None:
+        """Calls an event at a step's end, once, however often the step's end is gone on with."""
+        if state.ending is not None and event not in state.ending.told:
+            self.fire(event, state)
+            state.ending.told.append(event)
+
+    def owes(self, state: RunState) -> bool:
+        """Tells whether a step was cut short before it was logged, evaluated and saved as callbacks wished."""
+        asked = any(getattr(self.control, name) for name in _WISHES)
+        return state.ending is not None and ("on_step_end" not in state.ending.told or asked)
+
     def write(self, state: RunState, *, durable: bool = False) -> bool:
         """Writes steps, logs and memory events that wait in memory; tells whether all of them are written."""
         with uninterrupted():  # a record is written once
