@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, insort
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -123,13 +123,17 @@ class _Pool:
         self.unmapped: list[tuple[int, Block]] = []  # by address
 
 
-@dataclass
+@dataclass(slots=True)
 class Reserved:
     """The highest counts of some stretch of time, in bytes."""
 
     reserved: int = 0  # int, bytes taken from the driver
     needed: int = 0  # int, bytes of them that could not have been given back
     allocated: int = 0  # int, bytes of blocks handed out
+
+    def over(self, other: Reserved) -> Reserved:
+        """Gives the higher of each count."""
+        return Reserved(*map(max, astuple(self), astuple(other)))
 
 
 class CachingAllocator:
@@ -146,7 +150,8 @@ class CachingAllocator:
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
         self.allocated_bytes = 0
-        self.retries = 0
+        self.retries = 0  # allocations that succeeded, or failed, after all that is free had gone back
+        self.refusals = 0
         self.peak = Reserved()
         self._returnable = 0
         self._small, self._large = _Pool(small=True), _Pool(small=False)
@@ -179,6 +184,7 @@ class CachingAllocator:
         pool = self._small if rounded <= _MOST_SMALL else self._large
         block = self._find(pool, rounded) or self._new(pool, rounded)
         if block is None:
+            self.refusals += 1
             raise torch.OutOfMemoryError(
                 f"Simulated device out of memory. Tried to allocate {rounded} bytes. {self.allocated_bytes} bytes are "
                 f"live, {self.reserved_bytes} are reserved, and the limit of {self.limit_bytes} bytes "

@@ -61,7 +61,7 @@ SEQUENCES = {
     "pools are apart": (PLAIN, "+a 512 +b 5120 +c 1536 -b +d 256", 22528, 22528, 2304),
     # Blocks from max_split_size (64 MiB) on are not cut: 50 MiB does not get the cached 80 ...
     "too large to be cut": (UNCUT, "+a 81920 -a +b 51200", 133120, 51200, 51200),
-    # ... 70 MiB gets it whole, being within 20 MiB of it. 65 MiB does not get 90, but a segment of 66, which is not cut.
+    # ... 70 MiB gets it whole, being within 20 MiB of it; 65 MiB does not get 90, but a segment of 66, uncut.
     "near enough to be taken whole": (UNCUT, "+a 81920 -a +b 71680", 81920, 81920, 81920),
     "not near enough": (UNCUT, "+a 92160 -a +b 66560", 159744, 67584, 67584),
     # Expandable: pages of 20 MiB for large blocks, 2 MiB for small ones, one segment each, blocks beside each other.
