@@ -231,7 +231,7 @@ def _first_forecast(wanted: Wish, given: Mapping[str, Any]) -> MemoryForecast:
 
 def _scout(wanted: Wish, forecast: MemoryForecast) -> Scout:
     policy: MemoryPolicy = chosen_policy(wanted.run.fields.memory_policy, wanted.run.config)
-    return Scout(policy, "cuda", forecast.budget_bytes, dict(forecast.corrections))
+    return Scout(policy, "cuda", forecast.budget_bytes, dict(forecast.corrections), forecast.stranded_bytes)
 
 
 def _findings(forecast: MemoryForecast, scout: Scout, wanted: Wish) -> Findings:
@@ -373,12 +373,15 @@ def _table(wanted: Wish, forecast: MemoryForecast) -> Table:
         table.add_column(_COMPONENTS[part], justify="right", no_wrap=True)
     table.add_column("other", justify="right")
     table.add_column("peak", justify="right", style="bold")
+    if forecast.reserved:
+        table.add_column("reserved", justify="right")
     for phase in (phase for phase in Phase if phase in forecast.phases):
         parts = forecast.phases[phase]
         other = sum(size for part, size in parts.items() if part not in shown)
         sizes = [parts.get(part, 0) for part in shown]
         style = "bold" if phase is forecast.peak_phase else ""
-        table.add_row(phase.value, *map(_gib, (*sizes, other, sum(parts.values()))), style=style)
+        held = (*sizes, other, sum(parts.values()), *filter(None, [forecast.reserved_bytes.get(phase)]))
+        table.add_row(phase.value, *map(_gib, held), style=style)
     return table
 
 

@@ -167,7 +167,11 @@ class DryRun:
             ranks=self._config.world_size,
             sharding=self._shared.sharding.value,
             host_bytes=_host_bytes(setup, self._device),
+<<<<<<< HEAD
             step_seconds=step_seconds,
+=======
+            reserved=memory.reserved_peaks(),
+>>>>>>> reserved
         )
 
     def _build(self, model: Any, reference: Any, checked: Checked | None) -> TrainingSetup:
@@ -332,6 +336,7 @@ def _try_until_settled(
         Learner(setup).make_state()
         for _ in range(_MOST_ROUNDS):
             memory.forget_phases({Phase.LOAD})
+            memory.empty_cache()  # of what plans given up since have left there
             held = memory.live_bytes
             work = longest_work(setup, longest)
             trial = replace(setup, make_room=partial(_meet_gradients, work, committer))

@@ -23,6 +23,7 @@ from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.runtime.recovery import Recovery, capture_random_state, set_random_state
 from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.memory.simulated.workspaces import about_cuda
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy, prepare_policy
 from memsafe_rl.preflight.dry_run import DryRun, SharedState
 from memsafe_rl.preflight.fake.device import fake_device, give_fake_weights
@@ -152,7 +153,7 @@ def forecast_memory(
         dry.about_prompts,
         *(() if not reward_models else ("reward models read as many tokens as prompt and completion have",)),
         base if quantization is None else f"{base}, in 4 bits where bitsandbytes quantises",
-        *(_ABOUT_CUDA if device == "cuda" else ()),
+        *(about_cuda() if device == "cuda" else ()),
     )
     return replace(found, assumptions=assumed, seconds=time.perf_counter() - started)
 
@@ -205,7 +206,7 @@ def _forecast_chains(
                 if network is not None:
                     give_fake_weights(network)
         found = dry.run_model(trained, reference, None, memory, device_bytes)
-    about = _ABOUT_CUDA if device == "cuda" else ()
+    about = about_cuda() if device == "cuda" else ()
     return replace(found, assumptions=(*shared.sentences(), "all chains are alike", *about))
 
 
@@ -277,14 +278,8 @@ def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast 
         logger.warning("forecast: %s; the run starts, since allow_lossy names remedies", found.sentence())
     else:
         raise MemoryBudgetError(f"Forecast before loading weights: the run {found.sentence()}")
-    tracker.expect(found.corrections)
+    tracker.expect(found.corrections, found.stranded_bytes)
     return found
-
-
-_ABOUT_CUDA = (
-    "CPU kernels stand for CUDA's: what the driver, cuBLAS and other CUDA kernels hold besides is not counted and has "
-    "not been measured yet",
-)
 
 
 def _config_of_forecast(args: TrainerConfig, device: str, ranks: int) -> TrainerConfig:

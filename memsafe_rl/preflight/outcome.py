@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from memsafe_rl.memory.simulated.caching_allocator import Reserved
 from memsafe_rl.preflight.search import Job
 from memsafe_rl.preflight.seconds import StepSeconds
 from memsafe_rl.types import Component, Phase, RolloutPlan, UpdatePlan
@@ -32,6 +33,7 @@ class MemoryForecast:
     seconds: float = 0.0  # time the forecast took
     ranks: int = 1  # ranks of the run, of which this is one
     sharding: str = "none"  # what they share, see `memsafe_rl.preflight.fake.sharding.Sharding`
+    reserved: Mapping[Phase, Reserved] = field(default_factory=dict)  # what a card's allocator holds; empty on a CPU
     # of the host's memory for a copy of what a checkpoint holds, where checkpoints are written in the background
     host_bytes: int = 0
     step_seconds: StepSeconds | None = None  # how long a step takes; None where nobody knows how fast the device is
@@ -48,6 +50,21 @@ class MemoryForecast:
     def phase_bytes(self) -> dict[Phase, int]:
         """int, bytes: the peak of every phase."""
         return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
+
+    @property
+    def reserved_bytes(self) -> dict[Phase, int]:
+        """int, bytes: most that PyTorch's allocator reserves in every phase, cached ones included; empty on a CPU."""
+        return {phase: highest.reserved for phase, highest in self.reserved.items()}
+
+    @property
+    def reserved_peak_bytes(self) -> int | None:
+        """int, bytes: the highest of them; None on a CPU."""
+        return max(self.reserved_bytes.values(), default=None)
+
+    @property
+    def stranded_bytes(self) -> dict[str, int]:
+        """int, bytes: what the allocator cannot do without beside live tensors, in every phase."""
+        return {phase.value: highest.needed - highest.allocated for phase, highest in self.reserved.items()}
 
     @property
     def peak_bytes(self) -> int:
@@ -70,6 +87,8 @@ class MemoryForecast:
             "budget_bytes": self.budget_bytes,
             "device_bytes": self.device_bytes,
             "phases": {phase.value: sum(parts.values()) for phase, parts in self.phases.items()},
+            "reserved_peak_bytes": self.reserved_peak_bytes,
+            "reserved_bytes": {phase.value: size for phase, size in self.reserved_bytes.items()},
             "components": {
                 phase.value: {part.value: size for part, size in parts.items() if size}
                 for phase, parts in self.phases.items()
@@ -92,9 +111,11 @@ class MemoryForecast:
         if self.refusal is not None:
             return f"does not fit into {format_bytes(self.budget_bytes)}: {self.refusal}"
         verdict = "fits" if self.fits else "does not fit"
+        reserved = self.reserved_peak_bytes
         return (
-            f"{verdict}: a peak of {format_bytes(self.peak_bytes)} in {self.peak_phase.value}, of a budget of "
-            f"{format_bytes(self.budget_bytes)}"
+            f"{verdict}: a peak of {format_bytes(self.peak_bytes)} in {self.peak_phase.value}"
+            + ("" if reserved is None else f" ({format_bytes(reserved)} reserved by PyTorch's allocator)")
+            + f", of a budget of {format_bytes(self.budget_bytes)}"
         )
 
     def facts(self) -> dict[str, str]:

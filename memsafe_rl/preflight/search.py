@@ -8,8 +8,8 @@ seconds; the answers are estimates, which a forecast of the task found proves.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.budget import AUTO_SHARE
@@ -77,6 +77,7 @@ class Scout:
     device: str  # kind of device
     budget_bytes: int  # int, bytes that may be held
     corrections: dict[str, float]  # per phase, what forecasts or measurements say of the estimates
+    stranded_bytes: Mapping[str, int] = field(default_factory=dict)  # per phase, what the allocator needs besides
 
     def outlook(self, job: Job) -> Outlook:
         """Says what the policy would do."""
@@ -116,6 +117,7 @@ class Scout:
             peak_bytes=job.held_bytes,
             corrections=self.corrections,
             optimizer_bytes=job.optimizer_bytes,
+            stranded_bytes=self.stranded_bytes,
         )
         return self.policy.before_rollout(job.rollout, memory), self.policy.before_update(job.update, memory)
 

@@ -302,6 +302,8 @@ class MemoryState:
         failures: failures of this run that outlived their same-plan retry, oldest first.
         optimizer_bytes: int, bytes of the optimizer state, wherever it lies; 0 while there is none or it is unknown.
         parked_bytes: int, bytes of the optimizer state that lie in host memory now, no part of ``live_bytes``.
+        stranded_bytes: per phase, int, bytes that the device's allocator needs beside those of live tensors, since it
+            holds whole segments; a phase of which nothing is known is left out.
     """
 
     device: str
@@ -315,3 +317,4 @@ class MemoryState:
     failures: tuple[MemoryFailure, ...] = ()
     optimizer_bytes: int = 0
     parked_bytes: int = 0
+    stranded_bytes: Mapping[str, int] = field(default_factory=dict)

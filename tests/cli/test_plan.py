@@ -36,6 +36,7 @@ def test_a_config_alone_is_enough(folder: Path) -> None:
     assert "assumed: the longest prompt has 32 tokens (as given)" in told
     for phase in ("load", "rollout", "update", "optimizer"):
         assert f"│ {phase}" in told
+    assert "reserved" in told.splitlines()[2]
 
 
 @pytest.mark.slow

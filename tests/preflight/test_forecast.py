@@ -315,6 +315,36 @@ class TestOfACard:
         assert whole.phases[Phase.UPDATE][Component.OPTIMIZER] == pytest.approx(8 * parameters, rel=0.03)
         assert whole.phases[Phase.OPTIMIZER][Component.GRADIENTS] == pytest.approx(4 * parameters, rel=0.03)
 
+    def test_reserved_bytes_stand_beside_allocated_ones(
+        self, folder: Path, on_a_gib: MemoryForecast, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert set(on_a_gib.reserved_bytes) == set(on_a_gib.phases)
+        for phase, peak in on_a_gib.phase_bytes.items():
+            assert on_a_gib.reserved_bytes[phase] >= peak - 2**20  # the load's is held against the check at start
+            assert on_a_gib.reserved_bytes[phase] % (2 * 2**20) == 0
+        # What one phase has left in the cache is reserved in the next, too.
+        assert on_a_gib.reserved_bytes[Phase.OPTIMIZER] == on_a_gib.reserved_peak_bytes
+        assert on_a_gib.plain()["reserved_peak_bytes"] == on_a_gib.reserved_peak_bytes
+        assert "reserved by PyTorch's allocator" in on_a_gib.sentence()
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "large_segment_size_mb:40,roundup_power2_divisions:4")
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+        growing = on_a_card(folder)
+        assert growing.reserved_peak_bytes == (on_a_gib.reserved_peak_bytes or 0) + 20 * 2**20  # one segment of 40
+        assert any("roundup_power2_divisions:4 left out" in told for told in growing.assumptions)
+        assert any("cuBLAS takes 18.25 MiB" in told for told in growing.assumptions)  # twice 8 MiB, 128 KiB and 1 MiB
+        on_a_cpu = on_a_card(folder, device="cpu")
+        assert (on_a_cpu.reserved_bytes, on_a_cpu.reserved_peak_bytes) == ({}, None)
+        assert "reserved" not in on_a_cpu.sentence()
+
+    def test_a_tight_budget_holds_reserved_bytes(self, folder: Path, on_a_gib: MemoryForecast) -> None:
+        budget = 32 * 2**20
+        # Live tensors would fit without another plan, what is reserved for them would not.
+        assert on_a_gib.peak_bytes < budget < max(found.needed for found in on_a_gib.reserved.values()) + 2**22
+        assert (on_a_gib.reserved_peak_bytes or 0) > budget
+        tight = on_a_card(folder, settings={"memory_budget": budget})
+        assert tight.fits
+        assert (tight.reserved_peak_bytes or 0) <= budget
+
     def test_eight_bit_moments_are_a_quarter(self, folder: Path, parameters: int) -> None:
         optimizer = on_a_card(folder, settings={"optim": "adamw_bnb_8bit"}).job.optimizer_bytes
         assert optimizer == pytest.approx(2 * parameters, rel=0.1)

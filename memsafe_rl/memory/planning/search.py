@@ -389,7 +389,7 @@ class Room:
     def __init__(self, phase: Phase, work: RolloutWork | UpdateWork, memory: MemoryState) -> None:
         self.work = work
         self._phase, self._memory = phase, memory
-        self._free = memory.budget_bytes - memory.live_bytes
+        self._free = memory.budget_bytes - memory.live_bytes - memory.stranded_bytes.get(phase.value, 0)
         share = _MEASURED_SHARE if phase.value in memory.corrections else _SHARE
         self._factor = 0.0 if phase is Phase.REWARD else _correction(phase, memory) / share
         self._tile = _tile(memory)

@@ -1,7 +1,7 @@
 """Reads how many bytes this process holds, and holds it to a budget where the device can.
 
-The counts come from the CUDA allocator, from a simulated device, or from the operating system on a CPU. Only a
-simulated device enforces a budget by itself; elsewhere the plans keep it.
+The counts come from the CUDA allocator, from a simulated device, or from the operating system on a CPU. The first two
+enforce a budget by themselves, CUDA on reserved bytes; on a CPU the plans keep it.
 """
 
 from __future__ import annotations
@@ -54,6 +54,12 @@ class MemoryMeter(Protocol):
     def peak_by_component(self) -> Mapping[Component, int]:
         """Bytes held by what they are for, at the peak of the phase left last; empty where nobody keeps the count."""
 
+    def reserved_peak_bytes(self) -> int | None:
+        """Most bytes the allocator took from the device since `reset_peak`; None where it keeps none for later."""
+
+    def stranded_bytes(self) -> int | None:
+        """Bytes it needed beside live tensors in the phase left last; None where nobody can tell."""
+
     def allocator_retries(self) -> int:
         """How often the allocator had to give its cache back before an allocation succeeded, ever."""
 
@@ -65,17 +71,13 @@ class MemoryMeter(Protocol):
 
 
 class CudaMeter:
-    """The CUDA caching allocator's own counters (allocated bytes).
-
-    `enforce` sets no limit: the plans keep the budget. PyTorch's own limit,
-    `torch.cuda.set_per_process_memory_fraction`, counts reserved bytes, of which it needs more than the plans predict,
-    and waits for a proof on a card.
-    """
+    """The CUDA caching allocator's own counters, and its own limit, which holds reserved bytes."""
 
     is_exact = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._own_fraction: float | None = None
 
     def live_bytes(self) -> int:
         """Bytes held now."""
@@ -105,15 +107,31 @@ class CudaMeter:
         """Nothing: the allocator does not know what its blocks are for."""
         return {}
 
+    def reserved_peak_bytes(self) -> int | None:
+        """Most bytes taken from the driver since `reset_peak`, cached ones included."""
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def stranded_bytes(self) -> int | None:
+        """Nothing: at which moment how much could have gone back is not counted."""
+        return None
+
     def allocator_retries(self) -> int:
         """Allocations that succeeded only after all cached memory went back to the driver."""
         return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
 
     def enforce(self, budget_bytes: int) -> None:
-        """Does nothing: the plans keep the budget."""
+        """Has the allocator reserve no more than the budget until `release`; a lower limit set before stays."""
+        if self._own_fraction is None:
+            self._own_fraction = torch.cuda.get_per_process_memory_fraction(self._device)
+        # PyTorch rounds fraction times total down; half a byte more keeps a budget of whole segments whole.
+        fraction = (budget_bytes + 0.5) / self.total_bytes()
+        torch.cuda.set_per_process_memory_fraction(min(self._own_fraction, fraction), self._device)
 
     def release(self) -> None:
-        """Does nothing: nothing was enforced."""
+        """Gives the allocator its own limit back."""
+        if self._own_fraction is not None:
+            torch.cuda.set_per_process_memory_fraction(self._own_fraction, self._device)
+            self._own_fraction = None
 
 
 class HostMeter:
@@ -166,6 +184,14 @@ class HostMeter:
     def peak_by_component(self) -> Mapping[Component, int]:
         """Nothing: the operating system does not know what pages are for."""
         return {}
+
+    def reserved_peak_bytes(self) -> int | None:
+        """None: what the process holds is all there is to know."""
+        return None
+
+    def stranded_bytes(self) -> int | None:
+        """None: memory of the host is not reserved in segments."""
+        return None
 
     def allocator_retries(self) -> int:
         """None: memory of the host is not cached in blocks that could run short."""
@@ -222,6 +248,16 @@ class SimulatedMeter:
         """Bytes held by what they are for, at the peak of the phase left last."""
         record = self._simulation.last_phase
         return {} if record is None else record.components
+
+    def reserved_peak_bytes(self) -> int | None:
+        """Most bytes a card's allocator would have reserved in the phase left last; None of a plain device."""
+        record = self._simulation.last_phase
+        return None if record is None or record.reserved is None else record.reserved.reserved
+
+    def stranded_bytes(self) -> int | None:
+        """Bytes that it could not have done without beside live tensors, in that phase."""
+        record = self._simulation.last_phase
+        return None if record is None or record.reserved is None else record.reserved.needed - record.reserved.allocated
 
     def allocator_retries(self) -> int:
         """None: a simulated device caches nothing."""

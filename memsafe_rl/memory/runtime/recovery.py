@@ -28,6 +28,7 @@ from memsafe_rl.memory.runtime.failures import is_out_of_memory, requested_bytes
 from memsafe_rl.memory.runtime.stages import RETRIES, Retry, Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.runtime.verdict import changes, explain
+from memsafe_rl.memory.simulated.device import open_simulations
 from memsafe_rl.types import MemoryFailure, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class Recovery:
             if not is_out_of_memory(error):
                 raise
             failed = _Failed.of(error)
-        clear_device_cache()
+        _empty_caches()
         self.record_failure(failed, live, 1, time.perf_counter() - began)
         raise Attempts(self, stage, None, None).verdict(failed)
 
@@ -142,7 +143,7 @@ class Recovery:
                 if not is_out_of_memory(error):
                     raise
                 failed = _Failed.of(error)
-            clear_device_cache()
+            _empty_caches()
             tries += 1
             self.record_failure(failed, live, tries, time.perf_counter() - began)
             if tries == UNPLANNED_TRIES:
@@ -266,7 +267,14 @@ def _clear(start: _Start, undo: Callable[[], None] | None) -> None:
             undo()
         set_random_state(start.random)
     flush_autograd()
+    _empty_caches()
+
+
+def _empty_caches() -> None:
+    """Has allocators give back what they keep for later, those of simulated devices too."""
     clear_device_cache()
+    for device in open_simulations():
+        device.empty_cache()
 
 
 def flush_autograd() -> None:

@@ -48,6 +48,7 @@ class MemoryTracker:
         self.phase_now = Phase.LOAD
         self.phase_peaks: dict[str, int] = {}
         self.phase_seconds: dict[str, float] = {}
+        self.reserved_peaks: dict[str, int] = {}
         self.step_parts: dict[str, dict[str, int]] = {}
         self._parts: dict[str, Mapping[Component, int]] = {}
         self._device = device
@@ -55,6 +56,7 @@ class MemoryTracker:
         self._plans: dict[type, RolloutPlan | UpdatePlan] = {}
         self._planned_at: dict[type, int] = {}
         self._corrections: dict[str, float] = {}
+        self._stranded: dict[str, int] = {}
         self._failures: tuple[MemoryFailure, ...] = ()
         self._enforced = False
         self._holders = holders
@@ -66,6 +68,7 @@ class MemoryTracker:
         """Gives a tracker of the same device that knows the same past and records its own future."""
         fork = copy.copy(self)
         fork.events, fork.phase_peaks, fork.phase_seconds = RecordLog(), {}, {}
+        fork.reserved_peaks, fork._stranded = {}, dict(self._stranded)
         fork._plans, fork._planned_at, fork._corrections = (
             dict(self._plans),
             dict(self._planned_at),
@@ -89,6 +92,7 @@ class MemoryTracker:
             failures=self._failures,
             optimizer_bytes=optimizer_bytes,
             parked_bytes=parked_bytes,
+            stranded_bytes=dict(self._stranded),
         )
 
     @property
@@ -138,6 +142,18 @@ class MemoryTracker:
             self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + time.perf_counter() - start
             if compared and plan is not None and plan is self._plan_of(phase):
                 self._correct(phase, plan, peak - held)
+            self._note_reserved(phase, peak)
+
+    def _note_reserved(self, phase: Phase, peak_bytes: int) -> None:
+        """Notes what the allocator reserved, and corrects what it is known to need beside live tensors."""
+        reserved, stranded = self.meter.reserved_peak_bytes(), self.meter.stranded_bytes()
+        if reserved is None:
+            return
+        self.reserved_peaks[phase] = max(self.reserved_peaks.get(phase, 0), reserved)
+        if stranded is None:
+            # Reserved bytes bound it from above only: what earlier phases left in the cache is among them.
+            stranded = min(self._stranded.get(phase, 0), reserved - peak_bytes)
+        self._stranded[phase] = max(0, stranded)
 
     def adopt(self, plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
         """Checks a plan, remembers it and records its event."""
@@ -160,9 +176,10 @@ class MemoryTracker:
         optimizer_bytes, parked_bytes = self._optimizer_bytes()
         return optimizer_bytes - parked_bytes
 
-    def expect(self, corrections: Mapping[str, float]) -> None:
-        """Begins with what a forecast has learnt of the estimates, as if a step had measured it."""
+    def expect(self, corrections: Mapping[str, float], stranded_bytes: Mapping[str, int] | None = None) -> None:
+        """Begins with what a forecast has learnt of estimates and allocator, as if a step had measured it."""
         self._corrections.update(corrections)
+        self._stranded.update(stranded_bytes or {})
 
     def record(self, event: str, **details: Any) -> None:
         """Adds an event."""
@@ -183,11 +200,15 @@ class MemoryTracker:
         peak = max(self.phase_peaks.values(), default=self.meter.peak_bytes())
         metrics["memory/peak_bytes"] = float(peak)
         metrics["memory/budget_bytes"] = float(self.budget_bytes)
+        metrics |= {f"memory/{name}_reserved_bytes": float(size) for name, size in self.reserved_peaks.items()}
+        if self.reserved_peaks:
+            metrics["memory/reserved_bytes"] = float(max(self.reserved_peaks.values()))
         for name in self.phase_peaks:
             plan = self._plan_of(Phase(name))
             if plan is not None and name in plan.predicted_bytes:
                 metrics[f"memory/{name}_predicted_bytes"] = float(plan.predicted_bytes[name])
         self.phase_peaks.clear()
+        self.reserved_peaks.clear()
         self.phase_seconds.clear()
         self._parts.clear()
         self._announce(peak)
@@ -243,6 +264,7 @@ class MemoryTracker:
         return {
             "budget_bytes": self.budget_bytes,
             "corrections": dict(self._corrections),
+            "stranded_bytes": dict(self._stranded),
             "plans": [_plain(plan) for plan in self._plans.values()],
             "failures": failures,
         }
@@ -250,6 +272,7 @@ class MemoryTracker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave; the budget is the caller's to set."""
         self._corrections = dict(state["corrections"])
+        self._stranded = dict(state.get("stranded_bytes", {}))
         plans = [_plan_from(plain) for plain in state["plans"]]
         self._plans = {type(plan): plan for plan in plans if plan is not None}
         self._failures = tuple(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memsafe_rl.accounting import listen, stop_listening
 from memsafe_rl.errors import MemsafeError
+from memsafe_rl.memory.simulated.caching_allocator import CachingAllocator, Reserved
 from memsafe_rl.memory.simulated.counting import CountingAllocator, compiler_available
 from memsafe_rl.memory.simulated.ledger import LimitedLedger
 from memsafe_rl.types import Component, Phase
@@ -32,6 +33,7 @@ class PhaseRecord:
     live_bytes: int  # int, bytes held when it was left
     peak_bytes: int  # int, most bytes held within it, phases nested in it left out
     components: Mapping[Component, int]  # int, bytes of every component at that peak; they sum to it
+    reserved: Reserved | None = None  # the highest counts of the allocator in force; None without one
 
 
 @dataclass
@@ -42,10 +44,13 @@ class _OpenPhase:
     start_seconds: float
     unmarked_before: Component
     peak: dict[Component, int] = field(default_factory=dict)
+    reserved: Reserved = field(default_factory=Reserved)
 
-    def see(self, split: dict[Component, int]) -> None:
+    def see(self, split: dict[Component, int], allocator: CachingAllocator | None) -> None:
         if sum(split.values()) >= sum(self.peak.values()) or not self.peak:
             self.peak = split
+        if allocator is not None:
+            self.reserved = self.reserved.over(allocator.restart_peak())
 
 
 class SimulatedMemory:
@@ -64,7 +69,8 @@ class SimulatedMemory:
         capacity_bytes: bytes, or a size such as "2GiB"; an allocation that would pass it is refused. None for no limit.
         fail_at: the allocation that fails, counted from 1 at entry; later ones succeed. None for none.
         exact: True demands the allocator, False the ledger; None takes what is there.
-        granularity_bytes: int, bytes; each storage that the ledger counts counts as a multiple of it.
+        allocator: rules by which a card's allocator reserves bytes for what the ledger counts, empty yet; the capacity
+            holds the reserved bytes then.
 
     Raises:
         ConfigError: the capacity is no size or negative, or `fail_at` is under 1.
@@ -77,19 +83,21 @@ class SimulatedMemory:
         fail_at: int | None = None,
         *,
         exact: bool | None = None,
-        granularity_bytes: int = 1,
+        allocator: CachingAllocator | None = None,
     ) -> None:
         capacity_bytes = parse_bytes(capacity_bytes) if isinstance(capacity_bytes, str) else capacity_bytes
-        self.exact = compiler_available() if exact is None else exact
+        self.exact = allocator is None and (compiler_available() if exact is None else exact)
+        self.allocator = allocator
         self._counter: CountingAllocator | LimitedLedger
         if self.exact:
             self._counter = CountingAllocator(capacity_bytes, fail_at)
         else:
-            self._counter = LimitedLedger(capacity_bytes, fail_at, granularity_bytes)
+            self._counter = LimitedLedger(capacity_bytes, fail_at, allocator)
         self._entered = False
         self._entered_at = 0.0
         self._open_phases: list[_OpenPhase] = []
         self._phase_peaks: dict[Phase, dict[Component, int]] = {}
+        self._reserved: dict[Phase, Reserved] = {}
         self._timeline: list[PhaseRecord] = []
 
     @property
@@ -156,9 +164,18 @@ class SimulatedMemory:
         peaks = dict(self._phase_peaks)
         for number, opened in enumerate(reversed(self._open_phases)):
             if number == 0:
-                opened.see(self._counter.span_peak())
+                opened.see(self._counter.span_peak(), self.allocator)
             _keep_higher(peaks, opened.phase, opened.peak)
         return {phase: dict(split) for phase, split in peaks.items()}
+
+    def reserved_peaks(self) -> dict[Phase, Reserved]:
+        """Gives the highest counts of the allocator in every phase left so far; nothing without an allocator."""
+        return {} if self.allocator is None else dict(self._reserved)
+
+    def empty_cache(self) -> None:
+        """Gives back what an allocator keeps for later; without one, nothing is kept."""
+        if self.allocator is not None:
+            self.allocator.empty_cache()
 
     def reset_peak(self) -> None:
         """Starts a new `peak_bytes` at the bytes held now; peaks of phases stay."""
@@ -215,7 +232,7 @@ class SimulatedMemory:
             phase: what the run is doing.
         """
         if self._open_phases:
-            self._open_phases[-1].see(self._counter.span_peak())
+            self._open_phases[-1].see(self._counter.span_peak(), self.allocator)
         unmarked = Component.ACTIVATIONS if phase in _WORKING_PHASES else Component.OTHER
         self._open_phases.append(_OpenPhase(phase, self._seconds(), self._counter.set_unmarked(unmarked)))
         self._counter.start_span()
@@ -225,10 +242,11 @@ class SimulatedMemory:
         if not self._entered:
             return
         left = self._open_phases.pop()
-        left.see(self._counter.span_peak())
+        left.see(self._counter.span_peak(), self.allocator)
         self._counter.set_unmarked(left.unmarked_before)
         self._counter.start_span()
         _keep_higher(self._phase_peaks, left.phase, left.peak)
+        self._reserved[left.phase] = left.reserved.over(self._reserved.get(left.phase, Reserved()))
         self._timeline.append(
             PhaseRecord(
                 phase=left.phase,
@@ -237,6 +255,7 @@ class SimulatedMemory:
                 live_bytes=self.live_bytes,
                 peak_bytes=sum(left.peak.values()),
                 components=left.peak,
+                reserved=None if self.allocator is None else left.reserved,
             )
         )
 
@@ -302,6 +321,7 @@ class SimulatedMemory:
         """
         wanted = set(kept)
         self._phase_peaks = {phase: split for phase, split in self._phase_peaks.items() if phase in wanted}
+        self._reserved = {phase: highest for phase, highest in self._reserved.items() if phase in wanted}
 
     def __enter__(self) -> SimulatedMemory:
         self._counter.__enter__()

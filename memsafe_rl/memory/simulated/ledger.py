@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.simulated.caching_allocator import Block, CachingAllocator
 from memsafe_rl.memory.simulated.workspaces import WORKSPACES
 from memsafe_rl.types import Component
 
@@ -32,11 +33,13 @@ _FRESH = ("aten::lift_fresh",)
 class _Entry:
     """One storage that counts."""
 
-    size: int
+    size: int  # int, bytes that count
     component: Component
     on_host: bool
     reference: weakref.ref[torch.UntypedStorage]
-    rows: int = 0
+    rows: int
+    asked: int  # int, bytes of the storage, or of one rank's part of it
+    block: Block | None  # of the allocator, where there is one
 
 
 class _Arena:
@@ -64,12 +67,14 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts bytes of the distinct storages created inside it, and what they are for.
 
     A view adds nothing, nor does a view of a tensor made outside. Meta tensors hold nothing; fake tensors count as
-    what they stand for.
+    what they stand for. Under an allocator each storage counts as its block.
     """
 
-    def __init__(self, granularity_bytes: int = 1, on_growth: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, allocator: CachingAllocator | None = None, on_growth: Callable[[int], None] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._granularity_bytes = granularity_bytes
+        self.allocator = allocator
         self._on_growth = on_growth
         self._entries: dict[int, _Entry] = {}
         self._device = _Arena()
@@ -201,37 +206,58 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _pass(self, size: int) -> None:
         """Counts bytes that were held inside an operator and are gone."""
         if not self._on_host:
-            self._admit_growth(size, on_host=False)
+            size, block = self._obtain(size, on_host=False)
             component = self._component or self._unmarked
             self._device.add(component, size)
             self._device.note_peaks()
             self._device.add(component, -size)
+            self._give_back(block)
 
-    def _rounded(self, storage: torch.UntypedStorage, component: Component, rows: int) -> int:
+    def _asked(self, storage: torch.UntypedStorage, component: Component, rows: int) -> int:
         size, parts = storage.nbytes(), self._parts.get(component, 1)
-        if parts > 1 and rows > 0:
-            size = -(-rows // parts) * -(-size // rows)
-        return -(-size // self._granularity_bytes) * self._granularity_bytes
+        return -(-rows // parts) * -(-size // rows) if parts > 1 and rows > 0 else size
 
     def _enter(self, storage: torch.UntypedStorage, component: Component, rows: int, *, on_host: bool) -> None:
-        key, size = storage._cdata, self._rounded(storage, component, rows)
-        if size == 0:
+        key, asked = storage._cdata, self._asked(storage, component, rows)
+        if asked == 0:
             return
-        self._admit_growth(size, on_host)
-        self._entries[key] = _Entry(size, component, on_host, weakref.ref(storage, lambda _: self._leave(key)), rows)
-        self._count(self._entries[key], size)
+        size, block = self._obtain(asked, on_host)
+        reference = weakref.ref(storage, lambda _: self._leave(key))
+        entry = self._entries[key] = _Entry(size, component, on_host, reference, rows, asked, block)
+        self._count(entry, size)
 
     def _resize(self, storage: torch.UntypedStorage) -> None:
         entry = self._entries[storage._cdata]
-        change = self._rounded(storage, entry.component, entry.rows) - entry.size
-        if change:
-            self._admit_growth(change, entry.on_host)
-            entry.size += change
-            self._count(entry, change)
+        asked = self._asked(storage, entry.component, entry.rows)
+        if asked != entry.asked:
+            before = entry.size
+            if self.allocator is None and asked > entry.asked:
+                self._obtain(asked - entry.asked, entry.on_host)
+            self._exchange(entry, asked)
+            self._count(entry, entry.size - before)
 
-    def _admit_growth(self, size: int, on_host: bool) -> None:
-        if size > 0 and not on_host and self._on_growth is not None:
+    def _exchange(self, entry: _Entry, asked: int) -> None:
+        """Has a storage count as a new size: as on a device, the new block is there before the old one goes."""
+        size, block = asked, None
+        if self.allocator is not None and asked:
+            size, block = self._obtain(asked, entry.on_host)
+        self._give_back(entry.block)
+        entry.size, entry.asked, entry.block = size, asked, block
+
+    def _obtain(self, size: int, on_host: bool) -> tuple[int, Block | None]:
+        """Asks for bytes; gives how many count, and their block."""
+        if on_host:
+            return size, None
+        if self._on_growth is not None:
             self._on_growth(size)
+        if self.allocator is None:
+            return size, None
+        block = self.allocator.allocate(size)
+        return block.size, block
+
+    def _give_back(self, block: Block | None) -> None:
+        if block is not None and self.allocator is not None:
+            self.allocator.free(block)
 
     def _count(self, entry: _Entry, change: int) -> None:
         arena = self._host if entry.on_host else self._device
@@ -242,8 +268,9 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         arena = self._host if entry.on_host else self._device
         arena.add(entry.component, -entry.size)
         storage = entry.reference() if self._parts else None
-        if storage is not None:
-            entry.size = self._rounded(storage, component, entry.rows)
+        asked = entry.asked if storage is None else self._asked(storage, component, entry.rows)
+        if asked != entry.asked:
+            self._exchange(entry, asked)
         arena.add(component, entry.size)
         entry.component = component
         arena.note_peaks()
@@ -251,30 +278,41 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leave(self, key: int) -> None:
         entry = self._entries.pop(key)
         (self._host if entry.on_host else self._device).add(entry.component, -entry.size)
+        self._give_back(entry.block)
 
 
 class LimitedLedger(StorageLedger):  # type: ignore[no-untyped-call]
     """A `StorageLedger` with the limits of `CountingAllocator`; it refuses after the operator ran, before it counts."""
 
     def __init__(
-        self, capacity_bytes: int | None = None, fail_at: int | None = None, granularity_bytes: int = 1
+        self,
+        capacity_bytes: int | None = None,
+        fail_at: int | None = None,
+        allocator: CachingAllocator | None = None,
     ) -> None:
         check_limits(capacity_bytes, fail_at)
-        super().__init__(granularity_bytes, on_growth=self._admit)
-        self._capacity_bytes = capacity_bytes
+        super().__init__(allocator, on_growth=self._admit)
+        self.set_capacity(capacity_bytes)
         self._fail_at = fail_at
         self.allocations = 0
-        self.refusals = 0
+        self._refusals = 0
+
+    @property
+    def refusals(self) -> int:
+        """Storages refused since entry."""
+        return self._refusals + (0 if self.allocator is None else self.allocator.refusals)
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Bytes that may be held; None for no limit."""
+        """Bytes that may be held, under an allocator reserved; None for no limit."""
         return self._capacity_bytes
 
     def set_capacity(self, capacity_bytes: int | None) -> None:
         """Changes the capacity from now on."""
         check_limits(capacity_bytes, None)
         self._capacity_bytes = capacity_bytes
+        if self.allocator is not None:
+            self.allocator.limit_bytes = capacity_bytes
 
     def fail_after(self, allocations: int) -> None:
         """Chooses the next storage that is refused, from 1."""
@@ -284,8 +322,9 @@ class LimitedLedger(StorageLedger):  # type: ignore[no-untyped-call]
     def _admit(self, size: int) -> None:
         self.allocations += 1
         chosen, held = self.allocations == self._fail_at, self.live_bytes
-        if chosen or (self._capacity_bytes is not None and held + size > self._capacity_bytes):
-            self.refusals += 1
+        limit = None if self.allocator is not None else self._capacity_bytes
+        if chosen or (limit is not None and held + size > limit):
+            self._refusals += 1
             raise refusal(size, held, chosen=chosen)
 
 

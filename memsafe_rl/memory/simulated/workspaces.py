@@ -1,15 +1,30 @@
+<<<<<<< HEAD
 """Temporaries inside kernels, which no count of storages from Python can see.
 
 Those of the CPU's kernels are measured with torch 2.13. Those of CUDA's are what their sources allocate (`mha_bwd` of
 FlashAttention 2 and `_efficient_attention_backward`, as PyTorch builds them); not yet measured on a card.
+=======
+"""What no count of storages from Python can see, on a CPU and on a card.
+
+Temporaries inside CPU kernels are measured with torch 2.13; what CUDA's libraries hold is read from PyTorch's source,
+and not yet measured.
+>>>>>>> reserved
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from memsafe_rl.memory.simulated.caching_allocator import AllocatorSettings
+from memsafe_rl.units import format_bytes
+
+_KIB = 2**10
 
 
 def _exponentials(args: tuple[Any, ...], result: Tensor) -> int:
@@ -49,3 +64,45 @@ WORKSPACES: Mapping[str, Callable[[tuple[Any, ...], Any], int]] = {
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
 }
 """By operator, the bytes that its kernel holds for a moment besides its arguments and results; others hold a few."""
+
+CUBLAS_BYTES = {"9.0": 32 * _KIB**2, "": 8 * _KIB**2 + 128 * _KIB}
+"""Workspace of a cuBLAS handle by compute capability, "" for all others: ``parseChosenWorkspaceSize`` in PyTorch's
+``aten/src/ATen/cuda/CublasHandlePool.cpp``."""
+_CUBLAS_HANDLES = 2
+"""Threads that multiply, each with a handle of its own: the one that runs the step, and autograd's for the device."""
+_CUBLASLT_KIB = 1024
+"""Workspace of cublasLt beside each, unless ``CUBLASLT_WORKSPACE_SIZE`` is set (``parseCUDABlasLtWorkspaceSize``)."""
+_CONTEXT = "300 to 600 MiB"
+"""What a CUDA context with PyTorch's kernels takes, by what users report of many cards and drivers; an assumption."""
+
+
+def cublas_bytes(environment: Mapping[str, str], capability: str | None = None) -> int:
+    """Counts what cuBLAS holds through PyTorch's allocator once both threads have multiplied.
+
+    Args:
+        environment: variables of the process, such as `os.environ`.
+        capability: compute capability of the card, such as "9.0"; None for the one that takes most.
+
+    Returns:
+        int, bytes.
+    """
+    sizes = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    most = max(CUBLAS_BYTES.values()) if capability is None else CUBLAS_BYTES.get(capability, CUBLAS_BYTES[""])
+    own = sum(int(size) * _KIB * int(count) for size, count in sizes) if sizes else most
+    lt = environment.get("CUBLASLT_WORKSPACE_SIZE", "")
+    return _CUBLAS_HANDLES * (own + _KIB * (int(lt) if lt.isdigit() else _CUBLASLT_KIB))
+
+
+def about_cuda() -> tuple[str, ...]:
+    """Says what a forecast for a card takes for granted."""
+    capability = None
+    if torch.cuda.is_available():
+        capability = "{}.{}".format(*torch.cuda.get_device_capability())
+    cublas, left_out = cublas_bytes(os.environ, capability), AllocatorSettings.read(os.environ).left_out
+    unknown = f"the allocator's {', '.join(left_out)} left out: reserved bytes will differ"
+    return (
+        "CPU kernels stand for CUDA's, whose own temporaries are not counted and have not been measured yet",
+        f"cuBLAS takes {format_bytes(cublas)} for its workspaces besides, through PyTorch's allocator",
+        f"the CUDA context takes {_CONTEXT} outside of PyTorch, by what is reported of many cards",
+        *((unknown,) if left_out else ()),
+    )

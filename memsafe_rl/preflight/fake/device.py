@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -15,13 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsafe_rl.accounting import among_ourselves, host_memory, only_bytes_matter
+from memsafe_rl.memory.simulated.caching_allocator import AllocatorSettings, CachingAllocator
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.kernels import kernels_of
 from memsafe_rl.preflight.fake.memo import Memo
-
-CUDA_GRANULARITY_BYTES = 512
-"""Bytes of which PyTorch's CUDA allocator gives whole multiples."""
-
 
 _COMPOSED = ("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise")
 _DEVICE_OF = torch.ops.prim.device.default
@@ -146,8 +144,8 @@ def fake_device(capacity_bytes: int | None = None, *, stands_for: str = "cpu") -
     """
     told = logging.getLogger("torch._subclasses.fake_tensor")  # prints what it also raises
     level = told.level
-    granularity_bytes = CUDA_GRANULARITY_BYTES if stands_for == "cuda" else 1
-    memory = SimulatedMemory(capacity_bytes, exact=False, granularity_bytes=granularity_bytes)
+    allocator = CachingAllocator(AllocatorSettings.read(os.environ)) if stands_for == "cuda" else None
+    memory = SimulatedMemory(capacity_bytes, exact=False, allocator=allocator)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     answers = _Answers(composed=stands_for != "cuda", memory=memory)
     with among_ourselves(), only_bytes_matter(), kernels_of(stands_for), fake, memory, answers:

@@ -7,10 +7,13 @@ import torch
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.memory.runtime.meters import CudaMeter, HostMeter, SimulatedMeter, meter_for
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.memory.simulated.caching_allocator import CachingAllocator
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.types import Component
+from memsafe_rl.types import Component, Phase
 
 CPU = torch.device("cpu")
+GIB = 2**30
 
 
 @pytest.mark.parametrize("exact", [None, False])
@@ -71,6 +74,119 @@ def test_meters_without_a_count_answer_with_none() -> None:
     with SimulatedMemory() as device:
         assert SimulatedMeter(device).allocator_retries() == 0
         assert SimulatedMeter(device).is_exact
+
+
+class Card:
+    """What `torch.cuda` says of a card of 80 GiB on which somebody set a limit."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fraction: float) -> None:
+        self.fraction = fraction
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * GIB, 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: self.fraction)
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self._set)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 12 * GIB)
+
+    def _set(self, fraction: float, device: torch.device) -> None:
+        assert 0 <= fraction <= 1  # as PyTorch demands
+        assert device == torch.device("cuda", 1)
+        self.fraction = fraction
+
+    @property
+    def allowed_bytes(self) -> int:
+        """As PyTorch works it out."""
+        return int(self.fraction * float(80 * GIB))
+
+
+@pytest.mark.parametrize("budget_bytes", [16 * GIB, 2**20 * 33, 80 * GIB, 70_000_000_001])
+def test_on_a_card_the_budget_holds_reserved_bytes_until_it_is_released(
+    monkeypatch: pytest.MonkeyPatch, budget_bytes: int
+) -> None:
+    card = Card(monkeypatch, 1.0)
+    meter = CudaMeter(torch.device("cuda", 1))
+    meter.release()
+    assert card.fraction == 1.0
+    meter.enforce(2**30)
+    meter.enforce(budget_bytes)
+    assert card.allowed_bytes == budget_bytes
+    meter.release()
+    meter.release()
+    assert card.fraction == 1.0
+    assert meter.reserved_peak_bytes() == 12 * GIB
+
+
+def test_a_lower_limit_of_the_users_stays_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, 0.25)
+    meter = CudaMeter(torch.device("cuda", 1))
+    meter.enforce(40 * GIB)
+    assert card.fraction == 0.25
+    meter.enforce(10 * GIB)
+    assert card.allowed_bytes == 10 * GIB
+    meter.release()
+    assert card.fraction == 0.25
+
+
+class CardMeter(CudaMeter):
+    """A card whose counters a test sets."""
+
+    live, allocated, reserved = 100, 100, 100
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda"))
+
+    def live_bytes(self) -> int:
+        return self.live
+
+    def peak_bytes(self) -> int:
+        return self.allocated
+
+    def reset_peak(self) -> None:
+        pass
+
+    def reserved_peak_bytes(self) -> int:
+        return self.reserved
+
+
+def test_plans_leave_what_the_forecast_says_the_allocator_needs_and_no_more_than_was_seen() -> None:
+    meter = CardMeter()
+    tracker = MemoryTracker("cuda", meter, 10_000)
+    tracker.expect({}, {"update": 700, "rollout": 300})
+    meter.allocated, meter.reserved = 5000, 6000
+    for phase in (Phase.UPDATE, Phase.ROLLOUT):
+        with tracker.phase(phase):
+            pass
+    assert tracker.state().stranded_bytes == {"update": 700, "rollout": 300}  # 1000 were cached, needed or not
+    meter.reserved = 5400
+    with tracker.phase(Phase.UPDATE):
+        pass
+    assert tracker.state().stranded_bytes == {"update": 400, "rollout": 300}
+    again = MemoryTracker("cuda", meter, 10_000)
+    again.load_state_dict(tracker.state_dict())
+    assert again.state().stranded_bytes == tracker.state().stranded_bytes
+    metrics = tracker.drain()
+    assert (metrics["memory/update_reserved_bytes"], metrics["memory/reserved_bytes"]) == (6000, 6000)
+    assert "memory/update_reserved_bytes" not in tracker.drain()
+
+
+def test_a_card_that_is_only_counted_tells_what_its_allocator_needed() -> None:
+    with SimulatedMemory(allocator=CachingAllocator()) as device:
+        meter = SimulatedMeter(device)
+        tracker = MemoryTracker("cuda", meter, 2**30)
+        with tracker.phase(Phase.UPDATE):
+            kept = torch.empty(3 * 2**20, dtype=torch.uint8)
+            torch.empty(30 * 2**20, dtype=torch.uint8)
+            kept.resize_(4 * 2**20)
+        # 3 and 4 MiB share a segment of 20; the 30 MiB are gone when the 4 come.
+        assert tracker.reserved_peaks == {Phase.UPDATE: 50 * 2**20}
+        assert tracker.state().stranded_bytes == {"update": 50 * 2**20 - 33 * 2**20}
+        assert device.live_bytes == 4 * 2**20
+        device.empty_cache()
+        assert device.allocator.reserved_bytes == 20 * 2**20
+        meter.enforce(40 * 2**20)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(21 * 2**20, dtype=torch.uint8)
+        assert (device.refusals, kept.nbytes) == (1, 4 * 2**20)
+    with SimulatedMemory() as plain:
+        assert (SimulatedMeter(plain).reserved_peak_bytes(), SimulatedMeter(plain).stranded_bytes()) == (None, None)
 
 
 def test_components_come_from_the_simulation() -> None:

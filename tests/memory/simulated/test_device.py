@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.simulated import counting
+from memsafe_rl.memory.simulated.caching_allocator import CachingAllocator
 from memsafe_rl.memory.simulated.counting import CountingAllocator
 from memsafe_rl.memory.simulated.device import SimulatedMemory, active_simulation
 from memsafe_rl.memory.simulated.ledger import StorageLedger
@@ -194,7 +195,7 @@ def test_blocks_stay_aligned() -> None:
 
 def test_the_ledger_rounds_tracks_and_follows_a_resize() -> None:
     weights = torch.empty(100)
-    with StorageLedger(granularity_bytes=512) as ledger:
+    with StorageLedger(CachingAllocator()) as ledger:
         ledger.track(weights, weights[10:])
         assert ledger.live_bytes == 512
         x = torch.empty(10)
