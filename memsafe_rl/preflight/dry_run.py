@@ -30,6 +30,7 @@ from memsafe_rl.parallel.one_process import OneProcess
 from memsafe_rl.preflight.fake.device import nothing_differs
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
 from memsafe_rl.preflight.outcome import MemoryForecast
+from memsafe_rl.preflight.own_rollouts import Trial, own_rollouts, worst_trials
 from memsafe_rl.preflight.search import Job
 from memsafe_rl.preflight.worst_case import (
     Drawing,
@@ -37,9 +38,12 @@ from memsafe_rl.preflight.worst_case import (
     evaluates,
     find_longest,
     longest_evaluation,
-    longest_work,
-    plans_now,
-    try_longest,
+    longest_rows,
+    plan_rollout,
+    plan_update,
+    try_drawing,
+    try_scoring,
+    try_update,
 )
 from memsafe_rl.preflight.worst_rows import meets_gradients
 from memsafe_rl.rewards.scoring import reward_model_name
@@ -305,27 +309,43 @@ def _meet_gradients(work: UpdateWork, committer: Committer, plan: UpdatePlan) ->
 def _try_until_settled(
     setup: TrainingSetup, longest: Longest, memory: SimulatedMemory, evaluation: Drawing | None = None
 ) -> None:
-    """Tries the longest rows until the plans are those that a run would make of what it measures."""
+    """Tries what may hold most until the plans are those that a run would make of what it measures."""
     tracker = setup.memory
     tracker.enforce()
     try:
         committer = make_committer(setup, (None, None), setup.planned_steps)
         setup = replace(setup, committer=committer)
         Learner(setup).make_state()
+        rollouts = own_rollouts(setup, longest)
+        trials = worst_trials(setup, rollouts)
         for _ in range(_MOST_ROUNDS):
             memory.forget_phases({Phase.LOAD})
             held = memory.live_bytes
-            work = longest_work(setup, longest)
-            trial = replace(setup, make_room=partial(_meet_gradients, work, committer))
-            try_longest(trial, longest, micro_batches=1, evaluation=evaluation)
-            with tracker.phase(Phase.OPTIMIZER):
-                setup.recovery.once(Stage.COMMIT, committer.commit)
+            for trial in trials:
+                _try(setup, committer, trial, evaluation if trial is trials[-1] else None)
             planned = tracker.rollout_plan, tracker.update_plan
-            same = [_bare(plan) for plan in planned] == [_bare(plan) for plan in plans_now(setup, longest)]
+            trials = worst_trials(setup, rollouts)
+            same = [_bare(plan) for plan in planned] == [_bare(plan) for plan in trials[-1].plans]
             if same and memory.live_bytes == held:  # no optimizer has just made its state
                 return
     finally:
         tracker.release()
+
+
+def _try(setup: TrainingSetup, committer: Committer, trial: Trial, evaluation: Drawing | None) -> None:
+    """Tries a rollout and its optimizer steps, each up to the moment at which weights move."""
+    longest = trial.longest
+    plan_rollout(setup, longest)
+    if trial.draws:
+        try_drawing(setup, longest, evaluation)
+    trajectory = longest_rows(setup, longest)
+    try_scoring(setup, longest, trajectory, trial.tile)
+    for step in trial.steps:
+        plan_update(setup, trajectory, step.rows)
+        meeting = replace(setup, make_room=partial(_meet_gradients, step.work, committer))
+        try_update(meeting, trajectory, step.rows, micro_batches=1)
+        with setup.memory.phase(Phase.OPTIMIZER):
+            setup.recovery.once(Stage.COMMIT, committer.commit)
 
 
 def _job(setup: TrainingSetup, longest: Longest, memory: SimulatedMemory) -> Job:

@@ -1,0 +1,142 @@
+"""Which rollouts and optimizer steps of a run are tried: its own, as far as its prompts and their order are known.
+
+Plans follow from the lengths of prompts, and shorter ones may get a plan under which more is held. What a run will
+hold is thus only found among its own rollouts, not in one of the longest prompts there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from typing import TypeVar
+
+from memsafe_rl.preflight.fake.device import true_numbers
+from memsafe_rl.preflight.worst_case import Longest, longest_rows, work_of_rollout
+from memsafe_rl.preflight.worst_rows import Step, steps_of
+from memsafe_rl.slices import measure_slices, measure_sources
+from memsafe_rl.training.collector import served_by
+from memsafe_rl.training.setup import TrainingSetup
+from memsafe_rl.types import Phase, RolloutPlan, UpdatePlan
+
+Item = TypeVar("Item")
+
+_PROMPTS = 8192
+"""Prompts that are tokenized to know a run's rollouts; of later ones, those of the longest prompts stand for all."""
+_ROLLOUTS = 64
+"""Rollouts for which plans are asked for; of more, those with the longest prompts and those with the most tokens."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A rollout that is tried."""
+
+    longest: Longest  # its rows
+    draws: bool  # whether drawing it may hold most
+    steps: tuple[Step, ...]  # its optimizer steps that may hold most
+    plans: tuple[RolloutPlan, UpdatePlan]  # those of the rollout and of its largest step
+    tile: int  # completion tokens whose logits exist together where it is scored after another rollout's updates
+
+
+def own_rollouts(setup: TrainingSetup, longest: Longest) -> list[Longest]:
+    """Gives a run's rollouts in order; where nobody can know them, one of the longest prompts there are.
+
+    Args:
+        setup: the run's parts.
+        longest: the longest row that the run may meet.
+
+    Returns:
+        The rollouts, and one of the longest prompts if there are more than are looked at.
+    """
+    config, source = setup.config, setup.source
+    moves_on = config.dynamic_sampling or config.partial_rollout_tokens is not None or setup.environments is not None
+    if moves_on or not longest.longest_prompts or source.prompts_per_epoch is None:
+        return [longest]
+    count, steps = config.prompts_per_rollout, setup.planned_steps
+    per_rollout = 1 if config.kl_stop is not None else config.updates_per_epoch * config.num_iterations
+    wanted, known = -(-steps // per_rollout), max(1, _PROMPTS // count)
+    with true_numbers():
+        read = [setup.models.reader(source.take(place * count, count)) for place in range(min(wanted, known))]
+    lengths = {place: tuple(len(ids) for ids in prompts.ids) for place, prompts in enumerate(read)}
+    kept = {0}.union(*(_first(lengths, _ROLLOUTS // 2, key=lambda place: size(lengths[place])) for size in (max, sum)))
+    found = [longest.of_rollout(place, lengths[place]) for place in sorted(kept)]
+    return found if wanted <= known else [*found, longest]
+
+
+def worst_trials(setup: TrainingSetup, rollouts: Sequence[Longest]) -> list[Trial]:
+    """Chooses the rollouts and steps that the policy expects to hold most, the largest step last.
+
+    Args:
+        setup: the run's parts; nothing is adopted.
+        rollouts: those of the run.
+
+    Returns:
+        What is to be tried; the first rollout is among it, for it is scored under no update's plan.
+    """
+    planned = [_Planned.of(setup, one) for one in rollouts]
+    drawn = {id(one) for phase in (Phase.ROLLOUT, Phase.SCORE) for one in _first(planned, 1, key=_bytes_of(phase))}
+    steps = [(one, step) for one in planned for step in one.steps]
+    kinds = range(len(steps[0][1].sizes))
+    chosen = list(
+        {id(step): (one, step) for kind in kinds for one, step in _first(steps, 1, key=_size_of(kind))}.values()
+    )
+    largest = chosen[0][0]
+    return [
+        Trial(
+            one.longest,
+            draws=id(one) in drawn,
+            steps=tuple(step.step for owner, step in chosen if owner is one),
+            plans=(one.plan, max(one.steps, key=lambda step: step.sizes).plan),
+            tile=max(step.plan.logprob_tile for step in one.steps),
+        )
+        for one in sorted(planned, key=lambda one: one is largest)
+        if id(one) in drawn or one is planned[0] or any(owner is one for owner, _ in chosen)
+    ]
+
+
+@dataclass(frozen=True)
+class _PlannedStep:
+    """An optimizer step, and what the policy would make of it."""
+
+    step: Step
+    plan: UpdatePlan
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What a step may hold most of: bytes as the policy expects them, then tokens of its largest slice."""
+        work, plan = self.step.work, self.plan
+        measured = (
+            measure_sources(work, plan.micro_batch_tokens)[:-1]
+            if work.sources
+            else measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts)[:2]
+        )
+        return plan.predicted_bytes.get(Phase.UPDATE, 0), *measured
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A rollout, and what the policy would make of it."""
+
+    longest: Longest
+    plan: RolloutPlan
+    steps: tuple[_PlannedStep, ...]
+
+    @classmethod
+    def of(cls, setup: TrainingSetup, longest: Longest) -> _Planned:
+        policy, state = setup.memory_policy, setup.memory.state()
+        plan = served_by(setup.engine, policy.before_rollout(work_of_rollout(setup, longest), state))
+        steps = steps_of(setup, longest_rows(setup, longest), longest.rollout)
+        return cls(longest, plan, tuple(_PlannedStep(one, policy.before_update(one.work, state)) for one in steps))
+
+
+def _bytes_of(phase: Phase) -> Callable[[_Planned], int]:
+    return lambda one: one.plan.predicted_bytes.get(phase, 0)
+
+
+def _size_of(kind: int) -> Callable[[tuple[_Planned, _PlannedStep]], int]:
+    return lambda one: one[1].sizes[kind]
+
+
+def _first(items: Iterable[Item], count: int, key: Callable[[Item], int]) -> list[Item]:
+    """Gives the items of the largest keys."""
+    return nlargest(count, items, key=key)
