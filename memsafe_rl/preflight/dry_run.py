@@ -35,6 +35,7 @@ from memsafe_rl.preflight.search import Job
 from memsafe_rl.preflight.worst_case import (
     Drawing,
     Longest,
+    drawing_of,
     evaluates,
     find_longest,
     longest_evaluation,
@@ -316,30 +317,34 @@ def _try_until_settled(
         committer = make_committer(setup, (None, None), setup.planned_steps)
         setup = replace(setup, committer=committer)
         Learner(setup).make_state()
-        rollouts = own_rollouts(setup, longest)
-        trials = worst_trials(setup, rollouts)
+        rollouts, grows = own_rollouts(setup, longest), False
         for _ in range(_MOST_ROUNDS):
             memory.forget_phases({Phase.LOAD})
-            held = memory.live_bytes
+            trials, held = worst_trials(setup, rollouts, grows=grows), memory.live_bytes
             for trial in trials:
-                _try(setup, committer, trial, evaluation if trial is trials[-1] else None)
+                _try(setup, committer, trial)
+            if evaluation is not None:
+                try_drawing(setup, evaluation)
             planned = tracker.rollout_plan, tracker.update_plan
-            trials = worst_trials(setup, rollouts)
-            same = [_bare(plan) for plan in planned] == [_bare(plan) for plan in trials[-1].plans]
-            if same and memory.live_bytes == held:  # no optimizer has just made its state
+            grew, grows = grows, grows or memory.live_bytes > held
+            if grows:
+                committer.optimizer.state.clear()  # the first step comes before it
+            now = worst_trials(setup, rollouts, grows=grows)[-1].plans
+            if grew == grows and [_bare(plan) for plan in planned] == [_bare(plan) for plan in now]:
                 return
     finally:
         tracker.release()
 
 
-def _try(setup: TrainingSetup, committer: Committer, trial: Trial, evaluation: Drawing | None) -> None:
-    """Tries a rollout and its optimizer steps, each up to the moment at which weights move."""
+def _try(setup: TrainingSetup, committer: Committer, trial: Trial) -> None:
+    """Tries a rollout and its optimizer steps, each up to the moment at which weights move, and moves them."""
     longest = trial.longest
     plan_rollout(setup, longest)
     if trial.draws:
-        try_drawing(setup, longest, evaluation)
+        try_drawing(setup, drawing_of(setup, longest))
     trajectory = longest_rows(setup, longest)
-    try_scoring(setup, longest, trajectory, trial.tile)
+    if trial.scores:
+        try_scoring(setup, longest, trajectory, trial.plans[1].logprob_tile)
     for step in trial.steps:
         plan_update(setup, trajectory, step.rows)
         meeting = replace(setup, make_room=partial(_meet_gradients, step.work, committer))

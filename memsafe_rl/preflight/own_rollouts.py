@@ -6,10 +6,9 @@ hold is thus only found among its own rollouts, not in one of the longest prompt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from heapq import nlargest
-from typing import TypeVar
 
 from memsafe_rl.preflight.fake.device import true_numbers
 from memsafe_rl.preflight.worst_case import Longest, longest_rows, work_of_rollout
@@ -18,8 +17,6 @@ from memsafe_rl.slices import measure_slices, measure_sources
 from memsafe_rl.training.collector import served_by
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, RolloutPlan, UpdatePlan
-
-Item = TypeVar("Item")
 
 _PROMPTS = 8192
 """Prompts that are tokenized to know a run's rollouts; of later ones, those of the longest prompts stand for all."""
@@ -33,9 +30,9 @@ class Trial:
 
     longest: Longest  # its rows
     draws: bool  # whether drawing it may hold most
+    scores: bool  # whether scoring it may
     steps: tuple[Step, ...]  # its optimizer steps that may hold most
     plans: tuple[RolloutPlan, UpdatePlan]  # those of the rollout and of its largest step
-    tile: int  # completion tokens whose logits exist together where it is scored after another rollout's updates
 
 
 def own_rollouts(setup: TrainingSetup, longest: Longest) -> list[Longest]:
@@ -58,39 +55,50 @@ def own_rollouts(setup: TrainingSetup, longest: Longest) -> list[Longest]:
     with true_numbers():
         read = [setup.models.reader(source.take(place * count, count)) for place in range(min(wanted, known))]
     lengths = {place: tuple(len(ids) for ids in prompts.ids) for place, prompts in enumerate(read)}
-    kept = {0}.union(*(_first(lengths, _ROLLOUTS // 2, key=lambda place: size(lengths[place])) for size in (max, sum)))
+    kept = {0}.union(
+        *(nlargest(_ROLLOUTS // 2, lengths, key=lambda place: size(lengths[place])) for size in (max, sum))
+    )
     found = [longest.of_rollout(place, lengths[place]) for place in sorted(kept)]
     return found if wanted <= known else [*found, longest]
 
 
-def worst_trials(setup: TrainingSetup, rollouts: Sequence[Longest]) -> list[Trial]:
+def worst_trials(setup: TrainingSetup, rollouts: Sequence[Longest], *, grows: bool) -> list[Trial]:
     """Chooses the rollouts and steps that the policy expects to hold most, the largest step last.
 
     Args:
         setup: the run's parts; nothing is adopted.
         rollouts: those of the run.
+        grows: whether the first step leaves more than it found, as an optimizer does that makes its state then.
 
     Returns:
-        What is to be tried; the first rollout is among it, for it is scored under no update's plan.
+        What is to be tried. The first rollout is among it, for it is scored under no update's plan; where the run
+        grows, it comes first, with the first step alone.
     """
     planned = [_Planned.of(setup, one) for one in rollouts]
-    drawn = {id(one) for phase in (Phase.ROLLOUT, Phase.SCORE) for one in _first(planned, 1, key=_bytes_of(phase))}
-    steps = [(one, step) for one in planned for step in one.steps]
+    if not grows:
+        return _worst_of(planned, planned)
+    first, after = planned[0].parted(setup)
+    rest = [one for one in (after, *planned[1:]) if one.steps]
+    return [*_worst_of([first], [first]), *(_worst_of(planned[1:], rest) if rest else [])]
+
+
+def _worst_of(drawn: Sequence[_Planned], learnt: Sequence[_Planned]) -> list[Trial]:
+    """Chooses what holds most among rollouts that are drawn and scored, and among those that are learnt from."""
+    widest = [one for phase in (Phase.ROLLOUT, Phase.SCORE) for one in nlargest(1, drawn, key=_bytes_of(phase))]
+    steps = [(one, step) for one in learnt for step in one.steps]
     kinds = range(len(steps[0][1].sizes))
-    chosen = list(
-        {id(step): (one, step) for kind in kinds for one, step in _first(steps, 1, key=_size_of(kind))}.values()
-    )
-    largest = chosen[0][0]
+    chosen = [found for kind in kinds for found in nlargest(1, steps, key=_size_of(kind))]
+    scored = [*drawn[:1], *widest]
     return [
         Trial(
             one.longest,
-            draws=id(one) in drawn,
-            steps=tuple(step.step for owner, step in chosen if owner is one),
-            plans=(one.plan, max(one.steps, key=lambda step: step.sizes).plan),
-            tile=max(step.plan.logprob_tile for step in one.steps),
+            draws=one in widest,
+            scores=one in scored,
+            steps=tuple({id(step): step.step for owner, step in chosen if owner is one}.values()),
+            plans=(one.plan, one.largest.plan),
         )
-        for one in sorted(planned, key=lambda one: one is largest)
-        if id(one) in drawn or one is planned[0] or any(owner is one for owner, _ in chosen)
+        for one in sorted({id(one): one for one in (*drawn, *learnt)}.values(), key=lambda one: one is chosen[0][0])
+        if one in scored or any(owner is one for owner, _ in chosen)
     ]
 
 
@@ -128,6 +136,18 @@ class _Planned:
         steps = steps_of(setup, longest_rows(setup, longest), longest.rollout)
         return cls(longest, plan, tuple(_PlannedStep(one, policy.before_update(one.work, state)) for one in steps))
 
+    @property
+    def largest(self) -> _PlannedStep:
+        """The step that the policy expects to hold most."""
+        return max(self.steps, key=lambda step: step.sizes)
+
+    def parted(self, setup: TrainingSetup) -> tuple[_Planned, _Planned]:
+        """Parts the first step from the others of the first rollout, which may be of its shape."""
+        config = setup.config
+        count = min(config.updates_per_epoch * config.num_iterations, setup.planned_steps)
+        others = self.steps if len(self.steps) < count else self.steps[1:]
+        return replace(self, steps=self.steps[:1]), replace(self, steps=others)
+
 
 def _bytes_of(phase: Phase) -> Callable[[_Planned], int]:
     return lambda one: one.plan.predicted_bytes.get(phase, 0)
@@ -135,8 +155,3 @@ def _bytes_of(phase: Phase) -> Callable[[_Planned], int]:
 
 def _size_of(kind: int) -> Callable[[tuple[_Planned, _PlannedStep]], int]:
     return lambda one: one[1].sizes[kind]
-
-
-def _first(items: Iterable[Item], count: int, key: Callable[[Item], int]) -> list[Item]:
-    """Gives the items of the largest keys."""
-    return nlargest(count, items, key=key)

@@ -248,7 +248,7 @@ def _longest_first(dataset: Dataset) -> tuple[Dataset, str]:
 
 def work_of_rollout(setup: TrainingSetup, longest: Longest) -> RolloutWork:
     """Gives the shape of a rollout of the longest prompts."""
-    drawing = _rollout_of(setup, longest)
+    drawing = drawing_of(setup, longest)
     return Collector(setup).work(_prompts_of(setup, drawing), drawing.group_size)
 
 
@@ -261,7 +261,9 @@ def try_longest(
     """Tries every phase of a dry setup in the order of a step, on the longest rows; no weight moves."""
     if setup.draw_rollout is None:
         plan_rollout(setup, longest)
-    try_drawing(setup, longest, evaluation)
+    for drawing in (drawing_of(setup, longest), evaluation):
+        if drawing is not None:
+            try_drawing(setup, drawing)
     trajectory = longest_rows(setup, longest)
     rows = worst_step(setup, trajectory, longest.rollout)
     plan_update(setup, trajectory, rows)
@@ -271,7 +273,7 @@ def try_longest(
 
 def plan_rollout(setup: TrainingSetup, longest: Longest) -> RolloutPlan:
     """Asks for the plan of a rollout of the longest prompts, and adopts it."""
-    Collector(setup).plan(_prompts_of(setup, _rollout_of(setup, longest)))
+    Collector(setup).plan(_prompts_of(setup, drawing_of(setup, longest)))
     return setup.memory.rollout_plan
 
 
@@ -281,15 +283,12 @@ def plan_update(setup: TrainingSetup, trajectory: Trajectory, rows: Sequence[int
     return setup.memory.update_plan
 
 
-def try_drawing(setup: TrainingSetup, longest: Longest, evaluation: Drawing | None = None) -> None:
-    """Tries drawing and rewarding the longest rows, and an evaluation."""
-    collector, drawing = Collector(setup), _rollout_of(setup, longest)
-    wanted = [drawing] if evaluation is None else [drawing, evaluation]
+def try_drawing(setup: TrainingSetup, drawing: Drawing) -> None:
+    """Tries drawing and rewarding the longest rows."""
+    collector = Collector(setup)
     if setup.draw_rollout is None:
-        for one in wanted:
-            _try_drawing(setup, collector, one)
-    for one in wanted:
-        _try_reward_models(setup, collector, one)
+        _try_drawing(setup, collector, drawing)
+    _try_reward_models(setup, collector, drawing)
 
 
 def try_update(setup: TrainingSetup, trajectory: Trajectory, rows: Sequence[int], micro_batches: int) -> None:
@@ -371,7 +370,7 @@ def _in_flight(adapter: ModelAdapter, waiting: Sequence[Candidate], plan: Rollou
             return count
 
 
-def _rollout_of(setup: TrainingSetup, longest: Longest) -> Drawing:
+def drawing_of(setup: TrainingSetup, longest: Longest) -> Drawing:
     """Gives what a rollout draws."""
     return Drawing(longest, setup.config.prompts_per_rollout, setup.config.num_generations, Phase.ROLLOUT)
 

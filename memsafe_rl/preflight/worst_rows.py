@@ -124,9 +124,12 @@ def _rows(setup: TrainingSetup, cursor: Cursor) -> list[int]:
 def _cursors(setup: TrainingSetup, rollout: int | None) -> Iterator[Cursor]:
     """Gives the steps of a rollout, or of a run, in order, as far as they differ in their rows."""
     config = setup.config
+    each = list(product(range(config.num_iterations), range(config.updates_per_epoch)))
     for number in range(_STEPS) if rollout is None else [rollout]:
-        for epoch, step in product(range(config.num_iterations), range(config.updates_per_epoch)):
-            yield Cursor(number, epoch, step)
+        for place, (epoch, step) in enumerate(each):
+            # Where epochs may be cut short, a rollout may come at any step.
+            if config.kl_stop is not None or number * len(each) + place < setup.planned_steps:
+                yield Cursor(number, epoch, step)
 
 
 def expected(setup: TrainingSetup, work: UpdateWork) -> tuple[int, int, int]:
