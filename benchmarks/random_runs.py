@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,6 @@ class RandomRun:
     critic: str | None  # "adapter" for PPO's critic on an adapter; None for a head on the trunk
     beta: float  # weight of the reference's KL
     loss: str  # `loss_type`, of GRPO
-    level: str  # `importance_sampling_level`, of GRPO
     optim: str  # name of the optimizer
     lora: int | None  # rank of an adapter; None to train all weights
     checkpointing: bool | None  # whether activations are recomputed; None for what the plan decides
@@ -179,7 +178,7 @@ class RandomRun:
     def __str__(self) -> str:
         sizes, kind = self.sizes, "full" if self.lora is None else f"LoRA {self.lora}"
         chosen = {None: "free", True: "yes", False: "no"}
-        algorithm = f"PPO {self.critic or 'trunk'}" if self.ppo else f"{self.loss}/{self.level}"
+        algorithm = f"PPO {self.critic or 'trunk'}" if self.ppo else self.loss
         return (
             f"{self.family} V={sizes.vocab} D={sizes.heads}x{sizes.head_dim} kv={sizes.key_heads} F={sizes.inner} "
             f"L={sizes.layers}{' tied' if sizes.tied else ''}, {kind}, {algorithm}, {self.optim}, "
@@ -194,37 +193,15 @@ class RandomRun:
         """Gives the config of the run's network."""
         return FAMILIES[self.family](self.sizes)
 
-    def trainer(self, folder: Path, budget_bytes: int | None = None) -> Any:
+    def trainer(self, folder: Path) -> Any:
         """Makes the run's trainer, which forecasts it first.
 
         Args:
             folder: of the saved network.
-            budget_bytes: int, bytes that the run may hold; None for what there is.
 
         Returns:
             The trainer.
         """
-        rows = self.prompts * self.group
-        shared: dict[str, Any] = {
-            "num_generations": self.group,
-            "per_device_train_batch_size": rows // (self.accumulation * self.parts),
-            "gradient_accumulation_steps": self.accumulation,
-            "steps_per_generation": self.accumulation * self.parts,
-            "max_completion_length": self.completion_tokens,
-            "generation_kwargs": {"min_new_tokens": self.completion_tokens},
-            "num_iterations": self.iterations,
-            "gradient_checkpointing": self.checkpointing,
-            "optim": self.optim,
-            "bf16": self.bf16,
-            "memory_forecast": True,
-            "memory_budget": "auto" if budget_bytes is None else budget_bytes,
-            "max_steps": self.steps,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "alarms": False,
-            "use_cpu": True,
-        }
         adapter = None
         if self.lora is not None:
             targets = _LORA_TARGETS.get(self.family, "all-linear")
@@ -235,22 +212,34 @@ class RandomRun:
             "peft_config": adapter,
             "memory_policy": AdaptivePolicy(checkpointing=self.checkpointing, pack_prompts=self.packing),
         }
-        out = str(folder / "run")
+        out, settings = str(folder / "run"), self._settings()
         if self.ppo:
-            return PPOTrainer(
-                str(folder), alternating, PPOConfig(out, kl_coef=self.beta, **shared), critic=self.critic, **given
-            )
-        own = {
-            "beta": self.beta,
-            "loss_type": self.loss,
-            "importance_sampling_level": self.level,
-            "top_entropy_quantile": self.quantile,
-        }
-        return GRPOTrainer(str(folder), alternating, GRPOConfig(out, **shared, **own), **given)
+            config = PPOConfig(out, kl_coef=self.beta, **settings)
+            return PPOTrainer(str(folder), alternating, config, critic=self.critic, **given)
+        own: dict[str, Any] = {"beta": self.beta, "loss_type": self.loss, "top_entropy_quantile": self.quantile}
+        return GRPOTrainer(str(folder), alternating, GRPOConfig(out, **settings, **own), **given)
 
-    def plain(self) -> dict[str, Any]:
-        """Gives the setting in plain values."""
-        return asdict(self)
+    def _settings(self) -> dict[str, Any]:
+        """Gives the settings that GRPO and PPO share; completions have their full length."""
+        return {
+            "num_generations": self.group,
+            "per_device_train_batch_size": self.prompts * self.group // (self.accumulation * self.parts),
+            "gradient_accumulation_steps": self.accumulation,
+            "steps_per_generation": self.accumulation * self.parts,
+            "max_completion_length": self.completion_tokens,
+            "generation_kwargs": {"min_new_tokens": self.completion_tokens},
+            "num_iterations": self.iterations,
+            "gradient_checkpointing": self.checkpointing,
+            "optim": self.optim,
+            "bf16": self.bf16,
+            "memory_forecast": True,
+            "max_steps": self.steps,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "alarms": False,
+            "use_cpu": True,
+        }
 
 
 def _prompt(index: int, tokens: int) -> str:
@@ -320,7 +309,6 @@ def draw_run(seed: int, index: int) -> RandomRun:
         critic="adapter" if ppo and lora and rng.random() < 0.5 else None,
         beta=choose([0.0, 0.0, 0.04]),
         loss=choose(["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]),
-        level="token",
         optim=choose(["adamw_torch_fused", "adamw_torch", "adafactor", "sgd"]),
         lora=lora,
         checkpointing=choose([None, True, False]),
