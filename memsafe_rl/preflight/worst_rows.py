@@ -122,14 +122,15 @@ def _rows(setup: TrainingSetup, cursor: Cursor) -> list[int]:
 
 
 def _cursors(setup: TrainingSetup, rollout: int | None) -> Iterator[Cursor]:
-    """Gives the steps of a rollout, or of a run, in order, as far as they differ in their rows."""
+    """Gives the steps of a rollout as far as the run goes, or of any first rollouts, in order."""
     config = setup.config
     each = list(product(range(config.num_iterations), range(config.updates_per_epoch)))
     for number in range(_STEPS) if rollout is None else [rollout]:
-        for place, (epoch, step) in enumerate(each):
-            # Where epochs may be cut short, a rollout may come at any step.
-            if config.kl_stop is not None or number * len(each) + place < setup.planned_steps:
-                yield Cursor(number, epoch, step)
+        begun = number * len(each)
+        # Where epochs may be cut short, a rollout may come at any step.
+        known = rollout is not None and config.kl_stop is None
+        for epoch, step in each[: max(1, setup.planned_steps - begun)] if known else each:
+            yield Cursor(number, epoch, step)
 
 
 def expected(setup: TrainingSetup, work: UpdateWork) -> tuple[int, int, int]:

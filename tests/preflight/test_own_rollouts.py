@@ -47,23 +47,27 @@ def check(trainer: Any, held: dict[Phase, int], *, rel: float = 0.005) -> None:
         assert size == pytest.approx(held[phase], rel=rel), phase
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_shorter_prompts_may_get_a_plan_that_holds_more(folder: Path, seed: int) -> None:
     trainer, held = run(folder, pack_prompts=False, seed=seed, max_steps=3)
     check(trainer, held)
 
 
+@pytest.mark.slow
 def test_steps_of_a_shuffled_rollout_are_those_of_the_run(folder: Path) -> None:
     parts = {"per_device_train_batch_size": 6, "steps_per_generation": 2, "num_iterations": 2}
     trainer, held = run(folder, pack_prompts=False, max_steps=8, **parts)
     check(trainer, held)
 
 
+@pytest.mark.slow
 def test_the_first_rollout_is_scored_under_the_tile_of_no_plan(folder: Path) -> None:
     trainer, held = run(folder, lora=True, beta=0.04, max_steps=2)
     check(trainer, held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_first_step_comes_before_an_optimizer_that_makes_its_state_in_it(folder: Path, steps: int) -> None:
     trainer, held = run(folder, optim="adamw_torch", beta=0.04, max_steps=steps)
