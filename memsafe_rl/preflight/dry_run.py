@@ -30,7 +30,7 @@ from memsafe_rl.parallel.one_process import OneProcess
 from memsafe_rl.preflight.fake.device import nothing_differs
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
 from memsafe_rl.preflight.outcome import MemoryForecast
-from memsafe_rl.preflight.own_rollouts import Trial, own_rollouts, worst_trials
+from memsafe_rl.preflight.own_rollouts import Trial, candidates, worst_trials
 from memsafe_rl.preflight.search import Job
 from memsafe_rl.preflight.worst_case import (
     Drawing,
@@ -317,20 +317,19 @@ def _try_until_settled(
         committer = make_committer(setup, (None, None), setup.planned_steps)
         setup = replace(setup, committer=committer)
         Learner(setup).make_state()
-        rollouts, grows = own_rollouts(setup, longest), False
+        among, grows = candidates(setup, longest), not committer.optimizer.state
+        trials = worst_trials(setup, among, grows=grows)
         for _ in range(_MOST_ROUNDS):
             memory.forget_phases({Phase.LOAD})
-            trials, held = worst_trials(setup, rollouts, grows=grows), memory.live_bytes
+            if grows:
+                committer.optimizer.state.clear()  # the first step comes before it
             for trial in trials:
                 _try(setup, committer, trial)
             if evaluation is not None:
                 try_drawing(setup, evaluation)
             planned = tracker.rollout_plan, tracker.update_plan
-            grew, grows = grows, grows or memory.live_bytes > held
-            if grows:
-                committer.optimizer.state.clear()  # the first step comes before it
-            now = worst_trials(setup, rollouts, grows=grows)[-1].plans
-            if grew == grows and [_bare(plan) for plan in planned] == [_bare(plan) for plan in now]:
+            trials = worst_trials(setup, among, grows=grows)
+            if [_bare(plan) for plan in planned] == [_bare(plan) for plan in trials[-1].plans]:
                 return
     finally:
         tracker.release()

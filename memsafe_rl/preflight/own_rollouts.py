@@ -16,12 +16,21 @@ from memsafe_rl.preflight.worst_rows import Step, steps_of
 from memsafe_rl.slices import measure_slices, measure_sources
 from memsafe_rl.training.collector import served_by
 from memsafe_rl.training.setup import TrainingSetup
-from memsafe_rl.types import Phase, RolloutPlan, UpdatePlan
+from memsafe_rl.types import Phase, RolloutPlan, RolloutWork, UpdatePlan
 
 _PROMPTS = 8192
 """Prompts that are tokenized to know a run's rollouts; of later ones, those of the longest prompts stand for all."""
 _ROLLOUTS = 64
 """Rollouts for which plans are asked for; of more, those with the longest prompts and those with the most tokens."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A rollout that may be the one that holds most."""
+
+    longest: Longest  # its rows
+    work: RolloutWork  # its shape
+    steps: tuple[Step, ...]  # its optimizer steps
 
 
 @dataclass(frozen=True)
@@ -62,24 +71,33 @@ def own_rollouts(setup: TrainingSetup, longest: Longest) -> list[Longest]:
     return found if wanted <= known else [*found, longest]
 
 
-def worst_trials(setup: TrainingSetup, rollouts: Sequence[Longest], *, grows: bool) -> list[Trial]:
+def candidates(setup: TrainingSetup, longest: Longest) -> list[Candidate]:
+    """Gives the rollouts of a run with their optimizer steps; arguments as of `own_rollouts`."""
+    return [
+        Candidate(one, work_of_rollout(setup, one), tuple(steps_of(setup, longest_rows(setup, one), one.rollout)))
+        for one in own_rollouts(setup, longest)
+    ]
+
+
+def worst_trials(setup: TrainingSetup, among: Sequence[Candidate], *, grows: bool) -> list[Trial]:
     """Chooses the rollouts and steps that the policy expects to hold most, the largest step last.
 
     Args:
         setup: the run's parts; nothing is adopted.
-        rollouts: those of the run.
-        grows: whether the first step leaves more than it found, as an optimizer does that makes its state then.
+        among: the rollouts of the run.
+        grows: whether the optimizer makes its state in the first step.
 
     Returns:
         What is to be tried. The first rollout is among it, for it is scored under no update's plan; where the run
         grows, it comes first, with the first step alone.
     """
-    planned = [_Planned.of(setup, one) for one in rollouts]
+    planned = [_Planned.of(setup, one) for one in among]
     if not grows:
         return _worst_of(planned, planned)
     first, after = planned[0].parted(setup)
-    rest = [one for one in (after, *planned[1:]) if one.steps]
-    return [*_worst_of([first], [first]), *(_worst_of(planned[1:], rest) if rest else [])]
+    others = [one for one in (after, *planned[1:]) if one.steps]
+    drawn = [one for one in others if one is not after or one.longest.rollout is None]
+    return [*_worst_of([first], [first]), *(_worst_of(drawn, others) if others else [])]
 
 
 def _worst_of(drawn: Sequence[_Planned], learnt: Sequence[_Planned]) -> list[Trial]:
@@ -130,11 +148,11 @@ class _Planned:
     steps: tuple[_PlannedStep, ...]
 
     @classmethod
-    def of(cls, setup: TrainingSetup, longest: Longest) -> _Planned:
+    def of(cls, setup: TrainingSetup, one: Candidate) -> _Planned:
         policy, state = setup.memory_policy, setup.memory.state()
-        plan = served_by(setup.engine, policy.before_rollout(work_of_rollout(setup, longest), state))
-        steps = steps_of(setup, longest_rows(setup, longest), longest.rollout)
-        return cls(longest, plan, tuple(_PlannedStep(one, policy.before_update(one.work, state)) for one in steps))
+        plan = served_by(setup.engine, policy.before_rollout(one.work, state))
+        steps = (_PlannedStep(step, policy.before_update(step.work, state)) for step in one.steps)
+        return cls(one.longest, plan, tuple(steps))
 
     @property
     def largest(self) -> _PlannedStep:
@@ -142,9 +160,10 @@ class _Planned:
         return max(self.steps, key=lambda step: step.sizes)
 
     def parted(self, setup: TrainingSetup) -> tuple[_Planned, _Planned]:
-        """Parts the first step from the others of the first rollout, which may be of its shape."""
-        config = setup.config
-        count = min(config.updates_per_epoch * config.num_iterations, setup.planned_steps)
+        """Parts the first step from the others, which may be of its shape; a rollout that stands for all has such."""
+        config, count = setup.config, setup.planned_steps
+        if self.longest.rollout is not None:
+            count = min(config.updates_per_epoch * config.num_iterations, count)
         others = self.steps if len(self.steps) < count else self.steps[1:]
         return replace(self, steps=self.steps[:1]), replace(self, steps=others)
 
