@@ -1,9 +1,11 @@
 """How far is a forecast from what the run then holds?
 
     python -m benchmarks.forecast_error [--families qwen3 gpt2] [--quick]
+    python -m benchmarks.forecast_error --random 200 --seed 0 [--first 0] [--device cpu]
 
-Writes ``benchmarks/results/forecast_error.json``. Every setting is forecast on fake tensors, then really run for two
-steps under an allocator that counts every byte, with completions forced to their full length. Networks are small, so
+Writes ``benchmarks/results/forecast_error.json``, or of 200 or more runs drawn at random ``forecast_random.json``; with
+those, the command ends with 1 where one of `Limits` is passed. Every setting is forecast on fake tensors, then really
+run, under an allocator that counts every byte, with completions forced to their full length. Networks are small, so
 that a run takes seconds; what is left out or counted wrongly weighs more in them than in large ones.
 """
 
@@ -12,11 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +42,18 @@ from transformers import (
 )
 
 from benchmarks.machine import describe_machine
+from benchmarks.random_runs import draw_run
 from benchmarks.small import EOS_ID, PAD_ID, byte_tokenizer
 from memsafe_rl import GRPOConfig, GRPOTrainer, SimulatedMemory
 
 RESULTS = Path(__file__).parent / "results" / "forecast_error.json"
+RANDOM_RESULTS = RESULTS.with_name("forecast_random.json")
 VOCAB = 16_000
 PROMPT_TOKENS = 48
 DEVICE_BYTES = 8 * 2**30
+_PHASES = ("load", "rollout", "score", "update", "optimizer", "peak")
+_WORTH_WRITING = 200
+"""Random runs from which on their figures are kept unless ``--out`` says where."""
 
 _IDS = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "bos_token_id": None}
 _SIZES = {
@@ -140,9 +149,14 @@ def measure(setting: Setting, folder: Path) -> dict[str, Any]:
         plain = measure(Setting(**{**asdict(setting), "budget_share": None}), folder)
         least = plain["state_bytes"]
         budget = int(least + setting.budget_share * (plain["held_peak_bytes"] - least))
+    return _beside(setting, lambda: _trainer(setting, folder, budget))
+
+
+def _beside(setting: object, make: Callable[[], Any]) -> dict[str, Any]:
+    """Makes a trainer, which forecasts its run, and trains; gives bytes of every phase, forecast and held."""
     started = time.perf_counter()
     with SimulatedMemory(DEVICE_BYTES) as memory:
-        trainer = _trainer(setting, folder, budget)
+        trainer = make()
         forecast = trainer.forecast
         if forecast is None:
             raise SystemExit(f"{setting}: there was no forecast; see the warning above")
@@ -218,30 +232,114 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--quick", action="store_true", help="two settings of the first family; nothing written")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the figures go")
+    parser.add_argument("--random", type=int, metavar="N", help="runs drawn at random, in place of the settings")
+    parser.add_argument("--seed", type=int, default=0, help="of the random runs")
+    parser.add_argument("--first", type=int, default=0, help="number of the first random run")
+    parser.add_argument("--device", choices=("cpu", "pretend"), default="cpu", help="where random runs are made")
+    parser.add_argument("--out", type=Path, help="where the figures go")
     given = parser.parse_args(arguments)
+    if given.random is not None and given.random < 1:
+        parser.error(f"--random is {given.random}; draw at least 1 run.")
+    if given.device == "pretend":
+        parser.error("--device pretend needs the pretend CUDA device, which is not part of this checkout. Use cpu.")
+    if given.random is not None:
+        sys.exit(_run_random(given))
     wanted = settings(given.families[:1])[:2] if given.quick else settings(given.families)
     results: dict[str, Any] = {}
     for setting in track(wanted, "forecasting and running", console=Console(stderr=True)):
         with tempfile.TemporaryDirectory() as folder:
-            torch.manual_seed(0)
-            config = FAMILIES[setting.family]
-            kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-            model = kind.from_config(config, dtype=torch.float32)
-            model.save_pretrained(folder)
-            del model
+            _save(FAMILIES[setting.family], folder)
             found = measure(setting, Path(folder))
         results[str(setting)] = {**found, "errors": dict(_errors(found))}
     _show(results)
     if not given.quick:
-        given.out.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n")
+        _write(given.out or RESULTS, results)
+
+
+def _save(config: PretrainedConfig, folder: str) -> None:
+    """Saves a network with random weights."""
+    torch.manual_seed(0)
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    kind.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def _write(path: Path, results: dict[str, Any]) -> None:
+    path.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n")
+
+
+# ------------------------------------------------------------------ runs drawn at random
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far forecasts of random runs may be from what the runs hold, relative to that."""
+
+    low: float = 0.01  # of a peak that is forecast too low
+    high: float = 0.05  # of one that is forecast too high
+    median: float = 0.001  # of the median of peaks, either way
+    phase: float = 0.05  # of any phase of a run, either way
+
+    def passed(self, errors: Sequence[Mapping[str, float]]) -> list[str]:
+        """Says which limits some runs pass.
+
+        Args:
+            errors: of each run, of every phase and of the peak, above 0 where too much is forecast.
+
+        Returns:
+            A sentence for each limit that does not hold.
+        """
+        peaks = [one["peak"] for one in errors]
+        median = statistics.median(map(abs, peaks))
+        phases = [(abs(size), name) for one in errors for name, size in one.items() if name != "peak"]
+        worst, name = max(phases)
+        found = [
+            (-min(peaks), self.low, "a peak is forecast {:.2%} too low, and at most {:.2%} is allowed"),
+            (max(peaks), self.high, "a peak is forecast {:.2%} too high, and at most {:.2%} is allowed"),
+            (median, self.median, "the median error of peaks is {:.3%}, and at most {:.3%} is allowed"),
+            (worst, self.phase, f"the forecast of {name} is " + "{:.2%} off, and at most {:.2%} is allowed"),
+        ]
+        return [said.format(error, limit) for error, limit, said in found if error > limit]
+
+
+def _run_random(given: argparse.Namespace) -> int:
+    """Forecasts and makes runs drawn at random; gives the exit code."""
+    results: dict[str, Any] = {}
+    console = Console(width=160, highlight=False)
+    for index in range(given.first, given.first + given.random):
+        run = draw_run(given.seed, index)
+        with tempfile.TemporaryDirectory() as folder:
+            _save(run.network_config(), folder)
+            found = _beside(run, partial(run.trainer, Path(folder)))
+        errors = dict(_errors(found))
+        results[f"{given.seed}/{index}"] = {"setting": asdict(run), **found, "errors": errors}
+        shown = ", ".join(f"{name} {100 * size:+.2f}" for name, size in errors.items())
+        console.print(
+            f"seed {given.seed}, run {index}: {run}\n    held {found['held_peak_bytes'] / 1e6:.1f} MB; %: {shown}"
+        )
+    passed = Limits().passed([one["errors"] for one in results.values()])
+    _summarise(results, console)
+    for sentence in passed:
+        console.print(f"limit passed: {sentence}")
+    if given.out is not None or given.random >= _WORTH_WRITING:
+        _write(given.out or RANDOM_RESULTS, results)
+    return 1 if passed else 0
+
+
+def _summarise(results: Mapping[str, Any], console: Console) -> None:
+    """Shows the spread of each phase's errors."""
+    table = Table("of", "runs", "most low, %", "median, %", "most high, %")
+    for phase in _PHASES:
+        errors = [100 * one["errors"][phase] for one in results.values() if phase in one["errors"]]
+        if errors:
+            middle = statistics.median(map(abs, errors))
+            table.add_row(phase, str(len(errors)), f"{min(errors):+.2f}", f"{middle:.3f}", f"{max(errors):+.2f}")
+    console.print(table)
 
 
 def _show(results: dict[str, Any]) -> None:
-    phases = ("load", "rollout", "score", "update", "optimizer", "peak")
-    table = Table("setting", "held, MB", *(f"{phase}, %" for phase in phases), "failures", "forecast, s")
+    table = Table("setting", "held, MB", *(f"{phase}, %" for phase in _PHASES), "failures", "forecast, s")
     for name, found in results.items():
-        errors = [found["errors"].get(phase) for phase in phases]
+        errors = [found["errors"].get(phase) for phase in _PHASES]
         shown = ["" if error is None else f"{100 * error:+.2f}" for error in errors]
         held, seconds = found["held_peak_bytes"] / 1e6, found["forecast_seconds"]
         table.add_row(name, f"{held:.1f}", *shown, str(found["failures"]), f"{seconds:.1f}")

@@ -30,18 +30,23 @@ from memsafe_rl.parallel.one_process import OneProcess
 from memsafe_rl.preflight.fake.device import nothing_differs
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
 from memsafe_rl.preflight.outcome import MemoryForecast
+from memsafe_rl.preflight.own_rollouts import Trial, candidates, worst_trials
 from memsafe_rl.preflight.search import Job
 from memsafe_rl.preflight.seconds import StepSeconds, count_step
 from memsafe_rl.preflight.speed import DeviceSpeed
 from memsafe_rl.preflight.worst_case import (
     Drawing,
     Longest,
+    drawing_of,
     evaluates,
     find_longest,
     longest_evaluation,
-    longest_work,
-    plans_now,
-    try_longest,
+    longest_rows,
+    plan_rollout,
+    plan_update,
+    try_drawing,
+    try_scoring,
+    try_update,
 )
 from memsafe_rl.preflight.worst_rows import meets_gradients
 from memsafe_rl.rewards.scoring import reward_model_name
@@ -141,20 +146,17 @@ class DryRun:
         budget = MemoryBudget.parse(self._config.memory_budget)
         self._config.memory_budget = budget.resolve(total_bytes=device_bytes, free_bytes=device_bytes)
         self._config.validate()
-        setup, refusal = self._build(model, reference, checked), None
+        setup, refusal, settled = self._build(model, reference, checked), None, None
         longest = self._longest(setup)
         gathering = self._shared.gathering(setup)
         if gathering is not None:
             listen(gathering)  # until the fake device is left
-        step_seconds = None
         try:
             settled = _try_until_settled(setup, longest, memory, self._drawn_for_evaluation(setup, longest))
-            phases = _phases(memory, self._loaded, checked)
-            step_seconds = self._seconds(settled, longest)
         except MemoryBudgetError as error:
-            refusal, phases = str(error), _phases(memory, self._loaded, checked)
-        return MemoryForecast(
-            phases=phases,
+            refusal = str(error)
+        found = MemoryForecast(
+            phases=_phases(memory, self._loaded, checked),
             budget_bytes=setup.memory.budget_bytes,
             device_bytes=device_bytes,
             rollout_plan=setup.memory.rollout_plan,
@@ -167,12 +169,9 @@ class DryRun:
             ranks=self._config.world_size,
             sharding=self._shared.sharding.value,
             host_bytes=_host_bytes(setup, self._device),
-<<<<<<< HEAD
-            step_seconds=step_seconds,
-=======
             reserved=memory.reserved_peaks(),
->>>>>>> reserved
         )
+        return found if settled is None else replace(found, step_seconds=self._seconds(settled, longest))
 
     def _build(self, model: Any, reference: Any, checked: Checked | None) -> TrainingSetup:
         """Builds the run's own setup, alone on its device, which informs nobody and rewards nothing."""
@@ -327,29 +326,48 @@ def _meet_gradients(work: UpdateWork, committer: Committer, plan: UpdatePlan) ->
 def _try_until_settled(
     setup: TrainingSetup, longest: Longest, memory: SimulatedMemory, evaluation: Drawing | None = None
 ) -> TrainingSetup:
-    """Tries the longest rows until the plans are those that a run would make of what it measures."""
+    """Tries what may hold most until the plans are those that a run would make of what it measures."""
     tracker = setup.memory
     tracker.enforce()
     try:
         committer = make_committer(setup, (None, None), setup.planned_steps)
         setup = replace(setup, committer=committer)
         Learner(setup).make_state()
+        among, grows = candidates(setup, longest), not committer.optimizer.state
+        trials = worst_trials(setup, among, grows=grows)
         for _ in range(_MOST_ROUNDS):
             memory.forget_phases({Phase.LOAD})
             memory.empty_cache()  # of what plans given up since have left there
-            held = memory.live_bytes
-            work = longest_work(setup, longest)
-            trial = replace(setup, make_room=partial(_meet_gradients, work, committer))
-            try_longest(trial, longest, micro_batches=1, evaluation=evaluation)
-            with tracker.phase(Phase.OPTIMIZER):
-                setup.recovery.once(Stage.COMMIT, committer.commit)
+            if grows:
+                committer.optimizer.state.clear()  # the first step comes before it
+            for trial in trials:
+                _try(setup, committer, trial)
+            if evaluation is not None:
+                try_drawing(setup, evaluation)
             planned = tracker.rollout_plan, tracker.update_plan
-            same = [_bare(plan) for plan in planned] == [_bare(plan) for plan in plans_now(setup, longest)]
-            if same and memory.live_bytes == held:  # no optimizer has just made its state
+            trials = worst_trials(setup, among, grows=grows)
+            if [_bare(plan) for plan in planned] == [_bare(plan) for plan in trials[-1].plans]:
                 break
         return setup
     finally:
         tracker.release()
+
+
+def _try(setup: TrainingSetup, committer: Committer, trial: Trial) -> None:
+    """Tries a rollout and its optimizer steps, each up to the moment at which weights move, and moves them."""
+    longest = trial.longest
+    plan_rollout(setup, longest)
+    if trial.draws:
+        try_drawing(setup, drawing_of(setup, longest))
+    trajectory = longest_rows(setup, longest)
+    if trial.scores:
+        try_scoring(setup, longest, trajectory, trial.plans[1].logprob_tile)
+    for step in trial.steps:
+        plan_update(setup, trajectory, step.rows)
+        meeting = replace(setup, make_room=partial(_meet_gradients, step.work, committer))
+        try_update(meeting, trajectory, step.rows, micro_batches=1)
+        with setup.memory.phase(Phase.OPTIMIZER):
+            setup.recovery.once(Stage.COMMIT, committer.commit)
 
 
 def _job(setup: TrainingSetup, longest: Longest, memory: SimulatedMemory) -> Job:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -95,9 +95,7 @@ def forecast_memory(
         ConfigError: the model has no config that can be read, the device has no bytes, or settings contradict each
             other.
     """
-    total = parse_bytes(device_bytes) if isinstance(device_bytes, str) else device_bytes
-    if isinstance(total, bool) or not isinstance(total, int) or total < 1:
-        raise ConfigError(f"device_bytes is {device_bytes!r}; write bytes, or a size such as '24GiB'.")
+    total = _checked_device_bytes(device_bytes)
     if not isinstance(model, (str, DiffusionPolicy)):
         raise ConfigError(
             f"model is a {type(model).__name__}; a forecast takes a name or a folder, for its config, or a "
@@ -114,48 +112,93 @@ def forecast_memory(
             raise ConfigError("A DiffusionPolicy has no tokens. Leave processing_class and the like out.")
         dry = run(critic=partial(_critic_of_states, critic))
         found = _forecast_chains(dry, model, config, total, device, peft_config, shared)
-        return replace(found, seconds=time.perf_counter() - started)
-    init = dict(config.model_init_kwargs or {})
-    given = init.pop("config", None)
-    places = {name: init[name] for name in ("revision", "cache_dir", "token", "local_files_only") if name in init}
-    network_config = given or config_for(model, trust_remote_code=config.trust_remote_code, **places)
-    quantization = quantization_config or init.get("quantization_config") or _declared_quantization(network_config)
-    if quantization is not None and peft_config is None:
-        raise ConfigError("A 4-bit base cannot be trained. Pass a peft_config such as LoraConfig(r=16), or no 4 bits.")
-    config.model_init_kwargs = None
+    else:
+        network = _Network.of(model, config, device, peft_config, quantization_config, critic)
+        dry = run(
+            dataset=train_dataset,
+            tokenizer=processing_class,
+            prompt_tokens=prompt_tokens,
+            critic=partial(_critic_of_tokens, critic, config, device),
+            evaluation=eval_dataset,
+            reward_models=lambda: [_fake_reward_model(one, config) for one in reward_models],
+        )
+        found = _forecast_tokens(dry, network, config, total, shared)
+        if reward_models:
+            about = "reward models read as many tokens as prompt and completion have"
+            found = replace(found, assumptions=(*found.assumptions, about))
+    return replace(found, seconds=time.perf_counter() - started)
 
-    def network(*, frozen: bool = False, shallow: bool = False) -> Any:
+
+def _checked_device_bytes(given: int | str) -> int:
+    """Reads the bytes of a device."""
+    total = parse_bytes(given) if isinstance(given, str) else given
+    if isinstance(total, bool) or not isinstance(total, int) or total < 1:
+        raise ConfigError(f"device_bytes is {given!r}; write bytes, or a size such as '24GiB'.")
+    return total
+
+
+@dataclass(frozen=True)
+class _Network:
+    """A language model of which only the config is read."""
+
+    config: Any  # of transformers
+    init: Mapping[str, Any]  # `model_init_kwargs`, the config left out
+    device: str  # kind of device
+    peft_config: Any
+    quantization: Any
+    trust_remote_code: bool
+    with_critic: bool  # whether a critic is trained beside its adapter
+
+    @classmethod
+    def of(
+        cls, model: str, settings: TrainerConfig, device: str, peft_config: Any, quantization_config: Any, critic: Any
+    ) -> _Network:
+        """Reads the config of a named network; takes what the settings say of its loading out of them."""
+        init = dict(settings.model_init_kwargs or {})
+        given = init.pop("config", None)
+        places = {name: init[name] for name in ("revision", "cache_dir", "token", "local_files_only") if name in init}
+        config = given or config_for(model, trust_remote_code=settings.trust_remote_code, **places)
+        quantization = quantization_config or init.get("quantization_config") or _declared_quantization(config)
+        if quantization is not None and peft_config is None:
+            raise ConfigError(
+                "A 4-bit base cannot be trained. Pass a peft_config such as LoraConfig(r=16), or no 4 bits."
+            )
+        settings.model_init_kwargs = None
+        return cls(config, init, device, peft_config, quantization, settings.trust_remote_code, critic == "adapter")
+
+    def __call__(self, *, frozen: bool = False, shallow: bool = False) -> Any:
+        """Makes it with fake weights; ``frozen`` as a reference, ``shallow`` with one block of each kind."""
         return fake_language_model(
-            shallow_copy(network_config) if shallow else network_config,
-            dtype=_base_dtype(init, network_config, device, frozen=frozen or peft_config is not None),
-            peft_config=None if frozen else peft_config,
-            quantization_config=quantization,
-            trust_remote_code=config.trust_remote_code,
+            shallow_copy(self.config) if shallow else self.config,
+            dtype=self.dtype(frozen=frozen),
+            peft_config=None if frozen else self.peft_config,
+            quantization_config=self.quantization,
+            trust_remote_code=self.trust_remote_code,
             frozen=frozen,
-            with_critic=critic == "adapter" and not frozen,
+            with_critic=self.with_critic and not frozen,
         )
 
-    dry = run(
-        dataset=train_dataset,
-        tokenizer=processing_class,
-        prompt_tokens=prompt_tokens,
-        critic=partial(_critic_of_tokens, critic, config, device),
-        evaluation=eval_dataset,
-        reward_models=lambda: [_fake_reward_model(one, config) for one in reward_models],
-    )
-    with _simulating(device) as memory:
+    def dtype(self, *, frozen: bool = False) -> torch.dtype:
+        """Gives the type of its weights."""
+        return _base_dtype(self.init, self.config, self.device, frozen=frozen or self.peft_config is not None)
+
+    @property
+    def assumption(self) -> str:
+        """Says in which type weights are taken to be."""
+        base = f"weights of the base are {str(self.dtype()).removeprefix('torch.')}"
+        return base if self.quantization is None else f"{base}, in 4 bits where bitsandbytes quantises"
+
+
+def _forecast_tokens(
+    dry: DryRun, network: _Network, config: TrainerConfig, device_bytes: int, shared: SharedState
+) -> MemoryForecast:
+    """Forecasts a run of a language model."""
+    with _simulating(network.device) as memory:
         memory.divide(shared.parts)
-        found = dry.run(network, memory, total, copies=config.has_reference and peft_config is None)
-    dtype = _base_dtype(init, network_config, device, frozen=peft_config is not None)
-    base = f"weights of the base are {str(dtype).removeprefix('torch.')}"
-    assumed = (
-        *shared.sentences(),
-        dry.about_prompts,
-        *(() if not reward_models else ("reward models read as many tokens as prompt and completion have",)),
-        base if quantization is None else f"{base}, in 4 bits where bitsandbytes quantises",
-        *(about_cuda() if device == "cuda" else ()),
-    )
-    return replace(found, assumptions=assumed, seconds=time.perf_counter() - started)
+        copies = config.has_reference and network.peft_config is None
+        found = dry.run(network, memory, device_bytes, copies=copies)
+    about = about_cuda() if network.device == "cuda" else ()
+    return replace(found, assumptions=(*shared.sentences(), dry.about_prompts, network.assumption, *about))
 
 
 @contextmanager

@@ -13,12 +13,14 @@ from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.preflight.speed import DeviceSpeed, Work, WorkCounter
-from memsafe_rl.preflight.worst_case import Longest, longest_rollout, longest_update, samples
-from memsafe_rl.preflight.worst_rows import tried_places
+from memsafe_rl.preflight.worst_case import Longest, longest_rollout, longest_rows, samples
+from memsafe_rl.preflight.worst_rows import tried_places, worst_step
 from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.slices import measure_slices
 from memsafe_rl.training.algorithms.objectives import Controllers
+from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.learner import Learner
+from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, UpdatePlan, UpdateWork
 from memsafe_rl.units import format_seconds
@@ -122,8 +124,10 @@ def _rollout(setup: TrainingSetup, longest: Longest) -> list[tuple[float, Work]]
 def _update(setup: TrainingSetup, longest: Longest) -> list[tuple[float, Work]]:
     """Counts a micro-batch, and what moves the weights."""
     learner, plan, committer = Learner(setup), setup.memory.update_plan, setup.committed
-    rollout, rows = longest_update(setup, longest)
-    work = learner.work(rollout.trajectory, rows)
+    trajectory = longest_rows(setup, longest)
+    rows = worst_step(setup, trajectory, longest.rollout)
+    rollout = Rollout(trajectory, consumed=0, external=Collector(setup).corrects_sampler)
+    work = learner.work(trajectory, rows)
     tried = [rows[place] for place in tried_places(work, plan, 1)]
     terms = learner.fix_terms(rollout, tried, Controllers.at_start(setup.config))
     counter = WorkCounter()
@@ -133,7 +137,7 @@ def _update(setup: TrainingSetup, longest: Longest) -> list[tuple[float, Work]]:
         committer.measure()
         committer.prepare_commit()
         setup.recovery.once(Stage.COMMIT, committer.commit)
-    share = _run_tokens(work, plan) / _run_tokens(learner.work(rollout.trajectory, tried), plan)
+    share = _run_tokens(work, plan) / _run_tokens(learner.work(trajectory, tried), plan)
     return [(share, piece), (1.0, counter.lap())]
 
 

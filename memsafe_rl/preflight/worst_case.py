@@ -23,12 +23,12 @@ from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.preflight.synthetic import chains, embedded_prompts, lay_down
-from memsafe_rl.preflight.worst_rows import later_rows, tried_places, widest_slices, worst_step
+from memsafe_rl.preflight.worst_rows import later_rows, steps_of, tried_places, widest_slices, worst_step
 from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.rollout.native.sequences import Candidate, admit
 from memsafe_rl.rollout.scoring import score_all, value_all
 from memsafe_rl.training.algorithms.objectives import Controllers
-from memsafe_rl.training.collector import Collector, by_reward_rows, served_by
+from memsafe_rl.training.collector import Collector, by_reward_rows
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.loop import TrainingLoop
 from memsafe_rl.training.samples import Rollout
@@ -37,11 +37,11 @@ from memsafe_rl.types import (
     Phase,
     Ragged,
     RolloutPlan,
+    RolloutWork,
     SamplingSettings,
     SequenceKey,
     Trajectory,
     UpdatePlan,
-    UpdateWork,
 )
 from memsafe_rl.units import format_bytes
 
@@ -68,6 +68,7 @@ class Longest:
     # lengths of the longest prompts there are, the longest first, as many as a rollout has; empty where only the
     # longest one is known
     longest_prompts: tuple[int, ...] = ()
+    rollout: int | None = None  # index of the run's rollout whose prompts these are, in its order; None: of any
 
     @property
     def row_tokens(self) -> int:
@@ -82,8 +83,15 @@ class Longest:
 
     def ids(self, tokens: int) -> Tensor:
         """Gives so many token ids: the prompt's, again and again."""
+        return torch.tensor(self._cut(tokens), dtype=torch.int64)
+
+    def of_rollout(self, rollout: int, lengths: tuple[int, ...]) -> Longest:
+        """Gives the longest row of one of the run's rollouts, of which the prompts' lengths are known."""
+        return replace(self, prompt=self._cut(max(lengths)), longest_prompts=lengths, rollout=rollout)
+
+    def _cut(self, tokens: int) -> tuple[int, ...]:
         copies = -(-tokens // len(self.prompt))
-        return torch.tensor((self.prompt * copies)[:tokens], dtype=torch.int64)
+        return (self.prompt * copies)[:tokens]
 
 
 @dataclass(frozen=True)
@@ -238,33 +246,18 @@ def _longest_first(dataset: Dataset) -> tuple[Dataset, str]:
     return dataset.select(order), f"of the {_TOKENIZED:,} longest texts of train_dataset"
 
 
-def plans_now(setup: TrainingSetup, longest: Longest) -> tuple[RolloutPlan, UpdatePlan]:
-    """Asks for the plans that the longest rows would get now; nothing adopts them."""
-    policy, state = setup.memory_policy, setup.memory.state()
-    drawing = _rollout_of(setup, longest)
-    rollout = Collector(setup).work(_prompts_of(setup, drawing), drawing.group_size)
-    update = longest_work(setup, longest)
-    return served_by(setup.engine, policy.before_rollout(rollout, state)), policy.before_update(update, state)
-
-
 def longest_rollout(setup: TrainingSetup, longest: Longest) -> tuple[Sequence[Tensor], list[tuple[int, int]], int]:
     """Gives the longest prompts of a rollout, its (prompt, sample) pairs, and how many of them are decoded together."""
-    drawing = _rollout_of(setup, longest)
+    drawing = drawing_of(setup, longest)
     ids = _prompts_of(setup, drawing).ids
     rows = [divmod(row, drawing.group_size) for row in range(_share(setup, len(ids) * drawing.group_size))]
     return ids, rows, _together(setup.adapter, ids, rows, setup.sampling, setup.memory.rollout_plan)
 
 
-def longest_update(setup: TrainingSetup, longest: Longest) -> tuple[Rollout, Sequence[int]]:
-    """Gives a rollout of the longest rows, and those of its optimizer step that holds most."""
-    rollout = Rollout(_longest_rows(setup, longest), consumed=0, external=Collector(setup).corrects_sampler)
-    return rollout, worst_step(setup, rollout.trajectory)
-
-
-def longest_work(setup: TrainingSetup, longest: Longest) -> UpdateWork:
-    """Gives the shape of an optimizer step whose rows are the longest."""
-    trajectory = _longest_rows(setup, longest)
-    return Learner(setup).work(trajectory, worst_step(setup, trajectory))
+def work_of_rollout(setup: TrainingSetup, longest: Longest) -> RolloutWork:
+    """Gives the shape of a rollout of the longest prompts."""
+    drawing = drawing_of(setup, longest)
+    return Collector(setup).work(_prompts_of(setup, drawing), drawing.group_size)
 
 
 def try_longest(
@@ -274,23 +267,42 @@ def try_longest(
     evaluation: Drawing | None = None,
 ) -> None:
     """Tries every phase of a dry setup in the order of a step, on the longest rows; no weight moves."""
-    collector, learner = Collector(setup), Learner(setup)
-    drawing = _rollout_of(setup, longest)
     if setup.draw_rollout is None:
-        collector.plan(_prompts_of(setup, drawing))
+        plan_rollout(setup, longest)
+    for drawing in (drawing_of(setup, longest), evaluation):
+        if drawing is not None:
+            try_drawing(setup, drawing)
+    trajectory = longest_rows(setup, longest)
+    rows = worst_step(setup, trajectory, longest.rollout)
+    plan_update(setup, trajectory, rows)
+    try_scoring(setup, longest, trajectory, setup.memory.update_plan.logprob_tile)
+    try_update(setup, trajectory, rows, micro_batches)
+
+
+def plan_rollout(setup: TrainingSetup, longest: Longest) -> RolloutPlan:
+    """Asks for the plan of a rollout of the longest prompts, and adopts it."""
+    Collector(setup).plan(_prompts_of(setup, drawing_of(setup, longest)))
+    return setup.memory.rollout_plan
+
+
+def plan_update(setup: TrainingSetup, trajectory: Trajectory, rows: Sequence[int]) -> UpdatePlan:
+    """Asks for the plan of an optimizer step, and adopts it."""
+    Learner(setup).plan(trajectory, rows)
+    return setup.memory.update_plan
+
+
+def try_drawing(setup: TrainingSetup, drawing: Drawing) -> None:
+    """Tries drawing and rewarding the longest rows."""
+    collector = Collector(setup)
+    if setup.draw_rollout is None:
         _try_drawing(setup, collector, drawing)
-        if evaluation is not None:
-            _try_drawing(setup, collector, evaluation)
-    for rewarded in (drawing, evaluation):
-        if rewarded is not None:
-            _try_reward_models(setup, collector, rewarded)
-    rollout, rows = longest_update(setup, longest)
-    trajectory = rollout.trajectory
-    first_tile = setup.memory.update_plan.logprob_tile
-    learner.plan(trajectory, rows)
-    plan = setup.memory.update_plan
-    # Scoring takes the tile of the update before it: in the first rollout that of no plan, later the plan's.
-    _try_scoring(setup, collector, trajectory, rows, max(first_tile, plan.logprob_tile))
+    _try_reward_models(setup, collector, drawing)
+
+
+def try_update(setup: TrainingSetup, trajectory: Trajectory, rows: Sequence[int], micro_batches: int) -> None:
+    """Tries the micro-batches of an optimizer step that may hold most, up to the point where weights would move."""
+    learner, plan = Learner(setup), setup.memory.update_plan
+    rollout = Rollout(trajectory, consumed=0, external=Collector(setup).corrects_sampler)
     tried = [rows[place] for place in tried_places(learner.work(trajectory, rows), plan, micro_batches)]
     terms = learner.fix_terms(rollout, tried, Controllers.at_start(setup.config))
     committer, repeat = setup.committed, setup.recovery.repeat
@@ -377,7 +389,7 @@ def _in_flight(adapter: ModelAdapter, waiting: Sequence[Candidate], plan: Rollou
             return count
 
 
-def _rollout_of(setup: TrainingSetup, longest: Longest) -> Drawing:
+def drawing_of(setup: TrainingSetup, longest: Longest) -> Drawing:
     """Gives what a rollout draws."""
     return Drawing(longest, setup.config.prompts_per_rollout, setup.config.num_generations, Phase.ROLLOUT)
 
@@ -449,12 +461,17 @@ def samples(prompts: Sequence[Tensor], rows: Sequence[tuple[int, int]]) -> tuple
     return [prompts[prompt] for prompt in wanted], keys
 
 
-def _try_scoring(
-    setup: TrainingSetup, collector: Collector, trajectory: Trajectory, rows: Sequence[int], tile: int
-) -> None:
-    """Scores the slices that may hold most, of every pass over the longest rows that precedes an update."""
+def try_scoring(setup: TrainingSetup, longest: Longest, trajectory: Trajectory, tile: int) -> None:
+    """Scores the slices that may hold most, of every pass over the longest rows that precedes an update.
+
+    Scoring takes the tile of the update before it: in the first rollout that of no plan.
+    """
+    collector = Collector(setup)
+    tile = max(tile, UpdatePlan.logprob_tile) if longest.rollout is None else tile
+    if longest.rollout == 0:
+        tile = UpdatePlan.logprob_tile
     config, needs = setup.config, setup.advantages.needs
-    everyone, later = range(0, len(trajectory), config.world_size), later_rows(setup)
+    everyone, later = range(0, len(trajectory), config.world_size), later_rows(setup, longest.rollout)
     if config.has_reference and not setup.adapter.closed_form_kl:
         with setup.adapter.reference() as reference:
             _score(setup, collector, reference, trajectory, [everyone], tile)
@@ -463,7 +480,8 @@ def _try_scoring(
     if later:
         _score(setup, collector, setup.adapter, trajectory, later, tile, with_kl=needs.with_kl, columns=needs.columns)
     if config.top_entropy_quantile < 1.0:
-        _score(setup, collector, setup.adapter, trajectory, [rows], tile, with_entropy=True)
+        steps = [step.rows for step in steps_of(setup, trajectory, longest.rollout)]
+        _score(setup, collector, setup.adapter, trajectory, steps, tile, with_entropy=True)
     for critic in needs.critics:
         with setup.memory.phase(Phase.SCORE), critic.running() as network:
             attempt = collector.scorer.scoring(trajectory, everyone)
@@ -487,7 +505,7 @@ def _score(
             score_all(adapter, trajectory, part, temperature=temperature, attempt=attempt, tile=tile, **wanted)
 
 
-def _longest_rows(setup: TrainingSetup, longest: Longest) -> Trajectory:
+def longest_rows(setup: TrainingSetup, longest: Longest) -> Trajectory:
     """Lays down a whole rollout of the longest rows."""
     config = setup.config
     if setup.adapter.time_separable:

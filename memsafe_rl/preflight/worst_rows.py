@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
+from typing import NamedTuple
 
 from memsafe_rl.data.prompts import Cursor, rows_of_step
 from memsafe_rl.preflight.fake.device import true_numbers
@@ -17,31 +18,43 @@ _STEPS = 64
 """Optimizer steps whose rows are looked at; which rows of a prompt a later step has is as much chance as in these."""
 
 
-def worst_step(setup: TrainingSetup, trajectory: Trajectory) -> Sequence[int]:
-    """Finds the optimizer step that the policy expects to hold most.
+def worst_step(setup: TrainingSetup, trajectory: Trajectory, rollout: int | None = None) -> Sequence[int]:
+    """Finds the optimizer step of a rollout that the policy expects to hold most."""
+    return max(steps_of(setup, trajectory, rollout), key=lambda step: expected(setup, step.work)).rows
+
+
+class Step(NamedTuple):
+    """An optimizer step of a run."""
+
+    rows: Sequence[int]  # this rank's rows of the rollout
+    work: UpdateWork  # their shape
+
+
+def steps_of(setup: TrainingSetup, trajectory: Trajectory, rollout: int | None = None) -> list[Step]:
+    """Gives optimizer steps that differ in their shape: a rollout's own, or those of the run's first rollouts.
 
     Where a rollout serves several steps, rows are shuffled, and how many of a step share a prompt is chance; but the
-    shuffles follow from the run's seed, so that its own first ones can be compared.
+    shuffles follow from the run's seed, so that its own can be compared.
     """
-    config = setup.config
+    config, learner = setup.config, Learner(setup)
     if config.step_rows >= config.rollout_rows or setup.adapter.time_separable:
-        return range(0, config.step_rows, config.world_size)
-    found: dict[object, tuple[Sequence[int], UpdateWork]] = {}
-    learner = Learner(setup)
-    for cursor in islice(_cursors(setup), _STEPS):
+        rows: Sequence[int] = range(0, config.step_rows, config.world_size)
+        return [Step(rows, learner.work(trajectory, rows))]
+    found: dict[object, Step] = {}
+    for cursor in islice(_cursors(setup, rollout), _STEPS):
         rows = _rows(setup, cursor)[:: config.world_size]
         work = learner.work(trajectory, rows)
         owners = Counter(zip(work.prompts or work.sources or work.row_tokens, work.row_tokens, strict=True))
-        found.setdefault(tuple(sorted((tokens, count) for (_, tokens), count in owners.items())), (rows, work))
-    return max(found.values(), key=lambda step: _expected(setup, step[1]))[0]
+        found.setdefault(tuple(sorted((tokens, count) for (_, tokens), count in owners.items())), Step(rows, work))
+    return list(found.values())
 
 
-def later_rows(setup: TrainingSetup) -> list[list[int]]:
+def later_rows(setup: TrainingSetup, rollout: int | None = None) -> list[list[int]]:
     """Gives the rows of rollouts that are not learnt from in their first step, but after weights have moved."""
     config = setup.config
     if config.updates_per_epoch < 2:
         return []
-    firsts = (cursor for cursor in islice(_cursors(setup), _STEPS) if cursor.starts_rollout)
+    firsts = (cursor for cursor in islice(_cursors(setup, rollout), _STEPS) if cursor.starts_rollout)
     sets = []
     for cursor in firsts:
         first = set(_rows(setup, cursor))
@@ -108,15 +121,19 @@ def _rows(setup: TrainingSetup, cursor: Cursor) -> list[int]:
         return rows_of_step(cursor, config.rollout_rows, config.step_rows, config.order_seed)
 
 
-def _cursors(setup: TrainingSetup) -> Iterator[Cursor]:
-    """Gives the steps of a run in order, as far as they differ in their rows."""
+def _cursors(setup: TrainingSetup, rollout: int | None) -> Iterator[Cursor]:
+    """Gives the steps of a rollout as far as the run goes, or of any first rollouts, in order."""
     config = setup.config
-    for rollout in range(_STEPS):
-        for epoch, step in product(range(config.num_iterations), range(config.updates_per_epoch)):
-            yield Cursor(rollout, epoch, step)
+    each = list(product(range(config.num_iterations), range(config.updates_per_epoch)))
+    for number in range(_STEPS) if rollout is None else [rollout]:
+        begun = number * len(each)
+        # Where epochs may be cut short, a rollout may come at any step.
+        known = rollout is not None and config.kl_stop is None
+        for epoch, step in each[: max(1, setup.planned_steps - begun)] if known else each:
+            yield Cursor(number, epoch, step)
 
 
-def _expected(setup: TrainingSetup, work: UpdateWork) -> tuple[int, int, int]:
+def expected(setup: TrainingSetup, work: UpdateWork) -> tuple[int, int, int]:
     """Says what the policy expects a step to hold; where it expects nothing, how large its slices are."""
     plan = setup.memory_policy.before_update(work, setup.memory.state())
     slices = measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts)

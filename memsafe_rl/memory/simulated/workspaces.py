@@ -1,14 +1,8 @@
-<<<<<<< HEAD
-"""Temporaries inside kernels, which no count of storages from Python can see.
+"""What no count of storages from Python can see: temporaries inside kernels, and what CUDA's libraries hold.
 
-Those of the CPU's kernels are measured with torch 2.13. Those of CUDA's are what their sources allocate (`mha_bwd` of
-FlashAttention 2 and `_efficient_attention_backward`, as PyTorch builds them); not yet measured on a card.
-=======
-"""What no count of storages from Python can see, on a CPU and on a card.
-
-Temporaries inside CPU kernels are measured with torch 2.13; what CUDA's libraries hold is read from PyTorch's source,
-and not yet measured.
->>>>>>> reserved
+Temporaries inside CPU kernels are measured with torch 2.13. Those of CUDA's are what their sources allocate (`mha_bwd`
+of FlashAttention 2 and `_efficient_attention_backward`, as PyTorch builds them), and what its libraries hold is read from
+PyTorch's source; neither is measured yet.
 """
 
 from __future__ import annotations
@@ -101,7 +95,7 @@ def about_cuda() -> tuple[str, ...]:
     cublas, left_out = cublas_bytes(os.environ, capability), AllocatorSettings.read(os.environ).left_out
     unknown = f"the allocator's {', '.join(left_out)} left out: reserved bytes will differ"
     return (
-        "CPU kernels stand for CUDA's, whose own temporaries are not counted and have not been measured yet",
+        "CPU kernels stand for CUDA's but in attention; temporaries inside CUDA's kernels have not been measured yet",
         f"cuBLAS takes {format_bytes(cublas)} for its workspaces besides, through PyTorch's allocator",
         f"the CUDA context takes {_CONTEXT} outside of PyTorch, by what is reported of many cards",
         *((unknown,) if left_out else ()),

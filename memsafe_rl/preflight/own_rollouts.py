@@ -1,0 +1,176 @@
+"""Which rollouts and optimizer steps of a run are tried: its own, as far as its prompts and their order are known.
+
+Plans follow from the lengths of prompts, and shorter ones may get a plan under which more is held. What a run will
+hold is thus only found among its own rollouts, not in one of the longest prompts there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from heapq import nlargest
+
+from memsafe_rl.preflight.fake.device import true_numbers
+from memsafe_rl.preflight.worst_case import Longest, longest_rows, work_of_rollout
+from memsafe_rl.preflight.worst_rows import Step, steps_of
+from memsafe_rl.slices import measure_slices, measure_sources
+from memsafe_rl.training.collector import served_by
+from memsafe_rl.training.setup import TrainingSetup
+from memsafe_rl.types import Phase, RolloutPlan, RolloutWork, UpdatePlan
+
+_PROMPTS = 8192
+"""Prompts that are tokenized to know a run's rollouts; of later ones, those of the longest prompts stand for all."""
+_ROLLOUTS = 64
+"""Rollouts for which plans are asked for; of more, those with the longest prompts and those with the most tokens."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A rollout that may be the one that holds most."""
+
+    longest: Longest  # its rows
+    work: RolloutWork  # its shape
+    steps: tuple[Step, ...]  # its optimizer steps
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A rollout that is tried."""
+
+    longest: Longest  # its rows
+    draws: bool  # whether drawing it may hold most
+    scores: bool  # whether scoring it may
+    steps: tuple[Step, ...]  # its optimizer steps that may hold most
+    plans: tuple[RolloutPlan, UpdatePlan]  # those of the rollout and of its largest step
+
+
+def own_rollouts(setup: TrainingSetup, longest: Longest) -> list[Longest]:
+    """Gives a run's rollouts in order; where nobody can know them, one of the longest prompts there are.
+
+    Args:
+        setup: the run's parts.
+        longest: the longest row that the run may meet.
+
+    Returns:
+        The rollouts, and one of the longest prompts if there are more than are looked at.
+    """
+    config, source = setup.config, setup.source
+    moves_on = config.dynamic_sampling or config.partial_rollout_tokens is not None or setup.environments is not None
+    if moves_on or not longest.longest_prompts or source.prompts_per_epoch is None:
+        return [longest]
+    count, steps = config.prompts_per_rollout, setup.planned_steps
+    per_rollout = 1 if config.kl_stop is not None else config.updates_per_epoch * config.num_iterations
+    wanted, known = -(-steps // per_rollout), max(1, _PROMPTS // count)
+    with true_numbers():
+        read = [setup.models.reader(source.take(place * count, count)) for place in range(min(wanted, known))]
+    lengths = {place: tuple(len(ids) for ids in prompts.ids) for place, prompts in enumerate(read)}
+    kept = {0}.union(
+        *(nlargest(_ROLLOUTS // 2, lengths, key=lambda place: size(lengths[place])) for size in (max, sum))
+    )
+    found = [longest.of_rollout(place, lengths[place]) for place in sorted(kept)]
+    return found if wanted <= known else [*found, longest]
+
+
+def candidates(setup: TrainingSetup, longest: Longest) -> list[Candidate]:
+    """Gives the rollouts of a run with their optimizer steps; arguments as of `own_rollouts`."""
+    return [
+        Candidate(one, work_of_rollout(setup, one), tuple(steps_of(setup, longest_rows(setup, one), one.rollout)))
+        for one in own_rollouts(setup, longest)
+    ]
+
+
+def worst_trials(setup: TrainingSetup, among: Sequence[Candidate], *, grows: bool) -> list[Trial]:
+    """Chooses the rollouts and steps that the policy expects to hold most, the largest step last.
+
+    Args:
+        setup: the run's parts; nothing is adopted.
+        among: the rollouts of the run.
+        grows: whether the optimizer makes its state in the first step.
+
+    Returns:
+        What is to be tried. The first rollout is among it, for it is scored under no update's plan; where the run
+        grows, it comes first, with the first step alone.
+    """
+    planned = [_Planned.of(setup, one) for one in among]
+    if not grows:
+        return _worst_of(planned, planned)
+    first, after = planned[0].parted(setup)
+    others = [one for one in (after, *planned[1:]) if one.steps]
+    drawn = [one for one in others if one is not after or one.longest.rollout is None]
+    return [*_worst_of([first], [first]), *(_worst_of(drawn, others) if others else [])]
+
+
+def _worst_of(drawn: Sequence[_Planned], learnt: Sequence[_Planned]) -> list[Trial]:
+    """Chooses what holds most among rollouts that are drawn and scored, and among those that are learnt from."""
+    widest = [one for phase in (Phase.ROLLOUT, Phase.SCORE) for one in nlargest(1, drawn, key=_bytes_of(phase))]
+    steps = [(one, step) for one in learnt for step in one.steps]
+    kinds = range(len(steps[0][1].sizes))
+    chosen = [found for kind in kinds for found in nlargest(1, steps, key=_size_of(kind))]
+    scored = [*drawn[:1], *widest]
+    return [
+        Trial(
+            one.longest,
+            draws=one in widest,
+            scores=one in scored,
+            steps=tuple({id(step): step.step for owner, step in chosen if owner is one}.values()),
+            plans=(one.plan, one.largest.plan),
+        )
+        for one in sorted({id(one): one for one in (*drawn, *learnt)}.values(), key=lambda one: one is chosen[0][0])
+        if one in scored or any(owner is one for owner, _ in chosen)
+    ]
+
+
+@dataclass(frozen=True)
+class _PlannedStep:
+    """An optimizer step, and what the policy would make of it."""
+
+    step: Step
+    plan: UpdatePlan
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What a step may hold most of: bytes as the policy expects them, then tokens of its largest slice."""
+        work, plan = self.step.work, self.plan
+        measured = (
+            measure_sources(work, plan.micro_batch_tokens)[:-1]
+            if work.sources
+            else measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts)[:2]
+        )
+        return plan.predicted_bytes.get(Phase.UPDATE, 0), *measured
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A rollout, and what the policy would make of it."""
+
+    longest: Longest
+    plan: RolloutPlan
+    steps: tuple[_PlannedStep, ...]
+
+    @classmethod
+    def of(cls, setup: TrainingSetup, one: Candidate) -> _Planned:
+        policy, state = setup.memory_policy, setup.memory.state()
+        plan = served_by(setup.engine, policy.before_rollout(one.work, state))
+        steps = (_PlannedStep(step, policy.before_update(step.work, state)) for step in one.steps)
+        return cls(one.longest, plan, tuple(steps))
+
+    @property
+    def largest(self) -> _PlannedStep:
+        """The step that the policy expects to hold most."""
+        return max(self.steps, key=lambda step: step.sizes)
+
+    def parted(self, setup: TrainingSetup) -> tuple[_Planned, _Planned]:
+        """Parts the first step from the others, which may be of its shape; a rollout that stands for all has such."""
+        config, count = setup.config, setup.planned_steps
+        if self.longest.rollout is not None:
+            count = min(config.updates_per_epoch * config.num_iterations, count)
+        others = self.steps if len(self.steps) < count else self.steps[1:]
+        return replace(self, steps=self.steps[:1]), replace(self, steps=others)
+
+
+def _bytes_of(phase: Phase) -> Callable[[_Planned], int]:
+    return lambda one: one.plan.predicted_bytes.get(phase, 0)
+
+
+def _size_of(kind: int) -> Callable[[tuple[_Planned, _PlannedStep]], int]:
+    return lambda one: one[1].sizes[kind]

@@ -1,0 +1,130 @@
+"""A run holds what its own rollouts make it hold: the forecast tries these, in the order in which they come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from peft import LoraConfig
+
+from memsafe_rl import AdaptivePolicy, GRPOTrainer
+from memsafe_rl.preflight import own_rollouts as own_rollouts_module
+from memsafe_rl.preflight.own_rollouts import candidates, own_rollouts, worst_trials
+from memsafe_rl.preflight.worst_case import Longest, find_longest
+from memsafe_rl.types import Phase
+from tests.preflight import beside
+from tests.tiny import tiny_model, tiny_tokenizer
+
+LENGTHS = (5, 40, 12, 70, 9, 31, 66, 22, 58, 17, 80, 3, 44, 27, 13, 61)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("qwen3", vocab_size=3000, layers=2, hidden=64).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def ragged(*lengths: int) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"{index:02d}".ljust(most, ".")[:most] for index, most in enumerate(lengths)]})
+
+
+def run(folder: Path, *, pack_prompts: bool | None = None, **settings: Any) -> tuple[Any, dict[Phase, int]]:
+    given = {
+        "train_dataset": ragged(*LENGTHS),
+        "memory_policy": AdaptivePolicy(pack_prompts=pack_prompts),
+        "peft_config": LoraConfig(r=8, target_modules="all-linear") if settings.pop("lora", False) else None,
+    }
+    return beside.run(folder, given=given, alarms=False, **{"per_device_train_batch_size": 12, **settings})
+
+
+def check(trainer: Any, held: dict[Phase, int], *, rel: float = 0.005) -> None:
+    assert trainer.forecast is not None
+    for phase, size in trainer.forecast.phase_bytes.items():
+        assert size == pytest.approx(held[phase], rel=rel), phase
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_shorter_prompts_may_get_a_plan_that_holds_more(folder: Path, seed: int) -> None:
+    trainer, held = run(folder, pack_prompts=False, seed=seed, max_steps=3)
+    check(trainer, held)
+
+
+@pytest.mark.slow
+def test_steps_of_a_shuffled_rollout_are_those_of_the_run(folder: Path) -> None:
+    parts = {"per_device_train_batch_size": 6, "steps_per_generation": 2, "num_iterations": 2}
+    trainer, held = run(folder, pack_prompts=False, max_steps=8, **parts)
+    check(trainer, held)
+
+
+@pytest.mark.slow
+def test_the_first_rollout_is_scored_under_the_tile_of_no_plan(folder: Path) -> None:
+    trainer, held = run(folder, lora=True, beta=0.04, max_steps=2)
+    check(trainer, held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_first_step_comes_before_an_optimizer_that_makes_its_state_in_it(folder: Path, steps: int) -> None:
+    trainer, held = run(folder, optim="adamw_torch", beta=0.04, max_steps=steps)
+    check(trainer, held)
+
+
+def setup_of(folder: Path, **settings: Any) -> Any:
+    config = beside.config_for(folder, memory_forecast=False, per_device_train_batch_size=12, **settings)
+    return GRPOTrainer(str(folder), beside.alternating, config, ragged(*LENGTHS)).setup
+
+
+def test_rollouts_are_those_that_the_run_will_draw(folder: Path) -> None:
+    setup = setup_of(folder, max_steps=3)
+    found = own_rollouts(setup, find_longest(setup))
+    drawn = [tuple(len(example["prompt"]) for example in setup.source.take(3 * place, 3)) for place in range(3)]
+    assert [one.longest_prompts for one in found] == drawn
+    assert [(one.rollout, len(one.prompt)) for one in found] == [(place, max(drawn[place])) for place in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"), [({"num_iterations": 2}, 2), ({"num_iterations": 2, "kl_stop": 0.1, "beta": 0.1}, 3)]
+)
+def test_rollouts_are_as_many_as_the_steps_may_take(folder: Path, settings: dict[str, Any], count: int) -> None:
+    setup = setup_of(folder, max_steps=3, **settings)
+    assert len(own_rollouts(setup, find_longest(setup))) == count
+
+
+def test_where_nobody_knows_the_prompts_the_longest_stand_for_all(folder: Path) -> None:
+    setup = setup_of(folder, max_steps=3, dynamic_sampling=True)
+    longest = find_longest(setup)
+    assert own_rollouts(setup, longest) == [longest]
+    setup, alone = setup_of(folder, max_steps=3), Longest((1,) * 9, 4, "as given")
+    assert own_rollouts(setup, alone) == [alone]
+
+
+def test_beyond_what_is_tokenized_the_longest_prompts_stand_for_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_rollouts_module, "_PROMPTS", 6)
+    setup = setup_of(folder, max_steps=5)
+    longest = find_longest(setup)
+    found = own_rollouts(setup, longest)
+    assert [one.rollout for one in found] == [0, 1, None]
+    assert found[-1] == longest
+
+
+def test_a_run_that_grows_begins_with_its_first_step(folder: Path) -> None:
+    setup = setup_of(folder, max_steps=3)
+    among = candidates(setup, find_longest(setup))
+    first, *others = worst_trials(setup, among, grows=True)
+    assert (first.longest.rollout, first.draws, len(first.steps)) == (0, True, 1)
+    assert all(one.longest.rollout != 0 for one in others)
+    assert sum(len(one.steps) for one in worst_trials(setup, among[:1], grows=True)) == 1
+
+
+def test_a_rollout_that_stands_for_all_is_tried_before_and_after_the_run_has_grown(folder: Path) -> None:
+    setup = setup_of(folder, max_steps=3)
+    (one,) = candidates(setup, Longest((1,) * 9, 4, "as given"))
+    trials = worst_trials(setup, [one], grows=True)
+    assert [(trial.draws, trial.scores, len(trial.steps)) for trial in trials] == [(True, True, 1)] * 2
