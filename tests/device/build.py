@@ -60,7 +60,7 @@ def _compiled(source: Path, folder: Path, digest: str) -> Path:
 
 
 def _made(target: Path, *arguments: str) -> Path:
-    """Runs the compiler where the file is not there yet; the file appears at once, also where several processes build."""
+    """Runs the compiler where the file is not there yet; it appears whole, also where several processes build."""
     if target.exists():
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:

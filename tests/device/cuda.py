@@ -88,13 +88,13 @@ def _devices(pretend: Pretend) -> dict[str, Any]:
         "set_device": set_device,
         "device": _On,
         "device_of": lambda tensor: _On(tensor.device) if tensor.is_cuda else contextlib.nullcontext(),
-        "get_device_name": lambda device=None: _NAME,
-        "get_device_capability": lambda device=None: (8, 0),
+        "get_device_name": lambda _=None: _NAME,
+        "get_device_capability": lambda _=None: (8, 0),
         "get_device_properties": properties,
-        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_bf16_supported": lambda **_: True,
         "is_current_stream_capturing": lambda: False,
         "ipc_collect": lambda: None,
-        "_sleep": lambda cycles: None,
+        "_sleep": lambda _: None,
     }
 
 
@@ -170,7 +170,7 @@ def _check(pretend: Pretend, index: int) -> None:
 class Stream(torch.Stream):
     """`torch.cuda.Stream` over the streams of the pretend device."""
 
-    def __new__(cls, device: Any = None, priority: int = 0, **_: Any) -> Stream:
+    def __new__(cls, device: Any = None, **_: Any) -> Stream:
         """Makes a stream of a device."""
         return super().__new__(cls, torch.device("cuda", _index(device)))
 
@@ -183,7 +183,7 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """`torch.cuda.Event` over the events of the pretend device."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+    def __new__(cls, enable_timing: bool = False, **_: Any) -> Event:
         """Makes an event of the current device."""
         return super().__new__(cls, torch.device("cuda"), enable_timing=enable_timing)
 

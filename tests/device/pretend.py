@@ -18,26 +18,24 @@ from tests.device import build
 NEVER = -1
 """An allocation that is never refused."""
 
-_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+_OF_A_DEVICE: tuple[Any, ...] = (ctypes.c_int,)
+_NUMBERS = frozenset(
+    ("allocated", "reserved", "peak_allocated", "peak_reserved", "allocations", "refusals", "capacity", "elsewhere")
+)
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # name: result, arguments
     "devices": (ctypes.c_int, ()),
-    **{
-        name: (ctypes.c_int64, (ctypes.c_int,))
-        for name in (
-            *("allocated", "reserved", "peak_allocated", "peak_reserved"),
-            *("allocations", "refusals", "capacity", "elsewhere"),
-        )
-    },
-    "memory_stats": (ctypes.c_char_p, (ctypes.c_int,)),
-    **{name: (None, (ctypes.c_int,)) for name in ("empty_cache", "reset_peaks", "reset_totals")},
-    **{name: (None, (ctypes.c_int, ctypes.c_int64)) for name in ("set_capacity", "set_elsewhere", "fail_at")},
+    **dict.fromkeys(_NUMBERS, (ctypes.c_int64, _OF_A_DEVICE)),
+    "memory_stats": (ctypes.c_char_p, _OF_A_DEVICE),
+    **dict.fromkeys(("empty_cache", "reset_peaks", "reset_totals"), (None, _OF_A_DEVICE)),
+    **dict.fromkeys(("set_capacity", "set_elsewhere", "fail_at"), (None, (ctypes.c_int, ctypes.c_int64))),
     "set_fraction": (None, (ctypes.c_int, ctypes.c_double)),
     "set_expandable": (None, (ctypes.c_int, ctypes.c_int)),
-    **{name: (ctypes.c_char_p, ()) for name in ("operators", "transfers")},
-    "count": (None, (ctypes.c_char_p,)),
+    **dict.fromkeys(("operators", "transfers"), (ctypes.c_char_p, ())),
     "reset_counts": (None, ()),
     "random_state": (ctypes.c_int64, (ctypes.c_int, ctypes.c_char_p)),
     "set_random_state": (None, (ctypes.c_int, ctypes.c_char_p, ctypes.c_int64)),
     "seed": (None, (ctypes.c_int, ctypes.c_uint64)),
+    "draw_from_host": (None, (ctypes.c_int,)),
 }
 
 
@@ -54,7 +52,7 @@ class PretendDevice:
 
     def __getattr__(self, name: str) -> Any:
         """Gives a number: allocated, reserved, peak_allocated, peak_reserved, allocations, refusals, capacity."""
-        if name not in _FUNCTIONS or _FUNCTIONS[name] != (ctypes.c_int64, (ctypes.c_int,)):
+        if name not in _NUMBERS:
             raise AttributeError(name)
         return int(getattr(self._library, f"pretend_{name}")(self.index))
 
@@ -130,6 +128,10 @@ class Pretend:
         self.library = library
         self.devices = [PretendDevice(library, index) for index in range(library.pretend_devices())]
         self.counts = Counts(library)
+
+    def draw_from_host(self, draws: bool) -> None:
+        """Lets the device draw the CPU generator's random numbers, so that a run can be compared with one there."""
+        self.library.pretend_draw_from_host(draws)
 
 
 _loaded: list[Pretend] = []

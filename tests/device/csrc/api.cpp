@@ -56,12 +56,13 @@ void pretend_fail_at(int index, int64_t place) { const Locked locked(lock()); de
 // Counts.
 const char* pretend_operators() { const Locked locked(lock()); return answer(operators()); }
 const char* pretend_transfers() { const Locked locked(lock()); return answer(transfers()); }
-void pretend_count(const char* what) { count(transfers(), what); }
 void pretend_reset_counts() {
   const Locked locked(lock());
   operators().clear();
   transfers().clear();
 }
+
+void pretend_draw_from_host(int draws) { draws_from_host() = draws != 0; }
 
 // Random numbers: the state as bytes; its length where `to` is null.
 int64_t pretend_random_state(int index, char* to) {

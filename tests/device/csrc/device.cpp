@@ -287,6 +287,11 @@ at::Generator host_generator(const at::Generator& generator) {
   return of_device->numbers;
 }
 
+bool& draws_from_host() {
+  static bool draws = false;
+  return draws;
+}
+
 std::map<std::string, int64_t>& operators() {
   static auto* counts = new std::map<std::string, int64_t>;
   return *counts;

@@ -46,6 +46,7 @@ c10::Allocator* device_allocator();
 bool is_pinned(const void* address);
 Held* held(const at::Tensor& tensor);  // null without storage
 at::Generator host_generator(const at::Generator& generator);  // whose numbers a device's generator draws
+bool& draws_from_host();  // whether operators draw the host's numbers, to be compared with a run there
 std::map<std::string, int64_t>& operators();  // how often each ran
 std::map<std::string, int64_t>& transfers();  // uploads, read-backs and waits by kind
 void count(std::map<std::string, int64_t>& counts, const std::string& what);

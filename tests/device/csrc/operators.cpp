@@ -200,7 +200,7 @@ class Call {
         names_generator = true;
       }
     }
-    draws_from_default_ = !names_generator && op_.hasTag(at::Tag::nondeterministic_seeded);
+    draws_from_default_ = !draws_from_host() && !names_generator && op_.hasTag(at::Tag::nondeterministic_seeded);
   }
 
   // What the kernel put in place of an alias's bytes goes into the tensor.
