@@ -18,6 +18,7 @@ def device(cuda: Pretend) -> Iterator[PretendDevice]:
     torch.cuda.empty_cache()
     before = device.capacity
     assert device.reserved == 0
+    torch.cuda.reset_peak_memory_stats(1)
     yield device
     device.set_capacity(before)
     device.set_elsewhere(0)

@@ -42,4 +42,5 @@ def test_on_the_pretend_device(file: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, f"{file.name} on the pretend device:\n{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
-    assert " passed" in done.stdout and " skipped" not in done.stdout, done.stdout[-500:]
+    assert " passed" in done.stdout
+    assert " skipped" not in done.stdout

@@ -177,7 +177,10 @@ class Call {
   void refuse_mixtures() {
     for (size_t i = 0; i < given_.size(); ++i) for_each_tensor(given_[i], [&](const Tensor& tensor) {
       if (!tensor.defined() || !device_ || tensor.device() == *device_ || !(read_.size() + written_.size())) return;
-      if (tensor.is_cpu() && kTakesHostTensors.count(name_)) return count(transfers(), "upload, pageable");
+      if (tensor.is_cpu() && kTakesHostTensors.count(name_)) {
+        if (name_ != "aten::index.Tensor_out") count(transfers(), "upload, pageable");  // there, a copy was counted
+        return;
+      }
       if (tensor.is_cpu() && tensor.dim() == 0 && !kTakesNoHostScalar.count(name_)) return;
       TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", *device_, " and ",
                   tensor.device(), "! (when checking argument for argument ", op_.schema().arguments()[i].name(), " in method ", name_, ")");
