@@ -66,8 +66,8 @@ def open_accelerator(use_cpu: bool, **options: Any) -> Accelerator:
         return accelerator
     if accelerator.num_processes > 1:
         raise ConfigError(
-            f"use_cpu is {use_cpu}, but the processes of this run are connected for {accelerator.device.type}. Give all "
-            "trainers of a process the same use_cpu."
+            f"use_cpu is {use_cpu}, but the processes of this run are connected for {accelerator.device.type}. Give "
+            "all trainers of a process the same use_cpu."
         )
     accelerator.state.__dict__ = {**vars(accelerator.state), "device": device, "_cpu": use_cpu}
     return accelerator

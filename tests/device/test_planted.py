@@ -98,7 +98,11 @@ def test_what_is_moved_to_the_host_is_there(cuda: Pretend) -> None:
 
 def test_a_planted_missing_wait_of_a_move_is_found(monkeypatch: pytest.MonkeyPatch, cuda: Pretend) -> None:
     into_host = host_memory._into_host
-    monkeypatch.setattr(host_memory, "_into_host", lambda tensor, *, wait: into_host(tensor, wait=False))
+
+    def hasty(tensor: Tensor, *, wait: bool) -> Tensor:
+        return into_host(tensor, wait=wait and False)
+
+    monkeypatch.setattr(host_memory, "_into_host", hasty)
     assert not is_kept(torch.randn(1000))
 
 

@@ -1,4 +1,4 @@
-"""Makes what a CUDA device otherwise makes when it is first used, while there is room, and empties autograd's queues."""
+"""Makes early what a CUDA device makes when it is first used, and empties autograd's queues."""
 
 from __future__ import annotations
 

@@ -30,24 +30,25 @@ int Streams::make() {
 }
 
 // The device's side of a copy: an upload is complete with it, a read-back has left the device.
-void Streams::take(Stream& stream, Copy& copy) {
+void Streams::take(int stream, Copy& copy) {
   if (copy.is_taken) return;
   copy.is_taken = true;
   if (copy.kind == Copy::Kind::kReadBack) {
     copy.taken.assign(copy.from, copy.from + copy.bytes);
     return;
   }
-  for (Copy& earlier : stream.copies) {  // an upload of what the stream itself has read back needs no host in between
-    if (&earlier == &copy) break;
-    if (earlier.kind == Copy::Kind::kReadBack && overlap(earlier.to, earlier.bytes, copy.from, copy.bytes))
-      std::memcpy(earlier.to, earlier.taken.data(), earlier.bytes);
-  }
+  // An upload of what the device has read back before, in the device's own order, needs no host in between.
+  for (auto& [other, each] : streams_)
+    for (Copy& earlier : each.copies)
+      if (earlier.is_taken && earlier.kind == Copy::Kind::kReadBack && is_before(other, earlier.place, stream) &&
+          overlap(earlier.to, earlier.bytes, copy.from, copy.bytes))
+        std::memcpy(earlier.to, earlier.taken.data(), earlier.bytes);
   std::memcpy(copy.to, copy.from, copy.bytes);
 }
 
 void Streams::take_until(int stream, int64_t place) {
   for (Copy& copy : at(stream).copies)
-    if (copy.place <= place) take(at(stream), copy);
+    if (copy.place <= place) take(stream, copy);
 }
 
 void Streams::land_until(int stream, int64_t place) {

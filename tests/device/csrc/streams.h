@@ -74,7 +74,7 @@ class Streams {
 
  private:
   Stream& at(int stream) { return streams_.at(stream); }
-  void take(Stream& stream, Copy& copy);
+  void take(int stream, Copy& copy);
   void take_until(int stream, int64_t place);
   void land_until(int stream, int64_t place);
   bool is_before(int writer, int64_t place, int reader);
