@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from memsafe_rl.memory.runtime import first_use
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
@@ -104,6 +105,7 @@ def test_random_states_of_more_or_fewer_cards_are_restored(
 
 @pytest.mark.parametrize("first_on_cpu", [True, False])
 def test_trainers_of_one_process_run_where_each_is_told_to(first_on_cpu: bool, tmp_path: Path, cuda: Pretend) -> None:
+    AcceleratorState._reset_state(True)  # as at the start of a process
     order = [first_on_cpu, not first_on_cpu, first_on_cpu]
     trainers = [make_trainer(tmp_path / str(n), use_cpu=cpu, bf16=False) for n, cpu in enumerate(order)]
     wanted = ["cpu" if cpu else "cuda" for cpu in order]

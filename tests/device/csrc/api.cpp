@@ -8,7 +8,7 @@ using namespace pretend;
 
 namespace {
 
-std::string text;  // of the last answer
+thread_local std::string text;  // of the thread's last answer
 
 const char* answer(const std::map<std::string, int64_t>& counts) {
   std::ostringstream json;
