@@ -21,8 +21,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate import Accelerator, PartialState
+from accelerate.state import is_initialized
+from accelerate.utils import DistributedType, parse_flag_from_env
 from torch import Tensor, distributed, nn
 
 from memsafe_rl.accounting import host_memory
@@ -40,6 +41,36 @@ _REPLICATED = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MU
 _REASON_BYTES = 1000
 _POLL_SECONDS = 0.01
 _CUT_OFF = "An earlier collective of this rank did not complete, so the ranks are out of step. Start the run again."
+
+
+def open_accelerator(use_cpu: bool, **options: Any) -> Accelerator:
+    """Opens accelerate for one trainer, on the device that it asks for.
+
+    Accelerate keeps one state for all of a process, with the device of whoever came first. A trainer that wants another
+    one gets a copy of that state.
+
+    Args:
+        use_cpu: whether to run on the CPU, whatever else there is.
+        options: further arguments of `Accelerator`.
+
+    Returns:
+        An accelerator whose device no later one changes.
+
+    Raises:
+        ConfigError: several processes are connected for another device.
+    """
+    use_cpu = use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
+    accelerator = Accelerator(cpu=use_cpu and not is_initialized(), **options)
+    device = torch.device("cpu") if use_cpu else PartialState().default_device
+    if (accelerator.device.type == "cpu") == (device.type == "cpu"):
+        return accelerator
+    if accelerator.num_processes > 1:
+        raise ConfigError(
+            f"use_cpu is {use_cpu}, but the processes of this run are connected for {accelerator.device.type}. Give "
+            "all trainers of a process the same use_cpu."
+        )
+    accelerator.state.__dict__ = {**vars(accelerator.state), "device": device, "_cpu": use_cpu}
+    return accelerator
 
 
 def connect(accelerator: Accelerator) -> Parallel:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
 from transformers import DefaultFlowCallback, TrainerControl, TrainerState
@@ -28,7 +27,7 @@ from memsafe_rl.data.external_rollout import RolloutFunction
 from memsafe_rl.diagnostics.status import write_json
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
-from memsafe_rl.parallel.replicas import connect
+from memsafe_rl.parallel.replicas import connect, open_accelerator
 from memsafe_rl.preflight.forecast import forecast_before_loading, wants_forecast
 from memsafe_rl.preflight.verify import require_proof
 from memsafe_rl.preflight.worst_case import check_worst_case
@@ -117,8 +116,8 @@ class PolicyTrainer:
         _set_log_level(self.args.get_process_log_level())
         set_seed(self.args.seed)
         check_installed(self.args.trackers)
-        self.accelerator = Accelerator(
-            cpu=self.args.use_cpu, log_with=self.args.trackers or None, project_dir=self.args.output_dir
+        self.accelerator = open_accelerator(
+            self.args.use_cpu, log_with=self.args.trackers or None, project_dir=self.args.output_dir
         )
         if self.accelerator.is_main_process:  # several at once would take the folder from under each other
             check_writable(Path(self.args.output_dir))

@@ -1,8 +1,8 @@
 """Runs work again when memory ran out, so that the failed attempt leaves no trace; the one place that catches OOM.
 
 In what order matters. The `except` block is left first, since its traceback holds the frames and their tensors. Then
-partial results are undone, random generators put back, and autograd's queue emptied: a backward that raises leaves
-queued nodes in the calling thread, which hold the graph until that thread's next backward. Only then is the work run
+partial results are undone, random generators put back, and autograd's queues emptied: a backward that raises leaves
+queued nodes in the threads it ran in, which hold the graph until the next backward there. Only then is the work run
 again: first under the same plan, then under the policy's next one.
 """
 
@@ -25,6 +25,7 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.failures import is_out_of_memory, requested_bytes
+from memsafe_rl.memory.runtime.first_use import flush_autograd
 from memsafe_rl.memory.runtime.stages import RETRIES, Retry, Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.runtime.verdict import changes, explain
@@ -277,13 +278,6 @@ def _empty_caches() -> None:
         device.empty_cache()
 
 
-def flush_autograd() -> None:
-    """Runs a backward of one scalar, which empties the calling thread's queue of what a failed one left there."""
-    with host_memory(), torch.inference_mode(False), torch.enable_grad():
-        scalar = torch.zeros((), requires_grad=True)
-        torch.autograd.backward(scalar * 1.0)
-
-
 # ------------------------------------------------------------------ random state
 
 
@@ -326,7 +320,7 @@ def plain_random_state(state: RandomState) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restores what `plain_random_state` wrote."""
+    """Restores what `plain_random_state` wrote; of CUDA devices, those that are there both then and now."""
     version, words, gauss = state["python"]
     algorithm, numbers, position, has_gauss, cached = state["numpy"]
     set_random_state(
@@ -334,7 +328,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
             (version, tuple(words), gauss),
             (algorithm, np.array(numbers, dtype=np.uint32), position, has_gauss, cached),
             bytes(state["torch"]),
-            tuple(map(bytes, state["cuda"])) if torch.cuda.is_available() else (),
+            tuple(map(bytes, state["cuda"][: torch.cuda.device_count()])),
         )
     )
 

@@ -221,7 +221,7 @@ def check_denoiser(adapter: DiffusionAdapter) -> None:
         generator = torch.Generator().manual_seed(0)
         states = torch.randn((3, *policy.sample_shape), generator=generator)
         embedded = [torch.zeros(1, policy.condition_shape[1])] * len(states)
-    with torch.random.fork_rng(enabled=device.type == "cpu"), torch.no_grad():
+    with torch.random.fork_rng(devices=[], enabled=device.type == "cpu"), torch.no_grad():
         together, _ = adapter.step(states.to(device), [0] * len(states), adapter.condition(embedded))
         alone = [adapter.step(one[None].to(device), [0], adapter.condition(embedded[:1]))[0] for one in states]
         apart = float((torch.cat(alone) - together).norm() / together.norm().clamp(min=torch.finfo().tiny))
@@ -233,7 +233,7 @@ def check_denoiser(adapter: DiffusionAdapter) -> None:
         )
     if any(weight.requires_grad for weight in adapter.model.parameters()):
         torch.clear_autocast_cache()  # it keeps weights that were cast above, without a graph
-        with torch.random.fork_rng(enabled=device.type == "cpu"), torch.enable_grad():
+        with torch.random.fork_rng(devices=[], enabled=device.type == "cpu"), torch.enable_grad():
             means, _ = adapter.step(states[:1].to(device), [0], adapter.condition(embedded[:1]))
         if not means.requires_grad:
             raise ConfigError(

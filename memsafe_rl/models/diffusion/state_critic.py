@@ -241,7 +241,7 @@ def check_state_critic(network: StateNetwork) -> None:
         generator = torch.Generator().manual_seed(0)
         states = torch.randn((3, *policy.sample_shape), generator=generator)
         embedded = [torch.zeros(1, policy.condition_shape[1])] * len(states)
-    with torch.random.fork_rng(enabled=device.type == "cpu"), torch.no_grad():
+    with torch.random.fork_rng(devices=[], enabled=device.type == "cpu"), torch.no_grad():
         together = network.features(states.to(device), [0] * len(states), adapter.condition(embedded))
         alone = [network.features(one[None].to(device), [0], adapter.condition(embedded[:1])) for one in states]
         apart = float((torch.cat(alone) - together).norm() / together.norm().clamp(min=torch.finfo().tiny))
@@ -257,7 +257,7 @@ def check_state_critic(network: StateNetwork) -> None:
             "mixes the rows of a batch (batch norm), or draws random numbers in eval mode. Use layers that do not."
         )
     torch.clear_autocast_cache()  # it keeps weights that were cast above, without a graph
-    with torch.random.fork_rng(enabled=device.type == "cpu"), torch.enable_grad():
+    with torch.random.fork_rng(devices=[], enabled=device.type == "cpu"), torch.enable_grad():
         if not network.one_pair().requires_grad:
             raise ConfigError(
                 "The critic's values carry no gradient, so that it could not learn. Remove torch.no_grad or detach "

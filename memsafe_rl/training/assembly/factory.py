@@ -11,7 +11,6 @@ from pkgutil import iter_modules
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from peft import PeftModel
 
@@ -23,6 +22,7 @@ from memsafe_rl.data.prompts import PromptSource
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.memory.runtime.first_use import prepare_device
 from memsafe_rl.memory.runtime.holdings import Holdings
 from memsafe_rl.memory.runtime.meters import meter_for
 from memsafe_rl.memory.runtime.recovery import Recovery
@@ -31,7 +31,7 @@ from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.parallel.protocol import Parallel
-from memsafe_rl.parallel.replicas import connect
+from memsafe_rl.parallel.replicas import connect, open_accelerator
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
@@ -171,7 +171,7 @@ def prepare(
     config.validate()
     set_seed(config.seed)
     inputs = read_inputs(config, request)
-    accelerator = Accelerator(cpu=config.use_cpu)
+    accelerator = open_accelerator(config.use_cpu)
     setup = build_setup(inputs, machine_for(inputs, accelerator.device, connect(accelerator)))
     setup = replace(setup, committer=make_committer(setup, optimizers, setup.planned_steps))
     Learner(setup).make_state()
@@ -185,7 +185,10 @@ def machine_for(inputs: Inputs, device: torch.device, parallel: Parallel, *, kin
     budget = MemoryBudget.parse(inputs.config.memory_budget)
     budget_bytes = budget.resolve(total_bytes=total_bytes, free_bytes=free_bytes)
     tracker = MemoryTracker(kind or device.type, meter, budget_bytes, holdings.by_component, holdings.optimizer_bytes)
-    return Machine(device, parallel, Recovery(tracker, inputs.memory_policy, parallel.may_repeat), holdings)
+    recovery = Recovery(tracker, inputs.memory_policy, parallel.may_repeat)
+    if kind is None:
+        recovery.repeat(Stage.LOAD, prepare_device, device)
+    return Machine(device, parallel, recovery, holdings)
 
 
 def build_setup(

@@ -1,0 +1,46 @@
+"""Starts the tests of this folder, each file in a process of its own: the device must be there before torch is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.device import build
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(path for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__))
+
+
+@pytest.fixture(scope="module")
+def _device() -> None:
+    reason = build.missing()
+    if reason is None:
+        build.built()
+    elif os.environ.get("CI"):
+        pytest.fail(f"{reason}; CI may not do without it")
+    else:
+        pytest.skip(reason)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_device")
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_on_the_pretend_device(file: Path) -> None:
+    options = ["-p", "tests.device.plugin", "-p", "no:cacheprovider", "-n", "0", "--color=no", "--tb=short"]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(file)],
+        cwd=ROOT,
+        env={**inherited, "OMP_NUM_THREADS": "1", "PRETEND_DEVICES": "2"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, f"{file.name} on the pretend device:\n{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    assert " passed" in done.stdout
+    assert " skipped" not in done.stdout
