@@ -26,6 +26,7 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.decoding.by_transformers import Choose
+from memsafe_rl.models.decoding.short_norms import norms_of, short_norms
 from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
 from memsafe_rl.models.decoding.shared_prefix_cache import (
@@ -104,6 +105,7 @@ class LanguageAdapter(ABC):
         self.start_token_id = start_token_id
         self._cross_layers = cross_layers
         self._attention_configs = attention_configs(lm)
+        self._norms = norms_of(lm)
         self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
         keep_eager_masks_finite()
         _switch_off_checkpointing(lm)
@@ -124,8 +126,9 @@ class LanguageAdapter(ABC):
             return self._padded.read(cast(PaddedState, state), tokens_B.to(self.device)[:, None])
         rows = cast(SharedPrefixState, state)  # rows that follow a shared prompt
         rows.reserve(1)
-        hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(rows))
-        rows.lengths = [length + 1 for length in rows.lengths]
+        with short_norms(self._norms, rows.constants):
+            hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(rows))
+        rows.advance()
         return self._logits(hidden_B1D[:, -1])
 
     @abstractmethod
@@ -283,7 +286,7 @@ class LanguageAdapter(ABC):
             rows.reserve(counts)
             ids_BN = pad_sequence(pieces, True, self.pad_token_id).to(self.device)
             hidden_BND = self._attend_grouped(ids_BN, self._reading(rows, counts))
-            rows.lengths = [length + count for length, count in zip(rows.lengths, counts, strict=True)]
+            rows.advance(counts)
             last = [hidden_BND[row, count - 1] if count else last[row] for row, count in enumerate(counts)]
         return self._logits(torch.stack(last))
 

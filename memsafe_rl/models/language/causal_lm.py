@@ -188,8 +188,7 @@ class CausalLMAdapter(LanguageAdapter):
 
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
         """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
-        starts_B1 = torch.tensor(reading.state.positions, device=self.device)[:, None]
-        positions_BN = starts_B1 + torch.arange(ids_BN.shape[1], device=self.device)
+        positions_BN = reading.positions
         with shared_prefix_attention(self._attention_configs, reading):
             output = self.lm.base_model(
                 input_ids=ids_BN, position_ids=positions_BN, past_key_values=reading.cache, use_cache=True

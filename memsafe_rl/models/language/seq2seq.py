@@ -269,8 +269,7 @@ class Seq2SeqAdapter(LanguageAdapter):
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
         """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
         decoder, sources = self.lm.get_decoder(), cast(Any, reading.sources)
-        starts_B1 = torch.tensor(reading.state.positions, device=self.device)[:, None]
-        positions_BN = starts_B1 + torch.arange(ids_BN.shape[1], device=self.device)
+        positions_BN = reading.positions
         cache = EncoderDecoderCache(reading.cache, sources)
         cache.is_updated = dict.fromkeys(range(self._cross_layers), True)
         nothing_B0D = torch.empty((ids_BN.shape[0], 0, self.geometry.hidden_size), device=self.device)
