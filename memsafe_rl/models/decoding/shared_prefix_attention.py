@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -46,6 +47,25 @@ def shared_prefix_attention(configs: Iterable[Any], reading: Reading) -> Iterato
             yield
     finally:
         _active.reading = None
+
+
+@contextmanager
+def biases_left_out(modules: Iterable[Any]) -> Iterator[None]:
+    """Has T5's attention modules with a learned bias hand none on, since a `Reading` has it from a table of its own."""
+    known = tuple(modules)
+    for module in known:
+        module.__dict__["compute_bias"] = partial(_no_bias, module)
+    try:
+        yield
+    finally:
+        for module in known:
+            module.__dict__.pop("compute_bias", None)
+
+
+def _no_bias(module: Any, *_args: Any, **_kwargs: Any) -> Tensor:
+    """Gives a bias over no keys."""
+    weight: Tensor = module.relative_attention_bias.weight
+    return weight.new_empty(1, weight.shape[1], 1, 0)
 
 
 class Scoring(NamedTuple):
@@ -108,7 +128,7 @@ class Reading:
     @property
     def positions(self) -> Tensor:
         """Gives the position of each token read, (B, N) int64 on the device."""
-        first_B1 = self.state.counts.sum(0)[:, None]
+        first_B1 = self.state.counts[2, :, None]
         return first_B1 if self.tokens == 1 else first_B1 + torch.arange(self.tokens, device=first_B1.device)
 
     def _slots_to_fill(self, layer: int) -> int | Tensor:
@@ -290,7 +310,7 @@ class Reading:
         """Gives the place of each token read (rows, N) and of each key (rows, K) in its row; -1 for padding."""
         state, block = self.state, segment.block
         dropped = [block.dropped[layer][prompt] for prompt in segment.prompts]
-        prompt_B1, length_B1 = state.counts[:, segment.rows.start : segment.rows.stop, None].unbind(0)
+        prompt_B1, length_B1, _ = state.counts[:, segment.rows.start : segment.rows.stop, None].unbind(0)
         dropped_B1 = state.constant(tuple(dropped)) if any(dropped) else 0
         now_BN = self.positions[segment.rows.start : segment.rows.stop]
         place_BL = dropped_B1 + torch.arange(block.keys[layer].shape[2], device=state.device)
@@ -329,14 +349,14 @@ class Reading:
         return alike and {*self.state.bases} == {width} and max(self.state.positions) + 1 == width + used
 
     def _bias_table(self, module: Any, farthest: int) -> Tensor:
-        """Gives the network's own table of distances, of a last token to all before, (1, H × R, 1, W): the nearest last.
+        """Gives the network's own table of distances of a last token to all before, (1, H × R, 1, W), the nearest last.
 
         Made for more tokens than there are, and then for as many more, since each step asks for one more of them.
         """
         table = self.state.constants.get(id(module))
         if table is None or table.shape[3] < farthest:
             most = whole_blocks(2 * farthest)
-            table = module.compute_bias(1, most, device=self.state.device, past_seen_tokens=most - 1)
+            table = type(module).compute_bias(module, 1, most, device=self.state.device, past_seen_tokens=most - 1)
             self.state.constants[id(module)] = table
         return cast(Tensor, table)
 
@@ -434,7 +454,7 @@ def _attention(
     if attention_mask is not None:
         raise NotImplementedError(f"{type(module).__name__} attends in a way that grouped rows do not know")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    biased = getattr(module, "has_relative_attention_bias", False)
+    biased = _is_biased(module)
     source = reading.source_layer(key)
     if source is not None and not biased:
         return reading.attend_source(source, query, Scoring(scale, softcap, s_aux)), None
@@ -444,6 +464,15 @@ def _attention(
         raise NotImplementedError(f"{type(module).__name__} adds a bias to its scores that grouped rows do not know")
     bias = None if position_bias is None else reading.bias
     return reading.attend(query, key, value, Scoring(scale, softcap, s_aux, bias)), None
+
+
+def biased_modules(network: nn.Module) -> tuple[nn.Module, ...]:
+    """Finds T5's attention modules with a learned bias for each distance."""
+    return tuple(module for module in network.modules() if _is_biased(module))
+
+
+def _is_biased(module: nn.Module) -> bool:
+    return bool(getattr(module, "has_relative_attention_bias", False))
 
 
 def _grouped_queries(query: Tensor, heads: int) -> Tensor:

@@ -196,9 +196,9 @@ class SharedPrefixState:
 
     @property
     def counts(self) -> Tensor:
-        """Gives ``bases`` and ``lengths`` on the device, (2, B) int64; taken there once for as long as rows stay."""
+        """Gives bases, lengths and positions on the device, (3, B) int64; taken there once while rows stay."""
         if self._counts is None:
-            self._counts = torch.tensor([self.bases, self.lengths], device=self.device)
+            self._counts = torch.tensor([self.bases, self.lengths, self.positions], device=self.device)
         return self._counts
 
     def advance(self, counts: Sequence[int] | None = None) -> None:
@@ -208,7 +208,7 @@ class SharedPrefixState:
         if counts is not None:
             self._counts = None
         elif self._counts is not None:
-            self._counts[1] += 1
+            self._counts[1:].add_(1)
 
     def constant(self, values: tuple[int, ...]) -> Tensor:
         """Gives whole numbers on the device, (B, 1) int64; taken there when they are first asked for."""

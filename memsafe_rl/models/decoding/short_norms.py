@@ -9,10 +9,10 @@ Axes: ``D`` width of what is normed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ def norms_of(network: nn.Module) -> tuple[nn.Module, ...]:
 
 
 @contextmanager
-def short_norms(norms: tuple[nn.Module, ...], constants: dict[Any, Any]) -> Iterator[None]:
+def short_norms(norms: Iterable[Any], constants: dict[Any, Any]) -> Iterator[None]:
     """Has norms run in two kernels.
 
     Args:
@@ -38,8 +38,7 @@ def short_norms(norms: tuple[nn.Module, ...], constants: dict[Any, Any]) -> Iter
         constants: where their weights are kept twice over, for as long as no weight moves.
     """
     if "norms" not in constants:
-        signs = {norm.weight.device: torch.tensor([[1.0], [-1.0]], device=norm.weight.device) for norm in norms}
-        constants["norms"] = [(norm, _Short(norm, signs[norm.weight.device])) for norm in norms if _is_free(norm)]
+        constants["norms"] = [(norm, _Short(norm)) for norm in norms if _is_free(norm)]
     short: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = constants["norms"]
     for norm, forward in short:
         norm.__dict__["forward"] = forward
@@ -53,26 +52,31 @@ def short_norms(norms: tuple[nn.Module, ...], constants: dict[Any, Any]) -> Iter
 class _Short:
     """A norm's forward."""
 
-    def __init__(self, norm: Any, signs_21: Tensor) -> None:
-        self._own, self._weight, self._eps, self._signs_21 = norm.forward, norm.weight, norm.variance_epsilon, signs_21
-        self._pair_2D = norm.weight.detach().expand(2, -1).contiguous() if norm.weight.dtype == torch.float32 else None
+    def __init__(self, norm: Any) -> None:
+        self._norm, self._own, self._eps = norm, norm.forward, norm.variance_epsilon
+        self._signs_21 = torch.ones(2, 1, device=norm.weight.device)
+        self._signs_21[1] = -1.0
+        wide = norm.weight.dtype == torch.float32
+        self._weights_2D = norm.weight.detach().expand(2, -1).contiguous() if wide else None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Norms (..., D), rounded where the network's own norm rounds."""
-        if torch.is_autocast_enabled(hidden.device.type) or hidden.dtype != self._weight.dtype:
+        if torch.is_autocast_enabled(hidden.device.type) or hidden.dtype != self._norm.weight.dtype:
             own: Tensor = self._own(hidden)
             return own
         both = hidden.unsqueeze(-2) * self._signs_21  # float32 in any case
-        if self._pair_2D is not None:
-            return layer_norm(both, both.shape[-2:], self._pair_2D, None, self._eps)[..., 0, :]
-        return layer_norm(both, both.shape[-2:], None, None, self._eps)[..., 0, :].to(hidden.dtype) * self._weight
+        normed = layer_norm(both, both.shape[-2:], self._weights_2D, None, self._eps)[..., 0, :]
+        return normed if self._weights_2D is not None else normed.to(hidden.dtype) * self._norm.weight
 
 
-def _is_norm(module: Any) -> bool:
-    names = [name for name, _ in module.named_parameters(recurse=False)]
-    plain = names == ["weight"] and module.weight.ndim == 1 and not any(module.children())
-    kinds = (torch.float32, *_HALF)
-    return plain and isinstance(getattr(module, "variance_epsilon", None), float) and module.weight.dtype in kinds and _agrees(type(module))
+def _is_norm(module: nn.Module) -> bool:
+    weights = list(module.parameters(recurse=False))
+    if len(weights) != 1 or weights[0] is not getattr(module, "weight", None) or any(module.children()):
+        return False
+    plain = weights[0].ndim == 1 and weights[0].dtype in (torch.float32, *_HALF)
+    return (
+        plain and isinstance(getattr(module, "variance_epsilon", None), float) and _agrees(cast(Hashable, type(module)))
+    )
 
 
 def _is_free(module: nn.Module) -> bool:
@@ -81,7 +85,7 @@ def _is_free(module: nn.Module) -> bool:
 
 
 @lru_cache
-def _agrees(kind: type[nn.Module]) -> bool:
+def _agrees(kind: Any) -> bool:
     """Tries a class's own forward beside the short one: other norms add 1 to their weight, or round elsewhere."""
     with unset_fake_temporarily(), host_memory(), torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16):
@@ -90,7 +94,7 @@ def _agrees(kind: type[nn.Module]) -> bool:
             norm.variance_epsilon = 0.1
             norm.forward = partial(kind.forward, norm)
             hidden = torch.tensor([[0.3, -1.7, 0.2, 2.9, 0.0, -0.6], [9.0, 1e-3, 4.0, -7.0, 5.0, 5.0]]).to(dtype)
-            short = _Short(norm, torch.tensor([[1.0], [-1.0]]))(hidden)
+            short = _Short(norm)(hidden)
             if not torch.allclose(kind.forward(norm, hidden), short, rtol=1e-6, atol=1e-6):
                 return False
     return True

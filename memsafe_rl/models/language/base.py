@@ -26,7 +26,6 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.decoding.by_transformers import Choose
-from memsafe_rl.models.decoding.short_norms import norms_of, short_norms
 from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
 from memsafe_rl.models.decoding.shared_prefix_cache import (
@@ -36,6 +35,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     SourceMarks,
     resumed,
 )
+from memsafe_rl.models.decoding.short_norms import norms_of, short_norms
 from memsafe_rl.models.geometry import read_geometry
 from memsafe_rl.models.module_state import as_reference, attention_configs, keep_eager_masks_finite
 from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
