@@ -197,9 +197,8 @@ def theirs(model: Any, prompts: Sequence[Tensor], group: int, tokens: int) -> No
             attention_mask=torch.ones_like(ids_PL),
             do_sample=True,
             top_k=0,
-            min_new_tokens=None,
             max_new_tokens=tokens,
-            eos_token_id=None,
+            eos_token_id=model.config.vocab_size,  # looked for, as ever, and never drawn
             num_return_sequences=group,
             pad_token_id=PAD_ID,
         )
@@ -216,6 +215,7 @@ def per_token(play: Callable[[int], None], tokens: int) -> Record:
         Operators, uploads and read-backs a token, and operators by name.
     """
     found = []
+    play(SETTLED)
     for length in (SETTLED, SETTLED + tokens):
         with counted() as (operators, traffic):
             play(length)

@@ -36,6 +36,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     resumed,
 )
 from memsafe_rl.models.decoding.short_norms import norms_of, short_norms
+from memsafe_rl.models.decoding.short_rotations import rotations_of
 from memsafe_rl.models.geometry import read_geometry
 from memsafe_rl.models.module_state import as_reference, attention_configs, keep_eager_masks_finite
 from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
@@ -105,7 +106,7 @@ class LanguageAdapter(ABC):
         self.start_token_id = start_token_id
         self._cross_layers = cross_layers
         self._attention_configs = attention_configs(lm)
-        self._norms = norms_of(lm)
+        self._norms, self._rotations = norms_of(lm), rotations_of(lm)
         self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
         keep_eager_masks_finite()
         _switch_off_checkpointing(lm)
