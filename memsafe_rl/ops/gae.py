@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 _VARIANCE_FLOOR = 1e-8
 
@@ -49,7 +50,7 @@ def generalized_advantages(
     arXiv:1506.02438, eq. 16), over the actions of a row that count; the value after the last is 0, for the row ends
     there. Returns are ``A_t + V_t``.
 
-    Computed in float64: a long row sums thousands of terms.
+    Computed in float64, for a long row sums thousands of terms, and in about log2(T) steps.
 
     Args:
         rewards_BT: (B, T).
@@ -61,17 +62,22 @@ def generalized_advantages(
     Returns:
         Advantages and returns, of the type of ``values_BT``.
     """
-    rewards_BT, wide_BT, counted_BT = rewards_BT.double(), values_BT.double(), mask_BT.bool()
-    advantages_BT = torch.zeros_like(wide_BT)
-    next_value_B = next_advantage_B = wide_BT.new_zeros(len(wide_BT))
-    for column in reversed(range(wide_BT.shape[1])):
-        value_B, counted_B = wide_BT[:, column], counted_BT[:, column]
-        error_B = rewards_BT[:, column] + gamma * next_value_B - value_B
-        advantage_B = error_B + gamma * gae_lambda * next_advantage_B
-        next_value_B = torch.where(counted_B, value_B, next_value_B)
-        next_advantage_B = torch.where(counted_B, advantage_B, next_advantage_B)
-        advantages_BT[:, column] = advantage_B.masked_fill(~counted_B, 0.0)
-    returns_BT = (advantages_BT + wide_BT).masked_fill(~counted_BT, 0.0)
+    wide_BT, counted_BT, columns = values_BT.double(), mask_BT.bool(), values_BT.shape[1]
+    holes_BT = ~counted_BT
+    places_BT = torch.arange(columns, device=values_BT.device).where(counted_BT, columns)
+    next_BT = pad(places_BT.flip(1).cummin(1).values.flip(1)[:, 1:], (0, 1), value=columns)[:, :columns]
+    next_values_BT = pad(wide_BT.masked_fill(holes_BT, 0.0), (0, 1)).gather(1, next_BT)
+    advantages_BT = (rewards_BT.double() + gamma * next_values_BT - wide_BT).masked_fill(holes_BT, 0.0)
+    decay_BT = torch.full_like(wide_BT, gamma * gae_lambda).masked_fill(holes_BT, 1.0)
+    reach = (
+        1  # errors that each sum holds by now; sums of so many and of as many behind them make sums of twice as many
+    )
+    while reach < columns:
+        advantages_BT[:, :-reach].add_(decay_BT[:, :-reach] * advantages_BT[:, reach:])
+        decay_BT[:, :-reach] = decay_BT[:, :-reach] * decay_BT[:, reach:]
+        reach *= 2
+    advantages_BT = advantages_BT.masked_fill(holes_BT, 0.0)
+    returns_BT = (advantages_BT + wide_BT).masked_fill(holes_BT, 0.0)
     return Generalized(advantages_BT.to(values_BT.dtype), returns_BT.to(values_BT.dtype))
 
 

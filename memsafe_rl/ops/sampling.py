@@ -15,7 +15,7 @@ from torch import Tensor
 TIE_GAP = 1e-4
 """Nats; logits move by less than half of this when fp32 rows are batched differently."""
 
-_TILE_ELEMENTS = 1 << 20
+_TILE_ELEMENTS = 1 << 21
 _GAMMA, _MIX_1, _MIX_2 = (
     constant - (1 << 64) for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -56,16 +56,69 @@ def sample_tokens(logits_BV: Tensor, keys_B4: Tensor, positions_B: Tensor, *, te
     Returns:
         The `Draw`.
     """
+    noise_BS = gumbel_noise(hash_fields(keys_B4, positions_B), noise_slots(logits_BV.shape[1]))
+    return sample_with_noise(logits_BV, noise_BS, temperature=temperature)
+
+
+def sample_with_noise(
+    logits_BV: Tensor, noise_BS: Tensor, *, temperature: float = 1.0, columns_W: Tensor | None = None
+) -> Draw:
+    """Draws as `sample_tokens` does, with noise that was made before.
+
+    Args:
+        logits_BV: (B, V), any float type, nats; -inf is never drawn.
+        noise_BS: (B, S) float64 of `gumbel_noise`, or the first of (steps, B, S) of `noise_ahead`.
+        temperature: divides the logits; greater than 0.
+        columns_W: 0, 1, … on the device, W or more of them; None to count here.
+
+    Returns:
+        The `Draw`.
+    """
     sums_BN, width = _reduce_blocks(logits_BV, temperature, torch.logsumexp)
-    noise = gumbel_noise(hash_fields(keys_B4, positions_B), sums_BN.shape[1] + width)
-    block_B, block_gap_B = _best_of(sums_BN.double() + noise[:, : sums_BN.shape[1]])
-    inside_BW = _gather_block(logits_BV, block_B, width, temperature)
-    inside_B, inside_gap_B = _best_of(inside_BW.double() + noise[:, sums_BN.shape[1] :])
+    sums_BN, last = sums_BN.double(), logits_BV.shape[1] - 1
+    noise_BN, noise_BW = noise_BS[:, : sums_BN.shape[1]], noise_BS[:, sums_BN.shape[1] :]
+    block_B1, block_gap_B = _best_two(sums_BN + noise_BN)
+    columns_W = torch.arange(width, device=block_B1.device) if columns_W is None else columns_W[:width]
+    index_BW = torch.add(columns_W, block_B1, alpha=width)
+    column_BW = index_BW.clamp(max=last)
+    inside_BW = _scaled(logits_BV.gather(1, column_BW), temperature).masked_fill(index_BW > last, -math.inf)
+    inside_B1, inside_gap_B = _best_two(inside_BW + noise_BW)
     return Draw(
-        block_B * width + inside_B,
-        _taken(inside_BW, inside_B) - sums_BN.double().logsumexp(1),
+        column_BW.gather(1, inside_B1)[:, 0],
+        inside_BW.gather(1, inside_B1)[:, 0] - sums_BN.logsumexp(1),
         torch.minimum(block_gap_B, inside_gap_B) < TIE_GAP,
     )
+
+
+def noise_slots(vocab: int) -> int:
+    """Counts the numbers that a draw takes from a row's stream.
+
+    Args:
+        vocab: tokens V to draw from.
+
+    Returns:
+        N blocks, and W tokens of one.
+    """
+    width = _block_width(vocab)
+    return -(-vocab // width) + width
+
+
+def noise_ahead(words_B: Tensor, positions_B: Tensor, vocab: int, steps: int) -> Tensor:
+    """Gives the noise of each row's next draws, as `sample_tokens` would make it one by one.
+
+    Args:
+        words_B: (B,) int64, each row's key, from `hash_keys`.
+        positions_B: (B,) int64, index of each row's next token in its completion.
+        vocab: tokens V to draw from.
+        steps: draws of each row.
+
+    Returns:
+        (steps, B, S) float64, nats.
+    """
+    slots = noise_slots(vocab)
+    positions_TB = positions_B + torch.arange(steps, device=positions_B.device)[:, None]
+    words_TB = _hash_field(words_B, positions_TB)
+    return gumbel_noise(words_TB.flatten(), slots).view(steps, -1, slots)
 
 
 def greedy_tokens(logits_BV: Tensor, *, temperature: float = 1.0) -> Draw:
@@ -119,9 +172,21 @@ def hash_fields(keys_BK: Tensor, positions_B: Tensor) -> Tensor:
     Returns:
         (B,) int64.
     """
-    word_B = torch.zeros_like(positions_B)
-    for field_B in (*keys_BK.unbind(1), positions_B):
-        word_B = _mix((word_B ^ field_B) + _GAMMA)
+    return _hash_field(hash_keys(keys_BK), positions_B)
+
+
+def hash_keys(keys_BK: Tensor) -> Tensor:
+    """Mixes a row's key into one 64-bit word: `hash_fields` before its last field.
+
+    Args:
+        keys_BK: (B, K) int64.
+
+    Returns:
+        (B,) int64.
+    """
+    word_B = torch.zeros_like(keys_BK[:, 0])
+    for field_B in keys_BK.unbind(1):
+        word_B = _hash_field(word_B, field_B)
     return word_B
 
 
@@ -156,6 +221,10 @@ def gumbel_noise(words_B: Tensor, slots: int) -> Tensor:
     return uniform_noise(words_B, slots).log_().neg_().log_().neg_()
 
 
+def _hash_field(words: Tensor, field: Tensor) -> Tensor:
+    return _mix((words ^ field) + _GAMMA)
+
+
 def _mix(words: Tensor) -> Tensor:
     """Scrambles 64-bit words, one to one (SplitMix64's finaliser, Stafford's variant 13)."""
     words = (words ^ _shift_right(words, 30)) * _MIX_1
@@ -181,10 +250,14 @@ def _reduce_blocks(logits_BV: Tensor, temperature: float, reduce: Callable[..., 
         (B, N) and the width W of a block; the last block may be shorter, which no padding shows.
     """
     vocab = logits_BV.shape[1]
-    width = math.isqrt(vocab - 1) + 1
+    width = _block_width(vocab)
     rows = max(1, _TILE_ELEMENTS // vocab)
     tiles = [_reduce_tile(_scaled(tile, temperature), width, reduce) for tile in torch.split(logits_BV, rows)]
     return (tiles[0] if len(tiles) == 1 else torch.cat(tiles)), width
+
+
+def _block_width(vocab: int) -> int:
+    return math.isqrt(vocab - 1) + 1
 
 
 def _reduce_tile(logits_BV: Tensor, width: int, reduce: Callable[..., Tensor]) -> Tensor:
@@ -197,10 +270,18 @@ def _reduce_tile(logits_BV: Tensor, width: int, reduce: Callable[..., Tensor]) -
 
 def _gather_block(logits_BV: Tensor, block_B: Tensor, width: int, temperature: float) -> Tensor:
     """Copies one block of each row, (B, W), with -inf past the end of the vocabulary."""
-    last = logits_BV.shape[1] - 1
     index_BW = block_B[:, None] * width + torch.arange(width, device=block_B.device)
+    last = logits_BV.shape[1] - 1
     values_BW = _scaled(logits_BV.gather(1, index_BW.clamp(max=last)), temperature)
     return values_BW.masked_fill(index_BW > last, -math.inf)
+
+
+def _best_two(values_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Finds a greatest value of each row, (B, 1), and its lead over the second greatest (inf if it is alone)."""
+    if values_BN.shape[1] == 1:
+        return torch.zeros_like(values_BN, dtype=torch.int64), torch.full_like(values_BN[:, 0], math.inf)
+    best_B2, index_B2 = values_BN.topk(2, 1)
+    return index_B2[:, :1], best_B2[:, 0] - best_B2[:, 1]
 
 
 def _best_of(values_BN: Tensor) -> tuple[Tensor, Tensor]:

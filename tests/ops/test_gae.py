@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.launches import Operators
 from memsafe_rl.ops.gae import (
     adaptive_kl_coef,
     explained_variance,
@@ -248,3 +249,15 @@ def test_no_value_is_read_on_the_host():
         found = generalized_advantages(rewards, torch.ones(2, 3), mask, gamma=1.0, gae_lambda=0.95)
         assert whiten(found.advantages_BT, mask).shape == (2, 3)
         assert value_loss(rewards, rewards, rewards, mask, clip=0.2, tokens=6).loss.shape == ()
+
+
+def test_a_long_row_takes_a_few_operators() -> None:
+    def operators(columns: int) -> int:
+        rewards = torch.randn(2, columns, dtype=torch.float64)
+        with Operators() as counted:
+            generalized_advantages(rewards, rewards, torch.ones(2, columns), gamma=0.99, gae_lambda=0.95)
+        return sum(counted.counts.values())
+
+    assert operators(4096) <= 80
+    assert operators(4096) - operators(64) <= 6 * 6
+    assert operators(1) > 0

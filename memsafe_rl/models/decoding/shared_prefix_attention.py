@@ -14,7 +14,8 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     as_floats,
 )
 from memsafe_rl.models.module_state import implementation
-from memsafe_rl.types import SCORE_ELEMENTS
+from memsafe_rl.types import SCORE_ELEMENTS, whole_blocks
 
 NAME = "memsafe_rl_grouped"
 """The implementation's name in transformers' table."""
@@ -46,6 +47,25 @@ def shared_prefix_attention(configs: Iterable[Any], reading: Reading) -> Iterato
             yield
     finally:
         _active.reading = None
+
+
+@contextmanager
+def biases_left_out(modules: Iterable[Any]) -> Iterator[None]:
+    """Has T5's attention modules with a learned bias hand none on, since a `Reading` has it from a table of its own."""
+    known = tuple(modules)
+    for module in known:
+        module.__dict__["compute_bias"] = partial(_no_bias, module)
+    try:
+        yield
+    finally:
+        for module in known:
+            module.__dict__.pop("compute_bias", None)
+
+
+def _no_bias(module: Any, *_args: Any, **_kwargs: Any) -> Tensor:
+    """Gives a bias over no keys."""
+    weight: Tensor = module.relative_attention_bias.weight
+    return weight.new_empty(1, weight.shape[1], 1, 0)
 
 
 class Scoring(NamedTuple):
@@ -103,6 +123,13 @@ class Reading:
         self._hidden_sources: dict[int, Tensor | None] = {}
         self._filled: dict[int, int | Tensor] = {}
         self._biases: dict[tuple[int, int, int, int, int], Tensor] = {}
+        self._masks: dict[tuple[int, int | None, int, int, int], tuple[Tensor | None, Tensor | None]] = {}
+
+    @property
+    def positions(self) -> Tensor:
+        """Gives the position of each token read, (B, N) int64 on the device."""
+        first_B1 = self.state.counts[2, :, None]
+        return first_B1 if self.tokens == 1 else first_B1 + torch.arange(self.tokens, device=first_B1.device)
 
     def _slots_to_fill(self, layer: int) -> int | Tensor:
         """Gives where the tokens read go in a layer's suffixes, found once for all layers of as many slots."""
@@ -121,6 +148,8 @@ class Reading:
         drawn = self.counts is None
         if drawn:
             state.store(layer, key, value, self._slots_to_fill(layer))
+            if _has_kernel(query, key, value, scoring):
+                return _joined([self._attend_by_kernel(part, layer, query, scoring) for part in state.segments()])
         grouped = _grouped_queries(query * scoring.scale, key.shape[1])
         parts = []
         for segment in state.segments():
@@ -138,10 +167,59 @@ class Reading:
             if source is None:
                 raise NotImplementedError("no encoder has read the prompts of these rows")
             keys, values = source.keys[layer], source.values[layer]
-            grouped = _grouped_queries(_rows_of(query, segment) * scoring.scale, keys.shape[1])
+            if self.counts is None and _has_kernel(query, keys, values, scoring):
+                mask = self._source_mask(segment, query)
+                out, _ = _kernel(segment.spread(_rows_of(query, segment)), keys, values, mask, scoring)
+                parts.append(segment.gather(out).transpose(1, 2))
+                continue
+            asked = _rows_of(query, segment)
             seen = _Seen([keys], [values], self._hidden_source(segment))
-            parts.append(self._attend_all(segment, grouped, seen, scoring))
-        return self._by_token(parts, query)
+            grouped = _grouped_queries(asked * scoring.scale, keys.shape[1])
+            parts.append(self._by_token([self._attend_all(segment, grouped, seen, scoring)], asked))
+        return _joined(parts)
+
+    def _attend_by_kernel(self, segment: Segment, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
+        """Attends to prompts and to suffixes by a kernel each, and joins both by their log-sum-exp, (rows, 1, H, D).
+
+        ``o = o_p + sigmoid(L_s - L_p) (o_s - o_p)``.
+        """
+        state, block, used = self.state, segment.block, self._used(segment, layer)
+        asked = _rows_of(query, segment)
+        mask, own_mask = self._masks_of(segment, layer, used, query, scoring.bias)
+        out, lse = _kernel(segment.spread(asked), block.keys[layer], block.values[layer], mask, scoring)
+        keys, values = (_rows_of(store[layer], segment)[:, :, :used] for store in (state.keys, state.values))
+        own_out, own_lse = _kernel(asked, keys, values, own_mask, scoring)
+        share = torch.sigmoid(own_lse[..., None] - segment.gather(lse[..., None]))
+        return torch.lerp(segment.gather(out), own_out, share.to(out.dtype)).transpose(1, 2)
+
+    def _masks_of(
+        self, segment: Segment, layer: int, used: int, query: Tensor, bias: nn.Module | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Gives what is added to the scores of prompts and of suffixes, the same for all layers alike."""
+        window, width = self.state.windows[layer], segment.block.keys[layer].shape[2]
+        name = (segment.rows.start, window, width, used, id(bias))
+        if name not in self._masks:
+            hidden, mask = self._hidden_keys(segment, layer, used), None
+            if hidden is not None:
+                mask = _added(hidden, query)[:, None]
+            if bias is not None:
+                biased = self._biased(segment, layer, used, bias)
+                mask = biased if mask is None else biased + mask
+            if mask is None:
+                self._masks[name] = None, None
+            elif mask.shape[0] == 1:
+                self._masks[name] = mask[..., :width], mask[..., width:]
+            else:
+                self._masks[name] = segment.spread(mask[..., :width]), mask[..., width:]
+        return self._masks[name]
+
+    def _source_mask(self, segment: Segment, query: Tensor) -> Tensor | None:
+        """Gives what is added to the scores of what an encoder read, (P, 1, share, L), the same for all layers."""
+        hidden, name = self._hidden_source(segment), (segment.rows.start, -1, 0, 0, 0)
+        if name not in self._masks:
+            mask = None if hidden is None else segment.spread(_added(hidden, query)[:, None])
+            self._masks[name] = mask, None
+        return self._masks[name][0]
 
     def _by_token(self, parts: Sequence[Tensor], query: Tensor) -> Tensor:
         """Lays what segments attended to, (rows, H, R × N, D) each, out as the model wants it."""
@@ -231,12 +309,10 @@ class Reading:
     def _places(self, segment: Segment, layer: int, used: int) -> tuple[Tensor, Tensor]:
         """Gives the place of each token read (rows, N) and of each key (rows, K) in its row; -1 for padding."""
         state, block = self.state, segment.block
-        lengths = [state.lengths[row] for row in segment.rows]
-        prompts = [state.bases[row] for row in segment.rows]
         dropped = [block.dropped[layer][prompt] for prompt in segment.prompts]
-        table = torch.tensor([prompts, lengths, dropped], device=state.device)[:, :, None]  # (3, rows, 1)
-        prompt_B1, length_B1, dropped_B1 = table.unbind(0)
-        now_BN = prompt_B1 + length_B1 + torch.arange(self.tokens, device=state.device)
+        prompt_B1, length_B1, _ = state.counts[:, segment.rows.start : segment.rows.stop, None].unbind(0)
+        dropped_B1 = state.constant(tuple(dropped)) if any(dropped) else 0
+        now_BN = self.positions[segment.rows.start : segment.rows.stop]
         place_BL = dropped_B1 + torch.arange(block.keys[layer].shape[2], device=state.device)
         places = [torch.where((place_BL >= 0) & (place_BL < prompt_B1), place_BL, -1)]
         if used:
@@ -252,16 +328,37 @@ class Reading:
         """Gives what T5 adds to scores, (rows or 1, H × R, N, K): a number for each distance."""
         name = (segment.rows.start, layer if self.state.windows[layer] else -1, segment.rows.stop, used, id(module))
         if name not in self._biases:
+            farthest = max(self.state.positions) + self.tokens
+            if self._is_plain(segment, layer, used):
+                # keys lie in the order of their tokens, the last one nearest
+                table_1HNW = self._bias_table(module, farthest)
+                self._biases[name] = table_1HNW[..., table_1HNW.shape[3] - farthest :]
+                return self._biases[name]
             now_BN, place_BK = self._places(segment, layer, used)
             if len({self.state.lengths[row] for row in segment.rows}) == 1 and len({*segment.block.lengths}) == 1:
                 now_BN, place_BK = now_BN[:1], place_BK[:1]
-            farthest = max(self.state.positions) + self.tokens
-            # The network's own table of distances, of its last token to all before: the nearest stands last.
-            table_1HNW = module.compute_bias(1, farthest, device=now_BN.device, past_seen_tokens=farthest - 1)
             distance_BNK = (now_BN[:, :, None] - place_BK[:, None]).clamp_min(0)
-            table_HW = table_1HNW[0, :, 0].flip(-1)
+            table_HW = self._bias_table(module, farthest)[0, :, 0].flip(-1)
             self._biases[name] = table_HW[:, distance_BNK].transpose(0, 1)
         return self._biases[name]
+
+    def _is_plain(self, segment: Segment, layer: int, used: int) -> bool:
+        """Whether one token is read by rows alike, whose keys are all their tokens in order."""
+        width = segment.block.keys[layer].shape[2]
+        alike = self._hidden_keys(segment, layer, used) is None and self.counts is None
+        return alike and {*self.state.bases} == {width} and max(self.state.positions) + 1 == width + used
+
+    def _bias_table(self, module: Any, farthest: int) -> Tensor:
+        """Gives the network's own table of distances of a last token to all before, (1, H × R, 1, W), the nearest last.
+
+        Made for more tokens than there are, and then for as many more, since each step asks for one more of them.
+        """
+        table = self.state.constants.get(id(module))
+        if table is None or table.shape[3] < farthest:
+            most = whole_blocks(2 * farthest)
+            table = type(module).compute_bias(module, 1, most, device=self.state.device, past_seen_tokens=most - 1)
+            self.state.constants[id(module)] = table
+        return cast(Tensor, table)
 
     def _hidden_source(self, segment: Segment) -> Tensor | None:
         """Gives the padding of prompts that an encoder read, (rows, 1, L) bool; None if there is none."""
@@ -274,6 +371,30 @@ class Reading:
                 hidden = torch.arange(width, device=self.state.device) >= length_B11
             self._hidden_sources[segment.rows.start] = hidden
         return self._hidden_sources[segment.rows.start]
+
+
+def _has_kernel(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> bool:
+    """Whether there is a kernel that keeps scores to itself and gives their log-sum-exp."""
+    kinds = {query.dtype, key.dtype, value.dtype}
+    alike = query.shape[-1] == key.shape[-1] == value.shape[-1] and len(kinds) == 1
+    return query.device.type == "cpu" and alike and scoring.soft_cap is None and scoring.sinks is None
+
+
+def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """Gives attention (B, H × R, N, D) and its log-sum-exp (B, H × R, N), by the CPU's flash kernel."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scoring.scale)
+    return out, lse
+
+
+def _added(hidden: Tensor, like: Tensor) -> Tensor:
+    """Gives a mask to be added to scores: half of the lowest number, so that a row that sees nothing weighs 0."""
+    lowest = torch.finfo(like.dtype).min / 2
+    return torch.zeros((), dtype=like.dtype, device=like.device).where(~hidden, lowest)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _attend_heads(
@@ -333,7 +454,7 @@ def _attention(
     if attention_mask is not None:
         raise NotImplementedError(f"{type(module).__name__} attends in a way that grouped rows do not know")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    biased = getattr(module, "has_relative_attention_bias", False)
+    biased = _is_biased(module)
     source = reading.source_layer(key)
     if source is not None and not biased:
         return reading.attend_source(source, query, Scoring(scale, softcap, s_aux)), None
@@ -343,6 +464,15 @@ def _attention(
         raise NotImplementedError(f"{type(module).__name__} adds a bias to its scores that grouped rows do not know")
     bias = None if position_bias is None else reading.bias
     return reading.attend(query, key, value, Scoring(scale, softcap, s_aux, bias)), None
+
+
+def biased_modules(network: nn.Module) -> tuple[nn.Module, ...]:
+    """Finds T5's attention modules with a learned bias for each distance."""
+    return tuple(module for module in network.modules() if _is_biased(module))
+
+
+def _is_biased(module: nn.Module) -> bool:
+    return bool(getattr(module, "has_relative_attention_bias", False))
 
 
 def _grouped_queries(query: Tensor, heads: int) -> Tensor:

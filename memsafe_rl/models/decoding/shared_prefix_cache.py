@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -128,6 +128,16 @@ class Segment:
     places: Tensor | None
     takes: Tensor | None  # (P × share,) int64, the row at each place, any row where there is none; None like ``places``
 
+    def spread(self, values: Tensor) -> Tensor:
+        """Lays rows (rows, H, 1, X) out by prompt, (P, H, share, X); a view where they lie in that order."""
+        taken = values if self.takes is None else values.index_select(0, self.takes)
+        return taken.reshape(len(self.block.lengths), self.share, values.shape[1], -1).transpose(1, 2)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Takes back what `spread` did."""
+        rows = values.transpose(1, 2).reshape(-1, values.shape[1], 1, values.shape[3])
+        return rows if self.places is None else rows.index_select(0, self.places)
+
     def grouped(self, values: Tensor) -> Tensor:
         """Lays rows (rows, H, X, Y) out by prompt."""
         taken = values if self.takes is None else values.index_select(0, self.takes)
@@ -157,7 +167,11 @@ class SharedPrefixState:
     capacity: int = 0  # slots of a suffix, where no window makes it shorter
     # for each row, the tokens of its prompt that it has read; all of them where nothing is given
     bases: tuple[int, ...] = ()
+    # what is made of the weights and of lengths once and used in every step; states made of this one share it, and
+    # none outlives a rollout, within which no weight moves
+    constants: dict[Any, Any] = field(default_factory=dict)
     _segments: tuple[Segment, ...] | None = None
+    _counts: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.bases:
@@ -179,6 +193,28 @@ class SharedPrefixState:
     def positions(self) -> list[int]:
         """For each row, the position of the token it reads next."""
         return [base + length for base, length in zip(self.bases, self.lengths, strict=True)]
+
+    @property
+    def counts(self) -> Tensor:
+        """Gives bases, lengths and positions on the device, (3, B) int64; taken there once while rows stay."""
+        if self._counts is None:
+            self._counts = torch.tensor([self.bases, self.lengths, self.positions], device=self.device)
+        return self._counts
+
+    def advance(self, counts: Sequence[int] | None = None) -> None:
+        """Counts tokens that rows have read; one each where no counts are given."""
+        read = [1] * self.rows if counts is None else counts
+        self.lengths = [length + count for length, count in zip(self.lengths, read, strict=True)]
+        if counts is not None:
+            self._counts = None
+        elif self._counts is not None:
+            self._counts[1:].add_(1)
+
+    def constant(self, values: tuple[int, ...]) -> Tensor:
+        """Gives whole numbers on the device, (B, 1) int64; taken there when they are first asked for."""
+        if values not in self.constants:
+            self.constants[values] = torch.tensor(values, device=self.device)[:, None]
+        return cast(Tensor, self.constants[values])
 
     def segments(self) -> tuple[Segment, ...]:
         """Cuts the rows where the block changes."""
@@ -229,6 +265,7 @@ class SharedPrefixState:
             device=self.device,
             capacity=whole_blocks(max(lengths, default=0)),
             bases=tuple(self.bases[row] for row in rows),
+            constants=self.constants,
         )
 
     def join(self, other: SharedPrefixState) -> SharedPrefixState:
@@ -241,6 +278,7 @@ class SharedPrefixState:
             device=self.device,
             capacity=max(self.capacity, other.capacity),
             bases=self.bases + other.bases,
+            constants=self.constants,
         )
         if state.capacity:
             state._refill([(self, None), (other, None)])
@@ -291,11 +329,12 @@ class SharedPrefixState:
     def replace_prompt(self, block: PromptBlock) -> None:
         """Has every row follow the only prompt of another block."""
         self.blocks, self.bases, self._segments = (block,) * self.rows, block.lengths * self.rows, None
+        self._counts = None
 
     def stretch(self, tokens: int) -> bool:
         """Widens every row by so many tokens, with keys and values that mean nothing."""
         self.reserve(tokens)
-        self.lengths = [length + tokens for length in self.lengths]
+        self.lengths, self._counts = [length + tokens for length in self.lengths], None
         return True
 
     def slots_of(self, layer: int) -> int:
@@ -305,13 +344,16 @@ class SharedPrefixState:
 
     def places_of(self, slots: int, counts: Sequence[int] | None = None) -> int | Tensor:
         """Finds where new tokens go in layers of so many slots; the same for all of them."""
-        if counts is None and len(set(self.lengths)) == 1:
-            return self.lengths[0] % slots
+        if counts is None:
+            if len(set(self.lengths)) == 1:
+                return self.lengths[0] % slots
+            rows = torch.arange(self.rows, device=self.device)
+            return torch.stack([rows, torch.zeros_like(rows), self.counts[1] % slots])
         # Of a row's new tokens, a ring keeps the last ones.
         wanted = [
             (row, token, (length + token) % slots)
             for row, length in enumerate(self.lengths)
-            for token in _last((1 if counts is None else counts[row]), slots)
+            for token in _last(counts[row], slots)
         ]
         return torch.tensor(wanted, dtype=torch.int64, device=self.device).reshape(-1, 3).T
 
@@ -327,7 +369,8 @@ class SharedPrefixState:
                 held[:, :, places] = new[:, :, 0]
             else:
                 rows, tokens, slots_of_tokens = places.unbind(0)
-                held[rows, :, slots_of_tokens] = new[rows, :, tokens]
+                one_each = new.shape[2] == 1 and len(rows) == self.rows
+                held[rows, :, slots_of_tokens] = new[:, :, 0] if one_each else new[rows, :, tokens]
 
     def give_up_idle_prompts(self) -> None:
         """Frees prompts that no row follows any more, where they are at least half of a block."""

@@ -35,6 +35,8 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     SourceMarks,
     resumed,
 )
+from memsafe_rl.models.decoding.short_norms import norms_of, short_norms
+from memsafe_rl.models.decoding.short_rotations import rotations_of
 from memsafe_rl.models.geometry import read_geometry
 from memsafe_rl.models.module_state import as_reference, attention_configs, keep_eager_masks_finite
 from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
@@ -104,6 +106,7 @@ class LanguageAdapter(ABC):
         self.start_token_id = start_token_id
         self._cross_layers = cross_layers
         self._attention_configs = attention_configs(lm)
+        self._norms, self._rotations = norms_of(lm), rotations_of(lm)
         self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
         keep_eager_masks_finite()
         _switch_off_checkpointing(lm)
@@ -124,8 +127,9 @@ class LanguageAdapter(ABC):
             return self._padded.read(cast(PaddedState, state), tokens_B.to(self.device)[:, None])
         rows = cast(SharedPrefixState, state)  # rows that follow a shared prompt
         rows.reserve(1)
-        hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(rows))
-        rows.lengths = [length + 1 for length in rows.lengths]
+        with short_norms(self._norms, rows.constants):
+            hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(rows))
+        rows.advance()
         return self._logits(hidden_B1D[:, -1])
 
     @abstractmethod
@@ -283,7 +287,7 @@ class LanguageAdapter(ABC):
             rows.reserve(counts)
             ids_BN = pad_sequence(pieces, True, self.pad_token_id).to(self.device)
             hidden_BND = self._attend_grouped(ids_BN, self._reading(rows, counts))
-            rows.lengths = [length + count for length, count in zip(rows.lengths, counts, strict=True)]
+            rows.advance(counts)
             last = [hidden_BND[row, count - 1] if count else last[row] for row, count in enumerate(counts)]
         return self._logits(torch.stack(last))
 

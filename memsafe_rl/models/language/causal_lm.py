@@ -32,6 +32,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     layer_windows,
     longer_block,
 )
+from memsafe_rl.models.decoding.short_rotations import short_rotations
 from memsafe_rl.models.language.agreement import (
     difference,
     known_tokens,
@@ -201,9 +202,11 @@ class CausalLMAdapter(LanguageAdapter):
 
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
         """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
-        starts_B1 = torch.tensor(reading.state.positions, device=self.device)[:, None]
-        positions_BN = starts_B1 + torch.arange(ids_BN.shape[1], device=self.device)
-        with shared_prefix_attention(self._attention_configs, reading):
+        positions_BN = reading.positions
+        with (
+            shared_prefix_attention(self._attention_configs, reading),
+            short_rotations(self._rotations if reading.counts is None else ()),
+        ):
             output = self.lm.base_model(
                 input_ids=ids_BN, position_ids=positions_BN, past_key_values=reading.cache, use_cache=True
             )

@@ -27,7 +27,12 @@ from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
-from memsafe_rl.models.decoding.shared_prefix_attention import Reading, shared_prefix_attention
+from memsafe_rl.models.decoding.shared_prefix_attention import (
+    Reading,
+    biased_modules,
+    biases_left_out,
+    shared_prefix_attention,
+)
 from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of, layer_windows
 from memsafe_rl.models.geometry import decoder_config
 from memsafe_rl.models.language.agreement import (
@@ -90,6 +95,7 @@ class Seq2SeqAdapter(LanguageAdapter):
             reference_adapter=copy,
         )
         self._attention_configs = attention_configs(lm.get_decoder())
+        self._biased = biased_modules(lm.get_decoder())
         self._windows = windows
         self.takes_sources = False
         self._read: _Read | None = None
@@ -269,8 +275,7 @@ class Seq2SeqAdapter(LanguageAdapter):
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
         """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
         decoder, sources = self.lm.get_decoder(), cast(Any, reading.sources)
-        starts_B1 = torch.tensor(reading.state.positions, device=self.device)[:, None]
-        positions_BN = starts_B1 + torch.arange(ids_BN.shape[1], device=self.device)
+        positions_BN = reading.positions
         cache = EncoderDecoderCache(reading.cache, sources)
         cache.is_updated = dict.fromkeys(range(self._cross_layers), True)
         nothing_B0D = torch.empty((ids_BN.shape[0], 0, self.geometry.hidden_size), device=self.device)
@@ -278,6 +283,7 @@ class Seq2SeqAdapter(LanguageAdapter):
         first, last = min(reading.state.positions), max(reading.state.positions) + ids_BN.shape[1]
         with (
             shared_prefix_attention(self._attention_configs, reading),
+            biases_left_out(self._biased),
             _own_positions(decoder, positions_BN, range(first, last)),
         ):
             output = decoder(

@@ -19,10 +19,10 @@ from memsafe_rl.rollout.engine import Progress
 from memsafe_rl.rollout.native.sequences import (
     Drawer,
     LiveSequence,
+    Streams,
     begin_sequences,
     checked_limits,
     draw_next,
-    key_tensor,
 )
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -82,11 +82,12 @@ def _run_wave(adapter: ModelAdapter, rows: Sequence[LiveSequence], draw: Drawer,
     """Draws rows of one length to their ends; what they have drawn is all that is left of it."""
     eos = frozenset(settings.eos_token_ids)
     with host_memory():
-        keys_B4 = key_tensor([one.key for one in rows])
         read_BL = torch.stack([one.history() for one in rows])
 
+    streams = Streams.of(rows, adapter.device)
+
     def choose(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
-        tokens_B = draw_next(draw, logits_BV, rows, keys_B4.to(logits_BV.device), eos)
+        tokens_B = draw_next(draw, logits_BV, rows, streams, eos)
         with host_memory():
             return tokens_B, torch.tensor([one.ended for one in rows])
 

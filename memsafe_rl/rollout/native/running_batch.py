@@ -29,12 +29,12 @@ from memsafe_rl.rollout.native.sequences import (
     Candidate,
     Drawer,
     LiveSequence,
+    Streams,
     admit,
     begin_sequences,
     check_settings,
     checked_limits,
     draw_next,
-    key_tensor,
 )
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -128,7 +128,7 @@ class _RunningBatch:
         self._state: DecodeState | None = None
         self._rows: list[LiveSequence] = []
         self._tokens_B: Tensor | None = None
-        self._keys_B4: Tensor | None = None
+        self._streams: Streams | None = None
         self._template: _Template | None = None
 
     def give_up_all(self) -> None:
@@ -225,8 +225,8 @@ class _RunningBatch:
             spread = None
         else:
             logits_BV, state, spread = self._read(wave, prompts, plan)
-        rows, keys_B4 = list(wave), key_tensor([one.key for one in wave]).to(self._adapter.device)
-        tokens_B = draw_next(self.draw, logits_BV, rows, keys_B4, self._eos)
+        rows = list(wave)
+        tokens_B = draw_next(self.draw, logits_BV, rows, Streams.of(rows, self._adapter.device), self._eos)
         del logits_BV  # its bytes are free before the cache is spread
         going = [place for place, one in enumerate(rows) if not one.ended]
         if spread is not None and self._keeps(plan):
@@ -237,22 +237,19 @@ class _RunningBatch:
         elif going and (spread is not None or len(going) < len(rows)):
             state = state.select(going if spread is None else [spread[place] for place in going])
         if going:
-            self._join(state, [rows[place] for place in going], tokens_B, keys_B4, going)
+            self._join(state, [rows[place] for place in going], tokens_B, going)
         if some_wait:
             self._make_room(plan)
         resumed.clear()  # held until here, so that none of their prompts is freed before all rows are together
 
-    def _join(
-        self, state: DecodeState, rows: list[LiveSequence], tokens_B: Tensor, keys_B4: Tensor, going: Sequence[int]
-    ) -> None:
-        """Puts rows behind those of the batch; of their tokens and keys, those at the places ``going`` are theirs."""
-        index = torch.tensor(going, device=self._adapter.device)
-        tokens_B, keys_B4 = tokens_B[index], keys_B4[index]
-        if self._state is not None and self._tokens_B is not None and self._keys_B4 is not None:
+    def _join(self, state: DecodeState, rows: list[LiveSequence], tokens_B: Tensor, going: Sequence[int]) -> None:
+        """Puts rows behind those of the batch; of the tokens, those at the places ``going`` are theirs."""
+        tokens_B = tokens_B[torch.tensor(going, device=self._adapter.device)]
+        if self._state is not None and self._tokens_B is not None:
             held, self._state = self._state, None
             state = held.join(state)
-            tokens_B, keys_B4 = torch.cat([self._tokens_B, tokens_B]), torch.cat([self._keys_B4, keys_B4])
-        self._state, self._tokens_B, self._keys_B4, self._rows = state, tokens_B, keys_B4, self._rows + rows
+            tokens_B = torch.cat([self._tokens_B, tokens_B])
+        self._state, self._tokens_B, self._streams, self._rows = state, tokens_B, None, self._rows + rows
 
     def _make_room(
         self, plan: RolloutPlan, joining: Sequence[LiveSequence] = (), resumed: Sequence[RowCache] = ()
@@ -316,10 +313,12 @@ class _RunningBatch:
 
     def _step(self) -> None:
         """Decodes one token of every row."""
-        if self._state is None or self._tokens_B is None or self._keys_B4 is None:
+        if self._state is None or self._tokens_B is None:
             raise AssertionError("a step follows the rows' first tokens")
+        if self._streams is None:
+            self._streams = Streams.of(self._rows, self._adapter.device)
         logits_BV = self._adapter.decode_step(self._state, self._tokens_B)
-        self._tokens_B = draw_next(self.draw, logits_BV, self._rows, self._keys_B4, self._eos)
+        self._tokens_B = draw_next(self.draw, logits_BV, self._rows, self._streams, self._eos)
 
     def _is_due(self) -> bool:
         """Whether rows should leave before the next step; none may idle past its longest length."""
@@ -333,18 +332,17 @@ class _RunningBatch:
         ended, going = self._rows, [place for place, one in enumerate(self._rows) if not one.ended]
         if len(going) == len(ended):
             return
-        held, self._state = self._state, None
+        held, self._state, self._streams = self._state, None, None
         self._rows = [ended[place] for place in going]
         if held is not None and self._keeps(plan):
             self._state = self._without_ended(held, ended)
             self._make_room(plan)
         elif held is not None and going:
             self._state = held.select(going)
-        if not going or self._tokens_B is None or self._keys_B4 is None:
-            self._state = self._tokens_B = self._keys_B4 = None
+        if not going or self._tokens_B is None:
+            self._state = self._tokens_B = None
             return
-        index = torch.tensor(going, device=self._tokens_B.device)
-        self._tokens_B, self._keys_B4 = self._tokens_B[index], self._keys_B4[index]
+        self._tokens_B = self._tokens_B[torch.tensor(going, device=self._tokens_B.device)]
 
     def _tell(self) -> None:
         ended = sum(one.ended for one in self._sequences)

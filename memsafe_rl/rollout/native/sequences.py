@@ -19,7 +19,17 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
-from memsafe_rl.ops.sampling import Draw, greedy_tokens, sample_tokens, taken_logprobs
+from memsafe_rl.ops.sampling import (
+    Draw,
+    greedy_tokens,
+    gumbel_noise,
+    hash_fields,
+    hash_keys,
+    noise_ahead,
+    noise_slots,
+    sample_with_noise,
+    taken_logprobs,
+)
 from memsafe_rl.rollout.native.processors import Rows, processors_of
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey, TextStops
 
@@ -27,6 +37,9 @@ _JOIN_SHARE = 8
 """Joining copies the cache and reads prompts for few rows: it waits until so large a share of the rows is free."""
 
 _TILE_ELEMENTS = 1 << 21
+
+_NOISE_STEPS, _NOISE_SHARE, _LEAST_NOISE_BYTES = 16, 2, 1 << 16
+"""Most draws whose noise is made together; the share of float32 logits that it may take, or else so many bytes."""
 
 
 @dataclass
@@ -106,25 +119,86 @@ def begin_sequences(
     return sequences
 
 
+class Noise(NamedTuple):
+    """What a draw needs beside logits."""
+
+    noise_BS: Tensor  # (B, S) float64, nats
+    columns_S: Tensor | None = None  # 0, 1, … on the device; None to be counted anew
+
+    def of(self, rows: slice) -> Noise:
+        """Gives that of some rows."""
+        return self._replace(noise_BS=self.noise_BS[rows])
+
+
+class Streams:
+    """The random streams of rows that draw together: where each stands, and its noise of some draws to come.
+
+    A draw's noise takes as many operators as all the rest of it; made for several draws at once, it takes few for each.
+    """
+
+    def __init__(self, keys_B4: Tensor, positions_B: Tensor) -> None:
+        self.keys_B4, self._positions_B = keys_B4, positions_B
+        self._words_B: Tensor | None = None
+        self._columns_S: Tensor | None = None
+        self._ahead: Tensor | None = None
+        self._used = 0
+
+    @classmethod
+    def of(cls, rows: Sequence[LiveSequence], device: torch.device) -> Streams:
+        """Gives the streams of rows as far as they have drawn."""
+        with host_memory():
+            named = torch.cat(
+                [key_tensor([one.key for one in rows]), torch.tensor([[len(one.ids)] for one in rows])], 1
+            )
+        named_B5 = named.to(device, non_blocking=True)
+        return cls(named_B5[:, :4], named_B5[:, 4])
+
+    def positions(self) -> Tensor:
+        """Index of each row's next token in its completion, (B,) int64."""
+        return self._positions_B + self._used if self._used else self._positions_B
+
+    def noise(self, vocab: int) -> Noise:
+        """Gives what the next draw needs beside logits."""
+        if self._ahead is None or self._used == len(self._ahead):
+            self._positions_B, self._used, self._ahead = self.positions(), 0, None  # not there beside what is made now
+            step_bytes = 8 * noise_slots(vocab) * len(self.keys_B4)
+            most_bytes = max(_LEAST_NOISE_BYTES, 4 * vocab * len(self.keys_B4) // _NOISE_SHARE)
+            steps = max(1, min(_NOISE_STEPS, most_bytes // step_bytes))
+            if self._words_B is None:
+                self._words_B = hash_keys(self.keys_B4)
+                self._columns_S = torch.arange(noise_slots(vocab), device=self.keys_B4.device)
+            self._ahead = noise_ahead(self._words_B, self._positions_B, vocab, steps)
+        return Noise(self._ahead[self._used], self._columns_S)
+
+    def advance(self) -> None:
+        """Counts a draw."""
+        self._used += 1
+
+
 def draw_next(
-    draw: Drawer, logits_BV: Tensor, rows: Sequence[LiveSequence], keys_B4: Tensor, eos: Collection[int]
+    draw: Drawer, logits_BV: Tensor, rows: Sequence[LiveSequence], streams: Streams, eos: Collection[int]
 ) -> Tensor:
     """Draws a token of every row (B,), and notes it for those that have not ended.
 
-    The one place where a rollout reads tensor values.
+    The one place where a rollout reads tensor values, all of them at once.
     """
     positions = [len(one.ids) for one in rows]
-    with host_memory():
-        positions_B = torch.tensor(positions)
-        histories = [one.history() for one in rows] if draw.needs_history else None
+    histories = None
+    if draw.needs_history:
+        with host_memory():
+            histories = [one.history() for one in rows]
     lengths = [len(one.prompt_ids) for one in rows] if draw.needs_prompt_lengths else None
-    tokens_B, values_4B = draw(logits_BV, keys_B4, positions_B.to(keys_B4.device), histories, lengths)
+    positions_B = streams.positions()
+    noise = streams.noise(logits_BV.shape[1]) if draw.draws else None
+    tokens_B, values_4B = draw(logits_BV, streams.keys_B4, positions_B, histories, lengths, noise)
+    streams.advance()
     with host_memory():
         values_4B = values_4B.cpu()
-        going = [place for place, one in enumerate(rows) if not one.ended]
-        keys = [rows[place].key for place in going]
-        refuse_broken(values_4B[:, torch.tensor(going)], keys, [positions[place] for place in going])
         values = values_4B.tolist()
+        if not all(math.isfinite(logprob) for logprobs in values[1:3] for logprob in logprobs):
+            going = [place for place, one in enumerate(rows) if not one.ended]
+            keys = [rows[place].key for place in going]
+            refuse_broken(values_4B[:, torch.tensor(going)], keys, [positions[place] for place in going])
     for one, token, logprob, own, tied in zip(rows, *values, strict=True):
         if one.ended:
             one.idle += 1
@@ -224,7 +298,7 @@ class Drawer:
         self._start_token_id = start_token_id
         self.reads_on = start_token_id is None
         greedy = settings.temperature == 0
-        self._draw = _most_likely if greedy else sample_tokens
+        self.draws = not greedy
         self._temperature = 1.0 if greedy else float(settings.temperature)
         self._processors = processors_of(settings)
         self._stops = settings.stops
@@ -242,18 +316,20 @@ class Drawer:
         positions_B: Tensor,
         histories: Sequence[Tensor] | None = None,
         prompt_lengths: Sequence[int] | None = None,
+        noise: Noise | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Draws a token a row."""
+        """Draws a token a row; the noise is what `Streams` made of keys and positions, if it did."""
+        if noise is None and self.draws:
+            noise = Noise(gumbel_noise(hash_fields(keys_B4, positions_B), noise_slots(logits_BV.shape[1])))
         if not self._processors:
-            drawn = self._draw(logits_BV, keys_B4, positions_B, temperature=self._temperature)
-            columns = (drawn.tokens_B.double(), drawn.logprobs_B, drawn.logprobs_B, drawn.tied_B.double())
-            return drawn.tokens_B, torch.stack(columns)
+            drawn = _choose(logits_BV, noise, self._temperature)
+            return drawn.tokens_B, _columns(drawn, drawn.logprobs_B)
         size = max(1, _TILE_ELEMENTS // logits_BV.shape[1])
         tiles = [slice(start, start + size) for start in range(0, len(logits_BV), size)]
         parts = [
             self._draw_processed(
                 logits_BV[tile],
-                keys_B4[tile],
+                None if noise is None else noise.of(tile),
                 self._rows(positions_B[tile], (prompt_lengths or ())[tile], (histories or ())[tile]),
             )
             for tile in tiles
@@ -299,15 +375,22 @@ class Drawer:
             scores_BV = processor.apply(scores_BV, rows)
         return scores_BV
 
-    def _draw_processed(self, logits_BV: Tensor, keys_B4: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        drawn = self._draw(self._process(logits_BV, rows), keys_B4, rows.positions_B, temperature=1.0)
-        model_logprobs_B = taken_logprobs(logits_BV, drawn.tokens_B, temperature=self._temperature)
-        columns = (drawn.tokens_B.double(), drawn.logprobs_B, model_logprobs_B, drawn.tied_B.double())
-        return drawn.tokens_B, torch.stack(columns)
+    def _draw_processed(self, logits_BV: Tensor, noise: Noise | None, rows: Rows) -> tuple[Tensor, Tensor]:
+        drawn = _choose(self._process(logits_BV, rows), noise, 1.0)
+        return drawn.tokens_B, _columns(drawn, taken_logprobs(logits_BV, drawn.tokens_B, temperature=self._temperature))
 
 
-def _most_likely(scores_BV: Tensor, keys_B4: Tensor, positions_B: Tensor, *, temperature: float) -> Draw:  # noqa: ARG001
-    return greedy_tokens(scores_BV)
+def _choose(scores_BV: Tensor, noise: Noise | None, temperature: float) -> Draw:
+    """Draws with noise, or takes the most likely tokens where there is none."""
+    if noise is None:
+        return greedy_tokens(scores_BV, temperature=temperature)
+    return sample_with_noise(scores_BV, noise.noise_BS, temperature=temperature, columns_W=noise.columns_S)
+
+
+def _columns(drawn: Draw, model_logprobs_B: Tensor) -> Tensor:
+    """Gives all that the host wants to know, (4, B) float64, in one piece."""
+    columns = (drawn.tokens_B[None], drawn.logprobs_B[None], model_logprobs_B[None], drawn.tied_B[None])
+    return torch.cat(columns)  # unlike a stack, it widens types on the way
 
 
 def key_tensor(keys: Sequence[SequenceKey]) -> Tensor:
