@@ -24,7 +24,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import noop_context_fn
 from transformers.modeling_utils import AttentionInterface
 
+from memsafe_rl.models.decoding import fixed_split_attention as fixed_split
 from memsafe_rl.models.module_state import implementation
+from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import Trajectory
 
 _LIKE = 2
@@ -98,6 +100,7 @@ class Layout:
     # prompts with several completions, at least one of which has tokens of its own to be read
     shared: tuple[Shared, ...]
     windows: tuple[int | None, ...]  # per layer, the attention window in tokens, None for full attention
+    segments: tuple[tuple[int, int], ...] = ()  # every segment, first token and tokens
     # additive masks by what they depend on; made once, for all layers
     masks: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
@@ -175,7 +178,10 @@ def pack_rows(
         _predicting(ends[trajectory.condition_of_row[row]] - 1, first_own[row], len(actions[row])) for row in rows
     ]
     layout = Layout(
-        _runs(builder.segments, device), tuple(group for group in shared if any(group.tails)), tuple(windows)
+        _runs(builder.segments, device),
+        tuple(group for group in shared if any(group.tails)),
+        tuple(windows),
+        tuple(builder.segments),
     )
     ids, positions = torch.cat(builder.ids), torch.cat(builder.positions)
     return PackedRows(ids[None].to(device), positions[None].to(device), torch.cat(places).to(device), layout)
@@ -282,7 +288,8 @@ def packed_attention(
     window = _window(module, layout, options.get("sliding_window"))
     scoring = _Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"))
     parts = [part[0].transpose(0, 1) for part in _of_one_type(query, key, value)]
-    packed: Tensor = _Attention.apply(*parts, options.get("s_aux"), layout, window, scoring)  # type: ignore[no-untyped-call]
+    attention = _AttentionByRow if fixed_tiles_on() else _Attention
+    packed: Tensor = attention.apply(*parts, options.get("s_aux"), layout, window, scoring)  # type: ignore[no-untyped-call]
     return packed[None], None
 
 
@@ -372,6 +379,86 @@ class _Attention(torch.autograd.Function):
             weights = (sinks.to(lse.dtype) - lse).exp()
             of_sinks = -(weights * (grad * out).sum(-1, dtype=lse.dtype)).sum(0).to(sinks.dtype)
         return *grads, of_sinks, None, None, None
+
+
+class _AttentionByRow(torch.autograd.Function):
+    """Each segment alone, a completion behind its prompt, so that no bit depends on what else is packed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        layout: Layout,
+        window: int | None,
+        scoring: _Scoring,
+    ) -> Tensor:
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        lse = torch.empty(query.shape[:2], dtype=_wide(query), device=query.device)
+        for own, prompt in _segments_alone(layout):
+            inputs = _one_row(own, prompt, query, key, value)
+            mixed, sums = fixed_split.forward(*inputs, None, sinks, _sight(own, prompt, window, scoring, query.device))
+            out[own], lse[own] = mixed[0].transpose(0, 1), sums[0].T
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.layout, ctx.window, ctx.scoring = layout, window, scoring
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        dq, dk, dv = (torch.zeros_like(whole, dtype=lse.dtype) for whole in (query, key, value))
+        d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype)
+        for own, prompt in _segments_alone(ctx.layout):
+            sight = _sight(own, prompt, ctx.window, ctx.scoring, query.device)
+            inputs = _one_row(own, prompt, query, key, value)
+            slope, mixed = (whole[own].transpose(0, 1)[None] for whole in (grad, out))
+            of_query, *others, _, of_sinks = fixed_split.gradients(
+                slope, *inputs, None, sinks, sight, mixed, lse[own].T[None]
+            )
+            dq[own] = of_query[0].transpose(0, 1)
+            for whole, share in zip((dk, dv), others, strict=True):
+                before, behind = share[0].transpose(0, 1).tensor_split([prompt.stop - prompt.start])
+                whole[prompt] += before
+                whole[own] += behind
+            if d_sinks is not None:
+                d_sinks += of_sinks
+        found = (dq, dk, dv) if sinks is None else (dq, dk, dv, d_sinks)
+        like = (query, key, value, sinks)
+        grads = [part.to(own.dtype) for part, own in zip(found, like, strict=False)]
+        return *grads, *[None] * (7 - len(grads))
+
+
+def _segments_alone(layout: Layout) -> Iterator[tuple[slice, slice]]:
+    """Gives the tokens of each segment, and those of the prompt that it follows, which may be none."""
+    behind: dict[int, slice] = {}
+    for shared in layout.shared:
+        start = shared.first
+        for tail in shared.tails:
+            behind[start] = shared.prompt_span
+            start += tail
+    for start, length in layout.segments:
+        if length:
+            yield slice(start, start + length), behind.get(start, slice(0, 0))
+
+
+def _one_row(own: slice, prompt: slice, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Gives queries (1, H, W, D), keys (1, K, U, D) and values of a segment behind its prompt."""
+    query, key, value = inputs
+    both = (torch.cat([whole[prompt], whole[own]]) for whole in (key, value))
+    return tuple(whole.transpose(0, 1)[None] for whole in (query[own], *both))
+
+
+def _sight(
+    own: slice, prompt: slice, window: int | None, scoring: _Scoring, device: torch.device
+) -> fixed_split.Sight:
+    first, tokens, visible = prompt.stop - prompt.start, own.stop - own.start, None
+    if window is not None and window < first + tokens:
+        slots = torch.arange(first + tokens, device=device)
+        visible = _visible(slots[first:], slots, window)[None, None]
+    return fixed_split.Sight(scoring.scale, scoring.softcap, visible, first)
 
 
 def _own_part(layout: Layout, run: Run, inputs: tuple[Tensor, ...], window: int | None, scoring: _Scoring) -> _Part:
