@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+import torch
+
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.decoding.fixed_split_attention import NAME
 from memsafe_rl.models.language.packing import attention_again
 from memsafe_rl.models.module_state import implementation
@@ -27,6 +30,33 @@ DEFAULTS = {
 }
 """Whether the mode is on where nothing is set, by device and type: where it was measured to cost less than a tenth of a
 step (`benchmarks/results/batch_invariance.json`). Not measured on CUDA yet, so that it is off there."""
+
+
+def is_default(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tells whether networks compute rows as if alone where nothing is set.
+
+    Args:
+        device: where the network computes.
+        dtype: in which type.
+    """
+    return DEFAULTS.get((device.type, str(dtype).removeprefix("torch.")), False)
+
+
+def require(adapter: Any) -> None:
+    """Refuses to promise bits that a network's own way of decoding or scoring decides.
+
+    Args:
+        adapter: checked against its network.
+
+    Raises:
+        ConfigError: no cache of this library's serves it, or it is scored by its own forward.
+    """
+    if not hasattr(adapter, "numerics") or not adapter.kv_retention:
+        raise ConfigError(
+            f"batch_invariant=True, but {type(adapter.model).__name__} is decoded by its own attention, padded with "
+            "the rows beside it (the log says why). Set batch_invariant=False, or use a model with plain or windowed "
+            "attention."
+        )
 
 
 class _Computes(Protocol):

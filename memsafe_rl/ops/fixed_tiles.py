@@ -1,9 +1,10 @@
 """Row-wise operators whose result for a row does not depend, to the bit, on the rows beside it.
 
 A matrix product picks its kernel, and with it the order of its sums, by how many rows it is given; a vectorised
-function treats the last few elements of an array in another way than the others. Here every product has `TILE_ROWS` rows, padded
-with zeros, and functions are written as steps that round each element alike. He and Thinking Machines Lab 2025,
-"Defeating Nondeterminism in LLM Inference", describe the first for GPUs; departure: one height of tiles for all shapes.
+function treats the last few elements of an array in another way than the others. Here every product has `TILE_ROWS`
+rows, padded with zeros, and functions are written as steps that round each element alike. He and Thinking Machines Lab
+2025, "Defeating Nondeterminism in LLM Inference", describe the first for GPUs; departure: one height of tiles for all
+shapes.
 
 Axes: ``M`` rows, ``N`` rows of a tile, ``K`` inputs, ``O`` outputs, ``E`` experts.
 """
@@ -134,9 +135,7 @@ def tiled_experts(rows_MK: Tensor, weight_EKO: Tensor, *, offs: Tensor, **unknow
     laid = rows_MK.new_zeros(tiles * TILE_ROWS, rows_MK.shape[1]).index_copy(0, slot_M, rows_MK)
     products = [
         tile_NK @ weight_EKO.index_select(0, expert_1)[0]
-        for tile_NK, expert_1 in zip(
-            laid.split(TILE_ROWS), expert_T.clamp_max(experts - 1).split(1), strict=True
-        )
+        for tile_NK, expert_1 in zip(laid.split(TILE_ROWS), expert_T.clamp_max(experts - 1).split(1), strict=True)
     ]
     return torch.cat(products).index_select(0, slot_M)
 

@@ -149,9 +149,9 @@ class _LinearScores(torch.autograd.Function):
                 _write_scores(scores_NV, hidden_MD[rows], weight_VD, bias_V, recipe)
                 for part in _cuts(rows.stop - rows.start, _part(recipe.tile)):
                     where = slice(rows.start + part.start, rows.start + part.stop)
-                    taken_N = taken_logprobs(scores_NV[part], tokens_M[where]) if recipe.fixed_tiles else None
+                    taken_N, certain_N = _exact_scores(scores_NV[part], tokens_M[where], recipe)
                     summary = _score_part_(scores_NV[part], tokens_M[where], recipe)
-                    summary = summary if taken_N is None else (taken_N, *summary[1:])
+                    summary = summary if taken_N is None else (taken_N, summary[1], certain_N)
                     _store(where, summary, (logprobs_M, log_sums_M, entropies_M))
                 if recipe.keeps_slopes:
                     slopes.add(rows, scores_NV)
@@ -346,6 +346,19 @@ def _write_tiled_scores(
             target_NV.div_(recipe.soft_cap).tanh_().mul_(recipe.soft_cap)
         if recipe.temperature != 1.0:
             target_NV.div_(recipe.temperature)
+
+
+def _exact_scores(scores_NV: Tensor, tokens_N: Tensor, recipe: _Recipe) -> tuple[Tensor | None, Tensor | None]:
+    """Gives log-probs as a draw does, and entropies summed in float64; None where rows may differ by cut."""
+    if not recipe.fixed_tiles:
+        return None, None
+    logprobs_N = taken_logprobs(scores_NV, tokens_N)
+    if not recipe.with_entropy:
+        return logprobs_N, None
+    # The sum over one row alone may be shared among threads, in another order; never that over two.
+    wide_NV = (scores_NV if len(scores_NV) > 1 else scores_NV.expand(2, -1)).double()
+    log_NV = wide_NV - wide_NV.logsumexp(1, keepdim=True)
+    return logprobs_N, (log_NV.exp() * -log_NV).nansum(1)[: len(scores_NV)]
 
 
 class _HeadGradients:

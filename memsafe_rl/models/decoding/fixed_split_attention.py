@@ -1,9 +1,9 @@
 """Attention whose output for a token does not depend, to the bit, on how keys are kept or which tokens are read beside.
 
 The key of position ``p`` always lies in slot ``p``; scores and mixed values are made a tile of `TILE_KEYS` slots and
-`TILE_QUERIES` queries at a time, every product of one shape, and tiles are added from the first to the last. A slot that
-a query does not see weighs exactly 0, so that neither padding nor further slots change a bit. The greatest score, which
-is subtracted, is the same in any order. Scores, weights and sums are float32 (float64 under float64).
+`TILE_QUERIES` queries at a time, every product of one shape, and tiles are added from the first to the last. A slot
+that a query does not see weighs exactly 0, so that neither padding nor further slots change a bit. The greatest score,
+which is subtracted, is the same in any order. Scores, weights and sums are float32 (float64 under float64).
 
 Axes: ``B`` rows, ``H`` key/value heads, ``R`` query heads of each, ``N`` queries, ``Q`` queries of a tile times R,
 ``K`` slots, ``T`` tiles of slots, ``D`` width of a head.
@@ -84,7 +84,7 @@ def attend(
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps its inputs, its output and each query's log-sum-exp; backward makes the weights again, a few queries a time."""
+    """Keeps its inputs, its output and each query's log-sum-exp; backward makes the weights again, tile by tile."""
 
     @staticmethod
     def forward(

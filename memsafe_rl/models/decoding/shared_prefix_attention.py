@@ -126,7 +126,9 @@ class Reading:
             state.store(layer, key, value, self._slots_to_fill(layer))
         if fixed_tiles_on():
             new = None if drawn else (key, value)
-            parts = [self._attend_by_place(part, layer, _rows_of(query, part), new, scoring) for part in state.segments()]
+            parts = [
+                self._attend_by_place(part, layer, _rows_of(query, part), new, scoring) for part in state.segments()
+            ]
             if not drawn and self.keeps:
                 state.store(layer, key, value, self._slots_to_fill(layer))
             return torch.cat(parts).transpose(1, 2).contiguous()
@@ -180,7 +182,7 @@ class Reading:
         return torch.cat(mixed)
 
     def _by_place(self, segment: Segment, layer: int, slots: int) -> tuple[Tensor, Tensor]:
-        """Finds where the key of each place lies (rows, K), and which places tokens see (rows, N, K); once for alike."""
+        """Finds where the key of each place lies (rows, K), and what tokens see (rows, N, K); once for all alike."""
         window, used = self.state.windows[layer], self._used(segment, layer)
         name = (segment.rows.start, window, segment.block.keys[layer].shape[2], used)
         if name not in self._placed:
@@ -330,9 +332,7 @@ class Reading:
         return self._hidden_sources[segment.rows.start]
 
 
-def _attend_source_by_place(
-    segment: Segment, keys: Tensor, values: Tensor, query: Tensor, scoring: Scoring
-) -> Tensor:
+def _attend_source_by_place(segment: Segment, keys: Tensor, values: Tensor, query: Tensor, scoring: Scoring) -> Tensor:
     """Attends over what an encoder read, a row at a time, so that no second copy of all sources is made."""
     asked, source, mixed = _rows_of(query, segment), segment.block.source, []
     for row, prompt in enumerate(segment.prompts):

@@ -239,7 +239,9 @@ class LanguageAdapter(ABC):
                 raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the bos token.")
         tokens_M, lengths = trajectory.actions.take(rows).flat.to(self.device), trajectory.action_lengths(rows)
         if self.path.route is Route.WHOLE and not packed:
-            return TokenDistribution(self.row_logits(self.lm, trajectory, rows), tokens_M, lengths, given_logits, fixed_tiles_on())
+            return TokenDistribution(
+                self.row_logits(self.lm, trajectory, rows), tokens_M, lengths, given_logits, fixed_tiles_on()
+            )
         hidden_MD = self._hidden_states(trajectory, rows, packed=packed)
         return TokenDistribution(hidden_MD, tokens_M, lengths, self._head(), fixed_tiles_on())
 

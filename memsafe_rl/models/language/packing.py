@@ -451,9 +451,7 @@ def _one_row(own: slice, prompt: slice, *inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(whole.transpose(0, 1)[None] for whole in (query[own], *both))
 
 
-def _sight(
-    own: slice, prompt: slice, window: int | None, scoring: _Scoring, device: torch.device
-) -> fixed_split.Sight:
+def _sight(own: slice, prompt: slice, window: int | None, scoring: _Scoring, device: torch.device) -> fixed_split.Sight:
     first, tokens, visible = prompt.stop - prompt.start, own.stop - own.start, None
     if window is not None and window < first + tokens:
         slots = torch.arange(first + tokens, device=device)
