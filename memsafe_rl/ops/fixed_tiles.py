@@ -133,9 +133,10 @@ def tiled_experts(rows_MK: Tensor, weight_EKO: Tensor, *, offs: Tensor, **unknow
     slot_M = (last_E - tiles_E)[expert_M] * TILE_ROWS + place_M - starts_E[expert_M]
     expert_T = torch.searchsorted(last_E, torch.arange(tiles, device=rows_MK.device), right=True)
     laid = rows_MK.new_zeros(tiles * TILE_ROWS, rows_MK.shape[1]).index_copy(0, slot_M, rows_MK)
+    expert_T = expert_T.clamp_max(experts - 1)
     products = [
-        tile_NK @ weight_EKO.index_select(0, expert_1)[0]
-        for tile_NK, expert_1 in zip(laid.split(TILE_ROWS), expert_T.clamp_max(experts - 1).split(1), strict=True)
+        laid[tile * TILE_ROWS : (tile + 1) * TILE_ROWS] @ weight_EKO.index_select(0, expert_T[tile : tile + 1])[0]
+        for tile in range(tiles)
     ]
     return torch.cat(products).index_select(0, slot_M)
 
@@ -158,6 +159,11 @@ class _Elementwise(torch.autograd.Function):
         return ctx.slope(grad, *ctx.saved_tensors), None, None
 
 
+def _elementwise(x: Tensor, steps: Callable[[Tensor], Tensor], slope: Callable[..., Tensor]) -> Tensor:
+    found: Tensor = _Elementwise.apply(x, steps, slope)  # type: ignore[no-untyped-call]
+    return found
+
+
 def _sigmoid_steps(x: Tensor) -> Tensor:
     return x.neg().exp_().add_(1).reciprocal_()
 
@@ -176,23 +182,25 @@ def _gelu_tanh_steps(x: Tensor) -> Tensor:
 
 
 def _sigmoid_slope(grad: Tensor, x: Tensor) -> Tensor:
-    return torch.ops.aten.sigmoid_backward(grad, x.sigmoid())
+    slope: Tensor = torch.ops.aten.sigmoid_backward(grad, x.sigmoid())
+    return slope
 
 
 def _gelu_tanh_slope(grad: Tensor, x: Tensor) -> Tensor:
-    return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+    slope: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+    return slope
 
 
 def _silu(x: Tensor, inplace: bool = False) -> Tensor:
     if x.device.type != "cpu":  # kernels of other devices treat every element alike
         return functional.silu(x, inplace)
-    return _Elementwise.apply(x, _silu_steps, torch.ops.aten.silu_backward)  # type: ignore[no-untyped-call]
+    return _elementwise(x, _silu_steps, torch.ops.aten.silu_backward)
 
 
 def _sigmoid(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return x.sigmoid()
-    return _Elementwise.apply(x, _sigmoid_steps, _sigmoid_slope)  # type: ignore[no-untyped-call]
+    return _elementwise(x, _sigmoid_steps, _sigmoid_slope)
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
@@ -200,7 +208,7 @@ def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
         return functional.gelu(x, approximate=approximate)
     tanh = approximate == "tanh"
     steps, slope = (_gelu_tanh_steps, _gelu_tanh_slope) if tanh else (_gelu_steps, torch.ops.aten.gelu_backward)
-    return _Elementwise.apply(x, steps, slope)  # type: ignore[no-untyped-call]
+    return _elementwise(x, steps, slope)
 
 
 def _addmm(bias: Tensor, rows: Tensor, weight_KO: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:

@@ -98,8 +98,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, sinks, out, lse = ctx.saved_tensors
-        return *gradients(grad, *inputs, sinks, ctx.sight, out, lse), None
+        query, key, value, bias, sinks, out, lse = ctx.saved_tensors
+        wide = gradients(grad, query, key, value, bias, sinks, ctx.sight, out, lse)
+        like = (query, key, value, bias, sinks)
+        narrow = (
+            None if part is None or own is None else part.to(own.dtype) for part, own in zip(wide, like, strict=True)
+        )
+        return *narrow, None
 
 
 def gradients(
@@ -112,7 +117,7 @@ def gradients(
     sight: Sight,
     out: Tensor,
     lse: Tensor,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gives the gradients of queries, keys, values, bias and sinks, in float32 at least, from those of the output.
 
     ``P = e^(S - L)``, ``dV = P^T dO``, ``dS = P (dO V^T - rowsum(dO O))``, ``dQ = dS K``, ``dK = dS^T Q``.
@@ -207,8 +212,8 @@ def _scored(
     if seen is None:
         return scores, bend
     count, group = part.stop - part.start, scores.shape[2] // (part.stop - part.start)
-    by_head = scores.unflatten(2, (group, count))
-    seen = seen[:, :, None] if seen.shape[1] == 1 else seen.unflatten(1, (heads, group))
+    by_head = scores.reshape(len(scores), heads, group, count, slots)
+    seen = seen[:, :, None] if seen.shape[1] == 1 else seen.reshape(len(seen), heads, group, *seen.shape[2:])
     return by_head.masked_fill(~seen, -torch.inf).flatten(2, 3), bend
 
 
@@ -220,10 +225,11 @@ def _products(left_BHQD: Tensor, keys_BHKD: Tensor) -> Tensor:
     return torch.bmm(left, tiles.mT).view(rows, heads, slots // TILE_KEYS, -1, TILE_KEYS).transpose(2, 3).flatten(3)
 
 
-def _added(weights_BHQK: Tensor, values_BHKD: Tensor, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+def _added(weights_BHQK: Tensor, values_BHKD: Tensor, rows: list[int] | slice) -> tuple[Tensor, Tensor]:
     """Mixes values tile by tile and adds the tiles from the first to the last; gives sums of weights too."""
-    by_tile = weights_BHQK.unflatten(3, (-1, TILE_KEYS)).transpose(2, 3).contiguous()  # (B, H, T, Q, tile)
-    batch, heads, tiles, width, _ = by_tile.shape
+    batch, heads, width, slots = weights_BHQK.shape
+    tiles = slots // TILE_KEYS
+    by_tile = weights_BHQK.reshape(batch, heads, width, tiles, TILE_KEYS).transpose(2, 3).contiguous()
     values = values_BHKD.reshape(-1, TILE_KEYS, values_BHKD.shape[3]).contiguous()
     pairs = by_tile.view(-1, width, TILE_KEYS), values
     mixed = torch.bmm(*pairs).view(batch, heads, tiles, width, -1)[:, :, :, rows]
@@ -243,7 +249,8 @@ def _rows_of(count: int, group: int) -> slice | list[int]:
 
 def _padded_queries(weights_BHQK: Tensor, count: int, group: int) -> Tensor:
     """Lays weights of a tile's queries, (B, H, R x count, K), back among those that pad it."""
-    return _padded(weights_BHQK.unflatten(2, (group, count)), 3, TILE_QUERIES).flatten(2, 3)
+    rows, heads, _, slots = weights_BHQK.shape
+    return _padded(weights_BHQK.reshape(rows, heads, group, count, slots), 3, TILE_QUERIES).flatten(2, 3)
 
 
 def _padded(values: Tensor, axis: int, size: int) -> Tensor:

@@ -398,8 +398,9 @@ class _AttentionByRow(torch.autograd.Function):
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         lse = torch.empty(query.shape[:2], dtype=_wide(query), device=query.device)
         for own, prompt in _segments_alone(layout):
-            inputs = _one_row(own, prompt, query, key, value)
-            mixed, sums = fixed_split.forward(*inputs, None, sinks, _sight(own, prompt, window, scoring, query.device))
+            sight = _sight(own, prompt, window, scoring, query.device)
+            asked, keys, values = _one_row(own, prompt, query, key, value)
+            mixed, sums = fixed_split.forward(asked, keys, values, None, sinks, sight)
             out[own], lse[own] = mixed[0].transpose(0, 1), sums[0].T
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.layout, ctx.window, ctx.scoring = layout, window, scoring
@@ -413,22 +414,20 @@ class _AttentionByRow(torch.autograd.Function):
         d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype)
         for own, prompt in _segments_alone(ctx.layout):
             sight = _sight(own, prompt, ctx.window, ctx.scoring, query.device)
-            inputs = _one_row(own, prompt, query, key, value)
+            asked, keys, values = _one_row(own, prompt, query, key, value)
             slope, mixed = (whole[own].transpose(0, 1)[None] for whole in (grad, out))
-            of_query, *others, _, of_sinks = fixed_split.gradients(
-                slope, *inputs, None, sinks, sight, mixed, lse[own].T[None]
+            of_query, of_key, of_value, _, of_sinks = fixed_split.gradients(
+                slope, asked, keys, values, None, sinks, sight, mixed, lse[own].T[None]
             )
             dq[own] = of_query[0].transpose(0, 1)
-            for whole, share in zip((dk, dv), others, strict=True):
+            for whole, share in ((dk, of_key), (dv, of_value)):
                 before, behind = share[0].transpose(0, 1).tensor_split([prompt.stop - prompt.start])
                 whole[prompt] += before
                 whole[own] += behind
-            if d_sinks is not None:
+            if d_sinks is not None and of_sinks is not None:
                 d_sinks += of_sinks
-        found = (dq, dk, dv) if sinks is None else (dq, dk, dv, d_sinks)
-        like = (query, key, value, sinks)
-        grads = [part.to(own.dtype) for part, own in zip(found, like, strict=False)]
-        return *grads, *[None] * (7 - len(grads))
+        of_all = None if d_sinks is None else d_sinks.to(sinks.dtype)
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), of_all, None, None, None
 
 
 def _segments_alone(layout: Layout) -> Iterator[tuple[slice, slice]]:
@@ -444,11 +443,10 @@ def _segments_alone(layout: Layout) -> Iterator[tuple[slice, slice]]:
             yield slice(start, start + length), behind.get(start, slice(0, 0))
 
 
-def _one_row(own: slice, prompt: slice, *inputs: Tensor) -> tuple[Tensor, ...]:
+def _one_row(own: slice, prompt: slice, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gives queries (1, H, W, D), keys (1, K, U, D) and values of a segment behind its prompt."""
-    query, key, value = inputs
-    both = (torch.cat([whole[prompt], whole[own]]) for whole in (key, value))
-    return tuple(whole.transpose(0, 1)[None] for whole in (query[own], *both))
+    keys, values = (torch.cat([whole[prompt], whole[own]]).transpose(0, 1)[None] for whole in (key, value))
+    return query[own].transpose(0, 1)[None], keys, values
 
 
 def _sight(own: slice, prompt: slice, window: int | None, scoring: _Scoring, device: torch.device) -> fixed_split.Sight:
