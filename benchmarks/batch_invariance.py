@@ -133,7 +133,7 @@ def converse(
 ) -> list[Completion]:
     """Draws three turns; each goes on behind all that was said, and a few tokens that it is told."""
     contexts = [prompt for prompt in prompts for _ in range(GROUP)]
-    plan = RolloutPlan(rows_in_flight=wave, kept_kv_bytes=2**30 if kept is not None else None)
+    plan = RolloutPlan(rows_in_flight=wave, kept_kv_bytes=0 if kept is None else 2**30)
     found: list[Completion] = []
     for turn in range(3):
         keys = [[SequenceKey(turn, 0, row, 0)] for row in range(len(contexts))]

@@ -64,7 +64,9 @@ class _Computes(Protocol):
     def numerics(self) -> Callable[[], AbstractContextManager[None]]: ...
 
 
-S, P, R = TypeVar("S", bound=_Computes), ParamSpec("P"), TypeVar("R")
+S = TypeVar("S", bound=_Computes)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @contextmanager

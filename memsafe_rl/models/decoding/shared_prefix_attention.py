@@ -178,7 +178,7 @@ class Reading:
                 laid.append(as_floats(whole.gather(2, index), query.dtype))
             sight = fixed_split.Sight(scoring.scale, scoring.soft_cap, visible_BNK[rows, None])
             own = bias if bias is None or len(bias) == 1 else bias[rows]
-            mixed.append(fixed_split.attend(query[rows], *laid, sight, bias=own, sinks=scoring.sinks))
+            mixed.append(fixed_split.attend(query[rows], laid[0], laid[1], sight, bias=own, sinks=scoring.sinks))
         return torch.cat(mixed)
 
     def _by_place(self, segment: Segment, layer: int, slots: int) -> tuple[Tensor, Tensor]:
@@ -337,9 +337,9 @@ def _attend_source_by_place(segment: Segment, keys: Tensor, values: Tensor, quer
     asked, source, mixed = _rows_of(query, segment), segment.block.source, []
     for row, prompt in enumerate(segment.prompts):
         length = keys.shape[2] if source is None else source.lengths[prompt]
-        held = (as_floats(part[prompt : prompt + 1, :, :length], query.dtype) for part in (keys, values))
+        key, value = (as_floats(part[prompt : prompt + 1, :, :length], query.dtype) for part in (keys, values))
         sight = fixed_split.Sight(scoring.scale, scoring.soft_cap)
-        mixed.append(fixed_split.attend(asked[row : row + 1], *held, sight, sinks=scoring.sinks))
+        mixed.append(fixed_split.attend(asked[row : row + 1], key, value, sight, sinks=scoring.sinks))
     return torch.cat(mixed)
 
 
