@@ -146,6 +146,12 @@ class RunSettings:
         None, "Forward passes in bfloat16; None: on where a CUDA device supports it and fp16 is off, else off."
     )
     fp16: bool = precision(False, "Forward passes in float16, with loss scaling.")
+    batch_invariant: bool | None = precision(
+        None,
+        "Tokens and log-probs that are the same bits in any wave, slice, packing and retry, in half precision too, and "
+        "the same in sampler and trainer; None: on where it was measured to cost less than a tenth of a step.",
+        tokens_only=True,
+    )
     model_init_kwargs: Settings = precision(
         None, 'Arguments of from_pretrained when the model is a name, such as {"dtype": "bfloat16"}.', tokens_only=True
     )

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.language.packing import attention_again
+from memsafe_rl.models.batch_invariance import computed_again
 
 
 def find_blocks(trunk: nn.Module) -> tuple[nn.Module, ...]:
@@ -62,7 +62,7 @@ def _checkpointed(block: nn.Module) -> Callable[..., Any]:
             *args,
             use_reentrant=False,
             preserve_rng_state=block.training,
-            context_fn=attention_again(),
+            context_fn=computed_again(),
             **kwargs,
         )
 

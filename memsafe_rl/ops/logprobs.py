@@ -6,7 +6,8 @@ Axes: ``M`` tokens of several rows laid end to end, ``N`` tokens of one tile or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from memsafe_rl.accounting import charge, worth_running
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.ops.fixed_tiles import TILE_ROWS, fixed_tiles, fixed_tiles_on, tiled_linear
+from memsafe_rl.ops.sampling import taken_logprobs
 from memsafe_rl.types import Component, LinearHead, LogitsHead, TokenDistribution
 
 _PARTS = 16
@@ -69,7 +72,8 @@ def token_logprobs(
         )
     head, hidden_MD, tokens_M = distribution.head, distribution.hidden_MD, distribution.tokens_M
     if not isinstance(head, LinearHead):
-        return _function_scores(head, hidden_MD, tokens_M, temperature, tile, with_entropy)
+        with fixed_tiles(distribution.fixed_tiles):
+            return _function_scores(head, hidden_MD, tokens_M, temperature, tile, with_entropy)
     trained = any(value is not None and value.requires_grad for value in (head.weight_VD, head.bias_V))
     recipe = _Recipe(
         _product_dtype(hidden_MD, head),
@@ -79,6 +83,7 @@ def token_logprobs(
         tile,
         with_entropy,
         keeps_slopes=torch.is_grad_enabled() and hidden_MD.requires_grad and not trained,
+        fixed_tiles=distribution.fixed_tiles,
     )
     logprobs_M, entropies_M = _LinearScores.apply(  # type: ignore[no-untyped-call]
         hidden_MD, head.weight_VD, head.bias_V, tokens_M, recipe
@@ -98,6 +103,8 @@ class _Recipe:
     with_entropy: bool
     keeps_slopes: bool = False
     """Whether forward keeps the gradient of log-probs with respect to hidden states."""
+    fixed_tiles: bool = False
+    """Whether log-probs are, to the bit, those that a draw gives of the same hidden states."""
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -142,7 +149,9 @@ class _LinearScores(torch.autograd.Function):
                 _write_scores(scores_NV, hidden_MD[rows], weight_VD, bias_V, recipe)
                 for part in _cuts(rows.stop - rows.start, _part(recipe.tile)):
                     where = slice(rows.start + part.start, rows.start + part.stop)
+                    taken_N, certain_N = _exact_scores(scores_NV[part], tokens_M[where], recipe)
                     summary = _score_part_(scores_NV[part], tokens_M[where], recipe)
+                    summary = summary if taken_N is None else (taken_N, summary[1], certain_N)
                     _store(where, summary, (logprobs_M, log_sums_M, entropies_M))
                 if recipe.keeps_slopes:
                     slopes.add(rows, scores_NV)
@@ -186,7 +195,10 @@ class _LogitsScores(torch.autograd.Function):
         logprobs_N, log_sums_N, entropies_N = _empty_scores(tokens_N, wide, with_entropy)
         with charge(Component.LOGITS):
             for part in _cuts(len(tokens_N), _part(len(tokens_N))):
-                summary, _ = _summarise_(logits_NV[part].to(wide) / temperature, tokens_N[part], with_entropy)
+                scores_NV = logits_NV[part].to(wide) / temperature
+                taken_N = taken_logprobs(scores_NV, tokens_N[part]) if fixed_tiles_on() else None
+                summary, _ = _summarise_(scores_NV, tokens_N[part], with_entropy)
+                summary = summary if taken_N is None else (taken_N, *summary[1:])
                 _store(part, summary, (logprobs_N, log_sums_N, entropies_N))
         ctx.temperature = temperature
         ctx.save_for_backward(logits_NV, tokens_N, log_sums_N, entropies_N)
@@ -218,13 +230,24 @@ def _function_scores(
         return scores
 
     tiles = [
-        checkpoint(score, hidden_ND, tokens_N, use_reentrant=False)
+        checkpoint(score, hidden_ND, tokens_N, use_reentrant=False, context_fn=_again(fixed_tiles_on()))
         if torch.is_grad_enabled()
         else score(hidden_ND, tokens_N)
         for hidden_ND, tokens_N in zip(torch.split(hidden_MD, tile), torch.split(tokens_M, tile), strict=True)
     ]
     logprobs, entropies = zip(*tiles, strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+
+
+def _again(tiled: bool) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
+    """Gives what checkpointing needs to compute in a recomputation as in the forward pass now running."""
+    if not tiled:
+        return noop_context_fn
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), fixed_tiles()
+
+    return contexts
 
 
 def _score_part_(scores_NV: Tensor, tokens_N: Tensor, recipe: _Recipe) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -290,6 +313,10 @@ def _write_scores(
     """Fills a tile with logits over temperature; the product is rounded to its own type, as a linear layer's is."""
     dtype = recipe.product_dtype
     hidden_ND = hidden_ND.to(dtype)
+    if recipe.fixed_tiles:
+        bias_V = None if bias_V is None else bias_V.to(dtype)
+        _write_tiled_scores(scores_NV, hidden_ND, weight_VD.to(dtype), bias_V, recipe)
+        return
     for block in _cuts(len(weight_VD), _head_rows(weight_VD, recipe)):
         target = scores_NV[:, block] if scores_NV.dtype == dtype else None
         matrix = weight_VD[block].to(dtype).t()
@@ -305,6 +332,33 @@ def _write_scores(
         if target is None:
             scores_NV[:, block] = written
     recipe.squash_(scores_NV)
+
+
+def _write_tiled_scores(
+    scores_NV: Tensor, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, recipe: _Recipe
+) -> None:
+    """Fills a tile in the steps in which a model makes its logits and a draw divides them, a few rows at a time."""
+    for part in _cuts(len(hidden_ND), TILE_ROWS):
+        target_NV = scores_NV[part].copy_(tiled_linear(hidden_ND[part], weight_VD, bias_V))
+        if recipe.scale != 1.0 or recipe.soft_cap is not None:
+            target_NV.mul_(recipe.scale)
+        if recipe.soft_cap is not None:
+            target_NV.div_(recipe.soft_cap).tanh_().mul_(recipe.soft_cap)
+        if recipe.temperature != 1.0:
+            target_NV.div_(recipe.temperature)
+
+
+def _exact_scores(scores_NV: Tensor, tokens_N: Tensor, recipe: _Recipe) -> tuple[Tensor | None, Tensor | None]:
+    """Gives log-probs as a draw does, and entropies summed in float64; None where rows may differ by cut."""
+    if not recipe.fixed_tiles:
+        return None, None
+    logprobs_N = taken_logprobs(scores_NV, tokens_N)
+    if not recipe.with_entropy:
+        return logprobs_N, None
+    # The sum over one row alone may be shared among threads, in another order; never that over two.
+    wide_NV = (scores_NV if len(scores_NV) > 1 else scores_NV.expand(2, -1)).double()
+    log_NV = wide_NV - wide_NV.logsumexp(1, keepdim=True)
+    return logprobs_N, (log_NV.exp() * -log_NV).nansum(1)[: len(scores_NV)]
 
 
 class _HeadGradients:

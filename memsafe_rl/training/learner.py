@@ -147,9 +147,14 @@ class Learner:
         return self._setup.combiner.fix(terms, trajectory, rows, betas)
 
     def _entropy_masks(self, trajectory: Trajectory, rows: Sequence[int]) -> Mapping[int, Tensor]:
-        """Scores the entropies of a whole step, and marks its most uncertain actions."""
+        """Scores the entropies of a whole step, once and in fixed tiles, and marks its most uncertain actions.
+
+        The marks go with the step's terms: a mark that rounding moved would move the whole gradient.
+        """
         with self._setup.memory.phase(Phase.SCORE):
-            mine, scored = Scorer(self._setup).passed(self._setup.adapter, trajectory, rows, with_entropy=True)
+            mine, scored = Scorer(self._setup).passed(
+                self._setup.adapter, trajectory, rows, context=self._setup.row_by_row, with_entropy=True
+            )
             found = [(row, scores.entropies) for row, scores in zip(mine, scored, strict=True)]
             entropies = {row: values for row, values in self._setup.parallel.gather(found) if values is not None}
             quantile = self._config.top_entropy_quantile

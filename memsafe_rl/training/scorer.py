@@ -22,6 +22,8 @@ from memsafe_rl.training.samples import Samples
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Component, Phase, Ragged, RolloutPlan, RolloutWork, Trajectory, UpdateWork
 
+Context = Callable[[], AbstractContextManager[object]]
+
 
 class Scorer:
     """Scores stored rollouts in slices that the rollout plan bounds."""
@@ -70,7 +72,12 @@ class Scorer:
         return self.laid_beside(trajectory, mine, [scores.logprobs for scores in found], known)
 
     def passed(
-        self, adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], **wanted: Any
+        self,
+        adapter: ModelAdapter,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        context: Context | None = None,
+        **wanted: Any,
     ) -> tuple[list[int], list[RowScores]]:
         """Passes this rank's part of some rows through a network; gives which they are, and their scores."""
         mine = self.local_rows(trajectory, rows)
@@ -79,7 +86,7 @@ class Scorer:
             trajectory,
             mine,
             temperature=self._config.temperature,
-            attempt=self.scoring(trajectory, mine),
+            attempt=self.attempt_in(Stage.SCORE, adapter.work(trajectory, mine), context or self._setup.autocast),
             tile=self._setup.memory.update_plan.logprob_tile,
             **wanted,
         )
@@ -108,7 +115,10 @@ class Scorer:
         if not self.keeps_sources:
             return trajectory
         with self._setup.memory.phase(Phase.SCORE, compared=False), charge(Component.TRAJECTORY):
-            sources = read_sources(self._adapter, trajectory, self.scoring(trajectory, range(len(trajectory))))
+            # What decides which tokens are learnt from must not round differently in another plan.
+            context = self._setup.row_by_row if self._config.top_entropy_quantile < 1.0 else self._setup.autocast
+            work = self._adapter.work(trajectory, range(len(trajectory)))
+            sources = read_sources(self._adapter, trajectory, self.attempt_in(Stage.SCORE, work, context))
         return replace(trajectory, sources=sources)
 
     def score_unrewarded(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -211,6 +212,14 @@ class TrainingSetup:
             raise ConfigError("max_steps is -1 but the dataset is a stream of unknown length. Set max_steps.")
         rollouts = per_epoch // config.prompts_per_rollout
         return math.ceil(config.num_train_epochs * rollouts * config.updates_per_epoch * config.num_iterations)
+
+    @contextmanager
+    def row_by_row(self) -> Iterator[None]:
+        """The context of a forward whose numbers for a row must not depend, to the bit, on how rows are cut."""
+        with self.autocast():
+            exact = getattr(self.adapter, "numerics", None)
+            with nullcontext() if exact is None else exact(invariant=True):
+                yield
 
     def autocast(self) -> torch.autocast:
         """Gives the context of a forward pass; left after each, so that its weight cache never outlives one."""

@@ -35,6 +35,7 @@ class TokenDistribution:
     tokens_M: Tensor  # (M,) int64, the tokens that were taken there
     lengths: tuple[int, ...]  # completion tokens of each row; their sum is M
     head: LinearHead | LogitsHead  # a linear head, or any function from hidden states to logits
+    fixed_tiles: bool = False  # whether the head too computes each row as if it were alone
 
 
 @dataclass(frozen=True)

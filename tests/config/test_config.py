@@ -49,6 +49,7 @@ NEW = {
     "advantage_estimator",
     "alarms",
     "allow_lossy",
+    "batch_invariant",
     "cagrad_c",
     "dynamic_sampling",
     "dynamic_sampling_max_rounds",

@@ -1,8 +1,8 @@
 """What no count of storages from Python can see: temporaries inside kernels, and what CUDA's libraries hold.
 
 Temporaries inside CPU kernels are measured with torch 2.13. Those of CUDA's are what their sources allocate (`mha_bwd`
-of FlashAttention 2 and `_efficient_attention_backward`, as PyTorch builds them), and what its libraries hold is read from
-PyTorch's source; neither is measured yet.
+of FlashAttention 2 and `_efficient_attention_backward`, as PyTorch builds them), and what its libraries hold is read
+from PyTorch's source; neither is measured yet.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memsafe_rl.errors import MemsafeError
+from memsafe_rl.models.decoding import fixed_split_attention as fixed_split
 from memsafe_rl.models.decoding.shared_prefix_cache import (
     Segment,
     SharedPrefixCache,
@@ -29,7 +30,9 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     SourceMarks,
     as_floats,
 )
+from memsafe_rl.models.language.kernels import target_of
 from memsafe_rl.models.module_state import implementation
+from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import SCORE_ELEMENTS, whole_blocks
 
 NAME = "memsafe_rl_grouped"
@@ -122,6 +125,7 @@ class Reading:
         self._hidden: dict[tuple[int, int | None, int, int], Tensor | None] = {}
         self._hidden_sources: dict[int, Tensor | None] = {}
         self._filled: dict[int, int | Tensor] = {}
+        self._placed: dict[tuple[int, int | None, int, int], tuple[Tensor, Tensor]] = {}
         self._biases: dict[tuple[int, int, int, int, int], Tensor] = {}
         self._masks: dict[tuple[int, int | None, int, int, int], tuple[Tensor | None, Tensor | None]] = {}
 
@@ -148,8 +152,16 @@ class Reading:
         drawn = self.counts is None
         if drawn:
             state.store(layer, key, value, self._slots_to_fill(layer))
-            if _has_kernel(query, key, value, scoring):
-                return _joined([self._attend_by_kernel(part, layer, query, scoring) for part in state.segments()])
+        if fixed_tiles_on():
+            new = None if drawn else (key, value)
+            parts = [
+                self._attend_by_place(part, layer, _rows_of(query, part), new, scoring) for part in state.segments()
+            ]
+            if not drawn and self.keeps:
+                state.store(layer, key, value, self._slots_to_fill(layer))
+            return torch.cat(parts).transpose(1, 2).contiguous()
+        if drawn and _has_kernel(query, key, value, scoring):
+            return _joined([self._attend_by_kernel(part, layer, query, scoring) for part in state.segments()])
         grouped = _grouped_queries(query * scoring.scale, key.shape[1])
         parts = []
         for segment in state.segments():
@@ -167,6 +179,11 @@ class Reading:
             if source is None:
                 raise NotImplementedError("no encoder has read the prompts of these rows")
             keys, values = source.keys[layer], source.values[layer]
+            if fixed_tiles_on():
+                parts.append(
+                    _attend_source_by_place(segment, keys, values, query, scoring).transpose(1, 2).contiguous()
+                )
+                continue
             if self.counts is None and _has_kernel(query, keys, values, scoring):
                 mask = self._source_mask(segment, query)
                 out, _ = _kernel(segment.spread(_rows_of(query, segment)), keys, values, mask, scoring)
@@ -220,6 +237,44 @@ class Reading:
             mask = None if hidden is None else segment.spread(_added(hidden, query)[:, None])
             self._masks[name] = mask, None
         return self._masks[name][0]
+
+    def _attend_by_place(
+        self, segment: Segment, layer: int, query: Tensor, new: tuple[Tensor, Tensor] | None, scoring: Scoring
+    ) -> Tensor:
+        """Attends over keys laid out by the places of their tokens, as scoring sees them, a few rows at a time."""
+        seen, slots = self._seen_by(segment, layer, new, None), max(self.state.positions) + self.tokens
+        place_BK, visible_BNK = self._by_place(segment, layer, slots)
+        prompt_B = torch.tensor(segment.prompts, device=query.device)
+        bias = None if scoring.bias is None else self._biased(segment, layer, slots, scoring.bias, by_place=True)
+        heads, width = seen.keys[0].shape[1], query.shape[3]
+        step, mixed = max(1, SCORE_ELEMENTS // (heads * slots * width)), []
+        for start in range(0, len(query), step):
+            rows = slice(start, start + step)
+            laid = []
+            for parts in (seen.keys, seen.values):
+                whole = torch.cat([parts[0].index_select(0, prompt_B[rows]), *(part[rows] for part in parts[1:])], 2)
+                index = place_BK[rows, None, :, None].expand(-1, heads, -1, whole.shape[3])
+                laid.append(as_floats(whole.gather(2, index), query.dtype))
+            sight = fixed_split.Sight(scoring.scale, scoring.soft_cap, visible_BNK[rows, None])
+            own = bias if bias is None or len(bias) == 1 else bias[rows]
+            mixed.append(fixed_split.attend(query[rows], laid[0], laid[1], sight, bias=own, sinks=scoring.sinks))
+        return torch.cat(mixed)
+
+    def _by_place(self, segment: Segment, layer: int, slots: int) -> tuple[Tensor, Tensor]:
+        """Finds where the key of each place lies (rows, K), and what tokens see (rows, N, K); once for all alike."""
+        window, used = self.state.windows[layer], self._used(segment, layer)
+        name = (segment.rows.start, window, segment.block.keys[layer].shape[2], used)
+        if name not in self._placed:
+            now_BN, place_BK = self._places(segment, layer, used)
+            order = torch.arange(place_BK.shape[1], device=place_BK.device).expand_as(place_BK)
+            held = torch.where(place_BK < 0, slots, place_BK).clamp_max(slots)
+            found = order.new_full((len(order), slots + 1), -1).scatter_(1, held, order)[:, :slots]
+            place = torch.arange(slots, device=order.device)
+            visible = (found >= 0)[:, None] & (place <= now_BN[:, :, None])
+            if window is not None:
+                visible = visible & (place > now_BN[:, :, None] - window)
+            self._placed[name] = found.clamp_min(0), visible
+        return self._placed[name]
 
     def _by_token(self, parts: Sequence[Tensor], query: Tensor) -> Tensor:
         """Lays what segments attended to, (rows, H, R × N, D) each, out as the model wants it."""
@@ -324,17 +379,19 @@ class Reading:
             places.append(now_BN)
         return now_BN, torch.cat(places, 1)
 
-    def _biased(self, segment: Segment, layer: int, used: int, module: Any) -> Tensor:
+    def _biased(self, segment: Segment, layer: int, used: int, module: Any, *, by_place: bool = False) -> Tensor:
         """Gives what T5 adds to scores, (rows or 1, H × R, N, K): a number for each distance."""
         name = (segment.rows.start, layer if self.state.windows[layer] else -1, segment.rows.stop, used, id(module))
         if name not in self._biases:
             farthest = max(self.state.positions) + self.tokens
-            if self._is_plain(segment, layer, used):
+            if not by_place and self._is_plain(segment, layer, used):
                 # keys lie in the order of their tokens, the last one nearest
                 table_1HNW = self._bias_table(module, farthest)
                 self._biases[name] = table_1HNW[..., table_1HNW.shape[3] - farthest :]
                 return self._biases[name]
-            now_BN, place_BK = self._places(segment, layer, used)
+            now_BN, place_BK = self._places(segment, layer, self._used(segment, layer))
+            if by_place:
+                place_BK = torch.arange(used, device=place_BK.device).expand(len(place_BK), -1)
             if len({self.state.lengths[row] for row in segment.rows}) == 1 and len({*segment.block.lengths}) == 1:
                 now_BN, place_BK = now_BN[:1], place_BK[:1]
             distance_BNK = (now_BN[:, :, None] - place_BK[:, None]).clamp_min(0)
@@ -377,7 +434,7 @@ def _has_kernel(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> 
     """Whether there is a kernel that keeps scores to itself and gives their log-sum-exp."""
     kinds = {query.dtype, key.dtype, value.dtype}
     alike = query.shape[-1] == key.shape[-1] == value.shape[-1] and len(kinds) == 1
-    return query.device.type == "cpu" and alike and scoring.soft_cap is None and scoring.sinks is None
+    return target_of(query).device_type == "cpu" and alike and scoring.soft_cap is None and scoring.sinks is None
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor]:
@@ -395,6 +452,17 @@ def _added(hidden: Tensor, like: Tensor) -> Tensor:
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _attend_source_by_place(segment: Segment, keys: Tensor, values: Tensor, query: Tensor, scoring: Scoring) -> Tensor:
+    """Attends over what an encoder read, a row at a time, so that no second copy of all sources is made."""
+    asked, source, mixed = _rows_of(query, segment), segment.block.source, []
+    for row, prompt in enumerate(segment.prompts):
+        length = keys.shape[2] if source is None else source.lengths[prompt]
+        key, value = (as_floats(part[prompt : prompt + 1, :, :length], query.dtype) for part in (keys, values))
+        sight = fixed_split.Sight(scoring.scale, scoring.soft_cap)
+        mixed.append(fixed_split.attend(asked[row : row + 1], key, value, sight, sinks=scoring.sinks))
+    return torch.cat(mixed)
 
 
 def _attend_heads(

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from memsafe_rl.accounting import autocast_bytes, claim
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.batch_invariance import batch_invariant, in_its_numerics
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
@@ -39,6 +40,7 @@ from memsafe_rl.models.decoding.short_norms import norms_of, short_norms
 from memsafe_rl.models.decoding.short_rotations import rotations_of
 from memsafe_rl.models.geometry import read_geometry
 from memsafe_rl.models.module_state import as_reference, attention_configs, keep_eager_masks_finite
+from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
 from memsafe_rl.types import (
     CACHE_SCALE_BYTES,
@@ -97,6 +99,7 @@ class LanguageAdapter(ABC):
         self.path = path
         self.joins = joins
         self.packs_prompts = False
+        self.batch_invariant = False
         self.slot_bytes: int | None = None
         self.in_8_bits = False
         self._key_bytes: int | None = None
@@ -120,7 +123,17 @@ class LanguageAdapter(ABC):
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
         """Reads prompts and fills a cache; see `ModelAdapter.prefill`."""
 
+    @contextmanager
+    def numerics(self, *, invariant: bool = False) -> Iterator[None]:
+        """Computes what is run inside as this adapter is told to: rows as if alone, to the bit, or in any order."""
+        if not (self.batch_invariant or invariant):
+            yield
+            return
+        with batch_invariant(self._attention_configs):
+            yield
+
     @torch.no_grad()
+    @in_its_numerics
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
         """Appends one token to every row of a cache, in place."""
         if not self.joins:
@@ -210,6 +223,7 @@ class LanguageAdapter(ABC):
         """Forgets the sizes read so far, after weights were added or frozen."""
         self._geometries.clear()
 
+    @in_its_numerics
     def distribution(
         self, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int] | None = None, *, packed: bool = False
     ) -> TokenDistribution:
@@ -229,9 +243,11 @@ class LanguageAdapter(ABC):
                 raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the bos token.")
         tokens_M, lengths = trajectory.actions.take(rows).flat.to(self.device), trajectory.action_lengths(rows)
         if self.path.route is Route.WHOLE and not packed:
-            return TokenDistribution(self.row_logits(self.lm, trajectory, rows), tokens_M, lengths, given_logits)
+            return TokenDistribution(
+                self.row_logits(self.lm, trajectory, rows), tokens_M, lengths, given_logits, fixed_tiles_on()
+            )
         hidden_MD = self._hidden_states(trajectory, rows, packed=packed)
-        return TokenDistribution(hidden_MD, tokens_M, lengths, self._head())
+        return TokenDistribution(hidden_MD, tokens_M, lengths, self._head(), fixed_tiles_on())
 
     @property
     def decodes(self) -> bool:
@@ -276,6 +292,7 @@ class LanguageAdapter(ABC):
         self.in_8_bits = wanted
 
     @torch.no_grad()
+    @in_its_numerics
     def extend(self, state: DecodeState, tokens: Sequence[Tensor], chunk_tokens: int) -> Tensor:
         """Appends tokens that were drawn before to the rows of a cache, in place; only where the adapter `joins`."""
         rows = cast(SharedPrefixState, state)

@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
+from memsafe_rl.models.batch_invariance import in_its_numerics
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.cache import is_trimmable, transit_cache
 from memsafe_rl.models.decoding.padded import PaddedState
@@ -89,6 +90,7 @@ class CausalLMAdapter(LanguageAdapter):
         return hidden_BLD.flatten(0, 1).index_select(0, places_M)
 
     @torch.no_grad()
+    @in_its_numerics
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
         """Reads prompts and fills a cache."""
         if not self.path.decodes:

@@ -24,8 +24,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import noop_context_fn
 from transformers.modeling_utils import AttentionInterface
 
+from memsafe_rl.models.decoding import fixed_split_attention as fixed_split
 from memsafe_rl.models.language.kernels import Joined, Part, attend, attend_backward, target_of, widened
 from memsafe_rl.models.module_state import implementation
+from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import Trajectory
 
 _LIKE = 2
@@ -96,6 +98,7 @@ class Layout:
     # prompts with several completions, at least one of which has tokens of its own to be read
     shared: tuple[Shared, ...]
     windows: tuple[int | None, ...]  # per layer, the attention window in tokens, None for full attention
+    segments: tuple[tuple[int, int], ...] = ()  # every segment, first token and tokens
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,10 @@ def pack_rows(
         _predicting(ends[trajectory.condition_of_row[row]] - 1, first_own[row], len(actions[row])) for row in rows
     ]
     layout = Layout(
-        _runs(builder.segments, device), tuple(group for group in shared if any(group.tails)), tuple(windows)
+        _runs(builder.segments, device),
+        tuple(group for group in shared if any(group.tails)),
+        tuple(windows),
+        tuple(builder.segments),
     )
     ids, positions = torch.cat(builder.ids), torch.cat(builder.positions)
     return PackedRows(ids[None].to(device), positions[None].to(device), torch.cat(places).to(device), layout)
@@ -157,7 +163,8 @@ def padded_layout(rows: int, width: int, windows: Sequence[int | None]) -> Layou
     Returns:
         The layout, for `attending`.
     """
-    return Layout((Run(rows, width, 0),), (), tuple(windows))
+    alone = tuple((row * width, width) for row in range(rows))
+    return Layout((Run(rows, width, 0),), (), tuple(windows), alone)
 
 
 class _Builder:
@@ -183,6 +190,12 @@ def _predicting(last_of_prompt: int, first: int, length: int) -> Tensor:
     """Indices of the tokens that predict a completion: its prompt's last, then its own but the last."""
     own = torch.arange(first, first + max(0, length - 1))
     return torch.cat([torch.full((min(1, length),), last_of_prompt), own])
+
+
+def _visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:
+    """Gives which positions see which: themselves, and those at most ``window - 1`` before them."""
+    distance = queries[:, None] - keys[None]
+    return (distance >= 0) & (distance < window)
 
 
 def _runs(segments: Iterable[tuple[int, int]], device: torch.device) -> tuple[Run, ...]:
@@ -255,7 +268,8 @@ def packed_attention(
     window = _window(module, layout, options.get("sliding_window"))
     scoring = _Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"))
     parts = [part.transpose(1, 2).flatten(0, 1) for part in _of_one_type(query, key, value)]
-    packed: Tensor = _Attention.apply(*parts, options.get("s_aux"), layout, window, scoring)  # type: ignore[no-untyped-call]
+    attention = _AttentionByRow if fixed_tiles_on() else _Attention
+    packed: Tensor = attention.apply(*parts, options.get("s_aux"), layout, window, scoring)  # type: ignore[no-untyped-call]
     return packed.view(query.shape[0], -1, *packed.shape[1:]), None
 
 
@@ -323,6 +337,82 @@ class _Attention(torch.autograd.Function):
             weights = (sinks.to(lse.dtype) - lse).exp()
             of_sinks = -(weights * (grad * out).sum(-1, dtype=lse.dtype)).sum(0).to(sinks.dtype)
         return *grads, of_sinks, None, None, None
+
+
+class _AttentionByRow(torch.autograd.Function):
+    """Each segment alone, a completion behind its prompt, so that no bit depends on what else is packed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        layout: Layout,
+        window: int | None,
+        scoring: _Scoring,
+    ) -> Tensor:
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        lse = torch.empty(query.shape[:2], dtype=widened(query), device=query.device)
+        for own, prompt in _segments_alone(layout):
+            sight = _sight(own, prompt, window, scoring, query.device)
+            asked, keys, values = _one_row(own, prompt, query, key, value)
+            mixed, sums = fixed_split.forward(asked, keys, values, None, sinks, sight)
+            out[own], lse[own] = mixed[0].transpose(0, 1), sums[0].T
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.layout, ctx.window, ctx.scoring = layout, window, scoring
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        dq, dk, dv = (torch.zeros_like(whole, dtype=lse.dtype) for whole in (query, key, value))
+        d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype)
+        for own, prompt in _segments_alone(ctx.layout):
+            sight = _sight(own, prompt, ctx.window, ctx.scoring, query.device)
+            asked, keys, values = _one_row(own, prompt, query, key, value)
+            slope, mixed = (whole[own].transpose(0, 1)[None] for whole in (grad, out))
+            of_query, of_key, of_value, _, of_sinks = fixed_split.gradients(
+                slope, asked, keys, values, None, sinks, sight, mixed, lse[own].T[None]
+            )
+            dq[own] = of_query[0].transpose(0, 1)
+            for whole, share in ((dk, of_key), (dv, of_value)):
+                before, behind = share[0].transpose(0, 1).tensor_split([prompt.stop - prompt.start])
+                whole[prompt] += before
+                whole[own] += behind
+            if d_sinks is not None and of_sinks is not None:
+                d_sinks += of_sinks
+        of_all = None if d_sinks is None else d_sinks.to(sinks.dtype)
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), of_all, None, None, None
+
+
+def _segments_alone(layout: Layout) -> Iterator[tuple[slice, slice]]:
+    """Gives the tokens of each segment, and those of the prompt that it follows, which may be none."""
+    behind: dict[int, slice] = {}
+    for shared in layout.shared:
+        start = shared.first
+        for tail in shared.tails:
+            behind[start] = shared.prompt_span
+            start += tail
+    for start, length in layout.segments:
+        if length:
+            yield slice(start, start + length), behind.get(start, slice(0, 0))
+
+
+def _one_row(own: slice, prompt: slice, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gives queries (1, H, W, D), keys (1, K, U, D) and values of a segment behind its prompt."""
+    keys, values = (torch.cat([whole[prompt], whole[own]]).transpose(0, 1)[None] for whole in (key, value))
+    return query[own].transpose(0, 1)[None], keys, values
+
+
+def _sight(own: slice, prompt: slice, window: int | None, scoring: _Scoring, device: torch.device) -> fixed_split.Sight:
+    first, tokens, visible = prompt.stop - prompt.start, own.stop - own.start, None
+    if window is not None and window < first + tokens:
+        slots = torch.arange(first + tokens, device=device)
+        visible = _visible(slots[first:], slots, window)[None, None]
+    return fixed_split.Sight(scoring.scale, scoring.softcap, visible, first)
 
 
 def _own_part(run: Run, inputs: tuple[Tensor, ...], window: int | None, scoring: _Scoring) -> Part:

@@ -26,6 +26,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
+from memsafe_rl.models.batch_invariance import in_its_numerics
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.shared_prefix_attention import (
     Reading,
@@ -115,6 +116,7 @@ class Seq2SeqAdapter(LanguageAdapter):
         return hidden_BND.flatten(0, 1).index_select(0, torch.cat(places))
 
     @torch.no_grad()
+    @in_its_numerics
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:  # noqa: ARG002
         """Reads prompts, and the decoder's start token after each."""
         if not self.path.decodes:
@@ -214,6 +216,7 @@ class Seq2SeqAdapter(LanguageAdapter):
             torch.autograd.backward(graph, reached)
 
     @torch.no_grad()
+    @in_its_numerics
     def read_sources(self, prompts: Sequence[Tensor]) -> list[Tensor]:
         """Gives what the encoder makes of prompts, to be kept; only where it ``reads_alike`` in all of a rollout."""
         hidden_PLD, _ = self._encoded(prompts)
@@ -237,6 +240,7 @@ class Seq2SeqAdapter(LanguageAdapter):
         ends_P1 = torch.tensor(lengths, device=self.device)[:, None]
         return (torch.arange(max(lengths), device=self.device) < ends_P1).long()
 
+    @in_its_numerics
     def _read_prompts(self, trajectory: Trajectory, rows: Sequence[int]) -> _Read:
         """Has the encoder read the unique prompts of some rows, unless what it gave is in the store."""
         unique = tuple(dict.fromkeys(trajectory.condition_of_row[row] for row in rows))

@@ -14,6 +14,7 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.generation_options import say_what_is_left_out
 from memsafe_rl.data.prompts import PromptReader, Prompts
 from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.models.batch_invariance import is_default, require
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.models.language.base import language_model_of
 from memsafe_rl.models.language.factory import adapter_for, check_adapter, family_of
@@ -58,11 +59,25 @@ class LanguageModels:
         """Wraps a model by its family; see `ModelFactory.adapt`."""
         pad = self.processing_class.pad_token_id
         adapter: ModelAdapter = adapter_for(loaded.model, pad_token_id=pad, reference_model=loaded.reference_model)
+        self._settle_numerics(adapter)
         return adapter
+
+    def _settle_numerics(self, adapter: Any) -> None:
+        """Has a network compute rows as if alone where that is asked for, or the default of its device and type."""
+        if not hasattr(adapter, "numerics"):
+            return
+        wanted, dtype = self._config.batch_invariant, self._config.autocast_dtype
+        if wanted is None:
+            wanted = is_default(adapter.device, dtype or adapter.lm.get_input_embeddings().weight.dtype)
+        for one in (adapter, adapter.reference_adapter):
+            if one is not None:
+                one.batch_invariant = wanted
 
     def check(self, adapter: ModelAdapter) -> None:
         """Compares log-probs and decoding with the model's own logits; see `ModelFactory.check`."""
         check_adapter(adapter)
+        if self._config.batch_invariant:
+            require(adapter)
 
     def critic(self, adapter: ModelAdapter, wanted: Any, device: torch.device, check: Callable[[Any], None]) -> Critic:
         """Makes a critic that reads tokens; see `ModelFactory.critic`."""

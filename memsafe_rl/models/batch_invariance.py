@@ -1,0 +1,108 @@
+"""Networks that compute each row as if it were alone, to the bit: fixed tiles, and attention with fixed splits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.decoding.fixed_split_attention import NAME
+from memsafe_rl.models.language.packing import attention_again
+from memsafe_rl.models.module_state import implementation
+from memsafe_rl.ops.fixed_tiles import fixed_tiles
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_here = threading.local()
+
+DEFAULTS = {
+    ("cpu", "float32"): False,
+    ("cpu", "bfloat16"): False,
+    ("cpu", "float16"): False,
+    ("cuda", "float32"): False,
+    ("cuda", "bfloat16"): False,
+    ("cuda", "float16"): False,
+}
+"""Whether the mode is on where nothing is set, by device and type: where it was measured to cost less than a tenth of a
+step (`benchmarks/results/batch_invariance.json`). Not measured on CUDA yet, so that it is off there."""
+
+
+def is_default(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tells whether networks compute rows as if alone where nothing is set.
+
+    Args:
+        device: where the network computes.
+        dtype: in which type.
+    """
+    return DEFAULTS.get((device.type, str(dtype).removeprefix("torch.")), False)
+
+
+def require(adapter: Any) -> None:
+    """Refuses to promise bits that a network's own way of decoding or scoring decides.
+
+    Args:
+        adapter: checked against its network.
+
+    Raises:
+        ConfigError: no cache of this library's serves it, or it is scored by its own forward.
+    """
+    if not hasattr(adapter, "numerics") or not adapter.kv_retention:
+        raise ConfigError(
+            f"batch_invariant=True, but {type(adapter.model).__name__} is decoded by its own attention, padded with "
+            "the rows beside it (the log says why). Set batch_invariant=False, or use a model with plain or windowed "
+            "attention."
+        )
+
+
+class _Computes(Protocol):
+    @property
+    def numerics(self) -> Callable[[], AbstractContextManager[None]]: ...
+
+
+S = TypeVar("S", bound=_Computes)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@contextmanager
+def batch_invariant(configs: Iterable[Any]) -> Iterator[None]:
+    """Has networks of these configs compute every row as if it were alone, in what is run inside, on this thread."""
+    known = tuple(configs)
+    earlier = getattr(_here, "configs", None)
+    _here.configs = known
+    try:
+        with implementation(known, NAME), fixed_tiles():
+            yield
+    finally:
+        _here.configs = earlier
+
+
+def computed_again() -> Callable[[], Contexts]:
+    """Gives what torch's checkpointing needs to compute in a recomputation as in the forward pass now running."""
+    configs, attending = getattr(_here, "configs", None), attention_again()
+    if configs is None:
+        return attending
+
+    def contexts() -> Contexts:
+        again = ExitStack()
+        again.enter_context(batch_invariant(configs))
+        again.enter_context(attending()[1])
+        return nullcontext(), again
+
+    return contexts
+
+
+def in_its_numerics(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Has an adapter's method compute as the adapter is told to."""
+
+    @wraps(method)
+    def run(adapter: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with adapter.numerics():
+            return method(adapter, *args, **kwargs)
+
+    return run

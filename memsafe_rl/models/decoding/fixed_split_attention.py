@@ -1,0 +1,308 @@
+"""Attention whose output for a token does not depend, to the bit, on how keys are kept or which tokens are read beside.
+
+The key of position ``p`` always lies in slot ``p``; scores and mixed values are made a tile of `TILE_KEYS` slots and
+`TILE_QUERIES` queries at a time, every product of one shape, and tiles are added from the first to the last. A slot
+that a query does not see weighs exactly 0, so that neither padding nor further slots change a bit. The greatest score,
+which is subtracted, is the same in any order. Scores, weights and sums are float32 (float64 under float64).
+
+Axes: ``B`` rows, ``H`` key/value heads, ``R`` query heads of each, ``N`` queries, ``Q`` queries of a tile times R,
+``K`` slots, ``T`` tiles of slots, ``D`` width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+NAME = "memsafe_rl_fixed_split"
+"""Name under which transformers knows this attention."""
+
+TILE_KEYS = 32
+"""Slots whose scores are made in one product."""
+
+TILE_QUERIES = 16
+"""Queries of one product, of each query head."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What queries see, and what a layer does to their scores."""
+
+    scale: float  # factor on the scores
+    soft_cap: float | None = None  # bound of the scores, None for none
+    # (B or 1, 1 or H x R, N or 1, K) bool, True where a query sees a slot; None: all, or all up to itself
+    visible: Tensor | None = None
+    first: int | None = None  # slot of the first query, where queries see what is not behind themselves; else None
+
+    def of(self, queries: slice, slots: int, held: int, device: torch.device) -> Tensor | None:
+        """Gives what some queries see of the first slots, (B or 1, heads or 1, queries or 1, slots); None: all.
+
+        Slots that are not held fill up the last tile, and are seen by none.
+        """
+        seen = None
+        if self.visible is not None:
+            some = self.visible if self.visible.shape[2] == 1 else self.visible[:, :, queries]
+            seen = functional.pad(some[..., :slots], (0, max(0, slots - some.shape[3])))
+        if self.first is not None:
+            places = torch.arange(self.first + queries.start, self.first + queries.stop, device=device)
+            own = (torch.arange(slots, device=device)[None] <= places[:, None])[None, None]
+            seen = own if seen is None else seen & own
+        if seen is None and slots > held:
+            seen = (torch.arange(slots, device=device) < held)[None, None, None]
+        return seen
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, sight: Sight, *, bias: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Gives ``softmax(cap(scale q k^T) + bias) v``.
+
+    Args:
+        query: (B, H x R, N, D).
+        key: (B, H, K, D), the key of a row's position p in slot p.
+        value: (B, H, K, D).
+        sight: what is seen.
+        bias: (B or 1, H x R, N, K) added to scores, or None.
+        sinks: (H x R,) scores that take weight and give nothing, or None.
+
+    Returns:
+        (B, H x R, N, D), of the type of the values.
+    """
+    given = (query, key, value, bias, sinks)
+    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in given):
+        mixed: Tensor = _Attention.apply(*given, sight)  # type: ignore[no-untyped-call]
+        return mixed
+    return forward(*given, sight)[0]
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps its inputs, its output and each query's log-sum-exp; backward makes the weights again, tile by tile."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor | None, sight: Sight
+    ) -> Tensor:
+        out, lse = forward(query, key, value, bias, sinks, sight)
+        ctx.save_for_backward(query, key, value, bias, sinks, out, lse)
+        ctx.sight = sight
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, bias, sinks, out, lse = ctx.saved_tensors
+        wide = gradients(grad, query, key, value, bias, sinks, ctx.sight, out, lse)
+        like = (query, key, value, bias, sinks)
+        narrow = (
+            None if part is None or own is None else part.to(own.dtype) for part, own in zip(wide, like, strict=True)
+        )
+        return *narrow, None
+
+
+def gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    sight: Sight,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gives the gradients of queries, keys, values, bias and sinks, in float32 at least, from those of the output.
+
+    ``P = e^(S - L)``, ``dV = P^T dO``, ``dS = P (dO V^T - rowsum(dO O))``, ``dQ = dS K``, ``dK = dS^T Q``.
+
+    Args:
+        grad: (B, H x R, N, D), of the output.
+        query: as for `attend`.
+        key: likewise.
+        value: likewise.
+        bias: likewise.
+        sinks: likewise.
+        sight: likewise.
+        out: (B, H x R, N, D), what `attend` gave.
+        lse: (B, H x R, N), log-sum-exp of each query's scores.
+    """
+    heads, wide = key.shape[1], lse.dtype
+    keys, values = key.to(wide), value.to(wide)
+    dq = torch.empty_like(query, dtype=wide)
+    dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+    d_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+    for part, slots in _query_tiles(query, key, sight):
+        asked, slope = (_by_head(whole[:, :, part].to(wide), heads) for whole in (query, grad))
+        scores, bend = _scored(asked @ keys[:, :, :slots].mT, part, key.shape[2], bias, sight)
+        weights = (scores - _by_head(lse[:, :, part, None], heads)).exp_()
+        means = (slope * _by_head(out[:, :, part].to(wide), heads)).sum(-1, keepdim=True)
+        d_scores = weights * (slope @ values[:, :, :slots].mT - means)
+        dv[:, :, :slots] += weights.mT @ slope
+        if d_bias is not None:
+            share = _by_query(d_scores, query.shape[1])
+            d_bias[:, :, part, :slots] += share.sum_to_size(len(d_bias), *share.shape[1:])
+        d_scores = d_scores * bend
+        dq[:, :, part] = _by_query(d_scores @ keys[:, :, :slots], query.shape[1])
+        dk[:, :, :slots] += d_scores.mT @ asked
+    d_sinks = None
+    if sinks is not None:
+        means = (grad * out).sum(-1, dtype=wide)
+        d_sinks = -((sinks.to(wide)[None, :, None] - lse).exp() * means).sum((0, 2))
+    return dq, dk, dv, d_bias, d_sinks
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor | None, sight: Sight
+) -> tuple[Tensor, Tensor]:
+    """Gives the output of `attend`, and the log-sum-exp of every query's scores (B, H x R, N)."""
+    heads, wide = key.shape[1], torch.promote_types(query.dtype, torch.float32)
+    rows, all_heads, tokens, _ = query.shape
+    keys, values = (_padded(part, 2, TILE_KEYS).to(wide) for part in (key, value))
+    out = value.new_empty(rows, all_heads, tokens, value.shape[3])
+    lse = torch.empty(rows, all_heads, tokens, dtype=wide, device=query.device)
+    for part, slots in _query_tiles(query, keys, sight):
+        count = part.stop - part.start
+        asked = _by_head(_padded(query[:, :, part].to(wide), 2, TILE_QUERIES), heads)
+        products = _products(asked, keys[:, :, :slots])[:, :, _rows_of(count, all_heads // heads)]
+        scores, _ = _scored(products, part, key.shape[2], bias, sight)
+        sink = None if sinks is None else _by_head(sinks.to(wide)[None, :, None, None].expand(1, -1, count, 1), heads)
+        peak = scores.amax(3, keepdim=True)
+        peak = peak if sink is None else torch.maximum(peak, sink)
+        peak = peak.masked_fill(peak == -torch.inf, 0)
+        weights = _padded_queries((scores - peak).exp_(), count, all_heads // heads)
+        mixed, total = _added(weights, values[:, :, :slots], _rows_of(count, all_heads // heads))
+        if sink is not None:
+            total = total + (sink - peak).exp()
+        # A query that sees nothing, such as padding, gives 0.
+        out[:, :, part] = _by_query(mixed / total.masked_fill(total == 0, 1), all_heads).to(out.dtype)
+        lse[:, :, part] = _by_query(total.log() + peak, all_heads)[..., 0]
+    return out, lse
+
+
+def _query_tiles(query: Tensor, key: Tensor, sight: Sight) -> Iterator[tuple[slice, int]]:
+    """Cuts the queries into tiles; gives each with the slots, in whole tiles, that any of them may see."""
+    tokens, held = query.shape[2], -(-key.shape[2] // TILE_KEYS) * TILE_KEYS
+    for start in range(0, tokens, TILE_QUERIES):
+        stop = min(tokens, start + TILE_QUERIES)
+        seen = held if sight.first is None else min(held, -(-(sight.first + stop) // TILE_KEYS) * TILE_KEYS)
+        yield slice(start, stop), min(seen, key.shape[2])
+
+
+def _scored(
+    products: Tensor, part: slice, held: int, bias: Tensor | None, sight: Sight
+) -> tuple[Tensor, Tensor | float]:
+    """Gives scores (B, H, Q, K), -inf where nothing is seen, and their derivative by the product of query and key."""
+    heads, slots, slopes = products.shape[1], products.shape[3], sight.scale
+    scores: Tensor = products * sight.scale
+    bend: Tensor | float = slopes
+    if sight.soft_cap is not None:
+        bent = torch.tanh(scores / sight.soft_cap)
+        scores, bend = sight.soft_cap * bent, slopes * (1 - bent.square())
+    if bias is not None:
+        some = bias[:, :, part, :slots].to(scores.dtype)
+        scores = scores + _by_head(functional.pad(some, (0, slots - some.shape[3])), heads)
+    seen = sight.of(part, slots, held, scores.device)
+    if seen is None:
+        return scores, bend
+    count, group = part.stop - part.start, scores.shape[2] // (part.stop - part.start)
+    by_head = scores.reshape(len(scores), heads, group, count, slots)
+    seen = seen[:, :, None] if seen.shape[1] == 1 else seen.reshape(len(seen), heads, group, *seen.shape[2:])
+    return by_head.masked_fill(~seen, -torch.inf).flatten(2, 3), bend
+
+
+def _products(left_BHQD: Tensor, keys_BHKD: Tensor) -> Tensor:
+    """Multiplies one tile of queries with every tile of slots, (B, H, Q, K); all products have one shape and layout."""
+    rows, heads, slots, width = keys_BHKD.shape
+    tiles = keys_BHKD.reshape(-1, TILE_KEYS, width).contiguous()
+    left = left_BHQD[:, :, None].expand(-1, -1, slots // TILE_KEYS, -1, -1).reshape(len(tiles), -1, width).contiguous()
+    return torch.bmm(left, tiles.mT).view(rows, heads, slots // TILE_KEYS, -1, TILE_KEYS).transpose(2, 3).flatten(3)
+
+
+def _added(weights_BHQK: Tensor, values_BHKD: Tensor, rows: list[int] | slice) -> tuple[Tensor, Tensor]:
+    """Mixes values tile by tile and adds the tiles from the first to the last; gives sums of weights too."""
+    batch, heads, width, slots = weights_BHQK.shape
+    tiles = slots // TILE_KEYS
+    by_tile = weights_BHQK.reshape(batch, heads, width, tiles, TILE_KEYS).transpose(2, 3).contiguous()
+    values = values_BHKD.reshape(-1, TILE_KEYS, values_BHKD.shape[3]).contiguous()
+    pairs = by_tile.view(-1, width, TILE_KEYS), values
+    mixed = torch.bmm(*pairs).view(batch, heads, tiles, width, -1)[:, :, :, rows]
+    totals = by_tile.sum(4, keepdim=True)[:, :, :, rows]
+    for tile in range(1, tiles):
+        mixed[:, :, 0] += mixed[:, :, tile]
+        totals[:, :, 0] += totals[:, :, tile]
+    return mixed[:, :, 0], totals[:, :, 0]
+
+
+def _rows_of(count: int, group: int) -> slice | list[int]:
+    """Finds the queries of a tile, head by head, among those that pad it."""
+    if count == TILE_QUERIES:
+        return slice(None)
+    return [head * TILE_QUERIES + query for head in range(group) for query in range(count)]
+
+
+def _padded_queries(weights_BHQK: Tensor, count: int, group: int) -> Tensor:
+    """Lays weights of a tile's queries, (B, H, R x count, K), back among those that pad it."""
+    rows, heads, _, slots = weights_BHQK.shape
+    return _padded(weights_BHQK.reshape(rows, heads, group, count, slots), 3, TILE_QUERIES).flatten(2, 3)
+
+
+def _padded(values: Tensor, axis: int, size: int) -> Tensor:
+    """Fills an axis up with zeros to a multiple of a size."""
+    missing = -values.shape[axis] % size
+    return functional.pad(values, (*[0, 0] * (values.ndim - axis - 1), 0, missing)) if missing else values
+
+
+def _by_head(values: Tensor, heads: int) -> Tensor:
+    """Lays (B, H x R, N, X) out as (B, H, R x N, X)."""
+    return values.reshape(values.shape[0], heads, -1, values.shape[3])
+
+
+def _by_query(values: Tensor, all_heads: int) -> Tensor:
+    """Takes back what `_by_head` did."""
+    return values.reshape(values.shape[0], all_heads, -1, values.shape[3])
+
+
+def fixed_split_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    **_unused: Any,
+) -> tuple[Tensor, None]:
+    """Attends over rows whose slots are their positions, in the form in which transformers calls any attention."""
+    if dropout:
+        raise NotImplementedError("attention takes dropout, which has no form in fixed splits")
+    visible = attention_mask
+    if visible is not None and visible.dtype is not torch.bool:
+        position_bias = visible if position_bias is None else position_bias + visible
+        visible = None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    alone = attention_mask is None and causal and query.shape[2] > 1
+    sight = Sight(
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap,
+        visible,
+        key.shape[2] - query.shape[2] if alone else None,
+    )
+    if position_bias is not None:
+        position_bias = position_bias.expand(-1, query.shape[1], query.shape[2], -1)
+    return attend(query, key, value, sight, bias=position_bias, sinks=s_aux).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, fixed_split_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)

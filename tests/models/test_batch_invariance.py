@@ -1,0 +1,152 @@
+"""Half precision with `batch_invariant`: the same bits in every wave, slice, packing and turn; without it, others."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from benchmarks.batch_invariance import (
+    adapter_of,
+    compare,
+    converse,
+    draw,
+    gradient,
+    make,
+    prompts_of,
+    rows_of,
+    score,
+)
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.models.batch_invariance import require
+from memsafe_rl.models.decoding.fixed_split_attention import Sight, attend
+from memsafe_rl.ops.fixed_tiles import TILE_ROWS, fixed_tiles
+from memsafe_rl.rollout.native.kv_retention import KeptCaches
+from memsafe_rl.rollout.scoring import score_all
+from memsafe_rl.types import RolloutPlan
+
+FAMILIES = ("qwen3", "gemma3", "gpt2", "t5", "moe")
+HALVES = (torch.bfloat16, torch.float16)
+NEW = 12
+
+
+def differences(family: str, dtype: torch.dtype, *, invariant: bool) -> int:
+    """Counts the tokens and log-probs that depend on the wave, or on whether they are drawn or scored."""
+    adapter, prompts = adapter_of(make(family, dtype), invariant=invariant), prompts_of(5)
+    drawn = draw(adapter, prompts, NEW, 64)
+    found = 0
+    for wave in (3, 7):
+        counts = compare(draw(adapter, prompts, NEW, wave, prefill=9), drawn)
+        found += counts["tokens_after_a_difference"] + counts["logprobs_that_differ"]
+    told = torch.cat([row.logprobs for row in drawn])
+    for cut in (2**20, 1, 90):
+        found += int((score(adapter, rows_of(prompts, drawn), cut) != told).sum())
+    return found
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_bit_depends_on_the_wave_and_sampler_and_trainer_agree(family: str, dtype: torch.dtype) -> None:
+    assert differences(family, dtype, invariant=True) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_the_mode_bits_depend_on_the_wave(family: str) -> None:
+    assert differences(family, torch.bfloat16, invariant=False) > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "moe"])
+def test_turns_with_kept_caches_are_those_read_again(family: str) -> None:
+    adapter, prompts = adapter_of(make(family, torch.bfloat16), invariant=True), prompts_of(3)
+    kept = KeptCaches()
+    said = converse(adapter, prompts, 6, 64, None)
+    counts = compare(converse(adapter, prompts, 6, 5, kept), said)
+    assert kept.nbytes() > 0
+    assert counts["tokens_after_a_difference"] == counts["logprobs_that_differ"] == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_cut_of_an_update_changes_a_logprob(family: str) -> None:
+    adapter, prompts = adapter_of(make(family, torch.bfloat16), invariant=True), prompts_of(3)
+    drawn = draw(adapter, prompts, NEW, 64)
+    trajectory = rows_of(prompts, drawn)
+    cuts = [(1, False), (5, False)] + [(12, True), (5, True)] * adapter.packs_prompts
+    whole, slope = gradient(adapter, trajectory, 12, packed=False)
+    assert torch.equal(whole, torch.cat([row.logprobs for row in drawn]))
+    assert torch.equal(gradient(adapter, trajectory, 12, packed=False)[1], slope)
+    for cut, packed in cuts:
+        assert torch.equal(gradient(adapter, trajectory, cut, packed=packed)[0], whole)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+def test_gradients_are_those_without_the_mode(family: str, recomputes: bool) -> None:
+    model = make(family, torch.float64)
+    adapter, prompts = adapter_of(model, invariant=False), prompts_of(3)
+    trajectory = rows_of(prompts, draw(adapter, prompts, NEW, 64))
+    logprobs, slope = gradient(adapter, trajectory, 12, packed=False)
+    adapter.batch_invariant = True
+    for packed in (False, True)[: 1 + adapter.packs_prompts]:
+        with adapter.recompute(recomputes):
+            ours, other = gradient(adapter, trajectory, 12, packed=packed)
+        assert (ours - logprobs).abs().max() < 1e-6  # log-probs of a draw are kept in float32
+        assert (other - slope).norm() < 1e-6 * slope.norm()
+
+
+def test_entropies_are_the_same_bits_in_every_slice() -> None:
+    adapter, prompts = adapter_of(make("t5", torch.float32), invariant=False), prompts_of(4)
+    trajectory = rows_of(prompts, draw(adapter, prompts, NEW, 64))
+
+    def entropies(tokens: int) -> torch.Tensor:
+        score_in = partial(score_all, adapter, trajectory, range(len(trajectory)), temperature=1.0, with_entropy=True)
+        with adapter.numerics(invariant=True):
+            found = score_in(attempt=under(RolloutPlan(score_tokens=tokens)), tile=tokens)
+        return torch.cat([row.entropies for row in found if row.entropies is not None])
+
+    whole = entropies(4096)
+    assert torch.equal(entropies(1), whole)
+    assert torch.equal(entropies(37), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_rows_of_a_linear_map_are_those_of_the_row_alone(dtype: torch.dtype) -> None:
+    rows, weight, bias = torch.randn(3 * TILE_ROWS + 1, 97).to(dtype), torch.randn(130, 97).to(dtype), torch.randn(130)
+    bias = bias.to(dtype)
+    with fixed_tiles():
+        whole = functional.linear(rows, weight, bias)
+        alone = torch.cat([functional.linear(row[None], weight, bias) for row in rows])
+    assert torch.equal(whole, alone)
+    assert torch.allclose(whole, functional.linear(rows, weight, bias), rtol=0.02, atol=0.05)
+
+
+def test_float32_rows_depend_on_their_number_without_tiles() -> None:
+    rows, weight = torch.randn(64, 97), torch.randn(130, 97)
+    alone = torch.cat([functional.linear(row[None], weight) for row in rows])
+    assert not torch.equal(functional.linear(rows, weight), alone)
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (7, 33), (40, 40)])
+def test_attention_is_softmax_attention(shape: tuple[int, int]) -> None:
+    tokens, slots = shape
+    query, key, value = torch.randn(2, 4, tokens, 8), torch.randn(2, 2, slots, 8), torch.randn(2, 2, slots, 8)
+    wide = [part.double().requires_grad_() for part in (query, key, value)]
+    ours = attend(*wide, Sight(0.3, first=slots - tokens))
+    hidden = torch.arange(slots)[None] > torch.arange(tokens)[:, None] + slots - tokens
+    scores = (wide[0] @ wide[1].repeat_interleave(2, 1).mT * 0.3).masked_fill(hidden, -torch.inf)
+    plain = scores.softmax(3) @ wide[2].repeat_interleave(2, 1)
+    slope = torch.randn_like(plain)
+    assert (ours - plain).abs().max() < 1e-12
+    for one, other in zip(torch.autograd.grad(ours, wide, slope), torch.autograd.grad(plain, wide, slope), strict=True):
+        assert (one - other).abs().max() < 1e-12
+
+
+def test_networks_that_pad_rows_beside_each_other_are_refused() -> None:
+    adapter: Any = adapter_of(make("qwen3", torch.float32), invariant=False)
+    require(adapter)
+    adapter.joins = False
+    with pytest.raises(ConfigError, match=r"batch_invariant=True.*Set batch_invariant=False"):
+        require(adapter)
