@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -88,11 +88,13 @@ def computed_again() -> Callable[[], Contexts]:
     if configs is None:
         return attending
 
+    @contextmanager
+    def again() -> Iterator[None]:
+        with batch_invariant(configs), attending()[1]:
+            yield
+
     def contexts() -> Contexts:
-        again = ExitStack()
-        again.enter_context(batch_invariant(configs))
-        again.enter_context(attending()[1])
-        return nullcontext(), again
+        return nullcontext(), again()
 
     return contexts
 

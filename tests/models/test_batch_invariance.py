@@ -85,7 +85,8 @@ def test_no_cut_of_an_update_changes_a_logprob(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 def test_gradients_are_those_without_the_mode(family: str, recomputes: bool) -> None:
-    model = make(family, torch.float64)
+    model = make(family, torch.float32 if family == "moe" else torch.float64)  # torch groups no float64 products
+    bound = 1e-4 if family == "moe" else 1e-6
     adapter, prompts = adapter_of(model, invariant=False), prompts_of(3)
     trajectory = rows_of(prompts, draw(adapter, prompts, NEW, 64))
     logprobs, slope = gradient(adapter, trajectory, 12, packed=False)
@@ -93,8 +94,8 @@ def test_gradients_are_those_without_the_mode(family: str, recomputes: bool) -> 
     for packed in (False, True)[: 1 + adapter.packs_prompts]:
         with adapter.recompute(recomputes):
             ours, other = gradient(adapter, trajectory, 12, packed=packed)
-        assert (ours - logprobs).abs().max() < 1e-6  # log-probs of a draw are kept in float32
-        assert (other - slope).norm() < 1e-6 * slope.norm()
+        assert (ours - logprobs).abs().max() < bound  # log-probs of a draw are kept in float32
+        assert (other - slope).norm() < bound * slope.norm()
 
 
 def test_entropies_are_the_same_bits_in_every_slice() -> None:

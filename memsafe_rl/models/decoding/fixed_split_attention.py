@@ -11,9 +11,10 @@ Axes: ``B`` rows, ``H`` key/value heads, ``R`` query heads of each, ``N`` querie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,22 @@ TILE_KEYS = 32
 
 TILE_QUERIES = 16
 """Queries of one product, of each query head."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _without_autocast(product: Callable[P, R]) -> Callable[P, R]:
+    """Keeps products in the type of what they are given, which autocast would narrow."""
+
+    @wraps(product)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        (device,) = {part.device.type for part in args[:1] if isinstance(part, Tensor)}
+        with torch.autocast(device, enabled=False):
+            return product(*args, **kwargs)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -107,6 +124,7 @@ class _Attention(torch.autograd.Function):
         return *narrow, None
 
 
+@_without_autocast
 def gradients(
     grad: Tensor,
     query: Tensor,
@@ -158,6 +176,7 @@ def gradients(
     return dq, dk, dv, d_bias, d_sinks
 
 
+@_without_autocast
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor | None, sight: Sight
 ) -> tuple[Tensor, Tensor]:

@@ -108,7 +108,7 @@ class LanguageAdapter(ABC):
         self._padded = PaddedDecoder(lm)
         self.start_token_id = start_token_id
         self._cross_layers = cross_layers
-        self._attention_configs = attention_configs(lm)
+        self._attention_configs = self._all_configs = attention_configs(lm)  # the second, an encoder's too
         self._norms, self._rotations = norms_of(lm), rotations_of(lm)
         self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
         keep_eager_masks_finite()
@@ -129,7 +129,7 @@ class LanguageAdapter(ABC):
         if not (self.batch_invariant or invariant):
             yield
             return
-        with batch_invariant(self._attention_configs):
+        with batch_invariant(self._all_configs):
             yield
 
     @torch.no_grad()
