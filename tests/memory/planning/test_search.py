@@ -211,6 +211,17 @@ def test_a_measured_excess_shrinks_the_plan_and_is_part_of_the_prediction() -> N
     assert corrected.predicted_bytes["update"] == pytest.approx(1.5 * size_of(corrected), rel=1e-6)
 
 
+def test_a_plan_leaves_what_the_allocator_needs_in_its_phase() -> None:
+    policy = AdaptivePolicy()
+    fast = policy.before_update(WORK, memory(2**45))
+    budget = int(fast.predicted_bytes["update"] / 0.75)
+    aside = budget // 2
+    assert policy.before_update(WORK, memory(budget, stranded_bytes={"rollout": aside})) == fast
+    leaves = policy.before_update(WORK, memory(budget, stranded_bytes={"update": aside}))
+    assert size_of(leaves) < size_of(fast)
+    assert leaves == policy.before_update(WORK, memory(budget - aside))
+
+
 def test_what_changes_no_bit_is_tried_before_rows_are_split() -> None:
     failed = failure(Phase.UPDATE, UpdatePlan(), WORK, budget_bytes=2**45)
     lower = AdaptivePolicy().after_oom(UpdatePlan(), failed)

@@ -75,6 +75,8 @@ SEQUENCES = {
     "holes are filled": (GROWING, "+a 25600 +b 30720 -a empty +c 22528", 61440, 61440, 53248),
     # 26 MiB do not fit there: behind `b` 5 MiB are free and 21 more need two pages.
     "too small a hole": (GROWING, "+a 25600 +b 30720 -a empty +c 26624", 81920, 81920, 57344),
+    # The 5 MiB at the end count as large as they may grow: `d` takes the hole of 12, and 25 MiB need one page, not two.
+    "the end is spared": (GROWING, "+a 12288 +b 6144 +c 17408 -a +d 4096 +e 25600", 61440, 61440, 53248),
     # A freed block that is cut where it was: expandable segments cut off any rest of 512 B.
     "fine cuts": (GROWING, "+a 20480 -a +b 20479.5 +c 1024.5", 40960, 40960, 21504),
 }
