@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 from peft import LoraConfig
 
-from memsafe_rl import AdaptivePolicy, GRPOTrainer
+from memsafe_rl import AdaptivePolicy, FixedPolicy, GRPOTrainer, RolloutPlan, UpdatePlan
 from memsafe_rl.preflight import own_rollouts as own_rollouts_module
 from memsafe_rl.preflight.own_rollouts import candidates, own_rollouts, worst_trials
 from memsafe_rl.preflight.worst_case import Longest, find_longest
@@ -32,10 +32,10 @@ def ragged(*lengths: int) -> Dataset:
     return Dataset.from_dict({"prompt": [f"{index:02d}".ljust(most, ".")[:most] for index, most in enumerate(lengths)]})
 
 
-def run(folder: Path, *, pack_prompts: bool | None = None, **settings: Any) -> tuple[Any, dict[Phase, int]]:
+def run(folder: Path, policy: Any = None, **settings: Any) -> tuple[Any, dict[Phase, int]]:
     given = {
         "train_dataset": ragged(*LENGTHS),
-        "memory_policy": AdaptivePolicy(pack_prompts=pack_prompts),
+        "memory_policy": policy,
         "peft_config": LoraConfig(r=8, target_modules="all-linear") if settings.pop("lora", False) else None,
     }
     return beside.run(folder, given=given, alarms=False, **{"per_device_train_batch_size": 12, **settings})
@@ -50,20 +50,21 @@ def check(trainer: Any, held: dict[Phase, int], *, rel: float = 0.005) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_shorter_prompts_may_get_a_plan_that_holds_more(folder: Path, seed: int) -> None:
-    trainer, held = run(folder, pack_prompts=False, seed=seed, max_steps=3)
+    trainer, held = run(folder, AdaptivePolicy(pack_prompts=False), seed=seed, max_steps=3)
     check(trainer, held)
 
 
 @pytest.mark.slow
 def test_steps_of_a_shuffled_rollout_are_those_of_the_run(folder: Path) -> None:
     parts = {"per_device_train_batch_size": 6, "steps_per_generation": 2, "num_iterations": 2}
-    trainer, held = run(folder, pack_prompts=False, max_steps=8, **parts)
+    trainer, held = run(folder, AdaptivePolicy(pack_prompts=False), max_steps=8, **parts)
     check(trainer, held)
 
 
 @pytest.mark.slow
 def test_the_first_rollout_is_scored_under_the_tile_of_no_plan(folder: Path) -> None:
-    trainer, held = run(folder, lora=True, beta=0.04, max_steps=2)
+    narrow = FixedPolicy(RolloutPlan(), UpdatePlan(logprob_tile=32))
+    trainer, held = run(folder, narrow, lora=True, beta=0.04, max_steps=2)
     check(trainer, held)
 
 
