@@ -178,6 +178,7 @@ def ours(adapter: Any, prompts: Sequence[Tensor], group: int, tokens: int) -> No
         group: completions of each.
         tokens: of each completion.
     """
+    prompts = [prompt.clone() for prompt in prompts]  # on the device in each call anew
     generate(adapter, prompts, keys_of(len(prompts), group), SamplingSettings(tokens, ()), under(RolloutPlan()))
 
 
