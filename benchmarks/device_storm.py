@@ -61,6 +61,7 @@ def _print(tallies: dict[str, list], seconds: float) -> None:  # type: ignore[ty
         for phase, times in tally.findings.by_phase.items():
             by_phase[phase] = by_phase.get(phase, 0) + times
     print(f"{runs} runs, {faults} faults in {seconds:.0f} s: {by_phase}")
+    print(f"most bytes held when a retry began: {max(tally.pinned_bytes for tally in total)}")
     print(f"violations {len(violations)}: {violations[:5]}")
     if violations:
         raise SystemExit(1)

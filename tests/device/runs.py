@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +65,7 @@ def train(
     **settings: Any,
 ) -> Run:
     """Trains a scene for two steps; with `first`, under a burst of faults from that allocation of training on."""
+    gc.collect()  # what an earlier run leaves in cycles would be freed in the middle of this one
     torch.manual_seed(0)
     reward = Reward()
     named = {"max_steps": 2, "use_cpu": False, **settings}
