@@ -140,7 +140,7 @@ class LanguageAdapter(ABC):
             return self._padded.read(cast(PaddedState, state), tokens_B.to(self.device)[:, None])
         rows = cast(SharedPrefixState, state)  # rows that follow a shared prompt
         rows.reserve(1)
-        with short_norms(self._norms, rows.constants):
+        with short_norms(() if fixed_tiles_on() else self._norms, rows.constants):
             hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(rows))
         rows.advance()
         return self._logits(hidden_B1D[:, -1])
