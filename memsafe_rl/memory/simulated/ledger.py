@@ -322,8 +322,8 @@ class LimitedLedger(StorageLedger):  # type: ignore[no-untyped-call]
     def _admit(self, size: int) -> None:
         self.allocations += 1
         chosen, held = self.allocations == self._fail_at, self.live_bytes
-        limit = None if self.allocator is not None else self._capacity_bytes
-        if chosen or (limit is not None and held + size > limit):
+        # Under an allocator's model too: what was reserved before the limit was set can be more than that.
+        if chosen or (self._capacity_bytes is not None and held + size > self._capacity_bytes):
             self._refusals += 1
             raise refusal(size, held, chosen=chosen)
 
