@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -170,17 +171,36 @@ def simplex_minimum(gram_KK: Tensor, slopes_K: Tensor, radius: float) -> Tensor:
     return candidates[values.index(min(values))]
 
 
-def add_up(gradients: Sequence[Sequence[Tensor]], coefficients_K: Sequence[float]) -> None:
+def exact_factors(gradient: Sequence[Tensor], coefficient: float) -> dict[torch.dtype, Tensor]:
+    """Makes a number a tensor of each type that holds it as PyTorch would; it allocates one for a plain number.
+
+    Args:
+        gradient: tensors of any types.
+        coefficient: the number.
+
+    Returns:
+        By type, () on the CPU; narrower types than float32 left out, where PyTorch multiplies by the unrounded number.
+    """
+    wide = {each.dtype for each in gradient} & {torch.float32, torch.float64}
+    return {dtype: torch.tensor(coefficient, dtype=dtype) for dtype in wide}
+
+
+def add_up(
+    gradients: Sequence[Sequence[Tensor]],
+    coefficients_K: Sequence[float],
+    exact: Mapping[torch.dtype, Tensor] = MappingProxyType({}),
+) -> None:
     """Puts ``sum_k coefficient_k g_k`` in place of the last gradient; allocates nothing, so that it cannot break off.
 
     Args:
         gradients: K gradients, each a list of tensors of the same shapes and types in the same order.
         coefficients_K: K numbers.
+        exact: the last of them as `exact_factors` gives it.
     """
     *others, merged = gradients
     *factors, last = coefficients_K
     for place, gradient in enumerate(merged):
-        gradient.mul_(last)
+        gradient.mul_(exact.get(gradient.dtype, last))
         for other, factor in zip(others, factors, strict=True):
             gradient.add_(other[place], alpha=factor)
 

@@ -20,7 +20,7 @@ from memsafe_rl.memory.runtime.recovery import capture_random_state
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.preflight import verify as verify_module
 from memsafe_rl.preflight.verify import Verification, verify_plan
-from memsafe_rl.rollout.native import running_batch as native
+from memsafe_rl.rollout.native import sequences
 from memsafe_rl.training import gradient as update_module
 from memsafe_rl.types import Denominators, LossInputs, RolloutPlan, UpdatePlan
 from tests.tiny import tiny_model
@@ -214,12 +214,12 @@ def test_a_gradient_that_a_failed_attempt_leaves_behind_is_caught(
 
 
 def test_tokens_that_depend_on_the_wave_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = native.key_tensor
+    original = sequences.key_tensor
 
     def of_the_place(keys: Any) -> Any:
         return original([key._replace(sample=place) for place, key in enumerate(keys)])
 
-    monkeypatch.setattr(native, "key_tensor", of_the_place)
+    monkeypatch.setattr(sequences, "key_tensor", of_the_place)
     found = verify_plan(make_trainer(tmp_path, policy=cut(**LEAN)).loop)
     assert found.difference <= found.tolerance
     assert not found.tokens_agree

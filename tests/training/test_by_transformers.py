@@ -34,12 +34,14 @@ def test_a_run_passes_its_checks_and_says_once_how_it_decodes(
 
 
 def test_failures_anywhere_change_nothing(tmp_path: Path) -> None:
-    ends, phases = [], set()
-    for fault in (None, 2000, 4000, 6000):
-        with SimulatedMemory(fail_at=fault):
+    ends, phases, allocations = [], set(), 0
+    for share in (None, 0.3, 0.6, 0.9):
+        fault = None if share is None else int(share * allocations)
+        with SimulatedMemory(fail_at=fault) as memory:
             trainer = make_trainer(tmp_path / str(fault), model=mamba(), max_steps=1)
             trainer.train()
             ends.append(weights(trainer))
+            allocations = allocations or memory.allocations
         retries = [event for event in trainer.memory_events if event["event"] == "retry"]
         assert len(retries) == (fault is not None)
         phases |= {str(event["phase"]) for event in retries}

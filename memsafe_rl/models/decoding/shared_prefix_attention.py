@@ -431,9 +431,13 @@ class Reading:
 
 
 def _has_kernel(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> bool:
-    """Whether there is a kernel that keeps scores to itself and gives their log-sum-exp."""
+    """Whether there is a kernel that keeps scores to itself and gives their log-sum-exp.
+
+    In half precision there is none: rows that are read again must get the bits that they had.
+    """
     kinds = {query.dtype, key.dtype, value.dtype}
-    alike = query.shape[-1] == key.shape[-1] == value.shape[-1] and len(kinds) == 1
+    alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    alike = alike and kinds in ({torch.float32}, {torch.float64})
     return target_of(query).device_type == "cpu" and alike and scoring.soft_cap is None and scoring.sinks is None
 
 

@@ -61,7 +61,8 @@ class _Short:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Norms (..., D), rounded where the network's own norm rounds."""
-        if torch.is_autocast_enabled(hidden.device.type) or hidden.dtype != self._norm.weight.dtype:
+        # In half precision, rows that are read again must get the bits that they had.
+        if torch.is_autocast_enabled(hidden.device.type) or hidden.dtype is not torch.float32:
             own: Tensor = self._own(hidden)
             return own
         both = hidden.unsqueeze(-2) * self._signs_21  # float32 in any case

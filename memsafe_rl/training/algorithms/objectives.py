@@ -20,7 +20,7 @@ from memsafe_rl.config.objectives import Objective
 from memsafe_rl.data.prompts import merge_orders
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.ops.entropy import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
-from memsafe_rl.ops.merging import add_up, cosines, gram_matrix, merge_weights
+from memsafe_rl.ops.merging import add_up, cosines, exact_factors, gram_matrix, merge_weights
 from memsafe_rl.training.gradient import StepGradient, StepTerms, joined
 from memsafe_rl.training.metrics.step_metrics import read_step, step_metrics
 from memsafe_rl.types import AdvantageResult, Denominators, Trajectory
@@ -113,9 +113,13 @@ class GradientsAside:
         plain: list[list[float]] = self.gram().tolist()
         return plain
 
-    def add_up(self, coefficients_K: Sequence[float]) -> None:
+    def factors(self, coefficients_K: Sequence[float]) -> dict[torch.dtype, Tensor]:
+        """Gives the last gradient's factor in its types, for `add_up`."""
+        return exact_factors(self._gradients[-1], coefficients_K[-1])
+
+    def add_up(self, coefficients_K: Sequence[float], factors: Mapping[torch.dtype, Tensor]) -> None:
         """Overwrites the last gradient with the combination of all; allocates nothing."""
-        add_up(self._gradients, coefficients_K)
+        add_up(self._gradients, coefficients_K, factors)
 
     def drop(self) -> None:
         """Frees all of them."""
@@ -285,7 +289,7 @@ class Combiner:
         gram = setup.parallel.gather([repeat(Stage.MERGE, gradients.plain_gram)])[0]  # the same everywhere
         weights = [objective.weight for objective in self._objectives]
         coefficients = repeat(Stage.MERGE, _coefficients, gram, weights, config, step, there)
-        gradients.add_up(coefficients)
+        gradients.add_up(coefficients, repeat(Stage.MERGE, gradients.factors, coefficients))
         scale = repeat(Stage.MERGE, setup.committed.read_loss_scale)
         return gradient_metrics(self._objectives, gram, coefficients, scale)
 
