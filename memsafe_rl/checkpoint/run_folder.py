@@ -37,14 +37,20 @@ _CARD = "README.md"
 _STRAY = re.compile(rf"\.({PREFIX}\d+|weights)\.(part|old)|\.(run|monitor(-\d+)?|\.moving)\.json\.\d+")
 """Names of what a killed run leaves half written."""
 _LOGS = (
-    *("run.json", "steps.jsonl", "metrics.jsonl", "memory.jsonl", "monitor.json", "monitor-*.json", "report.html"),
-    "completions/completions_[0-9]*.jsonl",
+    *("run.json", "steps.jsonl", "metrics.jsonl", "memory.jsonl", "monitor.json", "monitor-[0-9]*.json"),
+    *("report.html", "completions/completions_[0-9]*.jsonl"),
 )
-_WEIGHTS = ("model*.safetensors", "adapter_model.safetensors", "critic.safetensors", "pytorch_model*.bin")
+_SHARD = "-" + "[0-9]" * 5 + "-of-" + "[0-9]" * 5
+_WEIGHTS = (
+    *(f"{model}{shard}.safetensors" for model in ("model", "adapter_model") for shard in ("", _SHARD)),
+    *("critic.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", f"pytorch_model{_SHARD}.bin", "pytorch_model.bin.index.json"),
+)
+"""Names that savers give to weights and no others, for what fits them is moved or replaced."""
 _BESIDE_WEIGHTS = (
-    *("model.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "spiece.model"),
-    *("chat_template*",),
+    *("config.json", "generation_config.json", "adapter_config.json", "chat_template.jinja", "chat_template.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
 )
 
 
@@ -292,7 +298,7 @@ def _finish_weights(path: Path) -> None:
     if not ready.is_dir():
         return
     names = json.loads((ready / _NAMES).read_text())
-    for stale in (each for each in _matching(path, (*_WEIGHTS, "*.index.json")) if each.name not in names):
+    for stale in (each for each in _matching(path, _WEIGHTS) if each.name not in names):
         stale.unlink()
     for name in names:
         source, target = ready / name, path / name

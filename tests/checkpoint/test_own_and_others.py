@@ -119,6 +119,27 @@ class TestWeightsThatAreSaved:
         assert not list(tmp_path.glob("model-*"))
 
 
+    def test_names_that_no_saver_gives_are_the_users(self, tmp_path: Path) -> None:
+        mine = ("model-best.safetensors", "model_old.safetensors", "pytorch_model_notes.bin", "docs.index.json")
+        trainer = make_trainer(tmp_path, overwrite_output_dir=True)
+        trainer.train()
+        for name in (*mine, "tokenizer_notes.txt", "monitor-mine.json"):
+            (tmp_path / name).write_text("mine")
+        trainer.save_model()
+        make_trainer(tmp_path, overwrite_output_dir=True).train()
+        for name in (*mine, "tokenizer_notes.txt", "monitor-mine.json"):
+            assert (tmp_path / name).read_text() == "mine"
+
+    def test_an_index_moves_aside_with_its_shards(self, tmp_path: Path) -> None:
+        shards = {"model-00001-of-00002.safetensors": "1", "model.safetensors.index.json": "{}"}
+        for name, content in shards.items():
+            (tmp_path / name).write_text(content)
+        make_trainer(tmp_path / "run").save_model(tmp_path)
+        aside = tmp_path / "previous" / "unknown"
+        assert {name: (aside / name).read_text() for name in shards} == shards
+        assert not any((tmp_path / name).exists() for name in shards)
+
+
 class TestMovingAside:
     """An earlier run is moved whole, and nothing but that run."""
 
