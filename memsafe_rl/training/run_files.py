@@ -20,7 +20,7 @@ from transformers import TrainerState
 
 from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
 from memsafe_rl.checkpoint.run_folder import RunFolder, claim, save_weights
-from memsafe_rl.checkpoint.store import checkpoint_folder, known_run
+from memsafe_rl.checkpoint.store import checkpoint_folder, is_checkpoint, known_run
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, RUN_FILE, STEPS_FILE, write_json
 from memsafe_rl.errors import ConfigError, SaveError
@@ -187,6 +187,11 @@ class RunFiles:
     def save_model(self, folder: Path, write: Callable[[Path], None], config: TrainerConfig) -> None:
         """Writes weights into a folder; see `save_weights`."""
         place, overwrite = folder.absolute(), bool(config.overwrite_output_dir)
+        if is_checkpoint(place) and place.parent.resolve() == Path(config.output_dir).resolve():
+            raise ConfigError(
+                f"save_model was given {str(folder)!r}, the place of a checkpoint of this run, which holds the weights "
+                "itself. Load them from there, or save to a folder of another name."
+            )
         save_weights(place, write, self.folder, replace=place in self._models, overwrite=overwrite)
         self._models.add(place)
 
