@@ -202,12 +202,16 @@ def _make_way(path: Path, known: Mapping[str, Any], *, overwrite: bool) -> Path:
 
 
 def _how_to_go_on(path: Path) -> str:
-    for checkpoint in store.own_checkpoints(path):
-        with suppress(ConfigError):  # damaged, which a resume explains
-            if store.holds_weights_only(checkpoint, read_manifest(checkpoint)):
-                continue
-        return "Resume that run (resume_from_checkpoint=True)"
-    return "Weights alone cannot be gone on with by resume_from_checkpoint=True: begin a new run with them as its model"
+    with suppress(ConfigError):  # of a newer version, which a resume explains
+        sound, why = store.newest_sound(path)
+        if sound is None and "is damaged" in why:
+            return f"{why}, and none before it can be resumed. Mend it"
+        if sound is None:
+            return (
+                "Weights alone cannot be gone on with by resume_from_checkpoint=True: begin a new run with them as its "
+                "model"
+            )
+    return "Resume that run (resume_from_checkpoint=True)"
 
 
 def _move_aside(path: Path, moved: Iterable[Path], run_id: str) -> Path:

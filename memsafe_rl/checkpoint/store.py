@@ -220,25 +220,35 @@ def find_checkpoint(output_dir: Path, wanted: bool | str | Path) -> Path | None:
         raise ConfigError(f"resume_from_checkpoint is {wanted!r}; it must be True, 'auto', or a checkpoint's folder.")
     if not isinstance(wanted, bool) and str(wanted).lower() not in ("true", "auto"):
         return _named(Path(wanted))
-    weights_only = ""
+    folder, why = newest_sound(output_dir)
+    if folder is not None or str(wanted).lower() == "auto":
+        return folder
+    instead = (
+        f"{why}. To begin anew, start without it and with overwrite_output_dir=True, which moves what is there into "
+        f"{PREVIOUS}/"
+        if why
+        else "Start without it, or set resume_from_checkpoint='auto', which starts anew where there is none"
+    )
+    where = f"{str(output_dir)!r} holds no sound folder '{PREFIX}N' of its run"
+    raise ConfigError(f"resume_from_checkpoint is True but {where}. {instead}.")
+
+
+def newest_sound(output_dir: Path) -> tuple[Path | None, str]:
+    """Gives the newest checkpoint that a run can resume from, or why the newest is none."""
+    why = ""
     for folder in reversed(own_checkpoints(output_dir)):
         try:
             manifest = read_manifest(folder)
             if holds_weights_only(folder, manifest):
-                weights_only = weights_only or f" {folder.name} holds weights only; a new run can take it as its model."
+                why = why or f"{folder.name} holds weights only; a new run can take it as its model"
                 continue
             check_files(folder, manifest)
         except DamagedCheckpointError as error:
             logger.warning("%s is damaged (%s); the checkpoint before it is used", folder, error)
+            why = why or f"{folder.name} is damaged ({error})"
         else:
-            return folder
-    if str(wanted).lower() == "auto":
-        return None
-    raise ConfigError(
-        f"resume_from_checkpoint is True but {str(output_dir)!r} holds no sound folder '{PREFIX}N' of its run. Start "
-        "without it, or set resume_from_checkpoint='auto', which starts anew where there is none."
-        f"{weights_only}"
-    )
+            return folder, ""
+    return None, why
 
 
 def _named(folder: Path) -> Path:

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from memsafe_rl.checkpoint.run_folder import claim
 from memsafe_rl.checkpoint.store import checkpoints
 from memsafe_rl.checkpoint.weights import read_weights
+from memsafe_rl.diagnostics.run_folder import read_run
 from memsafe_rl.diagnostics.status import write_json
 from memsafe_rl.errors import ConfigError, SaveError, TrainingInterrupted
 from memsafe_rl.records import read_lines
@@ -320,6 +321,48 @@ class TestWhereARunIs:
         assert [path.name for path in checkpoints(moved)] == ["checkpoint-1"]
         assert make_trainer(moved, max_steps=3).train(resume_from_checkpoint=True).global_step == 3
 
+    def test_another_run_took_its_place_after_it_was_deleted(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """What the first writes from then on stays out of the other's folder."""
+        run = tmp_path / "run"
+        settings = {**SAVING, "log_completions": True}
+        after: dict[str, bytes] = {}
+
+        def taken() -> None:
+            shutil.rmtree(run)
+            make_trainer(run, **settings).train()
+            (run / "stop").touch()
+            after.update(held(run))
+
+        first = make_trainer(
+            run, max_steps=4, log_completions=True, save_strategy="no", callbacks=[At("on_step_end", 2, taken)]
+        )
+        result = first.train()
+        for save in (first.save_state, lambda: first.save_metrics("train", result.metrics)):
+            with pytest.raises(SaveError, match=r"was not saved: the folder now belongs to run \w{8}, for that"):
+                save()
+        assert held(run) == after
+        assert "its folder was moved or deleted, and is another run's now" in caplog.text
+        assert [record["step"] for record in first.history] == [1, 2, 3, 4]
+        (run / "stop").unlink()
+        second = make_trainer(run, max_steps=3, **SAVING)
+        second.train(resume_from_checkpoint=True)
+        assert [record["step"] for record in second.history] == [1, 2, 3]
+
+    def test_lines_of_another_run_are_not_read(self, tmp_path: Path) -> None:
+        make_trainer(tmp_path, **SAVING).train()
+        ours = run_id(tmp_path)
+        for name in ("steps.jsonl", "metrics.jsonl"):
+            text = (tmp_path / name).read_text()
+            (tmp_path / name).write_text(text + text.replace(ours, "another1"))
+        shown = read_run(tmp_path)
+        assert {line["run_id"] for line in (*shown.steps, *shown.logs)} == {ours}
+        resumed = make_trainer(tmp_path, max_steps=3, **SAVING)
+        resumed.train(resume_from_checkpoint=True)
+        assert [record["step"] for record in resumed.history] == [1, 2, 3]
+        assert [one["step"] for one in resumed.state.log_history if "loss" in one] == [1, 2, 3]
+
     def test_a_stop_file_from_before_the_start_is_removed(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -337,6 +380,28 @@ def test_what_was_logged_before_a_run_began_from_anothers_checkpoint_survives_tw
     last.train(resume_from_checkpoint=True)
     assert [one["step"] for one in last.state.log_history if "loss" in one] == [1, 2, 3, 4, 5]
     assert [line["step"] for line in read_lines(tmp_path / "b" / "metrics.jsonl")[0] if "loss" in line][:2] == [1, 2]
+
+
+def test_advice_where_all_checkpoints_are_damaged_leads_on(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=1, **SAVING).train()
+    with (tmp_path / "checkpoint-1" / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    for resume in (None, True, "auto"):
+        with pytest.raises(
+            ConfigError, match=r"checkpoint-1 is damaged \(.*model.safetensors.*overwrite_output_dir=True"
+        ):
+            make_trainer(tmp_path, max_steps=1).train(resume_from_checkpoint=resume)
+    anew = make_trainer(tmp_path, max_steps=1, overwrite_output_dir=True)
+    anew.train(resume_from_checkpoint="auto")
+    assert len(list((tmp_path / "previous").glob("*/checkpoint-1"))) == 1
+
+
+def test_no_resume_is_asked_for_whatever_the_configuration_says(tmp_path: Path) -> None:
+    make_trainer(tmp_path, **SAVING).train()
+    trainer = make_trainer(tmp_path, max_steps=3, resume_from_checkpoint="auto", overwrite_output_dir=True)
+    trainer.train(resume_from_checkpoint=False)
+    assert trainer.history[0]["step"] == 1
+    assert (tmp_path / "previous").is_dir()
 
 
 def test_advice_after_weights_alone_were_saved_leads_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
