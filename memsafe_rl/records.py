@@ -288,7 +288,7 @@ class _Known(NamedTuple):
         return self._replace(repeated=self.repeated + 1), self.repeated < self.records
 
 
-def records_until(path: Path, run_id: str, lineage: Lineage, step: int) -> Iterator[Record]:
+def records_until(path: Path, lineage: Lineage, step: int, run_id: str = "") -> Iterator[Record]:
     """Yields the records of the steps that a run's checkpoint builds on; none where there is no log."""
     for line in read_lines(path, run_id)[0]:
         if line["step"] <= step and line.get("start", 0) == lineage.start_of(line["step"]):

@@ -21,7 +21,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from memsafe_rl.checkpoint import store
 from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
 from memsafe_rl.checkpoint.store import PREFIX, PREVIOUS, checkpoints, find_checkpoint, known_run, make_aside, step_of
-from memsafe_rl.diagnostics.status import RUN_FILE, read_json, write_json
+from memsafe_rl.diagnostics.status import RUN_FILE, read_json, still_ours, write_json
 from memsafe_rl.errors import ConfigError, MemsafeError, SaveError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 
@@ -251,7 +251,8 @@ def save_weights(
         ConfigError: the folder holds another run's weights, or another run trains there.
         SaveError: the weights cannot be written; those that were there stay.
     """
-    training = held is not None and held.lock.is_locked and held.path.resolve() == path.resolve()
+    here = held is not None and held.path.resolve() == path.resolve() and still_ours(path, held.mark.run_id)
+    training = here and held is not None and held.lock.is_locked
     fresh = not path.exists()
     lock = None if training else _lock(path, wait_seconds=0 if (path / RUN_FILE).exists() else _WAIT_SECONDS)
     try:
@@ -276,7 +277,7 @@ def save_weights(
 
 def _write_weights(path: Path, write: Callable[[Path], None], *, replace: bool) -> None:
     draft = path / _DRAFT
-    shutil.rmtree(draft, ignore_errors=True)
+    store.remove(draft)
     draft.mkdir(parents=True)
     try:
         write(draft)

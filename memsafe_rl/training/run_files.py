@@ -22,15 +22,7 @@ from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
 from memsafe_rl.checkpoint.run_folder import RunFolder, claim, save_weights
 from memsafe_rl.checkpoint.store import checkpoint_folder, is_checkpoint, known_run
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.diagnostics.status import (
-    MEMORY_FILE,
-    METRICS_FILE,
-    RUN_FILE,
-    STEPS_FILE,
-    run_id_of,
-    still_ours,
-    write_json,
-)
+from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, RUN_FILE, STEPS_FILE, still_ours, write_json
 from memsafe_rl.errors import ConfigError, SaveError
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.parallel.protocol import Parallel
@@ -102,9 +94,9 @@ class RunFiles:
         logger.warning("run %s resumes at step %d from %s", self.mark.run_id, step, checkpoint)
         source, written = checkpoint.parent, read_manifest(checkpoint).mark
         if not goes_on:
-            for record in records_until(source / STEPS_FILE, written.run_id, written.lineage, step):
+            for record in records_until(source / STEPS_FILE, written.lineage, step, written.run_id):
                 state.history.append(record)
-        logged = list(records_until(source / METRICS_FILE, written.run_id, written.lineage, step))
+        logged = list(records_until(source / METRICS_FILE, written.lineage, step, written.run_id))
         if not state.progress.log_history:
             state.progress.log_history.extend(logged)
         for record in () if goes_on else logged:
@@ -206,8 +198,8 @@ class RunFiles:
         """
         if self.folder is not None and not still_ours(self.folder.path, self.mark.run_id):
             raise SaveError(
-                f"{what} was not saved: the folder now belongs to run {run_id_of(self.folder.path)}, for that of this "
-                f"run ({self.mark.run_id}) was moved away. Resume this run where its folder is now."
+                f"{what} was not saved: the folder now belongs to run {known_run(self.folder.path).get('run_id')}, for "
+                f"that of this run ({self.mark.run_id}) was moved away. Resume this run where its folder is now."
             )
 
     def note(self, *names: str) -> None:

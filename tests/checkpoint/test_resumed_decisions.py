@@ -138,7 +138,8 @@ def test_a_run_that_died_after_its_last_checkpoint_is_ended(tmp_path: Path, capl
 
 def test_a_state_that_json_cannot_hold_is_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Odd(TrainerCallback, ExportableState):
-        seen: Any = {1, 2}
+        def __init__(self) -> None:
+            self.seen: Any = {1, 2}
 
         def state(self) -> dict[str, Any]:
             return {"args": {}, "attributes": {"seen": self.seen}}

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import Any
 
 from transformers import TrainerControl, TrainerState
@@ -219,16 +220,12 @@ class RunLog:
 def _is_plain(callback: Any) -> bool:
     """Tells, with a warning where it is not, whether JSON gives back what a callback wants kept."""
     try:
-        json.dumps(callback.state(), default=_as_list)
+        json.dumps(callback.state(), default=methodcaller("tolist"))
     except (AttributeError, TypeError, ValueError) as error:
         told = "what %s exports as its state is not saved, for JSON has no form for it (%s); a resume starts it anew"
         logger.warning(told, type(callback).__name__, error)
         return False
     return True
-
-
-def _as_list(value: Any) -> Any:
-    return value.tolist()
 
 
 def _is_nan(value: Any) -> bool:
