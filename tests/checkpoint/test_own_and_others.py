@@ -86,7 +86,9 @@ class TestWeightsThatAreSaved:
             make_trainer(tmp_path).save_model()
         live.release()
 
-    @pytest.mark.parametrize("fault", [("fsync", "*model.safetensors"), ("rename", "*.weights.part")])
+    @pytest.mark.parametrize(
+        "fault", [("fsync", "*model.safetensors"), ("fsync", "*/.names"), ("rename", "*.weights.part")]
+    )
     def test_a_full_disk_leaves_the_old_ones(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: tuple[str, str]
     ) -> None:
@@ -349,6 +351,22 @@ class TestWhereARunIs:
         second = make_trainer(run, max_steps=3, **SAVING)
         second.train(resume_from_checkpoint=True)
         assert [record["step"] for record in second.history] == [1, 2, 3]
+
+    def test_weights_are_not_saved_where_another_run_trains_by_now(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+
+        def taken() -> None:
+            shutil.rmtree(run)
+            live = claim(run, None)
+            with pytest.raises(ConfigError, match="another run is training"):
+                first.save_model()
+            live.release()
+
+        first = make_trainer(
+            run, overwrite_output_dir=True, save_strategy="no", callbacks=[At("on_step_end", 2, taken)]
+        )
+        first.train()
+        assert not list(run.rglob("model.safetensors"))
 
     def test_lines_of_another_run_are_not_read(self, tmp_path: Path) -> None:
         make_trainer(tmp_path, **SAVING).train()
