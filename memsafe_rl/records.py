@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
+from memsafe_rl.diagnostics.status import still_ours
+
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
@@ -28,7 +31,7 @@ _STAMP = ("start", "redone", "run_id")
 RESERVED = (*_STAMP, "step", "epoch")
 """Names of a record's own values; what a user logs under one of them is kept as `logged/NAME`."""
 _HEAD = re.compile(rb'\{"step": (\d+)(?:\.0)?, "start": (\d+), ("redone")?')
-_TAIL = re.compile(rb'"run_id": "\w*"\}\Z')
+_TAIL = re.compile(rb'"run_id": "(\w*)"\}\Z')
 """How a line begins and ends that was written whole."""
 
 
@@ -155,9 +158,9 @@ class RecordLog(Sequence[Record]):
                 self._file.append(b"\n")  # a killed process left half a line, which stays for itself
             for offset, line in _lines(self._file.descriptor):
                 head = _head(line)
-                if head is None:
+                if head is None or not _is_of(head[3], stamp.get("run_id", "")):
                     continue
-                number, start, redone = head
+                number, start, redone, _ = head
                 self._known = self._known.seen(number, unmarked=not redone)
                 if lineage is not None and number <= step and start == lineage.start_of(number):
                     self._offsets.append(offset)
@@ -213,6 +216,8 @@ class RecordLog(Sequence[Record]):
 
     def _put_back(self, old: _File, path: Path) -> None:
         """Writes a log again that was deleted or moved away while it was open."""
+        if not still_ours(path.parent, self._stamp.get("run_id", "")):
+            raise OSError(errno.ESTALE, "its folder was moved or deleted, and is another run's now")
         path.parent.mkdir(parents=True, exist_ok=True)
         new = _File(path)
         moved = array("q", (new.append(old.line_at(offset)) for offset in self._offsets))
@@ -283,21 +288,27 @@ class _Known(NamedTuple):
         return self._replace(repeated=self.repeated + 1), self.repeated < self.records
 
 
-def records_until(path: Path, lineage: Lineage, step: int) -> Iterator[Record]:
-    """Yields the records of the steps that a checkpoint builds on; none where there is no log."""
-    for line in read_lines(path)[0]:
+def records_until(path: Path, lineage: Lineage, step: int, run_id: str = "") -> Iterator[Record]:
+    """Yields the records of the steps that a run's checkpoint builds on; none where there is no log."""
+    for line in read_lines(path, run_id)[0]:
         if line["step"] <= step and line.get("start", 0) == lineage.start_of(line["step"]):
             yield _without_stamp(line)
 
 
-def read_lines(path: Path) -> tuple[list[Record], int]:
-    """Reads a log, stamps included: its records, and how many lines are unreadable."""
+def read_lines(path: Path, run_id: str = "") -> tuple[list[Record], int]:
+    """Reads a log, stamps included: its records, those of other runs left out, and how many lines are unreadable."""
     try:
         texts = path.read_bytes().splitlines()
     except OSError:
         return [], 0
     found = [record for record in map(_object, texts) if record is not None]
-    return found, sum(bool(text.strip()) for text in texts) - len(found)
+    damaged = sum(bool(text.strip()) for text in texts) - len(found)
+    return [record for record in found if _is_of(str(record.get("run_id", "")), run_id)], damaged
+
+
+def _is_of(written: str, run_id: str) -> bool:
+    """Tells whether a line is a run's; an earlier version's does not say."""
+    return not written or not run_id or written == run_id
 
 
 def _object(text: bytes) -> Record | None:
@@ -334,15 +345,15 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _head(line: bytes) -> tuple[float, int, bool] | None:
-    """Reads a line's step, its start and whether it is marked as done again; None of a line that is no record."""
-    match = _HEAD.match(line)
-    if match is not None and _TAIL.search(line, max(0, len(line) - 100)):
-        return float(match[1]), int(match[2]), match[3] is not None
+def _head(line: bytes) -> tuple[float, int, bool, str] | None:
+    """Reads a line's step, its start, whether it is marked as done again, and its run; None of what is no record."""
+    match, tail = _HEAD.match(line), _TAIL.search(line, max(0, len(line) - 100))
+    if match is not None and tail is not None:
+        return float(match[1]), int(match[2]), match[3] is not None, tail[1].decode()
     record = _object(line)  # of a version that did not count starts, or torn
     if record is None:
         return None
-    return float(record["step"]), record.get("start", 0), bool(record.get("redone"))
+    return float(record["step"]), record.get("start", 0), bool(record.get("redone")), str(record.get("run_id", ""))
 
 
 def _lines(descriptor: int, block: int = 1 << 20) -> Iterator[tuple[int, bytes]]:

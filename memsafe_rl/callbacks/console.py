@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from rich.text import Text
 from transformers import TrainerCallback
 
 from memsafe_rl.diagnostics.run_figures import RunFigures
+from memsafe_rl.diagnostics.status import run_id_of, still_ours
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -82,15 +84,22 @@ class CompletionsTable(TrainerCallback):  # type: ignore[misc]
         self, output_dir: Path, *, limit: int | None, unique_prompts: bool, console: Console | None = None
     ) -> None:
         self._folder = output_dir / "completions"
+        self._run_id = ""
         self._limit = limit
         self._unique_prompts = unique_prompts
         self._console = console or Console()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Notes whose the folder is."""
+        self._run_id = run_id_of(self._folder.parent)
 
     def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Shows and keeps completions."""
         lines = (json.dumps({"step": step, **row}, default=str) for row in rows)
         path = self._folder / f"completions_{step:05d}.jsonl"
         try:
+            if not still_ours(self._folder.parent, self._run_id):
+                raise OSError(errno.ESTALE, "the folder is another run's now")
             self._folder.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(line + "\n" for line in lines))
         except OSError as error:

@@ -18,7 +18,7 @@ import torch
 from transformers import TrainerCallback
 
 from memsafe_rl.diagnostics.run_figures import phase_peaks
-from memsafe_rl.diagnostics.status import enter_index, process_started, status_file, write_json
+from memsafe_rl.diagnostics.status import enter_index, process_started, run_id_of, status_file, still_ours, write_json
 from memsafe_rl.memory.runtime.device_readings import allocator_counters, device_facts, driver_free_bytes
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 
@@ -63,6 +63,7 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
         self._peaks: dict[str, int] = {}
         self._counted = {"failure": 0, "retry": 0}
         self._seen = 0
+        self._run_id = ""
         self._queried = -self._every_seconds
         self._entry: Path | None = None
         self._thread: threading.Thread | None = None
@@ -71,6 +72,7 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Starts writing."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._run_id = run_id_of(self._path.parent)
         self._fixed |= {
             "pid": os.getpid(),
             "process_started": process_started(os.getpid()),
@@ -136,6 +138,8 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
     def write(self) -> bool:
         """Writes the file."""
         try:
+            if not still_ours(self._path.parent, self._run_id):
+                raise OSError(f"{self._path.parent} is another run's now")
             write_json(self._path, self.snapshot())
         except OSError as error:
             logger.warning("memsafe-rl monitor can no longer follow this run: %s", error)

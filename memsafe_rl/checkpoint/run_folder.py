@@ -21,13 +21,15 @@ from filelock import BaseFileLock, FileLock, Timeout
 from memsafe_rl.checkpoint import store
 from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
 from memsafe_rl.checkpoint.store import PREFIX, PREVIOUS, checkpoints, find_checkpoint, known_run, make_aside, step_of
-from memsafe_rl.diagnostics.status import RUN_FILE, read_json, write_json
+from memsafe_rl.diagnostics.status import RUN_FILE, read_json, still_ours, write_json
 from memsafe_rl.errors import ConfigError, MemsafeError, SaveError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
 _LOCK = ".run.lock"
+_WAIT_SECONDS = 600.0
+"""For another process that saves weights in the same folder."""
 _MOVING = ".moving.json"
 """What is being moved aside, so that a start that is killed meanwhile splits no run: the next one goes on."""
 _DRAFT, _READY, _NAMES = ".weights.part", ".weights.new", ".names"
@@ -37,14 +39,20 @@ _CARD = "README.md"
 _STRAY = re.compile(rf"\.({PREFIX}\d+|weights)\.(part|old)|\.(run|monitor(-\d+)?|\.moving)\.json\.\d+")
 """Names of what a killed run leaves half written."""
 _LOGS = (
-    *("run.json", "steps.jsonl", "metrics.jsonl", "memory.jsonl", "monitor.json", "monitor-*.json", "report.html"),
-    "completions/completions_[0-9]*.jsonl",
+    *("run.json", "steps.jsonl", "metrics.jsonl", "memory.jsonl", "monitor.json", "monitor-[0-9]*.json"),
+    *("report.html", "completions/completions_[0-9]*.jsonl"),
 )
-_WEIGHTS = ("model*.safetensors", "adapter_model.safetensors", "critic.safetensors", "pytorch_model*.bin")
+_SHARD = "-" + "[0-9]" * 5 + "-of-" + "[0-9]" * 5
+_WEIGHTS = (
+    *(f"{model}{shard}.safetensors" for model in ("model", "adapter_model") for shard in ("", _SHARD)),
+    *("critic.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", f"pytorch_model{_SHARD}.bin", "pytorch_model.bin.index.json"),
+)
+"""Names that savers give to weights and no others, for what fits them is moved or replaced."""
 _BESIDE_WEIGHTS = (
-    *("model.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "spiece.model"),
-    *("chat_template*",),
+    *("config.json", "generation_config.json", "adapter_config.json", "chat_template.jinja", "chat_template.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
 )
 
 
@@ -123,10 +131,10 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
     )
 
 
-def _lock(path: Path) -> BaseFileLock:
+def _lock(path: Path, *, wait_seconds: float = 0) -> BaseFileLock:
     check_writable(path)
     path.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path / _LOCK, timeout=0)
+    lock = FileLock(path / _LOCK, timeout=wait_seconds)
     try:
         lock.acquire()
     except Timeout as error:
@@ -152,20 +160,20 @@ def _clean(path: Path) -> None:
     strays = [each for each in path.iterdir() if _STRAY.fullmatch(each.name)]
     for replaced in (each for each in strays if each.suffix == ".old"):
         final = path / replaced.name.removeprefix(".").removesuffix(".old")
-        if final.exists():
-            shutil.rmtree(replaced)
-        else:
+        if not final.exists():
             replaced.rename(final)
-    for draft in (each for each in strays if each.suffix == ".part"):
-        shutil.rmtree(draft)
-    for beside in (each for each in strays if each.suffix not in (".old", ".part")):
-        beside.unlink(missing_ok=True)
+        elif store.owner_of(replaced) == known_run(path).get("run_id"):
+            store.remove(replaced)
+        else:
+            replaced.rename(make_aside(path, store.owner_of(replaced)) / final.name)
+    for half in (each for each in strays if each.suffix != ".old"):
+        store.remove(half)
 
 
 def _is_own(checkpoint: Path, folder: Path, known: Mapping[str, Any]) -> bool:
     """Tells whether a checkpoint is one of the run whose folder this is, not another's that was copied there."""
     run_id = read_manifest(checkpoint).mark.run_id
-    lies_in = checkpoint.resolve().parent == folder.resolve()
+    lies_in = checkpoint.absolute().parent.resolve() == folder.resolve()  # a link there is the run's too
     return lies_in and (not run_id or known.get("run_id", run_id) == run_id)
 
 
@@ -194,12 +202,16 @@ def _make_way(path: Path, known: Mapping[str, Any], *, overwrite: bool) -> Path:
 
 
 def _how_to_go_on(path: Path) -> str:
-    for checkpoint in store.own_checkpoints(path):
-        with suppress(ConfigError):  # damaged, which a resume explains
-            if store.holds_weights_only(checkpoint, read_manifest(checkpoint)):
-                continue
-        return "Resume that run (resume_from_checkpoint=True)"
-    return "Weights alone cannot be gone on with by resume_from_checkpoint=True: begin a new run with them as its model"
+    with suppress(ConfigError):  # of a newer version, which a resume explains
+        sound, why = store.newest_sound(path)
+        if sound is None and "is damaged" in why:
+            return f"{why}, and none before it can be resumed. Mend it"
+        if sound is None:
+            return (
+                "Weights alone cannot be gone on with by resume_from_checkpoint=True: begin a new run with them as its "
+                "model"
+            )
+    return "Resume that run (resume_from_checkpoint=True)"
 
 
 def _move_aside(path: Path, moved: Iterable[Path], run_id: str) -> Path:
@@ -217,7 +229,7 @@ def _finish_moving(path: Path) -> None:
         return
     aside = path / PREVIOUS / Path(moving["to"]).name
     for name in moving["names"]:
-        if (path / name).exists():
+        if (path / name).exists() and not (aside / name).exists():
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).rename(aside / name)
     (path / _MOVING).unlink()
@@ -239,8 +251,10 @@ def save_weights(
         ConfigError: the folder holds another run's weights, or another run trains there.
         SaveError: the weights cannot be written; those that were there stay.
     """
-    training = held is not None and held.lock.is_locked and held.path.resolve() == path.resolve()
-    lock = _lock(path) if (path / RUN_FILE).exists() and not training else None
+    here = held is not None and held.path.resolve() == path.resolve() and still_ours(path, held.mark.run_id)
+    training = here and held is not None and held.lock.is_locked
+    fresh = not path.exists()
+    lock = None if training else _lock(path, wait_seconds=0 if (path / RUN_FILE).exists() else _WAIT_SECONDS)
     try:
         if lock is not None:
             _clean(path)
@@ -257,22 +271,20 @@ def save_weights(
     finally:
         if lock is not None:
             lock.release()
+        if fresh and [*path.glob("*")] == [path / _LOCK]:  # nothing was saved
+            shutil.rmtree(path)
 
 
 def _write_weights(path: Path, write: Callable[[Path], None], *, replace: bool) -> None:
-    fresh = not path.exists()
-    draft = path.with_name(f".{path.name}.part") if fresh else path / _DRAFT
-    shutil.rmtree(draft, ignore_errors=True)
+    draft = path / _DRAFT
+    store.remove(draft)
     draft.mkdir(parents=True)
     try:
         write(draft)
         names = [each.name for each in draft.iterdir()]
-        store.sync_all(draft)
-        if fresh:
-            draft.rename(path)
-            return
         (draft / _NAMES).write_text(json.dumps(names))
-        _finish_weights(path)  # of an earlier call, in a folder that no run cleans
+        store.sync_all(draft)
+        _finish_weights(path)  # of an earlier call by the run that trains here
         there = {
             *_matching(path, _WEIGHTS),
             *(path / name for name in names if name != _CARD and (path / name).exists()),
@@ -289,18 +301,17 @@ def _write_weights(path: Path, write: Callable[[Path], None], *, replace: bool) 
 def _finish_weights(path: Path) -> None:
     """Puts weights that were written whole in their place, and takes those away that they replace."""
     ready = path / _READY
-    if not ready.is_dir():
-        return
-    names = json.loads((ready / _NAMES).read_text())
-    for stale in (each for each in _matching(path, (*_WEIGHTS, "*.index.json")) if each.name not in names):
-        stale.unlink()
-    for name in names:
-        source, target = ready / name, path / name
-        if source.is_dir() and target.is_dir():
-            shutil.rmtree(target)
-        if source.exists() and not (name == _CARD and target.exists()):
-            source.rename(target)
-    shutil.rmtree(ready)
+    if (ready / _NAMES).exists():  # otherwise only its removal was cut short
+        names = json.loads((ready / _NAMES).read_text())
+        for stale in (each for each in _matching(path, _WEIGHTS) if each.name not in names):
+            stale.unlink()
+        for name in names:
+            source, target = ready / name, path / name
+            if source.is_dir() and target.is_dir():
+                shutil.rmtree(target)
+            if source.exists() and not (name == _CARD and target.exists()):
+                source.rename(target)
+    store.remove(ready)
 
 
 def _matching(path: Path, patterns: Iterable[str]) -> Iterable[Path]:

@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def write_checkpoint(output_dir: Path, content: CheckpointContent, mark: RunMark
     draft = _draft_of(final)
     try:
         draft.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(draft, ignore_errors=True)
+        remove(draft)
         wanted, free = content.tensor_bytes + _PLAIN_BYTES, shutil.disk_usage(output_dir).free
         if free < wanted:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -84,7 +85,8 @@ def write_checkpoint(output_dir: Path, content: CheckpointContent, mark: RunMark
         sync_all(draft)
         _replace(final, draft, mark)
     except BaseException as error:
-        shutil.rmtree(draft, ignore_errors=True)
+        with suppress(OSError):
+            remove(draft)
         if not isinstance(error, CANNOT_WRITE) or is_out_of_memory(error):
             raise
         raise SaveError(_why_not_saved(output_dir, final, content, error)) from None
@@ -105,9 +107,8 @@ def _replace(final: Path, draft: Path, mark: RunMark) -> None:
     """Puts a draft in its place; at every moment the old or the new one can be found (`run_folder` looks for both)."""
     replaced = final.with_name(f".{final.name}.old")
     if final.is_dir():
-        whose = _mark_of(final).run_id
-        ours = whose in (mark.run_id, _UNKNOWN.run_id, "")
-        final.rename(replaced if ours else make_aside(final.parent, whose) / final.name)
+        whose = owner_of(final)  # one that does not say so may be the user's
+        final.rename(replaced if whose == mark.run_id else make_aside(final.parent, whose) / final.name)
     elif final.exists():
         raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
     try:
@@ -117,17 +118,43 @@ def _replace(final: Path, draft: Path, mark: RunMark) -> None:
             replaced.rename(final)
         raise
     _sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):
+        if replaced.exists():
+            remove(replaced.rename(draft))  # a half deleted one no longer says whose it is
 
 
 def make_aside(output_dir: Path, run_id: str) -> Path:
-    """Makes a folder for what another run left in this one's."""
+    """Makes a folder for what another run, or the user, left in this one's.
+
+    Raises:
+        OSError: there can be none to which files are moved; it names `previous`.
+    """
     aside, count = output_dir / PREVIOUS / run_id, 1
     while aside.exists():
         count += 1
         aside = output_dir / PREVIOUS / f"{run_id}-{count}"
-    aside.mkdir(parents=True)
+    try:
+        aside.parent.mkdir(exist_ok=True)
+        if aside.parent.stat().st_dev != output_dir.stat().st_dev:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        aside.mkdir()
+    except OSError as error:
+        told = f"{output_dir / PREVIOUS}, which has to be a folder on the disk of {output_dir}: {error.strerror}"
+        raise OSError(error.errno, told) from error
     return aside
+
+
+def remove(path: Path) -> None:
+    """Deletes a folder or a file if it is there; of a link only itself."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def owner_of(folder: Path) -> str:
+    """Gives the id of the run that wrote a checkpoint; "unknown" where it does not say so."""
+    return _mark_of(folder).run_id or _UNKNOWN.run_id
 
 
 def _draft_of(final: Path) -> Path:
@@ -193,25 +220,35 @@ def find_checkpoint(output_dir: Path, wanted: bool | str | Path) -> Path | None:
         raise ConfigError(f"resume_from_checkpoint is {wanted!r}; it must be True, 'auto', or a checkpoint's folder.")
     if not isinstance(wanted, bool) and str(wanted).lower() not in ("true", "auto"):
         return _named(Path(wanted))
-    weights_only = ""
+    folder, why = newest_sound(output_dir)
+    if folder is not None or str(wanted).lower() == "auto":
+        return folder
+    instead = (
+        f"{why}. To begin anew, start without it and with overwrite_output_dir=True, which moves what is there into "
+        f"{PREVIOUS}/"
+        if why
+        else "Start without it, or set resume_from_checkpoint='auto', which starts anew where there is none"
+    )
+    where = f"{str(output_dir)!r} holds no sound folder '{PREFIX}N' of its run"
+    raise ConfigError(f"resume_from_checkpoint is True but {where}. {instead}.")
+
+
+def newest_sound(output_dir: Path) -> tuple[Path | None, str]:
+    """Gives the newest checkpoint that a run can resume from, or why the newest is none."""
+    why = ""
     for folder in reversed(own_checkpoints(output_dir)):
         try:
             manifest = read_manifest(folder)
             if holds_weights_only(folder, manifest):
-                weights_only = weights_only or f" {folder.name} holds weights only; a new run can take it as its model."
+                why = why or f"{folder.name} holds weights only; a new run can take it as its model"
                 continue
             check_files(folder, manifest)
         except DamagedCheckpointError as error:
             logger.warning("%s is damaged (%s); the checkpoint before it is used", folder, error)
+            why = why or f"{folder.name} is damaged ({error})"
         else:
-            return folder
-    if str(wanted).lower() == "auto":
-        return None
-    raise ConfigError(
-        f"resume_from_checkpoint is True but {str(output_dir)!r} holds no sound folder '{PREFIX}N' of its run. Start "
-        "without it, or set resume_from_checkpoint='auto', which starts anew where there is none."
-        f"{weights_only}"
-    )
+            return folder, ""
+    return None, why
 
 
 def _named(folder: Path) -> Path:
@@ -251,6 +288,11 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
     return output_dir / f"{PREFIX}{step}"
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Tells whether a folder is named as checkpoints are."""
+    return folder.name.startswith(PREFIX) and folder.name[len(PREFIX) :].isdigit()
+
+
 def checkpoints(output_dir: Path) -> list[Path]:
     """Lists the folders of complete checkpoints, the one written last at the end."""
     return [path for _, path in _marked(output_dir)]
@@ -261,8 +303,7 @@ def _marked(output_dir: Path) -> list[tuple[RunMark, Path]]:
 
     A run that resumes from an earlier step writes lower numbers later, so starts count before steps.
     """
-    found = [path for path in output_dir.glob(f"{PREFIX}*") if path.is_dir() and path.name[len(PREFIX) :].isdigit()]
-    marked = [(_mark_of(path), path) for path in found]
+    marked = [(_mark_of(path), path) for path in output_dir.glob(f"{PREFIX}*") if path.is_dir() and is_checkpoint(path)]
     return sorted(marked, key=lambda one: (one[0].start, int(one[1].name.removeprefix(PREFIX))))
 
 
@@ -300,6 +341,7 @@ def drop_old_checkpoints(output_dir: Path, mark: RunMark, limit: int | None, kee
         if path in kept:
             continue
         try:  # under a name that a resumed run cleans up, should this process be killed meanwhile
-            shutil.rmtree(path.rename(_draft_of(path)))
+            remove(path.rename(_draft_of(path)))
         except OSError as error:
-            logger.warning("%s cannot be deleted (%s); save_total_limit=%d is not kept", path, error.strerror, limit)
+            reason = error.strerror or error
+            logger.warning("%s cannot be deleted (%s); save_total_limit=%d is not kept", path, reason, limit)

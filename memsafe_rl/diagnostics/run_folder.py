@@ -37,13 +37,14 @@ def read_run(folder: Path) -> RunFolder:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"{str(folder)!r} {what}. Give the output_dir of a run, the folder with {METRICS_FILE}.")
-    steps, first = read_lines(folder / STEPS_FILE)
-    logs, second = read_lines(folder / METRICS_FILE)
-    events, third = read_lines(folder / MEMORY_FILE)
+    run = read_json(folder / RUN_FILE) or {}
+    run_id = str(run.get("run_id", ""))
+    steps, first = read_lines(folder / STEPS_FILE, run_id)
+    logs, second = read_lines(folder / METRICS_FILE, run_id)
+    events, third = read_lines(folder / MEMORY_FILE, run_id)
     steps = list({line["step"]: line for line in steps}.values())  # of a step done again, what came of it last
     # A run of an earlier version wrote no steps; its log has them, averaged over logging_steps.
     steps = [line for line in steps or logs if all(name in line for name in _PER_STEP)]
-    run = read_json(folder / RUN_FILE) or {}
     if not steps and not run and not events:
         raise ConfigError(
             f"{str(folder)!r} holds no run: neither {STEPS_FILE} nor {METRICS_FILE} has a training step. "

@@ -65,6 +65,16 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
+def run_id_of(run_dir: Path) -> str:
+    """Gives the id of the run whose folder this is; empty where `run.json` does not say."""
+    return str((read_json(run_dir / RUN_FILE) or {}).get("run_id", ""))
+
+
+def still_ours(run_dir: Path, run_id: str) -> bool:
+    """Tells whether a run's folder was not moved or deleted and its place taken by another run."""
+    return run_id_of(run_dir) in ("", run_id)
+
+
 @cache
 def versions() -> dict[str, str]:
     """Gives the versions of the libraries that a result may depend on."""

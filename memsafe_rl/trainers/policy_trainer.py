@@ -174,7 +174,8 @@ class PolicyTrainer:
         """Trains to the end, or from a checkpoint to the end.
 
         Args:
-            resume_from_checkpoint: True for the latest checkpoint of `output_dir`, or a checkpoint's folder.
+            resume_from_checkpoint: True for the latest checkpoint of `output_dir`, or a checkpoint's folder; False for
+                none; None for what the configuration says.
             trial: must be None; there is no hyperparameter search.
             ignore_keys_for_eval: without effect; evaluation returns no model outputs.
 
@@ -345,8 +346,10 @@ class PolicyTrainer:
     def save_state(self) -> None:
         """Writes `trainer_state.json` into the run's folder."""
         if self.is_world_process_zero():
-            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-            write_json(Path(self.args.output_dir) / "trainer_state.json", asdict(self.state))
+            path = Path(self.args.output_dir) / "trainer_state.json"
+            self._loop.files.check_ours(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, asdict(self.state))
             self._loop.files.note("trainer_state.json")
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
@@ -368,7 +371,9 @@ class PolicyTrainer:
             combined: also add them to `all_results.json`.
         """
         if self.is_world_process_zero():
-            save_metrics(Path(self.args.output_dir or "."), split, metrics, combined=combined)
+            folder = Path(self.args.output_dir or ".")
+            self._loop.files.check_ours(folder / f"{split}_results.json")
+            save_metrics(folder, split, metrics, combined=combined)
             self._loop.files.note(f"{split}_results.json", *(("all_results.json",) if combined else ()))
 
     def end(self) -> None:

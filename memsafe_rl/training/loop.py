@@ -120,7 +120,7 @@ class TrainingLoop:
         try:
             with self.stop.listening(), self._left_in_order():
                 self._begun = False
-                self.begin(resume or self.config.resume_from_checkpoint)
+                self.begin(self.config.resume_from_checkpoint if resume is None else resume)
                 first, self._begun = len(self.state.history), True
                 self._end_step()  # of the step after which an earlier start was saved or cut short
                 while not self.report.control.should_training_stop:
@@ -236,9 +236,10 @@ class TrainingLoop:
         if report.control.should_log:
             report.flush(self.state)
         if report.control.should_evaluate:
-            if self.eval_dataset is not None:
-                track_best(self.config, report, self.state, self.evaluate())
-            report.control.should_evaluate = False
+            with report.heard_whole():
+                if self.eval_dataset is not None:
+                    track_best(self.config, report, self.state, self.evaluate())
+                report.control.should_evaluate = False
         if report.control.should_save:
             report.control.should_save = False
             self.save_checkpoint(wait=report.control.should_training_stop)
@@ -353,10 +354,13 @@ class TrainingLoop:
         progress.train_batch_size = config.per_device_train_batch_size
         progress.compute_steps(config, max_steps)
         if checkpoint is not None and self.state.step >= max_steps and not self.report.owes(self.state):
-            raise ConfigError(
-                f"nothing is left to train: {checkpoint} is at step {self.state.step} of {max_steps}. Raise max_steps "
-                "or num_train_epochs, or start without resume_from_checkpoint."
-            )
+            told = f"nothing is left to train: {checkpoint} is at step {self.state.step} of {max_steps}"
+            ours = checkpoint.absolute().parent.resolve() == Path(config.output_dir).resolve()
+            if self.state.step > max_steps or not ours:
+                raise ConfigError(
+                    f"{told}. Raise max_steps or num_train_epochs, or start without resume_from_checkpoint."
+                )
+            logger.warning("%s; the run ends as it would have then", told)
         self._before_training(self)
         self.files.prepare(setup, self.checkpoints, max_steps)
         self.report.fire("on_train_begin", self.state)

@@ -20,9 +20,9 @@ from transformers import TrainerState
 
 from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
 from memsafe_rl.checkpoint.run_folder import RunFolder, claim, save_weights
-from memsafe_rl.checkpoint.store import checkpoint_folder, known_run
+from memsafe_rl.checkpoint.store import checkpoint_folder, is_checkpoint, known_run
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, RUN_FILE, STEPS_FILE, write_json
+from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, RUN_FILE, STEPS_FILE, still_ours, write_json
 from memsafe_rl.errors import ConfigError, SaveError
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.parallel.protocol import Parallel
@@ -92,11 +92,11 @@ class RunFiles:
         if checkpoint is None:
             return
         logger.warning("run %s resumes at step %d from %s", self.mark.run_id, step, checkpoint)
-        source, lineage = checkpoint.parent, read_manifest(checkpoint).mark.lineage
+        source, written = checkpoint.parent, read_manifest(checkpoint).mark
         if not goes_on:
-            for record in records_until(source / STEPS_FILE, lineage, step):
+            for record in records_until(source / STEPS_FILE, written.lineage, step, written.run_id):
                 state.history.append(record)
-        logged = list(records_until(source / METRICS_FILE, lineage, step))
+        logged = list(records_until(source / METRICS_FILE, written.lineage, step, written.run_id))
         if not state.progress.log_history:
             state.progress.log_history.extend(logged)
         for record in () if goes_on else logged:
@@ -146,14 +146,9 @@ class RunFiles:
         self, setup: TrainingSetup, checkpoints: Checkpoints, report: RunLog, state: RunState, *, beside: bool
     ) -> Future[None]:
         folder = checkpoint_folder(Path(setup.config.output_dir), state.step)
+        self.check_ours(folder)
         if not report.write(state, durable=True):
             raise SaveError(f"{folder} was not saved: the logs beside it cannot be written. Free space there.")
-        owner = known_run(folder.parent).get("run_id", self.mark.run_id)
-        if owner != self.mark.run_id:
-            raise SaveError(
-                f"{folder} was not saved: the folder now belongs to run {owner}, for that of this run "
-                f"({self.mark.run_id}) was moved away. Resume this run where its folder is now."
-            )
         if self._prepared is not None:
             wait_for([self._prepared])  # a failure to make memory ahead shows where it is needed
         content = setup.recovery.repeat(Stage.CHECKPOINT, checkpoints.content, state, report, copied=beside)
@@ -187,8 +182,25 @@ class RunFiles:
     def save_model(self, folder: Path, write: Callable[[Path], None], config: TrainerConfig) -> None:
         """Writes weights into a folder; see `save_weights`."""
         place, overwrite = folder.absolute(), bool(config.overwrite_output_dir)
+        if is_checkpoint(place) and place.parent.resolve() == Path(config.output_dir).resolve():
+            raise ConfigError(
+                f"save_model was given {str(folder)!r}, the place of a checkpoint of this run, which holds the weights "
+                "itself. Load them from there, or save to a folder of another name."
+            )
         save_weights(place, write, self.folder, replace=place in self._models, overwrite=overwrite)
         self._models.add(place)
+
+    def check_ours(self, what: Path) -> None:
+        """Refuses to write what does not belong into the folder of the run that took this one's place.
+
+        Raises:
+            SaveError: the folder is another run's by now.
+        """
+        if self.folder is not None and not still_ours(self.folder.path, self.mark.run_id):
+            raise SaveError(
+                f"{what} was not saved: the folder now belongs to run {known_run(self.folder.path).get('run_id')}, for "
+                f"that of this run ({self.mark.run_id}) was moved away. Resume this run where its folder is now."
+            )
 
     def note(self, *names: str) -> None:
         """Remembers which further files in the folder are the run's."""
@@ -200,6 +212,8 @@ class RunFiles:
         """Gives the stop file that lies in the folder, and takes it away, so that the run can be resumed."""
         if self.folder is None or not (self.folder.path / STOP_FILE).exists():
             return ""
+        if not still_ours(self.folder.path, self.mark.run_id):
+            return ""  # it asks another run to stop
         (self.folder.path / STOP_FILE).unlink(missing_ok=True)
         return f"{self.folder.path / STOP_FILE} was found"
 

@@ -16,6 +16,8 @@ from transformers import TrainerCallback
 from memsafe_rl.checkpoint.run_folder import claim
 from memsafe_rl.checkpoint.store import checkpoints
 from memsafe_rl.checkpoint.weights import read_weights
+from memsafe_rl.diagnostics.run_folder import read_run
+from memsafe_rl.diagnostics.status import write_json
 from memsafe_rl.errors import ConfigError, SaveError, TrainingInterrupted
 from memsafe_rl.records import read_lines
 from tests.checkpoint.test_file_system import Disk
@@ -84,7 +86,9 @@ class TestWeightsThatAreSaved:
             make_trainer(tmp_path).save_model()
         live.release()
 
-    @pytest.mark.parametrize("fault", [("fsync", "*model.safetensors"), ("rename", "*.weights.part")])
+    @pytest.mark.parametrize(
+        "fault", [("fsync", "*model.safetensors"), ("fsync", "*/.names"), ("rename", "*.weights.part")]
+    )
     def test_a_full_disk_leaves_the_old_ones(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: tuple[str, str]
     ) -> None:
@@ -117,6 +121,99 @@ class TestWeightsThatAreSaved:
         assert torch.equal(model_in(tmp_path), weights(trainer))
         assert not list(tmp_path.glob(".weights*"))
         assert not list(tmp_path.glob("model-*"))
+
+    def test_names_that_no_saver_gives_are_the_users(self, tmp_path: Path) -> None:
+        mine = ("model-best.safetensors", "model_old.safetensors", "pytorch_model_notes.bin", "docs.index.json")
+        trainer = make_trainer(tmp_path, overwrite_output_dir=True)
+        trainer.train()
+        for name in (*mine, "tokenizer_notes.txt", "monitor-mine.json"):
+            (tmp_path / name).write_text("mine")
+        trainer.save_model()
+        make_trainer(tmp_path, overwrite_output_dir=True).train()
+        for name in (*mine, "tokenizer_notes.txt", "monitor-mine.json"):
+            assert (tmp_path / name).read_text() == "mine"
+
+    def test_an_index_moves_aside_with_its_shards(self, tmp_path: Path) -> None:
+        shards = {"model-00001-of-00002.safetensors": "1", "model.safetensors.index.json": "{}"}
+        for name, content in shards.items():
+            (tmp_path / name).write_text(content)
+        make_trainer(tmp_path / "run").save_model(tmp_path)
+        aside = tmp_path / "previous" / "unknown"
+        assert {name: (aside / name).read_text() for name in shards} == shards
+        assert not any((tmp_path / name).exists() for name in shards)
+
+    @pytest.mark.parametrize("stops_at", ["model.safetensors", "config.json"])
+    def test_a_move_that_was_cut_short_overwrites_nothing_later(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_at: str
+    ) -> None:
+        final = tmp_path / "final"
+        make_trainer(tmp_path / "a").save_model(final)
+        before = (final / "model.safetensors").read_bytes()
+        other = make_trainer(tmp_path / "b", seed=3)
+        with torch.no_grad():
+            next(other.model.parameters()).add_(1)
+        disk = Disk(monkeypatch)
+        disk.fails("rename", f"{final}/{stops_at}")
+        with pytest.raises(SaveError):
+            other.save_model(final)
+        assert (final / ".moving.json").exists()
+        disk.heals()
+        other.save_model(final)
+        assert not (final / ".moving.json").exists()
+        assert torch.equal(model_in(final), weights(other))
+        assert (final / "previous" / "unknown" / "model.safetensors").read_bytes() == before
+
+    def test_what_a_move_finds_in_its_place_stays(self, tmp_path: Path) -> None:
+        aside = tmp_path / "previous" / "unknown"
+        aside.mkdir(parents=True)
+        (aside / "model.safetensors").write_text("moved")
+        (tmp_path / "model.safetensors").write_text("newer")
+        write_json(tmp_path / ".moving.json", {"to": "unknown", "names": ["model.safetensors"]})
+        make_trainer(tmp_path / "a").save_model(tmp_path)
+        assert (aside / "model.safetensors").read_text() == "moved"
+        assert (tmp_path / "previous" / "unknown-2" / "model.safetensors").read_text() == "newer"
+
+    def test_a_removal_that_was_cut_short_is_ended(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, **SAVING)
+        trainer.train()
+        trainer.save_model()
+        (tmp_path / ".weights.new").mkdir()  # its names went first
+        claim(tmp_path, True).release()
+        assert not (tmp_path / ".weights.new").exists()
+        assert torch.equal(model_in(tmp_path), weights(trainer))
+
+    def test_two_processes_save_in_turn(self, tmp_path: Path) -> None:
+        (tmp_path / "final").mkdir()
+        script = f"""
+import time
+from pathlib import Path
+from tests.trainers.helpers import make_trainer
+from memsafe_rl.checkpoint.run_folder import save_weights
+def write(folder):
+    print("writing", flush=True)
+    (folder / "model.safetensors").write_text("theirs")
+    time.sleep(3)
+save_weights(Path({str(tmp_path / "final")!r}), write, None, replace=False, overwrite=False)
+"""
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=os.environ) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"writing\n"
+            trainer = make_trainer(tmp_path / "run")
+            trainer.save_model(tmp_path / "final")
+            assert other.wait() == 0
+        assert (tmp_path / "final" / "previous" / "unknown" / "model.safetensors").read_text() == "theirs"
+        assert torch.equal(model_in(tmp_path / "final"), weights(trainer))
+
+    @pytest.mark.parametrize("beside", [False, True])
+    def test_a_checkpoint_of_the_run_is_refused_by_name(self, tmp_path: Path, beside: bool) -> None:
+        class Saves(TrainerCallback):
+            def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                with pytest.raises(ConfigError, match="checkpoint-1', the place of a checkpoint of this run"):
+                    trainer.save_model(tmp_path / "checkpoint-1")
+
+        trainer = make_trainer(tmp_path, callbacks=[Saves()], save_in_background=beside, **SAVING)
+        trainer.train()
+        assert claim(tmp_path, tmp_path / "checkpoint-1").checkpoint == tmp_path / "checkpoint-1"
 
 
 class TestMovingAside:
@@ -156,6 +253,47 @@ class TestMovingAside:
         assert {"train_results.json", "all_results.json", "trainer_state.json", "completions"} <= moved
         assert [path.name for path in (tmp_path / "completions").iterdir()] == ["chosen.txt"]
 
+    def test_a_folder_of_the_users_named_as_a_checkpoint_moves_aside(self, tmp_path: Path) -> None:
+        make_trainer(tmp_path, max_steps=1, **SAVING).train()
+        (tmp_path / "checkpoint-2").mkdir()
+        (tmp_path / "checkpoint-2" / "notes.txt").write_text("mine")
+        (tmp_path / ".checkpoint-1.old").mkdir()
+        (tmp_path / ".checkpoint-1.old" / "notes.txt").write_text("mine too")
+        make_trainer(tmp_path, **SAVING).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        aside = tmp_path / "previous"
+        assert (aside / "unknown" / "checkpoint-1" / "notes.txt").read_text() == "mine too"
+        assert (aside / "unknown-2" / "checkpoint-2" / "notes.txt").read_text() == "mine"
+        assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
+
+    @pytest.mark.parametrize("other_disk", [False, True])
+    def test_where_nothing_can_be_moved_the_place_is_named(self, tmp_path: Path, other_disk: bool) -> None:
+        make_trainer(tmp_path, **SAVING).train()
+        before = held(tmp_path)
+        if other_disk:
+            if not Path("/dev/shm").is_dir() or os.stat("/dev/shm").st_dev == tmp_path.stat().st_dev:
+                pytest.skip("there is no second file system")
+            (tmp_path / "previous").symlink_to("/dev/shm", target_is_directory=True)
+        else:
+            (tmp_path / "previous").write_text("mine")
+        with pytest.raises(
+            ConfigError, match=r"previous, which has to be a folder on the disk of .*: (File|Inval|Cross)"
+        ):
+            make_trainer(tmp_path, overwrite_output_dir=True).train()
+        (tmp_path / "previous").unlink()
+        assert held(tmp_path) == before
+
+    def test_of_a_link_only_the_link_is_deleted(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        make_trainer(tmp_path / "run", max_steps=1, **SAVING).train()
+        (tmp_path / "run" / "checkpoint-1").rename(tmp_path / "kept")
+        for link in ("checkpoint-1", ".checkpoint-5.part"):
+            (tmp_path / "run" / link).symlink_to(tmp_path / "kept")
+        before = held(tmp_path / "kept")
+        trainer = make_trainer(tmp_path / "run", save_total_limit=1, **SAVING)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+        assert "cannot be deleted" not in caplog.text
+        assert [path.name for path in (tmp_path / "run").glob("*checkpoint*")] == ["checkpoint-2"]
+        assert held(tmp_path / "kept") == before
+
 
 class TestWhereARunIs:
     """The folder is the one of the start, whatever happens around it."""
@@ -185,6 +323,64 @@ class TestWhereARunIs:
         assert [path.name for path in checkpoints(moved)] == ["checkpoint-1"]
         assert make_trainer(moved, max_steps=3).train(resume_from_checkpoint=True).global_step == 3
 
+    def test_another_run_took_its_place_after_it_was_deleted(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """What the first writes from then on stays out of the other's folder."""
+        run = tmp_path / "run"
+        settings = {**SAVING, "log_completions": True}
+        after: dict[str, bytes] = {}
+
+        def taken() -> None:
+            shutil.rmtree(run)
+            make_trainer(run, **settings).train()
+            (run / "stop").touch()
+            after.update(held(run))
+
+        first = make_trainer(
+            run, max_steps=4, log_completions=True, save_strategy="no", callbacks=[At("on_step_end", 2, taken)]
+        )
+        result = first.train()
+        for save in (first.save_state, lambda: first.save_metrics("train", result.metrics)):
+            with pytest.raises(SaveError, match=r"was not saved: the folder now belongs to run \w{8}, for that"):
+                save()
+        assert held(run) == after
+        assert "its folder was moved or deleted, and is another run's now" in caplog.text
+        assert [record["step"] for record in first.history] == [1, 2, 3, 4]
+        (run / "stop").unlink()
+        second = make_trainer(run, max_steps=3, **SAVING)
+        second.train(resume_from_checkpoint=True)
+        assert [record["step"] for record in second.history] == [1, 2, 3]
+
+    def test_weights_are_not_saved_where_another_run_trains_by_now(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+
+        def taken() -> None:
+            shutil.rmtree(run)
+            live = claim(run, None)
+            with pytest.raises(ConfigError, match="another run is training"):
+                first.save_model()
+            live.release()
+
+        first = make_trainer(
+            run, overwrite_output_dir=True, save_strategy="no", callbacks=[At("on_step_end", 2, taken)]
+        )
+        first.train()
+        assert not list(run.rglob("model.safetensors"))
+
+    def test_lines_of_another_run_are_not_read(self, tmp_path: Path) -> None:
+        make_trainer(tmp_path, **SAVING).train()
+        ours = run_id(tmp_path)
+        for name in ("steps.jsonl", "metrics.jsonl"):
+            text = (tmp_path / name).read_text()
+            (tmp_path / name).write_text(text + text.replace(ours, "another1"))
+        shown = read_run(tmp_path)
+        assert {line["run_id"] for line in (*shown.steps, *shown.logs)} == {ours}
+        resumed = make_trainer(tmp_path, max_steps=3, **SAVING)
+        resumed.train(resume_from_checkpoint=True)
+        assert [record["step"] for record in resumed.history] == [1, 2, 3]
+        assert [one["step"] for one in resumed.state.log_history if "loss" in one] == [1, 2, 3]
+
     def test_a_stop_file_from_before_the_start_is_removed(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -202,6 +398,28 @@ def test_what_was_logged_before_a_run_began_from_anothers_checkpoint_survives_tw
     last.train(resume_from_checkpoint=True)
     assert [one["step"] for one in last.state.log_history if "loss" in one] == [1, 2, 3, 4, 5]
     assert [line["step"] for line in read_lines(tmp_path / "b" / "metrics.jsonl")[0] if "loss" in line][:2] == [1, 2]
+
+
+def test_advice_where_all_checkpoints_are_damaged_leads_on(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=1, **SAVING).train()
+    with (tmp_path / "checkpoint-1" / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    for resume in (None, True, "auto"):
+        with pytest.raises(
+            ConfigError, match=r"checkpoint-1 is damaged \(.*model.safetensors.*overwrite_output_dir=True"
+        ):
+            make_trainer(tmp_path, max_steps=1).train(resume_from_checkpoint=resume)
+    anew = make_trainer(tmp_path, max_steps=1, overwrite_output_dir=True)
+    anew.train(resume_from_checkpoint="auto")
+    assert len(list((tmp_path / "previous").glob("*/checkpoint-1"))) == 1
+
+
+def test_no_resume_is_asked_for_whatever_the_configuration_says(tmp_path: Path) -> None:
+    make_trainer(tmp_path, **SAVING).train()
+    trainer = make_trainer(tmp_path, max_steps=3, resume_from_checkpoint="auto", overwrite_output_dir=True)
+    trainer.train(resume_from_checkpoint=False)
+    assert trainer.history[0]["step"] == 1
+    assert (tmp_path / "previous").is_dir()
 
 
 def test_advice_after_weights_alone_were_saved_leads_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from memsafe_rl.errors import TrainingInterrupted
 from memsafe_rl.records import read_lines
@@ -86,6 +87,73 @@ def test_the_end_of_an_epoch_after_the_last_save_is_not_lost(tmp_path: Path) -> 
     resumed = make_trainer(tmp_path / "run", **settings)
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed) == logged(whole)
+
+
+@pytest.mark.parametrize("event", ["on_evaluate", "on_epoch_end"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_best_and_the_patience_survive_a_signal_while_callbacks_hear(
+    tmp_path: Path, event: str, number: int
+) -> None:
+    settings: dict[str, Any] = {
+        **EVALUATING,
+        "metric_for_best_model": "reward",
+        "load_best_model_at_end": True,
+        "eval_strategy": "epoch" if event == "on_epoch_end" else "steps",
+        "save_strategy": "epoch" if event == "on_epoch_end" else "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "max_steps": 8,
+    }
+    whole, cut, resumed = (
+        make_trainer(tmp_path / folder, callbacks=[EarlyStoppingCallback(3, 100.0)], **settings)
+        for folder in ("whole", "run", "run")
+    )
+    whole.train()
+    cut.add_callback(At(event, 8 if event == "on_epoch_end" else number, terminate))  # after the patience has counted
+    with pytest.raises(TrainingInterrupted):
+        cut.train()
+    assert resumed.train(resume_from_checkpoint=True).global_step == whole.state.global_step
+    for name in ("best_metric", "best_global_step", "global_step"):
+        assert getattr(resumed.state, name) == getattr(whole.state, name), name
+    assert whole.state.best_metric is not None
+    evaluated = [one["step"] for one in logged(resumed) if "eval_reward" in one]
+    expected = [one["step"] for one in logged(whole) if "eval_reward" in one]
+    assert evaluated == expected if event == "on_epoch_end" else set(evaluated) == set(expected)
+
+
+def test_a_run_that_died_after_its_last_checkpoint_is_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {**EVALUATING, "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    ended: list[int] = []
+    whole = make_trainer(tmp_path, **settings)
+    whole.train()  # and dies before its script saves
+    for resume in (True, "auto", tmp_path / "checkpoint-4"):
+        again = make_trainer(tmp_path, callbacks=[At("on_train_end", 4, lambda: ended.append(4))], **settings)
+        assert again.train(resume_from_checkpoint=resume).global_step == 4
+        assert "nothing is left to train: " in caplog.text
+        again.save_model()
+        assert torch.equal(weights(again), weights(whole))
+        assert [record["step"] for record in again.history] == [1, 2, 3, 4]
+    assert ended == [4, 4, 4]
+
+
+def test_a_state_that_json_cannot_hold_is_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(TrainerCallback, ExportableState):
+        def __init__(self) -> None:
+            self.seen: Any = {1, 2}
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"seen": self.seen}}
+
+    odd, settings = Odd(), {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(tmp_path, callbacks=[odd], **settings).train()
+    assert "what Odd exports as its state is not saved, for JSON has no form for it" in caplog.text
+    again = Odd()
+    make_trainer(tmp_path, max_steps=3, callbacks=[again], **settings).train(resume_from_checkpoint=True)
+    assert again.seen == {1, 2}
+    again.seen = np.array([1, 2])
+    make_trainer(tmp_path, max_steps=4, callbacks=[again], **settings).train(resume_from_checkpoint=True)
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["Odd"]["attributes"] == {"seen": [1, 2]}
 
 
 def test_averages_of_half_a_window_are_resumed(tmp_path: Path) -> None:

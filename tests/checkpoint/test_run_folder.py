@@ -154,11 +154,12 @@ def test_rotation_never_takes_the_newest_of_a_run_that_went_back(tmp_path: Path)
 
 
 def test_zero_steps_of_training_are_refused(tmp_path: Path) -> None:
-    make_trainer(tmp_path, max_steps=2, **SAVING).train()
-    with pytest.raises(
-        ConfigError, match=r"nothing is left to train: .*checkpoint-2 is at step 2 of 2. Raise max_steps"
-    ):
-        make_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
+    make_trainer(tmp_path / "run", max_steps=2, **SAVING).train()
+    told = r"nothing is left to train: .*checkpoint-2 is at step 2 of {}. Raise max_steps"
+    with pytest.raises(ConfigError, match=told.format(1)):
+        make_trainer(tmp_path / "run", max_steps=1).train(resume_from_checkpoint=True)
+    with pytest.raises(ConfigError, match=told.format(2)):  # as a new run
+        make_trainer(tmp_path / "new", max_steps=2).train(tmp_path / "run" / "checkpoint-2")
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 
 from memsafe_rl.checkpoint.manifest import check_files, read_manifest
 from memsafe_rl.checkpoint.store import checkpoint_folder, checkpoints
-from memsafe_rl.errors import INTERRUPTED_CODE, ConfigError, DamagedCheckpointError
+from memsafe_rl.errors import INTERRUPTED_CODE, DamagedCheckpointError
 from memsafe_rl.records import read_lines
 from tests.parallel.test_ranks import free_port, set_up_rank
 from tests.trainers.helpers import make_trainer
@@ -132,11 +132,7 @@ def train(folder: str, scene: Scene, steps: int, blow: Blow | None, rank: int, p
     )
     if blow is not None and blow.call and blow.rank == rank:
         aim(blow)
-    try:
-        trainer.train()
-    except ConfigError as error:
-        if "nothing is left to train" not in str(error):
-            raise
+    trainer.train()
     watcher.send("done")
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import methodcaller
 from typing import Any
 
 from transformers import TrainerControl, TrainerState
@@ -67,9 +71,24 @@ class RunLog:
 
     def callback_states(self) -> dict[str, Any]:
         """Gives the states of callbacks that export one, by class as transformers stores them."""
-        exported = [callback for callback in self.callbacks.callbacks if isinstance(callback, ExportableState)]
+        exported = [callback for callback in self._exporting() if _is_plain(callback)]
         states: dict[str, Any] = TrainerState(stateful_callbacks=exported).stateful_callbacks
         return states
+
+    def _exporting(self) -> list[Any]:
+        return [callback for callback in self.callbacks.callbacks if isinstance(callback, ExportableState)]
+
+    @contextmanager
+    def heard_whole(self) -> Iterator[None]:
+        """Takes back what callbacks wished and counted in a block that is cut short, for they will hear it again."""
+        control, counted = copy.copy(self.control), [(each, dict(each.state())) for each in self._exporting()]
+        try:
+            yield
+        except BaseException:
+            self.control = control
+            for callback, state in counted:
+                vars(callback).update(state.get("attributes", {}))
+            raise
 
     def fire(self, event: str, state: RunState, *arguments: Any) -> None:
         """Calls an event of transformers' callbacks; they may change `control`."""
@@ -171,7 +190,8 @@ class RunLog:
     def tell(self, event: str, state: RunState) -> None:
         """Calls an event at a step's end, once, however often the step's end is gone on with."""
         if state.ending is not None and event not in state.ending.told:
-            self.fire(event, state)
+            with self.heard_whole():
+                self.fire(event, state)
             state.ending.told.append(event)
 
     def owes(self, state: RunState) -> bool:
@@ -195,6 +215,17 @@ class RunLog:
         if self._config.log_completions and self._parallel.is_main and self.table:
             self.notify("on_completions", state.step, self.table)
             self.table = ()
+
+
+def _is_plain(callback: Any) -> bool:
+    """Tells, with a warning where it is not, whether JSON gives back what a callback wants kept."""
+    try:
+        json.dumps(callback.state(), default=methodcaller("tolist"))
+    except (AttributeError, TypeError, ValueError) as error:
+        told = "what %s exports as its state is not saved, for JSON has no form for it (%s); a resume starts it anew"
+        logger.warning(told, type(callback).__name__, error)
+        return False
+    return True
 
 
 def _is_nan(value: Any) -> bool:
