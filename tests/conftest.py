@@ -15,6 +15,7 @@ import torch
 
 from memsafe_rl.config.validation import REGISTRIES
 from memsafe_rl.models.adapter import ADAPTERS
+from memsafe_rl.training.assembly import factory as _factory  # noqa: F401 - with which the library's own parts register themselves
 from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES
 
 torch.set_num_threads(1)

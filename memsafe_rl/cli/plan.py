@@ -366,7 +366,7 @@ def _table(wanted: Wish, forecast: MemoryForecast) -> Table:
     how = "" if wanted.sharding == "none" else f" under {wanted.sharding}"
     rank = "" if wanted.ranks == 1 else f", one of {wanted.ranks:,} ranks{how}"
     title = f"{wanted.run.fields.model} on a card of {card} (budget {budget}){rank}; GiB"
-    table = Table(title=title, title_justify="left")
+    table = Table(padding=0, title=title, title_justify="left")
     table.add_column("phase", no_wrap=True)
     shown = [part for part in _COMPONENTS if any(parts.get(part) for parts in forecast.phases.values())]
     for part in shown:

@@ -54,7 +54,8 @@ class MemoryForecast:
     @property
     def reserved_bytes(self) -> dict[Phase, int]:
         """int, bytes: most that PyTorch's allocator reserves in every phase, cached ones included; empty on a CPU."""
-        return {phase: highest.reserved for phase, highest in self.reserved.items()}
+        held = self.phase_bytes  # what the check at start holds is not in the model
+        return {phase: max(highest.reserved, held.get(phase, 0)) for phase, highest in self.reserved.items()}
 
     @property
     def reserved_peak_bytes(self) -> int | None:
