@@ -129,6 +129,7 @@ def make_aside(output_dir: Path, run_id: str) -> Path:
     Raises:
         OSError: there can be none to which files are moved; it names `previous`.
     """
+    run_id = Path(run_id).name or _UNKNOWN.run_id  # a user's run.json may say anything
     aside, count = output_dir / PREVIOUS / run_id, 1
     while aside.exists():
         count += 1

@@ -1,5 +1,6 @@
 """What is a run's own is written and moved whole; what is another's, or the user's, stays as it is."""
 
+import json
 import os
 import shutil
 import signal
@@ -264,6 +265,15 @@ class TestMovingAside:
         assert (aside / "unknown" / "checkpoint-1" / "notes.txt").read_text() == "mine too"
         assert (aside / "unknown-2" / "checkpoint-2" / "notes.txt").read_text() == "mine"
         assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
+
+    @pytest.mark.parametrize("name", ["../../escaped", ""])
+    def test_whatever_a_run_calls_itself_it_stays_in_the_folder(self, tmp_path: Path, name: str) -> None:
+        run = tmp_path / "a" / "run"
+        run.mkdir(parents=True)
+        (run / "run.json").write_text(json.dumps({"run_id": name, "mine": 1}))
+        claim(run, None).release()
+        assert json.loads((run / "previous" / (name[6:] or "unknown") / "run.json").read_text())["mine"] == 1
+        assert [path.name for path in (*tmp_path.iterdir(), *(tmp_path / "a").iterdir())] == ["a", "run"]
 
     @pytest.mark.parametrize("other_disk", [False, True])
     def test_where_nothing_can_be_moved_the_place_is_named(self, tmp_path: Path, other_disk: bool) -> None:
