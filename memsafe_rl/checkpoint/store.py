@@ -149,8 +149,8 @@ def remove(path: Path) -> None:
     """Deletes a folder or a file if it is there; of a link only itself."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    elif os.path.lexists(path):
+        path.unlink()
 
 
 def owner_of(folder: Path) -> str:
