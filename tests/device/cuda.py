@@ -123,6 +123,7 @@ def _memory(pretend: Pretend) -> dict[str, Any]:
         "memory_stats": lambda device=None: of(device).memory_stats(),
         "reset_peak_memory_stats": call("reset_peaks"),
         "reset_accumulated_memory_stats": call("reset_totals"),
+        "get_per_process_memory_fraction": lambda device=None: of(device).fraction,
         "set_per_process_memory_fraction": lambda fraction, device=None: of(device).set_fraction(fraction),
     }
 

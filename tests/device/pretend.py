@@ -48,7 +48,7 @@ class PretendDevice:
     """
 
     def __init__(self, library: Any, index: int) -> None:
-        self._library, self.index = library, index
+        self._library, self.index, self.fraction = library, index, 1.0
 
     def __getattr__(self, name: str) -> Any:
         """Gives a number: allocated, reserved, peak_allocated, peak_reserved, allocations, refusals, capacity."""
@@ -76,6 +76,7 @@ class PretendDevice:
     def set_fraction(self, fraction: float) -> None:
         """Limits reserved bytes to a fraction of the card, as `set_per_process_memory_fraction` does."""
         self._library.pretend_set_fraction(self.index, fraction)
+        self.fraction = fraction
 
     def fail_at(self, place: int) -> None:
         """Refuses the allocation with this place in the life of the device; `NEVER` takes it back."""

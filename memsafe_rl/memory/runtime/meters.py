@@ -76,7 +76,8 @@ class CudaMeter:
     is_exact = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        # PyTorch's own limit wants the number of a card.
+        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self._own_fraction: float | None = None
 
     def live_bytes(self) -> int:

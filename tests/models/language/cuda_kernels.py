@@ -33,7 +33,7 @@ def _seen(query: Tensor, key: Tensor, causal: bool, scale: float, bias: Tensor |
         scores = scores + bias
     if causal:
         assert query.shape[2] == key.shape[2], "kernels disagree on where a rectangle is causal"
-        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
     return scores
 
 
@@ -127,7 +127,7 @@ def efficient(
     assert scale is not None
     assert not (is_causal and attn_bias is not None)
     scores = _seen(query, key, is_causal, scale, attn_bias)
-    lse = torch.full((*query.shape[:2], _padded(query.shape[2])), torch.inf, dtype=_wide(query))
+    lse = torch.full((*query.shape[:2], _padded(query.shape[2])), torch.inf, dtype=_wide(query), device=query.device)
     lse[..., : query.shape[2]] = scores.logsumexp(-1)
     seed, offset = torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.int64)
     return _laid(scores.softmax(-1) @ value.double(), query), lse, seed, offset
@@ -228,3 +228,15 @@ def cuda_kernels() -> Iterator[list[str]]:
         yield ran
     finally:
         library._destroy()
+
+
+def give_to_cuda() -> torch.library.Library:
+    """Gives a pretend CUDA device these kernels, for as long as what is returned is held."""
+    library = torch.library.Library("aten", "IMPL")
+    for name, forward, backward in (
+        ("flash", flash, flash_backward),
+        ("efficient", efficient, efficient_backward),
+    ):
+        library.impl(f"_scaled_dot_product_{name}_attention", forward, "CUDA")
+        library.impl(f"_scaled_dot_product_{name}_attention_backward", backward, "CUDA")
+    return library
