@@ -19,6 +19,8 @@ from tests.trainers.helpers import PROMPTS, make_trainer, weights
 
 SAME = 1e-5
 """Of the weights' norm, after two steps of Adam with a high rate."""
+ROUNDED = 1e-3
+"""The same where keys are rounded to 8 bits, of which the last bit of a number decides."""
 NARROW = 2e-2
 """The same where products are in half precision."""
 
@@ -82,7 +84,7 @@ def test_a_feature_trains_as_on_the_cpu(name: str, tmp_path: Path, cuda: Pretend
     cuda.draw_from_host(True)
     there, here = run(tmp_path / "device", CASES[name], False), run(tmp_path / "cpu", CASES[name], True)
     assert there.isfinite().all()
-    assert relative(there, here) <= SAME
+    assert relative(there, here) <= (ROUNDED if name == "int8 cache" else SAME)
 
 
 @pytest.mark.parametrize("name", HALF)
