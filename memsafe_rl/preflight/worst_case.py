@@ -498,9 +498,10 @@ def _score(
     tile: int,
     **wanted: Any,
 ) -> None:
+    context = setup.row_by_row if wanted.get("with_entropy") else setup.autocast
     with setup.memory.phase(Phase.SCORE):
         for part in widest_slices(setup, trajectory, sets, setup.memory.rollout_plan.score_tokens):
-            attempt = collector.scorer.scoring(trajectory, part)
+            attempt = collector.scorer.attempt_in(Stage.SCORE, setup.adapter.work(trajectory, part), context)
             temperature = setup.config.temperature
             score_all(adapter, trajectory, part, temperature=temperature, attempt=attempt, tile=tile, **wanted)
 
