@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
-from memsafe_rl.diagnostics.status import still_ours
-
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
@@ -26,6 +24,8 @@ Record = dict[str, Any]
 RECENT = 100
 """Records kept in memory besides those not yet written."""
 
+RUN_FILE = "run.json"
+"""Which run a folder belongs to, its settings, device, forecast and versions, written when a run begins."""
 _STAMP = ("start", "redone", "run_id")
 """What a line says besides its record: which start of the run wrote it, and whether the step was recorded before."""
 RESERVED = (*_STAMP, "step", "epoch")
@@ -366,3 +366,22 @@ def _lines(descriptor: int, block: int = 1 << 20) -> Iterator[tuple[int, bytes]]
         for line in lines:
             yield offset, line
             offset += len(line) + 1
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Reads a file of one JSON object; None if it is missing or unreadable."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def run_id_of(run_dir: Path) -> str:
+    """Gives the id of the run whose folder this is; empty where `run.json` does not say."""
+    return str((read_json(run_dir / RUN_FILE) or {}).get("run_id", ""))
+
+
+def still_ours(run_dir: Path, run_id: str) -> bool:
+    """Tells whether a run's folder was not moved or deleted and its place taken by another run."""
+    return run_id_of(run_dir) in ("", run_id)

@@ -16,7 +16,7 @@ from rich.text import Text
 from transformers import TrainerCallback
 
 from memsafe_rl.diagnostics.run_figures import RunFigures
-from memsafe_rl.diagnostics.status import run_id_of, still_ours
+from memsafe_rl.records import run_id_of, still_ours
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)

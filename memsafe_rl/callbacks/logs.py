@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from memsafe_rl.diagnostics.status import RUN_FILE, read_json, versions, write_json
+from memsafe_rl.diagnostics.status import versions, write_json
 from memsafe_rl.memory.runtime.device_readings import device_facts
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.records import RUN_FILE, read_json
 
 logger = logging.getLogger(__name__)
 

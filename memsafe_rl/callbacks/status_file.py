@@ -18,9 +18,10 @@ import torch
 from transformers import TrainerCallback
 
 from memsafe_rl.diagnostics.run_figures import phase_peaks
-from memsafe_rl.diagnostics.status import enter_index, process_started, run_id_of, status_file, still_ours, write_json
+from memsafe_rl.diagnostics.status import enter_index, process_started, status_file, write_json
 from memsafe_rl.memory.runtime.device_readings import allocator_counters, device_facts, driver_free_bytes
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.records import run_id_of, still_ours
 
 logger = logging.getLogger(__name__)
 _ERROR_CHARACTERS = 4000

@@ -21,9 +21,10 @@ from filelock import BaseFileLock, FileLock, Timeout
 from memsafe_rl.checkpoint import store
 from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
 from memsafe_rl.checkpoint.store import PREFIX, PREVIOUS, checkpoints, find_checkpoint, known_run, make_aside, step_of
-from memsafe_rl.diagnostics.status import RUN_FILE, read_json, still_ours, write_json
+from memsafe_rl.diagnostics.status import write_json
 from memsafe_rl.errors import ConfigError, MemsafeError, SaveError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
+from memsafe_rl.records import RUN_FILE, read_json, still_ours
 
 logger = logging.getLogger(__name__)
 

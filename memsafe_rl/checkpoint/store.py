@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 
 from memsafe_rl.checkpoint.manifest import LOOP, Manifest, RunMark, check_files, read_manifest, write_manifest
 from memsafe_rl.checkpoint.trajectory_file import load_trajectory, save_trajectory
-from memsafe_rl.diagnostics.status import RUN_FILE, read_json
 from memsafe_rl.errors import ConfigError, DamagedCheckpointError, SaveError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
+from memsafe_rl.records import RUN_FILE, read_json
 from memsafe_rl.types import Trajectory
 from memsafe_rl.units import format_bytes
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, RUN_FILE, STATUS_FILE, STEPS_FILE, read_json
+from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, STATUS_FILE, STEPS_FILE
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.records import read_lines
+from memsafe_rl.records import RUN_FILE, read_json, read_lines
 
 _COMPLETIONS = "completions"
 _PER_STEP = ("loss", "memory/peak_bytes")

@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-RUN_FILE = "run.json"
-"""Settings, device, forecast and versions, written when a run begins."""
+from memsafe_rl.records import read_json
+
 METRICS_FILE = "metrics.jsonl"
 """What was logged, averaged over `logging_steps`, evaluations and totals included."""
 MEMORY_FILE = "memory.jsonl"
@@ -54,25 +54,6 @@ def plain_number(value: Any) -> Any:
     """Gives numbers of numpy and torch, one or many, as Python's own, for JSON."""
     plain = getattr(value, "tolist", None)
     return plain() if callable(plain) else str(value)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Reads a file of one JSON object; None if it is missing or unreadable."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def run_id_of(run_dir: Path) -> str:
-    """Gives the id of the run whose folder this is; empty where `run.json` does not say."""
-    return str((read_json(run_dir / RUN_FILE) or {}).get("run_id", ""))
-
-
-def still_ours(run_dir: Path, run_id: str) -> bool:
-    """Tells whether a run's folder was not moved or deleted and its place taken by another run."""
-    return run_id_of(run_dir) in ("", run_id)
 
 
 @cache

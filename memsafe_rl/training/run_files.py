@@ -22,11 +22,11 @@ from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
 from memsafe_rl.checkpoint.run_folder import RunFolder, claim, save_weights
 from memsafe_rl.checkpoint.store import checkpoint_folder, is_checkpoint, known_run
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, RUN_FILE, STEPS_FILE, still_ours, write_json
+from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, STEPS_FILE, write_json
 from memsafe_rl.errors import ConfigError, SaveError
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.parallel.protocol import Parallel
-from memsafe_rl.records import records_until
+from memsafe_rl.records import RUN_FILE, records_until, still_ours
 from memsafe_rl.training.checkpoints import Checkpoints
 from memsafe_rl.training.metrics.run_log import RunLog
 from memsafe_rl.training.setup import TrainingSetup

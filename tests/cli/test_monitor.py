@@ -25,12 +25,13 @@ from memsafe_rl.cli import app
 from memsafe_rl.cli import monitor as monitoring_module
 from memsafe_rl.cli.monitor import Liveness, Sighting, View, advice, as_json, band, look, render
 from memsafe_rl.diagnostics import status as status_module
-from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, read_json, runs_alive, write_json
+from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, runs_alive, write_json
 from memsafe_rl.memory.runtime import cards as cards_module
 from memsafe_rl.memory.runtime.cards import Card, CardProcess, CardsRead, read_cards
 from memsafe_rl.memory.runtime.meters import SimulatedMeter
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.records import read_json
 from memsafe_rl.types import Phase, UpdatePlan
 from memsafe_rl.units import format_bytes
 from tests.trainers.helpers import make_trainer
