@@ -22,7 +22,7 @@ from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.runtime.recovery import Recovery, capture_random_state, set_random_state
-from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.memory.simulated.device import SimulatedMemory, active_simulation
 from memsafe_rl.memory.simulated.workspaces import about_cuda
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy, prepare_policy
 from memsafe_rl.preflight.dry_run import DryRun, SharedState
@@ -288,6 +288,13 @@ def wants_forecast(args: Any, model: Any) -> bool:
     return bool(args.memory_forecast)
 
 
+def _speed_of(config: TrainerConfig) -> DeviceSpeed | None:
+    """Measures the run's device; not where it is simulated, for what is timed would count on it."""
+    if active_simulation() is not None:
+        return None
+    return measured_speed(config.device, config.autocast_dtype or torch.float32)
+
+
 def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast | None:
     """Forecasts a run that is about to load its weights; plans begin with what that tells.
 
@@ -309,7 +316,7 @@ def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast 
             critic=request.critic,
             eval_dataset=inputs.eval_dataset,
             reward_models=inputs.rewards.models,
-            speed=measured_speed(config.device, config.autocast_dtype or torch.float32),
+            speed=_speed_of(config),
         )
     except Exception as error:  # fake tensors do not run every network, and a run needs no forecast
         logger.warning("no forecast of this run's memory: %s: %s", type(error).__name__, str(error).split("\n")[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,15 @@ import pytest
 import torch
 from datasets import Dataset
 
-from memsafe_rl import FixedPolicy, GRPOConfig, RolloutPlan, UpdatePlan, forecast_memory
+from memsafe_rl import (
+    FixedPolicy,
+    GRPOConfig,
+    GRPOTrainer,
+    RolloutPlan,
+    SimulatedMemory,
+    UpdatePlan,
+    forecast_memory,
+)
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.preflight.speed import (
@@ -145,6 +154,24 @@ class TestStepSeconds:
         found = forecast(tmp_path, None)
         assert found.step_seconds is None
         assert "estimated time" not in found.facts()
+
+    @pytest.mark.parametrize("simulated", [True, False])
+    def test_a_run_measures_its_own_device_but_no_simulated_one(self, tmp_path: Path, simulated: bool) -> None:
+        tiny_model("qwen3", vocab_size=300, layers=2, hidden=64, positions=256).save_pretrained(tmp_path)
+        tiny_tokenizer().save_pretrained(tmp_path)
+        config = GRPOConfig(
+            str(tmp_path / "run"),
+            memory_forecast=True,
+            max_completion_length=24,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            max_steps=1,
+        )
+        with SimulatedMemory() if simulated else nullcontext():
+            trainer = GRPOTrainer(str(tmp_path), lambda completions, **_: [0.0] * len(completions), config, PROMPTS)
+        assert trainer.forecast is not None
+        assert (trainer.forecast.step_seconds is None) is simulated
 
     def test_bytes_are_those_without_it(self, tmp_path: Path) -> None:
         with_it, without = (forecast(tmp_path, speed) for speed in (SLOW, None))

@@ -76,9 +76,13 @@ class CudaMeter:
     is_exact = True
 
     def __init__(self, device: torch.device) -> None:
-        # PyTorch's own limit wants the number of a card.
-        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._device = device
         self._own_fraction: float | None = None
+
+    @property
+    def _card(self) -> torch.device:
+        """The device with its number, which PyTorch's own limit wants."""
+        return self._device if self._device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
     def live_bytes(self) -> int:
         """Bytes held now."""
@@ -123,15 +127,15 @@ class CudaMeter:
     def enforce(self, budget_bytes: int) -> None:
         """Has the allocator reserve no more than the budget until `release`; a lower limit set before stays."""
         if self._own_fraction is None:
-            self._own_fraction = torch.cuda.get_per_process_memory_fraction(self._device)
+            self._own_fraction = torch.cuda.get_per_process_memory_fraction(self._card)
         # PyTorch rounds fraction times total down; half a byte more keeps a budget of whole segments whole.
         fraction = (budget_bytes + 0.5) / self.total_bytes()
-        torch.cuda.set_per_process_memory_fraction(min(self._own_fraction, fraction), self._device)
+        torch.cuda.set_per_process_memory_fraction(min(self._own_fraction, fraction), self._card)
 
     def release(self) -> None:
         """Gives the allocator its own limit back."""
         if self._own_fraction is not None:
-            torch.cuda.set_per_process_memory_fraction(self._own_fraction, self._device)
+            torch.cuda.set_per_process_memory_fraction(self._own_fraction, self._card)
             self._own_fraction = None
 
 
