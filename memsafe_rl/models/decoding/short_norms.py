@@ -53,21 +53,20 @@ class _Short:
     """A norm's forward."""
 
     def __init__(self, norm: Any) -> None:
-        self._norm, self._own, self._eps = norm, norm.forward, norm.variance_epsilon
+        self._own, self._eps = norm.forward, norm.variance_epsilon
         self._signs_21 = torch.ones(2, 1, device=norm.weight.device)
         self._signs_21[1] = -1.0
-        wide = norm.weight.dtype == torch.float32
-        self._weights_2D = norm.weight.detach().expand(2, -1).contiguous() if wide else None
+        self._weights_2D = norm.weight.detach().expand(2, -1).contiguous()
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Norms (..., D), rounded where the network's own norm rounds."""
         # In half precision, rows that are read again must get the bits that they had.
-        if torch.is_autocast_enabled(hidden.device.type) or hidden.dtype is not torch.float32:
+        plain = hidden.dtype == self._weights_2D.dtype == torch.float32
+        if torch.is_autocast_enabled(hidden.device.type) or not plain:
             own: Tensor = self._own(hidden)
             return own
-        both = hidden.unsqueeze(-2) * self._signs_21  # float32 in any case
-        normed = layer_norm(both, both.shape[-2:], self._weights_2D, None, self._eps)[..., 0, :]
-        return normed if self._weights_2D is not None else normed.to(hidden.dtype) * self._norm.weight
+        both = hidden.unsqueeze(-2) * self._signs_21
+        return layer_norm(both, both.shape[-2:], self._weights_2D, None, self._eps)[..., 0, :]
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -65,9 +65,7 @@ class _Short:
 
 def _rotated(values: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     turned = values.roll(values.shape[-1] // 2, -1)
-    if values.dtype in (torch.float32, torch.float64):
-        return torch.addcmul(values * cos, turned, signed_sin)
-    return values * cos + turned * signed_sin
+    return torch.addcmul(values * cos, turned, signed_sin)
 
 
 @lru_cache
