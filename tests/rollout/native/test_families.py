@@ -149,11 +149,12 @@ class _Refusing:
     """Repeats spans that run out of memory, as a run does; most attempts have an allocation refused on their way."""
 
     def __init__(self, memory: SimulatedMemory) -> None:
-        self.memory, self.refused, self.rows = memory, 0, 8
+        self.memory, self.refused, self.rows, self.tried = memory, 0, 8, 0
 
     def __call__(self, unit: Any, undo: Any = None) -> Any:
         for attempt in count():
-            self.memory.fail_after(10**9 if attempt % 3 == 2 else 1 + (self.refused * 997) % 3001)
+            self.tried += 1  # moves on by every attempt: the chosen allocation may lie behind a span's last one
+            self.memory.fail_after(10**9 if attempt % 3 == 2 else 1 + (self.tried * 997) % 3001)
             try:
                 return unit(RolloutPlan(rows_in_flight=self.rows, prefill_tokens=20))
             except torch.OutOfMemoryError:
