@@ -145,12 +145,12 @@ def counted() -> Iterator[tuple[Operators, Traffic]]:
         The counts.
     """
     operators, traffic = Operators(), Traffic()
-    listen(traffic)
+    listen(traffic, traffic)
     try:
         with traffic, operators:
             yield operators, traffic
     finally:
-        stop_listening(traffic)
+        stop_listening(traffic, traffic)
 
 
 # ------------------------------------------------------------------ decoding
@@ -343,7 +343,8 @@ def update_operators(side: str, model: Any, rows: int) -> Record:
             parts = {"args": config, "train_dataset": data, "processing_class": filled_tokenizer(4096)}
             plans = FixedPolicy(RolloutPlan(), UpdatePlan(micro_batch_tokens=1 << 20))
             trainer = memsafe_rl.GRPOTrainer(model, _spread, memory_policy=plans, **parts)
-            listen(_InUpdates(operators))
+            updates = _InUpdates(operators)
+            listen(updates, updates)
         trainer.train()
     return {"operators": sum(operators.counts.values()), "by_name": dict(sorted(operators.counts.items()))}
 

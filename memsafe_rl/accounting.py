@@ -18,6 +18,7 @@ from memsafe_rl.types import Component, Phase
 Turn = TypeVar("Turn")
 
 _listeners: list[Listener] = []
+_counters: list[Counter] = []
 _turns: int | None = None
 """Turns of a loop that are worth running; None for all."""
 _UNHEARD: AbstractContextManager[None] = nullcontext()
@@ -27,17 +28,17 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class Listener(Protocol):
-    """Counts allocations under the marks in force.
-
-    A phase holds for the whole process, whatever thread allocates; component and host mark hold for the thread that
-    sets them.
-    """
+    """Follows the phases of a run; a phase holds for the whole process, whatever thread allocates."""
 
     def enter_phase(self, phase: Phase) -> None:
         """Attributes what is allocated from now on to a phase, until it is left; phases may be nested."""
 
     def leave_phase(self) -> None:
         """Goes back to the phase before the one entered last."""
+
+
+class Counter(Protocol):
+    """Counts allocations under the marks in force; they hold for the thread that sets them."""
 
     def mark_component(self, component: Component | None) -> Component | None:
         """Attributes what this thread allocates from now on to a component, and gives the mark before."""
@@ -55,30 +56,34 @@ class Listener(Protocol):
         """Whether a tensor is counted as host memory."""
 
 
-def listen(listener: Listener) -> None:
-    """Sends all marks from now on to a listener too."""
+def listen(listener: Listener, *counters: Counter) -> None:
+    """Sends all phases from now on to a listener too, and all marks to its counters."""
     _listeners.append(listener)
+    _counters.extend(counters)
 
 
-def stop_listening(listener: Listener) -> None:
-    """Sends no more marks to a listener."""
+def stop_listening(listener: Listener, *counters: Counter) -> None:
+    """Sends no more phases to a listener, and no more marks to its counters."""
     _listeners.remove(listener)
+    for counter in counters:
+        _counters.remove(counter)
 
 
 @contextmanager
 def among_ourselves() -> Iterator[None]:
     """Sends the marks made inside to those only who begin to listen inside."""
-    before = _listeners.copy()
+    before = _listeners.copy(), _counters.copy()
     _listeners.clear()
+    _counters.clear()
     try:
         yield
     finally:
-        _listeners[:] = before
+        _listeners[:], _counters[:] = before
 
 
 def listened_to() -> bool:
     """Whether anybody counts."""
-    return bool(_listeners)
+    return bool(_counters)
 
 
 def in_phase(phase: Phase) -> AbstractContextManager[None]:
@@ -88,7 +93,7 @@ def in_phase(phase: Phase) -> AbstractContextManager[None]:
 
 def charge(component: Component) -> AbstractContextManager[None]:
     """Attributes what this thread allocates inside to a component."""
-    return _charge(component) if _listeners else _UNHEARD
+    return _charge(component) if _counters else _UNHEARD
 
 
 def host_memory() -> AbstractContextManager[None]:
@@ -96,15 +101,15 @@ def host_memory() -> AbstractContextManager[None]:
 
     Only a simulated device needs to be told, for there both lie on the CPU.
     """
-    return _host_memory() if _listeners else _UNHEARD
+    return _host_memory() if _counters else _UNHEARD
 
 
 def claim(component: Component, tensors: Iterable[Tensor]) -> None:
     """Attributes existing tensors to a component, whatever they were made for."""
-    if _listeners:
+    if _counters:
         found = list(tensors)
-        for listener in _listeners:
-            listener.claim(component, found)
+        for counter in _counters:
+            counter.claim(component, found)
 
 
 def hold(component: Component, tensors: Iterable[Tensor]) -> None:
@@ -113,15 +118,15 @@ def hold(component: Component, tensors: Iterable[Tensor]) -> None:
     Weights mapped from a file, or made before anybody counted, were never allocated under the count; on a device they
     would have been.
     """
-    if _listeners:
+    if _counters:
         found = list(tensors)
-        for listener in _listeners:
-            listener.hold(component, found)
+        for counter in _counters:
+            counter.hold(component, found)
 
 
 def is_on_host(tensor: Tensor) -> bool:
     """Whether a tensor on the CPU stands for host memory of a simulated device."""
-    return bool(_listeners) and any(listener.is_on_host(tensor) for listener in _listeners)
+    return any(counter.is_on_host(tensor) for counter in _counters)
 
 
 def only_bytes_matter() -> AbstractContextManager[None]:
@@ -194,16 +199,16 @@ def _in_phase(phase: Phase) -> Iterator[None]:
 @contextmanager
 def _charge(component: Component) -> Iterator[None]:
     with ExitStack() as stack:
-        for listener in _listeners:
-            stack.callback(listener.mark_component, listener.mark_component(component))
+        for counter in _counters:
+            stack.callback(counter.mark_component, counter.mark_component(component))
         yield
 
 
 @contextmanager
 def _host_memory() -> Iterator[None]:
     with ExitStack() as stack:
-        for listener in _listeners:
-            stack.callback(listener.mark_host, listener.mark_host(True))
+        for counter in _counters:
+            stack.callback(counter.mark_host, counter.mark_host(True))
         yield
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memsafe_rl.memory.planning.search import Lossy
 from memsafe_rl.types import MemoryFailure, Phase
 
 SHORTEST_COMPLETION = 16
@@ -96,10 +95,10 @@ def _leaner_optimizer(config: Any, failure: MemoryFailure) -> Changes:
 
 
 LOSSY_REMEDIES: dict[str, Callable[[Any, MemoryFailure], Changes]] = {
-    Lossy.MAX_COMPLETION_LENGTH.value: _shorter_completions,
-    Lossy.NUM_GENERATIONS.value: _smaller_groups,
-    Lossy.NUM_ITERATIONS.value: _fewer_passes,
-    Lossy.CACHE_IMPLEMENTATION.value: _rounded_cache,
-    Lossy.OPTIM.value: _leaner_optimizer,
+    "max_completion_length": _shorter_completions,
+    "num_generations": _smaller_groups,
+    "num_iterations": _fewer_passes,
+    "cache_implementation": _rounded_cache,
+    "optim": _leaner_optimizer,
 }
 """Every remedy that `allow_lossy` may name, and the settings it would change now."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -44,14 +43,6 @@ class OneProcess:
 
     def fail(self, reason: str) -> None:
         """Informs nobody."""
-
-    def may_repeat(self, stage: str) -> bool:  # noqa: ARG002
-        """Allows every stage."""
-        return True
-
-    def whole(self) -> AbstractContextManager[None]:
-        """Holds the weights as they are."""
-        return nullcontext()
 
     def local_bytes(self, component: Component, size_bytes: int) -> int:
         """Divides the bytes by the ranks that share the component, rounded up."""

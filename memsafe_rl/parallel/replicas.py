@@ -17,7 +17,7 @@ import pickle
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +30,6 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.parallel.one_process import OneProcess
-from memsafe_rl.parallel.protocol import Parallel
 from memsafe_rl.types import Component
 
 logger = logging.getLogger(__name__)
@@ -133,14 +132,6 @@ class Replicas:
             for gradient in gradients:
                 distributed.all_reduce(gradient)
 
-    def may_repeat(self, stage: str) -> bool:  # noqa: ARG002
-        """Allows every stage: what may run again contains no collective."""
-        return True
-
-    def whole(self) -> AbstractContextManager[None]:
-        """Holds the weights as they are: every rank has all of them."""
-        return nullcontext()
-
     def local_bytes(self, component: Component, size_bytes: int) -> int:  # noqa: ARG002
         """Gives all bytes: every rank holds the whole model and its state."""
         return size_bytes
@@ -207,6 +198,10 @@ class Replicas:
             f"Rank {rank} ended the run: {reason}. This rank stopped with it, after the last step that all ranks "
             f"finished. See rank {rank}'s own error for the cause, and resume from the last checkpoint."
         )
+
+
+Parallel = OneProcess | Replicas
+"""The processes of a run: one, or replicas of one model; what knows of several stands in these two."""
 
 
 class _Pickler(pickle.Pickler):

@@ -99,5 +99,5 @@ class PPOTrainer(PolicyTrainer):
     @property
     def critic(self) -> Critic:
         """What foresees rewards."""
-        critic: Critic = self.setup.advantages.critic  # type: ignore[attr-defined]
+        critic: Critic = self.setup.advantages.critic  # type: ignore[union-attr]
         return critic

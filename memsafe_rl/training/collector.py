@@ -217,7 +217,7 @@ class Collector:
             list(keys.values()),
             setup.sampling,
             self.scorer.attempt(Stage.DRAW, self.work(prompts, group_size)),
-            setup.events.sampling,
+            setup.on_sampling,
         )
         setup.engine.release()
         return drawn
@@ -347,7 +347,7 @@ class Collector:
                 [[groups[place].key(self._config.seed, sample) for sample in own] for place, own in mine.items()],
                 settings,
                 self.scorer.attempt(Stage.DRAW, work),
-                setup.events.sampling,
+                setup.on_sampling,
                 begun=[[groups[place].completions[sample] for sample in own] for place, own in mine.items()],
             )
         found: list[dict[int, Completion]] = [{} for _ in groups]
@@ -399,7 +399,7 @@ class Collector:
         setup = self._setup
         with setup.memory.phase(answers.phase, compared=False):
             scores = answers.pending.result()
-            setup.events.rewarded(scores)
+            setup.on_rewards(scores)
             rewards = setup.parallel.gather(scores.rewards_BF.tolist())
             rewards_BF = setup.recovery.repeat(Stage.STORE, torch.tensor, rewards, dtype=torch.float32)
         extras = tuple(setup.parallel.gather(_by_row(scores.extras, answers.rows)))

@@ -91,7 +91,7 @@ class Episodes:
         """Draws one turn of every agent."""
         work = self._turn_work(prompts, keys, limits, self._setup.adapter.geometry)
         attempt = self._scorer.attempt(Stage.DRAW, work)
-        sampling, progress = self._setup.sampling, self._setup.events.sampling
+        sampling, progress = self._setup.sampling, self._setup.on_sampling
         return self._opened.generate(prompts, keys, sampling, attempt, progress, limits=limits)
 
     def draw_answers(

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from memsafe_rl.errors import MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.planning.policies import check_packing
 from memsafe_rl.memory.runtime.holdings import watch_gradients
 from memsafe_rl.memory.runtime.stages import Stage
-from memsafe_rl.training.algorithms.objectives import Controllers
+from memsafe_rl.training.algorithms.objectives import Controllers, with_objectives
 from memsafe_rl.training.gradient import StepGradient, StepTerms, accumulate_gradient, contributes, entropy_masks
 from memsafe_rl.training.metrics.step_metrics import (
     WeightSample,
@@ -38,6 +37,10 @@ from memsafe_rl.types import Component, Denominators, Phase, Trajectory, UpdateP
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+
+def _as_it_is(trajectory: Trajectory) -> Trajectory:
+    return trajectory
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ class Learner:
             values=self._setup.advantages.loss_term(),
         )
         betas = [control.beta for control in controllers.betas.values()]
-        return self._setup.combiner.fix(terms, trajectory, rows, betas)
+        return with_objectives(terms, trajectory, rows, betas)
 
     def _entropy_masks(self, trajectory: Trajectory, rows: Sequence[int]) -> Mapping[int, Tensor]:
         """Scores the entropies of a whole step, once and in fixed tiles, and marks its most uncertain actions.
@@ -180,13 +183,13 @@ class Learner:
 
     # ------------------------------------------------------------------ micro-batches
 
-    @property
-    def gradient(self) -> Callable[..., tuple[Rollout, StepGradient]]:
-        """Accumulates a step's gradient over micro-batches, ranks and objectives; moves no weight.
-
-        Made anew each time: kept, it would be a cycle that holds the optimizer's state until garbage is collected.
-        """
-        return partial(self._setup.combiner.accumulate, self._setup, self.accumulate)
+    def gradient(
+        self, rollout: Rollout, rows: Sequence[int], terms: StepTerms, *, step: int
+    ) -> tuple[Rollout, StepGradient]:
+        """Accumulates a step's gradient over micro-batches, ranks and objectives; moves no weight."""
+        if not terms.objectives:
+            return self.accumulate(rollout, rows, terms)
+        return self._setup.combiner.accumulate(self._setup, self.accumulate, rollout, rows, terms, step=step)
 
     def accumulate(
         self,
@@ -194,8 +197,8 @@ class Learner:
         rows: Sequence[int],
         terms: StepTerms,
         *,
-        view: Callable[[Trajectory], Trajectory],
-        gradients_aside: int,
+        view: Callable[[Trajectory], Trajectory] = _as_it_is,
+        gradients_aside: int = 0,
     ) -> tuple[Rollout, StepGradient]:
         """Accumulates a gradient over micro-batches, again from the start if memory runs out, then over ranks."""
         setup, committer = self._setup, self._setup.committed

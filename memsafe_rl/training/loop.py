@@ -98,7 +98,7 @@ class TrainingLoop:
         self.report = RunLog(setup.config, callbacks, setup.memory, setup.parallel)
         self._step_started = 0.0
         self._learning_rate = 0.0
-        self.use(replace(setup, events=self.report))
+        self.use(replace(setup, on_sampling=self.report.sampling, on_rewards=self.report.rewarded))
         self.state = RunState.at_start(setup.config, is_main=setup.parallel.is_main)
         self.files = RunFiles()
         self.stop = StopRequest()

@@ -25,7 +25,7 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, STEPS_FILE, write_json
 from memsafe_rl.errors import ConfigError, SaveError
 from memsafe_rl.memory.runtime.stages import Stage
-from memsafe_rl.parallel.protocol import Parallel
+from memsafe_rl.parallel.replicas import Parallel
 from memsafe_rl.records import RUN_FILE, records_until, still_ours
 from memsafe_rl.training.checkpoints import Checkpoints
 from memsafe_rl.training.metrics.run_log import RunLog

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from memsafe_rl.memory.runtime.recovery import Recovery
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.parallel.one_process import OneProcess
-from memsafe_rl.parallel.protocol import Parallel
+from memsafe_rl.parallel.replicas import Parallel
 from memsafe_rl.rewards.base import RewardRunner, RewardScores
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
@@ -38,40 +38,8 @@ DrawRollout = Callable[[list[Any]], Mapping[str, Any]]
 """A user's `rollout_func`, its trainer given already."""
 
 
-class StepEvents(Protocol):
-    """Who is told what happens inside a step."""
-
-    def sampling(self, ended: int, total: int) -> None:
-        """Tells how many of a rollout's completions have ended.
-
-        Args:
-            ended: completions that have ended.
-            total: completions of the rollout.
-        """
-
-    def rewarded(self, scores: RewardScores) -> None:
-        """Tells what reward functions logged, and their seconds.
-
-        Args:
-            scores: of one call of all reward functions.
-        """
-
-
-class Silent:
-    """Tells nobody."""
-
-    def sampling(self, ended: int, total: int) -> None:
-        """Does nothing."""
-
-    def rewarded(self, scores: RewardScores) -> None:
-        """Does nothing."""
-
-
-SILENT = Silent()
-
-
-def leave_room(plan: UpdatePlan) -> None:
-    """Takes nothing more from the device before an update."""
+def nothing(*_: Any) -> None:
+    """Does nothing where somebody could be told, or make room."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +104,8 @@ class TrainingSetup:
         environments: where episodes of several turns are played; None where a completion is one turn.
         draw_rollout: draws completions in place of the engine; None for the engine.
         committer: moves the weights; None before training begins.
-        events: told what happens inside the step.
+        on_sampling: told how many of a rollout's completions have ended, and of how many.
+        on_rewards: told what one call of all reward functions gave.
         make_room: takes what a plan wants elsewhere from the device before the gradient is accumulated.
     """
 
@@ -159,8 +128,9 @@ class TrainingSetup:
     environments: EnvironmentPool | None = None
     draw_rollout: DrawRollout | None = None
     committer: Committer | None = None
-    events: StepEvents = SILENT
-    make_room: Callable[[UpdatePlan], None] = leave_room
+    on_sampling: Callable[[int, int], None] = nothing
+    on_rewards: Callable[[RewardScores], None] = nothing
+    make_room: Callable[[UpdatePlan], None] = nothing
 
     @cached_property
     def settings(self) -> StepSettings:
@@ -254,6 +224,7 @@ class TrainingSetup:
             "memory_policy": policy,
             "recovery": Recovery(memory, policy),
             "parallel": OneProcess(),
-            "events": SILENT,
+            "on_sampling": nothing,
+            "on_rewards": nothing,
         }
         return replace(self, **(parts | other))

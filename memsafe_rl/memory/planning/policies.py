@@ -16,9 +16,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from memsafe_rl.errors import ConfigError
@@ -48,9 +47,6 @@ from memsafe_rl.memory.planning.search import (
 )
 from memsafe_rl.slices import packing_saves
 from memsafe_rl.types import MemoryFailure, MemoryState, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
-
-_PLACES = ("device", "host")
-_CACHE_DTYPES = (None, "int8")
 
 _GIB = 2**30
 
@@ -284,33 +280,14 @@ def _packs(wanted: bool | None, work: UpdateWork) -> bool:
 
 def check_rollout_plan(plan: RolloutPlan) -> None:
     """Refuses a rollout plan that cannot be carried out."""
-    _check_kind(plan, RolloutPlan)
-    for name in ("rows_in_flight", "prefill_tokens", "score_tokens", "reward_rows"):
-        _check_count(plan, name)
-    if plan.kv_bytes is not None:
-        _check_count(plan, "kv_bytes")
-    if plan.kept_kv_bytes != 0:
-        _check_count(plan, "kept_kv_bytes")
-    _check_switch(plan, "park_optimizer")
-    _check_predictions(plan)
-    if plan.cache_dtype not in _CACHE_DTYPES:
-        raise ConfigError(
-            f"RolloutPlan.cache_dtype is {plan.cache_dtype!r}; write one of {', '.join(map(repr, _CACHE_DTYPES))}."
-        )
+    _check_fields(plan, RolloutPlan, kv_bytes=None, kept_kv_bytes=0)
+    _check_choice(plan, "cache_dtype", (None, "int8"))
 
 
 def check_update_plan(plan: UpdatePlan) -> None:
     """Refuses an update plan that cannot be carried out."""
-    _check_kind(plan, UpdatePlan)
-    for name in ("micro_batch_tokens", "logprob_tile"):
-        _check_count(plan, name)
-    for name in ("checkpointing", "offload_activations", "pack_prompts", "park_optimizer"):
-        _check_switch(plan, name)
-    _check_predictions(plan)
-    if plan.trajectory_device not in _PLACES:
-        raise ConfigError(
-            f"UpdatePlan.trajectory_device is {plan.trajectory_device!r}; write one of {', '.join(map(repr, _PLACES))}."
-        )
+    _check_fields(plan, UpdatePlan)
+    _check_choice(plan, "trajectory_device", ("device", "host"))
 
 
 def check_packing(plan: UpdatePlan, work: UpdateWork) -> None:
@@ -323,23 +300,28 @@ def check_packing(plan: UpdatePlan, work: UpdateWork) -> None:
         )
 
 
-def _check_kind(plan: Any, kind: type) -> None:
+def _check_fields(plan: RolloutPlan | UpdatePlan, kind: type[RolloutPlan | UpdatePlan], **may_be: Any) -> None:
+    """Refuses what is no plan of a kind, and counts, switches and predictions that cannot be meant."""
     if not isinstance(plan, kind):
         raise ConfigError(f"The memory policy answered {plan!r} where it must give a {kind.__name__}.")
+    for entry in fields(plan):
+        name, value, where = entry.name, getattr(plan, entry.name), f"{type(plan).__name__}.{entry.name}"
+        if entry.type == "bool" and not isinstance(value, bool):
+            raise ConfigError(f"{where} is {value!r}; write True or False.")
+        if not str(entry.type).startswith("int") or (name in may_be and value == may_be[name]):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{where} is {value!r}; it must be a whole number, without quotes.")
+        if value < 1:
+            raise ConfigError(f"{where} is {value}; it must be at least 1.")
+    _check_predictions(plan)
 
 
-def _check_count(plan: RolloutPlan | UpdatePlan, name: str) -> None:
+def _check_choice(plan: RolloutPlan | UpdatePlan, name: str, choices: Sequence[str | None]) -> None:
     value = getattr(plan, name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{type(plan).__name__}.{name} is {value!r}; it must be a whole number, without quotes.")
-    if value < 1:
-        raise ConfigError(f"{type(plan).__name__}.{name} is {value}; it must be at least 1.")
-
-
-def _check_switch(plan: RolloutPlan | UpdatePlan, name: str) -> None:
-    value = getattr(plan, name)
-    if not isinstance(value, bool):
-        raise ConfigError(f"{type(plan).__name__}.{name} is {value!r}; write True or False.")
+    if value not in choices:
+        written = ", ".join(map(repr, choices))
+        raise ConfigError(f"{type(plan).__name__}.{name} is {value!r}; write one of {written}.")
 
 
 def _check_predictions(plan: RolloutPlan | UpdatePlan) -> None:
@@ -356,13 +338,11 @@ def _check_predictions(plan: RolloutPlan | UpdatePlan) -> None:
 # ------------------------------------------------------------------ presets
 
 
-def _for_cards_of(gib: int) -> MemoryPolicy:
-    return WithinBudget(AdaptivePolicy(), int(AUTO_SHARE * gib * _GIB))
-
-
-PRESETS: Mapping[str, MemoryPolicy] = MappingProxyType(
-    {"24GB+": AdaptivePolicy(), "12-24GB": _for_cards_of(12), "8-12GB": _for_cards_of(8), "under-8GB": _for_cards_of(6)}
-)
+_GIB_OF = {"12-24GB": 12, "8-12GB": 8, "under-8GB": 6}
+PRESETS: Mapping[str, MemoryPolicy] = {
+    "24GB+": AdaptivePolicy(),
+    **{name: WithinBudget(AdaptivePolicy(), int(AUTO_SHARE * gib * _GIB)) for name, gib in _GIB_OF.items()},
+}
 """Policies by kind of card, the same plans on each of a kind; the largest takes what there is. Group size, epochs,
 lengths and effective batch are not theirs to change. A smaller budget of the run still counts, as on a card of 4 GB."""
 

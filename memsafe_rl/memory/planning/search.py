@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -72,12 +71,13 @@ class Fallback:
         return self.step is not None
 
 
-def _checkpoint(plan: UpdatePlan, work: Work) -> UpdatePlan | None:  # noqa: ARG001
-    return None if plan.checkpointing else replace(plan, checkpointing=True)
+def _set(name: str, value: Any) -> Step:
+    """Gives the step that sets a field, from which none leads further down."""
 
+    def step(plan: Any, work: Work) -> Any:  # noqa: ARG001
+        return None if getattr(plan, name) == value else replace(plan, **{name: value})
 
-def _offload(plan: UpdatePlan, work: Work) -> UpdatePlan | None:  # noqa: ARG001
-    return None if plan.offload_activations else replace(plan, offload_activations=True)
+    return step
 
 
 def _smaller_tile(plan: UpdatePlan, work: Work) -> UpdatePlan | None:
@@ -100,27 +100,17 @@ def _smaller_micro_batch(plan: UpdatePlan, work: Work, share: float = 0.5) -> Up
     return replace(plan, micro_batch_tokens=max(least, int(share * tokens))) if tokens > least else None
 
 
-def _trajectory_to_host(plan: UpdatePlan, work: Work) -> UpdatePlan | None:  # noqa: ARG001
-    return None if plan.trajectory_device == "host" else replace(plan, trajectory_device="host")
-
-
-def _park(plan: Plan, work: Work) -> Plan | None:  # noqa: ARG001
-    return None if plan.park_optimizer else replace(plan, park_optimizer=True)
-
-
 def _smaller_waves(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
     rows = wave_rows(work, plan)[0] if isinstance(work, RolloutWork) else plan.rows_in_flight
     return replace(plan, rows_in_flight=rows // 2) if rows > 1 else None
 
 
-def _keep_none(plan: RolloutPlan, work: Work) -> RolloutPlan | None:  # noqa: ARG001
-    return replace(plan, kept_kv_bytes=0) if plan.kept_kv_bytes else None
-
-
 def _keep_half(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
-    if not plan.kept_kv_bytes or not isinstance(work, RolloutWork):
-        return _keep_none(plan, work)
+    if not plan.kept_kv_bytes:
+        return None
     alone = replace(plan, kept_kv_bytes=0)
+    if not isinstance(work, RolloutWork):
+        return alone
     half = kept_bytes(work, plan) // 2
     # Less than the rows in flight hold by themselves would keep next to nothing.
     return replace(plan, kept_kv_bytes=half) if half > rollout_parts(work, alone)[Component.KV_CACHE] else alone
@@ -161,7 +151,7 @@ PARK = Fallback(
     "park_optimizer",
     "the optimizer state waits in host memory outside the commit: saves all of it, costs two transfers a step; bitwise",
     EVERYWHERE,
-    _park,
+    _set("park_optimizer", True),
 )
 
 UPDATE_RUNGS: tuple[Fallback, ...] = (
@@ -169,13 +159,13 @@ UPDATE_RUNGS: tuple[Fallback, ...] = (
         "checkpointing",
         "each block runs again in the backward pass: saves its activations, costs a third; bitwise",
         frozenset({Phase.UPDATE}),
-        _checkpoint,
+        _set("checkpointing", True),
     ),
     Fallback(
         "offload_activations",
         "saved activations wait in host memory: saves nearly all of them, costs transfers; bitwise",
         frozenset({Phase.UPDATE}),
-        _offload,
+        _set("offload_activations", True),
     ),
     Fallback(
         "logprob_tile",
@@ -193,7 +183,7 @@ UPDATE_RUNGS: tuple[Fallback, ...] = (
         "trajectory_device",
         "the rollout waits in host memory: saves its few bytes a token; bitwise",
         frozenset({Phase.UPDATE}),
-        _trajectory_to_host,
+        _set("trajectory_device", "host"),
     ),
     PARK,
 )
@@ -205,7 +195,7 @@ ROLLOUT_RUNGS: tuple[Fallback, ...] = (
         "caches of episodes are dropped between turns: saves those of all rows but the ones in flight, costs reading "
         "each turn's context again; same tokens",
         SAMPLING,
-        _keep_none,
+        _set("kept_kv_bytes", 0),
     ),
     Fallback(
         "rows_in_flight",
@@ -248,38 +238,28 @@ FINE_STEPS: Mapping[str, Fallback] = {
 overshoots. After a failure, when nobody knows how far the estimate is off, halving finds a fit sooner."""
 
 
-class Lossy(StrEnum):
-    """Names of the remedies that change the task, each that of the setting it lowers."""
-
-    MAX_COMPLETION_LENGTH = "max_completion_length"
-    CACHE_IMPLEMENTATION = "cache_implementation"
-    NUM_ITERATIONS = "num_iterations"
-    NUM_GENERATIONS = "num_generations"
-    OPTIM = "optim"
-
-
 LOSSY_RUNGS: tuple[Fallback, ...] = (
     Fallback(
-        Lossy.MAX_COMPLETION_LENGTH.value,
+        "max_completion_length",
         "completions are cut earlier: saves cache and activations in proportion, and changes which answers can be "
         "given at all",
     ),
     Fallback(
-        Lossy.NUM_ITERATIONS.value,
+        "num_iterations",
         "the rollout is learnt from fewer times: saves the old log-probs and their scoring pass, and learns less from "
         "each rollout",
     ),
     Fallback(
-        Lossy.NUM_GENERATIONS.value,
+        "num_generations",
         "fewer samples a prompt: saves cache and trajectory, and makes advantages noisier; at two they are all ±0.707",
     ),
     Fallback(
-        Lossy.CACHE_IMPLEMENTATION.value,
+        "cache_implementation",
         "rollouts keep keys and values in 8 bits: saves up to three quarters of the cache, and draws from a "
         "distribution a little beside the model's, which importance weights correct",
     ),
     Fallback(
-        Lossy.OPTIM.value,
+        "optim",
         "the optimizer keeps its state in 8 bits: saves three quarters of it, and rounds every update",
     ),
 )

@@ -19,12 +19,6 @@ def prepare_device(device: torch.device) -> None:
 
     Call it before weights are loaded: cuBLAS takes tens of MiB outside of PyTorch for each thread that multiplies, and
     autograd runs backward on a device in a thread of its own. Does nothing on a CPU.
-
-    Args:
-        device: of the run.
-
-    Raises:
-        torch.OutOfMemoryError: there is no room for a handle.
     """
     if device.type == "cpu":
         return

@@ -24,13 +24,9 @@ class Headroom(StrEnum):
 
 _MEANINGS = {
     Headroom.SAFE: "there is room",
-    Headroom.EDGE: "little room is left",
-    Headroom.DANGER: "a longer batch may not fit, and its first attempt would be lost",
-}
-_REMEDIES = {
-    Headroom.SAFE: "",
-    Headroom.EDGE: "; nothing needs to be done",
-    Headroom.DANGER: "; lower max_completion_length or raise memory_budget if failures follow",
+    Headroom.EDGE: "little room is left; nothing needs to be done",
+    Headroom.DANGER: "a longer batch may not fit, and its first attempt would be lost; lower max_completion_length or "
+    "raise memory_budget if failures follow",
 }
 
 
@@ -42,10 +38,7 @@ def headroom_of(peak_bytes: int, budget_bytes: int) -> Headroom:
 
 
 class HeadroomWatch:
-    """Gives an event when the band changes or the allocator retried, and none otherwise.
-
-    A run starts out safe, so that a run which stays safe says nothing.
-    """
+    """Gives an event when the band, at first safe, changes or the allocator retried, and none otherwise."""
 
     def __init__(self) -> None:
         self._band = Headroom.SAFE
@@ -71,7 +64,7 @@ def _band_event(step: int, band: Headroom, peak_bytes: int, budget_bytes: int) -
     share = peak_bytes / budget_bytes
     sentence = (
         f"The peak of {format_bytes(peak_bytes)} is {share:.1%} of the budget of {format_bytes(budget_bytes)}: "
-        f"{_MEANINGS[band]}{_REMEDIES[band]}."
+        f"{_MEANINGS[band]}."
     )
     return {
         "event": "band",

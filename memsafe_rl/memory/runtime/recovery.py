@@ -92,12 +92,9 @@ def under(plan: Plan) -> Attempt[Plan]:
 class Recovery:
     """Catches out-of-memory errors, clears away what failed, and runs it again as `stages.RETRIES` allows."""
 
-    def __init__(
-        self, tracker: MemoryTracker, policy: MemoryPolicy, may_repeat: Callable[[str], bool] = lambda _: True
-    ) -> None:
+    def __init__(self, tracker: MemoryTracker, policy: MemoryPolicy) -> None:
         self.tracker = tracker
         self.policy = policy
-        self.may_repeat = may_repeat
 
     def attempts(
         self, stage: Stage, plan: Plan, work: Work, around: Callable[[Plan], AbstractContextManager[object]] = alone
@@ -197,8 +194,6 @@ class Attempts(Generic[Plan]):
             _clear(start, undo)  # only here, where the error has died together with the frames it held
             tries += 1
             self._recovery.record_failure(failed, start.live_bytes, tries, time.perf_counter() - began)
-            if not self._recovery.may_repeat(self._stage):
-                raise self.verdict(failed)
             if tries < (UNPLANNED_TRIES if self.plan is None else SAME_PLAN_TRIES):
                 self._tracker.record("retry", phase=self._tracker.phase_now, tries=tries)
                 continue

@@ -53,7 +53,7 @@ class MemoryTracker:
         self._parts: dict[str, Mapping[Component, int]] = {}
         self._device = device
         self._peak_bytes = 0
-        self._plans: dict[type, RolloutPlan | UpdatePlan] = {}
+        self._plans: dict[type, Any] = {}
         self._planned_at: dict[type, int] = {}
         self._corrections: dict[str, float] = {}
         self._stranded: dict[str, int] = {}
@@ -69,16 +69,12 @@ class MemoryTracker:
         fork = copy.copy(self)
         fork.events, fork.phase_peaks, fork.phase_seconds = RecordLog(), {}, {}
         fork.reserved_peaks, fork._stranded = {}, dict(self._stranded)
-        fork._plans, fork._planned_at, fork._corrections = (
-            dict(self._plans),
-            dict(self._planned_at),
-            dict(self._corrections),
-        )
+        fork._plans, fork._planned_at = dict(self._plans), dict(self._planned_at)
+        fork._corrections = dict(self._corrections)
         return fork
 
     def state(self) -> MemoryState:
         """Gives a policy's view of the device and of this run's past."""
-        rollout, update = self._plans.get(RolloutPlan), self._plans.get(UpdatePlan)
         optimizer_bytes, parked_bytes = self._optimizer_bytes()
         return MemoryState(
             device=self._device,
@@ -87,8 +83,8 @@ class MemoryTracker:
             peak_bytes=max(self._peak_bytes, self.meter.peak_bytes()),
             step=self.step,
             corrections=dict(self._corrections),
-            last_rollout_plan=rollout if isinstance(rollout, RolloutPlan) else None,
-            last_update_plan=update if isinstance(update, UpdatePlan) else None,
+            last_rollout_plan=self._plans.get(RolloutPlan),
+            last_update_plan=self._plans.get(UpdatePlan),
             failures=self._failures,
             optimizer_bytes=optimizer_bytes,
             parked_bytes=parked_bytes,
@@ -113,14 +109,14 @@ class MemoryTracker:
     @property
     def rollout_plan(self) -> RolloutPlan:
         """The plan of the last rollout; the defaults before the first."""
-        plan = self._plans.get(RolloutPlan)
-        return plan if isinstance(plan, RolloutPlan) else RolloutPlan()
+        plan: RolloutPlan = self._plans.get(RolloutPlan, RolloutPlan())
+        return plan
 
     @property
     def update_plan(self) -> UpdatePlan:
         """The plan of the last optimizer step; the defaults before the first."""
-        plan = self._plans.get(UpdatePlan)
-        return plan if isinstance(plan, UpdatePlan) else UpdatePlan()
+        plan: UpdatePlan = self._plans.get(UpdatePlan, UpdatePlan())
+        return plan
 
     @contextmanager
     def phase(self, phase: Phase, *, compared: bool = True) -> Iterator[None]:
@@ -190,10 +186,7 @@ class MemoryTracker:
         self._failures = (*self._failures, replace(failure, work=None))
 
     def drain(self) -> dict[str, float]:
-        """Gives peak bytes and seconds of every phase since the last call, under `memory/*` and `time/*`.
-
-        Who held the bytes at those peaks is in `step_parts` until the next call.
-        """
+        """Gives peak bytes and seconds of every phase since the last call; who held them then is in `step_parts`."""
         self.step_parts = self._divide_peaks()
         metrics = {f"memory/{name}_peak_bytes": float(peak) for name, peak in self.phase_peaks.items()}
         metrics |= {f"time/{name}_seconds": seconds for name, seconds in self.phase_seconds.items()}
@@ -281,8 +274,7 @@ class MemoryTracker:
         )
 
     def _plan_of(self, phase: Phase) -> RolloutPlan | UpdatePlan | None:
-        kind = UpdatePlan if phase is Phase.UPDATE else RolloutPlan
-        return self._plans.get(kind)
+        return self._plans.get(UpdatePlan if phase is Phase.UPDATE else RolloutPlan)
 
     def _correct(self, phase: Phase, plan: RolloutPlan | UpdatePlan, measured_bytes: int) -> None:
         """Compares what a phase needed with what its plan predicted; rises at once and fades slowly."""

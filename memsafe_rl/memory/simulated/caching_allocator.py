@@ -52,17 +52,7 @@ class AllocatorSettings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> AllocatorSettings:
-        """Reads the allocator's settings from the variable that PyTorch would read.
-
-        Args:
-            environment: variables of the process, such as `os.environ`.
-
-        Returns:
-            The settings; PyTorch's defaults where nothing is set.
-
-        Raises:
-            ConfigError: a size is no number, or a switch neither True nor False.
-        """
+        """Reads the allocator's settings from the variable that PyTorch would read, its defaults where it is unset."""
         names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
         variable = next((name for name in names if name in environment), None)
         if variable is None:
@@ -137,13 +127,7 @@ class Reserved:
 
 
 class CachingAllocator:
-    """Counts what PyTorch's allocator would reserve on a CUDA device for the blocks it is asked for.
-
-    Args:
-        settings: the allocator's settings.
-        limit_bytes: int, bytes that may be reserved, as `torch.cuda.set_per_process_memory_fraction` sets it; None for
-            no limit.
-    """
+    """Counts what PyTorch's allocator would reserve on a CUDA device, up to a limit, for the blocks it is asked for."""
 
     def __init__(self, settings: AllocatorSettings | None = None, limit_bytes: int | None = None) -> None:
         self.settings = settings or AllocatorSettings()
@@ -169,17 +153,7 @@ class CachingAllocator:
         return before
 
     def allocate(self, size: int) -> Block:
-        """Hands out a block.
-
-        Args:
-            size: int, bytes, at least 1.
-
-        Returns:
-            The block; it may be larger than asked.
-
-        Raises:
-            torch.OutOfMemoryError: the limit would be passed even after all that is free has gone back.
-        """
+        """Hands out a block of at least so many bytes; refuses where the limit binds after all free ones went back."""
         rounded = -(-size // _UNIT) * _UNIT
         pool = self._small if rounded <= _MOST_SMALL else self._large
         block = self._find(pool, rounded) or self._new(pool, rounded)

@@ -158,14 +158,16 @@ class CountingAllocator:
         _apply_limits(self._opened())
 
     def mark_component(self, component: Component | None) -> Component | None:
-        """Says what this thread allocates for from now on."""
+        """Says what this thread allocates for from now on; a mark may outlive the count."""
+        if self._library is None:
+            return None
         number = _UNMARKED if component is None else _NUMBERS[component]
-        before = self._opened().memsafe_mark_component(number)
+        before = self._library.memsafe_mark_component(number)
         return None if before == _UNMARKED else _COMPONENTS[before]
 
     def mark_host(self, on_host: bool) -> bool:
         """Says whether what this thread allocates from now on stands for host memory, which is counted apart."""
-        return bool(self._opened().memsafe_mark_host(on_host))
+        return self._library is not None and bool(self._library.memsafe_mark_host(on_host))
 
     def set_unmarked(self, component: Component) -> Component:
         """Says what is allocated for where a thread has no mark."""

@@ -146,21 +146,11 @@ class SimulatedMemory:
         return self._timeline[-1] if self._timeline else None
 
     def live_by_component(self) -> dict[Component, int]:
-        """Divides `live_bytes` by what they are for.
-
-        Returns:
-            int, bytes of every component; they sum to `live_bytes`.
-        """
+        """Divides `live_bytes` by what they are for; the bytes of all components sum to it."""
         return self._counter.live_by_component()
 
     def phase_peaks(self) -> dict[Phase, dict[Component, int]]:
-        """Divides the most bytes held while a phase was marked, over all times it was entered.
-
-        `reset_peak` leaves it alone.
-
-        Returns:
-            Per phase entered so far, int, bytes of every component at its highest moment; they sum to its peak.
-        """
+        """Divides, by component, the most bytes held in each phase entered so far; `reset_peak` leaves it alone."""
         peaks = dict(self._phase_peaks)
         for number, opened in enumerate(reversed(self._open_phases)):
             if number == 0:
@@ -182,55 +172,27 @@ class SimulatedMemory:
         self._counter.reset_peak()
 
     def set_capacity(self, capacity_bytes: int | None) -> None:
-        """Changes the capacity from now on.
-
-        Args:
-            capacity_bytes: int, bytes, counted from entry; None for no limit.
-        """
+        """Changes the capacity, in bytes counted from entry, from now on; None for no limit."""
         self._counter.set_capacity(capacity_bytes)
 
     def divide(self, parts: Mapping[Component, int]) -> None:
-        """Counts from now on one rank's part only of what is of some components; of a ledger.
-
-        Args:
-            parts: ranks that share what is of a component.
-
-        Raises:
-            MemsafeError: the device counts real allocations, which nobody has divided.
-        """
+        """Counts from now on, by a ledger, one rank's part only of what so many ranks share of each component."""
         if not isinstance(self._counter, LimitedLedger):
             raise MemsafeError("A device that counts real allocations cannot count parts of them. Pass exact=False.")
         self._counter.divide(parts)
 
     def see(self, tensor: Tensor, *, is_new: bool) -> None:
-        """Counts what an operator gave that ran without a ledger's knowledge; of a ledger.
-
-        Args:
-            tensor: what it gave.
-            is_new: whether its storage was made by the operator.
-
-        Raises:
-            MemsafeError: the device counts real allocations, of which it knows all.
-            torch.OutOfMemoryError: it passes the capacity, or was chosen to fail.
-        """
+        """Counts what an operator gave that ran without the ledger's knowledge, and may have made."""
         if not isinstance(self._counter, LimitedLedger):
             raise MemsafeError("A device that counts real allocations sees them by itself. Pass exact=False.")
         self._counter.see(tensor, is_new=is_new)
 
     def fail_after(self, allocations: int) -> None:
-        """Chooses the next allocation that fails.
-
-        Args:
-            allocations: which one from now on, from 1.
-        """
+        """Chooses the next allocation that fails, counted from 1 from now on."""
         self._counter.fail_after(allocations)
 
     def enter_phase(self, phase: Phase) -> None:
-        """Attributes what is allocated from now on to a phase; `accounting.in_phase` calls it.
-
-        Args:
-            phase: what the run is doing.
-        """
+        """Attributes what is allocated from now on to a phase; `accounting.in_phase` calls it."""
         if self._open_phases:
             self._open_phases[-1].see(self._counter.span_peak(), self.allocator)
         unmarked = Component.ACTIVATIONS if phase in _WORKING_PHASES else Component.OTHER
@@ -259,66 +221,8 @@ class SimulatedMemory:
             )
         )
 
-    def mark_component(self, component: Component | None) -> Component | None:
-        """Says what this thread allocates for from now on; `accounting.charge` calls it.
-
-        Args:
-            component: what the bytes are for; None takes the mark away.
-
-        Returns:
-            The mark before.
-        """
-        return self._counter.mark_component(component) if self._entered else None
-
-    def mark_host(self, on_host: bool) -> bool:
-        """Says whether this thread allocates host memory from now on; `accounting.host_memory` calls it.
-
-        Args:
-            on_host: whether it does.
-
-        Returns:
-            The mark before.
-        """
-        return self._counter.mark_host(on_host) if self._entered else False
-
-    def claim(self, component: Component, tensors: Iterable[Tensor]) -> None:
-        """Moves the bytes of tensors that count to a component; `accounting.claim` calls it.
-
-        Args:
-            component: what the bytes are for.
-            tensors: any tensors; those that do not count are passed over.
-        """
-        self._counter.claim(component, tensors)
-
-    def hold(self, component: Component, tensors: Iterable[Tensor]) -> None:
-        """Counts tensors from now on, however they were made; `accounting.hold` calls it.
-
-        Args:
-            component: what the bytes are for.
-            tensors: any tensors; those that count already are only claimed.
-
-        Raises:
-            torch.OutOfMemoryError: one of them passes the capacity, or was chosen to fail.
-        """
-        self._counter.hold(component, tensors)
-
-    def is_on_host(self, tensor: Tensor) -> bool:
-        """Tells whether a tensor stands for host memory.
-
-        Args:
-            tensor: any tensor.
-
-        Returns:
-            True if it was made under the host mark.
-        """
-        return self._counter.is_on_host(tensor)
-
     def forget_phases(self, kept: Iterable[Phase] = ()) -> None:
-        """Forgets the peaks of phases left so far.
-
-        Args:
-            kept: phases whose peaks stay.
-        """
+        """Forgets the peaks of all other phases left so far."""
         wanted = set(kept)
         self._phase_peaks = {phase: split for phase, split in self._phase_peaks.items() if phase in wanted}
         self._reserved = {phase: highest for phase, highest in self._reserved.items() if phase in wanted}
@@ -328,13 +232,13 @@ class SimulatedMemory:
         self._entered, self._entered_at = True, time.perf_counter()
         self._open_phases.clear()
         _active.append(self)
-        listen(self)
+        listen(self, self._counter)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        stop_listening(self)
+        stop_listening(self, self._counter)
         _active.remove(self)
         self._entered = False
         self._counter.__exit__(kind, error, traceback)

@@ -355,13 +355,8 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     if type(tensor) is FakeTensor:  # whose `device` is an operator of its own
         if tensor.layout is torch.strided and tensor.fake_device.type != "meta":
             yield tensor.untyped_storage()
-    elif _is_wrapper(tensor):
+    elif bool(is_traceable_wrapper_subclass(tensor)):  # as its type guard, mypy would believe that there is none
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield from storages_of(getattr(tensor, name))
     elif tensor.layout is torch.strided and tensor.device.type != "meta":
         yield tensor.untyped_storage()
-
-
-def _is_wrapper(tensor: Tensor) -> bool:
-    # A plain answer: the type guard it wraps makes the type checker believe that no such tensor exists.
-    return bool(is_traceable_wrapper_subclass(tensor))

@@ -13,22 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from memsafe_rl.memory.simulated.caching_allocator import AllocatorSettings
 from memsafe_rl.units import format_bytes
 
 _KIB = 2**10
-
-
-def _exponentials(args: tuple[Any, ...], result: Tensor) -> int:
-    """``logsumexp`` keeps the exponentials of its whole input, and the peaks they are relative to."""
-    return int(args[0].nbytes + result.nbytes)
-
-
-def _probabilities(args: tuple[Any, ...], _: Tensor) -> int:
-    """``multinomial`` draws by dividing a copy of the probabilities by noise."""
-    return int(args[0].nbytes)
 
 
 def _flash_backward(args: tuple[Any, ...], _: object) -> int:
@@ -52,8 +41,8 @@ _FLASH_ROWS = 128
 """Queries that a block of CUDA's kernels takes."""
 
 WORKSPACES: Mapping[str, Callable[[tuple[Any, ...], Any], int]] = {
-    "aten::logsumexp": _exponentials,
-    "aten::multinomial": _probabilities,
+    "aten::logsumexp": lambda args, result: int(args[0].nbytes + result.nbytes),  # exponentials of the input, and peaks
+    "aten::multinomial": lambda args, _: int(args[0].nbytes),  # a copy of the probabilities, divided by noise
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
 }
@@ -71,15 +60,7 @@ _CONTEXT = "300 to 600 MiB"
 
 
 def cublas_bytes(environment: Mapping[str, str], capability: str | None = None) -> int:
-    """Counts what cuBLAS holds through PyTorch's allocator once both threads have multiplied.
-
-    Args:
-        environment: variables of the process, such as `os.environ`.
-        capability: compute capability of the card, such as "9.0"; None for the one that takes most.
-
-    Returns:
-        int, bytes.
-    """
+    """Counts what cuBLAS holds through PyTorch's allocator of a card (None: of the one that takes most)."""
     sizes = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
     most = max(CUBLAS_BYTES.values()) if capability is None else CUBLAS_BYTES.get(capability, CUBLAS_BYTES[""])
     own = sum(int(size) * _KIB * int(count) for size, count in sizes) if sizes else most

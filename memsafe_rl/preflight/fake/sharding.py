@@ -117,24 +117,6 @@ class Gathering:
         self._phases.pop()
         self._held.clear()
 
-    def mark_component(self, component: Component | None) -> Component | None:  # noqa: ARG002
-        """Hears nothing of components."""
-        return None
-
-    def mark_host(self, on_host: bool) -> bool:  # noqa: ARG002
-        """Hears nothing of the host."""
-        return False
-
-    def claim(self, component: Component, tensors: Iterable[Tensor]) -> None:
-        """Counts nothing."""
-
-    def hold(self, component: Component, tensors: Iterable[Tensor]) -> None:
-        """Counts nothing."""
-
-    def is_on_host(self, tensor: Tensor) -> bool:  # noqa: ARG002
-        """Knows no tensor."""
-        return False
-
     # ------------------------------------------------------------------ blocks
 
     def _begins(self, units: Sequence[_Unit], place: int) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -104,13 +104,9 @@ class GradientsAside:
             for parameter in self._parameters:
                 parameter.grad = None
 
-    def gram(self) -> Tensor:
-        """Gives the gradients' dot products, (K, K) float64."""
-        return gram_matrix(self._gradients)
-
     def plain_gram(self) -> list[list[float]]:
         """Gives the gradients' dot products as plain numbers, so that ranks can compare them."""
-        plain: list[list[float]] = self.gram().tolist()
+        plain: list[list[float]] = gram_matrix(self._gradients).tolist()
         return plain
 
     def factors(self, coefficients_K: Sequence[float]) -> dict[torch.dtype, Tensor]:
@@ -140,11 +136,6 @@ class BetaControl(NamedTuple):
 def kl_bands(objectives: Sequence[Objective]) -> dict[str, tuple[float, float]]:
     """Gives the KL bands of the objectives that have one, by name."""
     return {objective.name: objective.kl_band for objective in objectives if objective.kl_band is not None}
-
-
-def first_betas(objectives: Sequence[Objective]) -> dict[str, BetaControl]:
-    """Gives where the steering of each objective's beta begins, by name, in their order."""
-    return {objective.name: BetaControl(objective.beta) for objective in objectives}
 
 
 def steered(control: BetaControl, objective: Objective, kl: float) -> BetaControl:
@@ -199,34 +190,8 @@ def gradient_metrics(
 # ------------------------------------------------------------------ one gradient of several
 
 
-class Accumulate(Protocol):
-    """Accumulates the gradient of some rows over micro-batches and ranks."""
-
-    def __call__(
-        self,
-        rollout: Rollout,
-        rows: Sequence[int],
-        terms: StepTerms,
-        *,
-        view: Callable[[Trajectory], Trajectory],
-        gradients_aside: int,
-    ) -> tuple[Rollout, StepGradient]:
-        """Accumulates.
-
-        Args:
-            rollout: the rollout.
-            rows: this rank's rows.
-            terms: what the step has fixed.
-            view: gives the trajectory as this objective learns from it.
-            gradients_aside: whole gradients of other objectives that memory must hold beside this one.
-
-        Returns:
-            The rollout where the plan has put it, and what accumulating left besides the gradient.
-        """
-
-
-def _as_it_is(trajectory: Trajectory) -> Trajectory:
-    return trajectory
+Accumulate = Callable[..., tuple["Rollout", StepGradient]]
+"""Accumulates the gradient of some rows over micro-batches and ranks; see `Learner.accumulate`."""
 
 
 class Combiner:
@@ -240,10 +205,6 @@ class Combiner:
         self._objectives = objectives
         self.gradients_aside = max(0, len(objectives) - 1)
 
-    def fix(self, terms: StepTerms, trajectory: Trajectory, rows: Sequence[int], betas: Sequence[float]) -> StepTerms:
-        """Fixes each objective's denominators over its own rows of a whole step, before anything is cut."""
-        return with_objectives(terms, trajectory, rows, betas)
-
     def accumulate(
         self,
         setup: TrainingSetup,
@@ -255,8 +216,6 @@ class Combiner:
         step: int,
     ) -> tuple[Rollout, StepGradient]:
         """Accumulates each objective's gradient; only one whose accumulation ran out of memory begins again."""
-        if not terms.objectives:
-            return accumulate(rollout, rows, terms, view=_as_it_is, gradients_aside=0)
         trajectory, waiting = rollout.trajectory, GradientsAside(setup.committed.parameters)
         repeat, found = setup.recovery.repeat, []
         try:
@@ -326,7 +285,8 @@ class Controllers:
     @classmethod
     def at_start(cls, config: TrainerConfig) -> Controllers:
         """Gives where a run begins."""
-        return cls(EntropyControl(config.entropy_coef), first_betas(config.objective_list))
+        betas = {objective.name: BetaControl(objective.beta) for objective in config.objective_list}
+        return cls(EntropyControl(config.entropy_coef), betas)
 
     def entropy_coef(self, config: TrainerConfig) -> float:
         """Gives the coefficient of the entropy bonus in the next step."""

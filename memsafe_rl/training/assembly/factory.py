@@ -30,8 +30,7 @@ from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.loading import LoadedModel
-from memsafe_rl.parallel.protocol import Parallel
-from memsafe_rl.parallel.replicas import connect, open_accelerator
+from memsafe_rl.parallel.replicas import Parallel, connect, open_accelerator
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
@@ -185,7 +184,7 @@ def machine_for(inputs: Inputs, device: torch.device, parallel: Parallel, *, kin
     budget = MemoryBudget.parse(inputs.config.memory_budget)
     budget_bytes = budget.resolve(total_bytes=total_bytes, free_bytes=free_bytes)
     tracker = MemoryTracker(kind or device.type, meter, budget_bytes, holdings.by_component, holdings.optimizer_bytes)
-    recovery = Recovery(tracker, inputs.memory_policy, parallel.may_repeat)
+    recovery = Recovery(tracker, inputs.memory_policy)
     if kind is None:
         recovery.repeat(Stage.LOAD, prepare_device, device)
     return Machine(device, parallel, recovery, holdings)

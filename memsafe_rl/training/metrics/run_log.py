@@ -19,7 +19,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
-from memsafe_rl.parallel.protocol import Parallel
+from memsafe_rl.parallel.replicas import Parallel
 from memsafe_rl.records import RESERVED, RecordLog
 from memsafe_rl.rewards.base import RewardScores
 from memsafe_rl.training.metrics.step_metrics import averages

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memsafe_rl.ops.losses import LOSSES
-from memsafe_rl.parallel.protocol import Parallel
+from memsafe_rl.parallel.replicas import Parallel
 from memsafe_rl.training.gradient import StepGradient, StepTerms
 
 MOST_TENSORS = 16

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,79 +71,10 @@ class Layout:
         ]
 
 
-class WideWeights(Protocol):
-    """Float32 tensors that stand for half-precision weights in an optimizer.
-
-    Attributes:
-        parameters: what the optimizer holds, one for each weight.
-        scratch_bytes: bytes per element of the largest chunk that a step takes besides.
-    """
-
-    parameters: list[nn.Parameter]
-    scratch_bytes: int
-
-    def open(self, layout: Layout) -> None:
-        """Takes what a step needs besides; may be repeated.
-
-        Args:
-            layout: how the weights are stepped.
-        """
-
-    def load(self, chunk: range) -> None:
-        """Has the parameters of a chunk hold the weights' numbers; allocates nothing.
-
-        Args:
-            chunk: places of its weights.
-        """
-
-    def write(self, chunk: range) -> None:
-        """Rounds the parameters of a chunk into the weights; allocates nothing.
-
-        Args:
-            chunk: places of its weights.
-        """
-
-    def committed(self) -> None:
-        """Notes that a step is done."""
-
-    def undone(self) -> None:
-        """Notes that weights and parameters were put back as they were before a step."""
-
-    def close(self) -> None:
-        """Gives back what `open` took; may be repeated."""
-
-    def park(self) -> None:
-        """Moves to host memory what lasts between steps; may be repeated."""
-
-    def unpark(self) -> None:
-        """Moves it back; may be repeated."""
-
-    def tensors(self) -> list[Tensor]:
-        """Gives what is held now.
-
-        Returns:
-            Tensors on the device, or on the host where they are parked.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Gives what a checkpoint needs.
-
-        Returns:
-            Plain values and tensors.
-        """
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave, once the weights are what they were; may be repeated.
-
-        Args:
-            state: of these weights, or empty where a checkpoint has none.
-        """
-
-
 class MasterCopies:
     """Float32 copies that last; a weight is its copy, rounded to nearest."""
 
-    scratch_bytes = 4  # the gradient
+    scratch_bytes = 4  # per element of the largest chunk in a step: the gradient
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         self._weights = list(weights)
@@ -153,7 +84,7 @@ class MasterCopies:
         self._versions = [weight._version for weight in weights]
 
     def open(self, layout: Layout) -> None:  # noqa: ARG002
-        """Takes over the weights that somebody wrote to since the last step; see `WideWeights.open`."""
+        """Takes over the weights that somebody wrote to since the last step; may be repeated."""
         written = [place for place, weight in enumerate(self._weights) if weight._version != self._versions[place]]
         if written and self._take_over(written):
             logger.warning("weights were written to between two steps; their float32 copies are made of them anew.")
@@ -164,28 +95,26 @@ class MasterCopies:
 
     @torch.no_grad()
     def write(self, chunk: range) -> None:
-        """Rounds copies to nearest; see `WideWeights.write`."""
+        """Rounds the copies of a chunk to nearest into its weights; allocates nothing."""
         torch._foreach_copy_([self._weights[place] for place in chunk], [self.parameters[place] for place in chunk])
 
     def committed(self) -> None:
         """Notes the weights as those that the copies give."""
         self._versions = [weight._version for weight in self._weights]
 
-    def undone(self) -> None:
-        """Notes the weights as those that the copies give."""
-        self.committed()
+    undone = committed
 
     def close(self) -> None:
         """Does nothing: the copies last."""
 
     def park(self) -> None:
-        """Moves the copies to the host; see `WideWeights.park`."""
+        """Moves the copies to the host; may be repeated."""
         for parameter in self.parameters[len(self._parked) :]:
             device, parameter.data = parameter.device, to_host(parameter.data)
             self._parked.append((parameter, device))
 
     def unpark(self) -> None:
-        """Moves the copies back; see `WideWeights.unpark`."""
+        """Moves the copies back; may be repeated."""
         with charge(Component.OPTIMIZER):
             while self._parked:
                 parameter, device = self._parked[-1]
@@ -202,7 +131,7 @@ class MasterCopies:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes saved copies, or makes them of the weights where a checkpoint has none; see `WideWeights`."""
+        """Takes saved copies, or makes them of the weights where a checkpoint has none; may be repeated."""
         self.unpark()
         for parameter, saved in zip(self.parameters, state.get("copies", self._weights), strict=True):
             parameter.copy_(saved)
@@ -232,7 +161,7 @@ class StochasticRounding:
     every rank draw the same, and no other random stream moves.
     """
 
-    scratch_bytes = 8  # the gradient and the weight; the random numbers are few
+    scratch_bytes = 8  # per element, likewise: the gradient and the weight; the random numbers are few
 
     def __init__(self, weights: Sequence[nn.Parameter], seed: int) -> None:
         self._weights, self._seed, self._steps = list(weights), seed, 0
@@ -245,7 +174,7 @@ class StochasticRounding:
         self._buffers: list[Tensor] = []
 
     def open(self, layout: Layout) -> None:
-        """Makes room for a chunk and for random numbers; see `WideWeights.open`."""
+        """Makes room for a chunk and for random numbers; may be repeated."""
         device = self._nothing.device
         numbers = torch.empty(layout.elements, dtype=torch.float32, device=device)
         noise = torch.empty(min(layout.elements, _MOST_NOISE), dtype=torch.int32, device=device)
@@ -255,12 +184,12 @@ class StochasticRounding:
 
     @torch.no_grad()
     def load(self, chunk: range) -> None:
-        """Copies weights, which float32 holds exactly; see `WideWeights.load`."""
+        """Copies the weights of a chunk, which float32 holds exactly; allocates nothing."""
         torch._foreach_copy_([self.parameters[place] for place in chunk], [self._weights[place] for place in chunk])
 
     @torch.no_grad()
     def write(self, chunk: range) -> None:
-        """Rounds at random; see `WideWeights.write`."""
+        """Rounds the numbers of a chunk at random into its weights; allocates nothing."""
         noise = self._buffers[1]
         for place in chunk:
             self._generator.manual_seed(_seed_of(self._seed, self._steps, place))
@@ -298,7 +227,7 @@ class StochasticRounding:
         return {"steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on at a step; see `WideWeights.load_state_dict`."""
+        """Goes on at a step."""
         self._steps = int(state.get("steps", 0))
 
     def _rest(self, weight: Tensor) -> Tensor:
@@ -310,22 +239,17 @@ class HalfWeights:
 
     Gradients stay in the weights' type until the step, in which those of one chunk at a time are widened and clipped
     in float32. What a step takes besides is a buffer of the largest tensor, from `open` to `close`.
-
-    Args:
-        trained: all that is trained.
-        half: those of them that are stepped on by stand-ins; none for an optimizer that steps on all weights directly.
-        wide: their stand-ins.
     """
 
     def __init__(
         self,
         trained: Sequence[nn.Parameter],
-        half: Sequence[nn.Parameter] = (),
-        wide: WideWeights | None = None,
+        half: Sequence[nn.Parameter] = (),  # those of them that are stepped on by stand-ins
+        wide: MasterCopies | StochasticRounding | None = None,
     ) -> None:
-        self._wide = wide or MasterCopies(half)
+        self.wide = wide or MasterCopies(half)
         self._half = list(half)
-        self._stand_ins = {id(weight): other for weight, other in zip(half, self._wide.parameters, strict=True)}
+        self._stand_ins = {id(weight): other for weight, other in zip(half, self.wide.parameters, strict=True)}
         self.plain = [weight for weight in trained if id(weight) not in self._stand_ins]  # stepped on directly
         self._layout = Layout.of([weight.numel() for weight in half])
         self._buffer: Tensor | None = None
@@ -338,7 +262,7 @@ class HalfWeights:
     @property
     def scratch_bytes(self) -> int:
         """Bytes that a step takes besides, but for a few."""
-        return self._layout.elements * self._wide.scratch_bytes
+        return self._layout.elements * self.wide.scratch_bytes
 
     def stepped(self, weight: nn.Parameter) -> nn.Parameter:
         """Gives what the optimizer holds for a weight."""
@@ -350,16 +274,12 @@ class HalfWeights:
             with charge(Component.OPTIMIZER):
                 device = self._half[0].device
                 self._buffer = torch.empty(self._layout.elements, dtype=torch.float32, device=device)
-                self._wide.open(self._layout)
+                self.wide.open(self._layout)
 
-    def step(
-        self, optimizer: torch.optim.Optimizer, factors: Mapping[tuple[torch.device, torch.dtype], Tensor]
-    ) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, factors: ClipFactors) -> None:
         """Moves all weights by their gradients, which are clipped already where a weight has no stand-in.
 
-        Args:
-            optimizer: holds what `stepped` gives; its steps on some parameters must not depend on the others.
-            factors: scalars that clip, by device and type; empty for no clipping.
+        The optimizer holds what `stepped` gives; its steps on some parameters must not depend on the others.
         """
         if self.plain or not self._half:
             optimizer.step()
@@ -372,84 +292,51 @@ class HalfWeights:
         factor = factors.get((self._buffer.device, torch.float32))
         gradients = self._layout.views(self._buffer, self._half)
         for chunk in self._layout.chunks:
-            self._wide.load(chunk)
+            self.wide.load(chunk)
             for place in chunk:
-                gradients[place].copy_(_gradient(self._half[place]))
+                gradients[place].copy_(self._half[place].grad)  # type: ignore[arg-type]  # the gradients are complete
                 if factor is not None:
                     gradients[place].mul_(factor)
-                self._wide.parameters[place].grad = gradients[place]
+                self.wide.parameters[place].grad = gradients[place]
             optimizer.step()
             for place in chunk:
-                self._wide.parameters[place].grad = None
-            self._wide.write(chunk)
-
-    def committed(self) -> None:
-        """Notes that a step is done, with all that belongs to it."""
-        self._wide.committed()
+                self.wide.parameters[place].grad = None
+            self.wide.write(chunk)
 
     def undone(self) -> None:
         """Notes that a step was undone, in whichever chunk it broke off."""
-        for parameter in self._wide.parameters:
+        for parameter in self.wide.parameters:
             parameter.grad = None
-        self._wide.undone()
+        self.wide.undone()
 
     def close(self) -> None:
         """Gives back what `open` took; may be repeated."""
         self._buffer = None
-        self._wide.close()
-
-    def park(self) -> None:
-        """Moves what lasts between steps to host memory; may be repeated."""
-        self._wide.park()
-
-    def unpark(self) -> None:
-        """Moves it back; may be repeated."""
-        self._wide.unpark()
+        self.wide.close()
 
     def tensors(self) -> list[Tensor]:
         """Gives what is held for the stand-ins now."""
-        return [*self._wide.tensors(), *([] if self._buffer is None else [self._buffer])]
+        return [*self.wide.tensors(), *([] if self._buffer is None else [self._buffer])]
 
     def state_dict(self) -> dict[str, Any]:
         """Gives an entry for checkpoints; none where every weight is stepped on directly."""
-        return {"master_weights": self._wide.state_dict()} if self._half else {}
+        return {"master_weights": self.wide.state_dict()} if self._half else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave, once the weights are what they were; may be repeated."""
         if self._half:
-            self._wide.load_state_dict(state.get("master_weights", {}))
+            self.wide.load_state_dict(state.get("master_weights", {}))
 
 
 def half_weights_of(model: nn.Module, choice: str | None, given: torch.optim.Optimizer | None) -> list[nn.Parameter]:
-    """Lists the trained weights that `master_weights` has an optimizer step on in float32.
-
-    Args:
-        model: all that is trained.
-        choice: the setting.
-        given: the user's own optimizer, which holds the weights already; None for the one that is named.
-
-    Returns:
-        Weights in half precision, unless the user's optimizer or the setting has them stepped on directly.
-    """
+    """Lists the trained weights that `master_weights` has an optimizer step on in float32; none for a user's own."""
     if given is not None or choice == "off":
         return []
     return [weight for weight in model.parameters() if weight.requires_grad and weight.dtype in HALF]
 
 
 def half_weights_for(model: nn.Module, config: Any, given: torch.optim.Optimizer | None) -> HalfWeights:
-    """Decides, as `master_weights` says, what an optimizer steps on.
-
-    Args:
-        model: all that is trained.
-        config: the run's settings.
-        given: the user's own optimizer, which holds the weights already; None for the one that is named.
-
-    Returns:
-        What is stepped on; of float32 weights and of an optimizer of the user's, the weights themselves.
-
-    Raises:
-        ConfigError: an optimizer cannot be stepped so.
-    """
+    """Decides, as `master_weights` says, what an optimizer steps on; a user's own holds the weights themselves."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     choice, optim = config.master_weights, str(getattr(config.optim, "value", config.optim))
     if given is not None and choice in ("on", STOCHASTIC) and half_weights_of(model, choice, None):
@@ -499,12 +386,6 @@ def remedies_named(stepped_in_float32: bool, choice: str | None) -> Iterator[Non
             failure=error.failure,
             held_bytes=error.held_bytes,
         ) from None
-
-
-def _gradient(weight: nn.Parameter) -> Tensor:
-    if weight.grad is None:
-        raise AssertionError("every trained weight has a gradient when it is stepped on")
-    return weight.grad
 
 
 def _widened(weight: Tensor) -> Tensor:

@@ -135,9 +135,9 @@ class Committer:
         self.scheduler = scheduler
         self.warmup_steps = warmup_steps
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._parameters = trained_parameters(model)
-        self.half = half or HalfWeights(self._parameters)
-        self._stepped = [self.half.stepped(parameter) for parameter in self._parameters]
+        self.parameters = trained_parameters(model)
+        self.half = half or HalfWeights(self.parameters)
+        self.stepped = [self.half.stepped(parameter) for parameter in self.parameters]
         self._max_grad_norm = max_grad_norm
         self._unscaled = 0
         self._clipped = 0
@@ -147,16 +147,6 @@ class Committer:
         self._parking = OptimizerOffload(optimizer)
         if self.scaler is not None:
             _refuse_half_weights(model)
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that are trained."""
-        return self._parameters
-
-    @property
-    def stepped(self) -> list[nn.Parameter]:
-        """What the optimizer steps on: the trained parameters, or what stands for them in float32."""
-        return self._stepped
 
     def tensors(self) -> list[Tensor]:
         """Gives all that is held between steps to move the weights."""
@@ -181,16 +171,16 @@ class Committer:
         Other optimizers make theirs in their first step, as ever.
         """
         with charge(Component.OPTIMIZER):
-            make_missing_state(self.optimizer, self._stepped)
+            make_missing_state(self.optimizer, self.stepped)
 
     def park(self) -> None:
         """Moves the optimizer's state to host memory; may be repeated."""
         self._parking.park()
-        self.half.park()
+        self.half.wide.park()
 
     def unpark(self) -> None:
         """Moves optimizer state that `park` sent to the host back to its device; may be repeated."""
-        self.half.unpark()
+        self.half.wide.unpark()
         self._parking.unpark()
 
     def drop_gradients(self) -> None:
@@ -198,7 +188,7 @@ class Committer:
         if self._moving and self._snapshot is not None:
             self.roll_back()
         grouped = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        for parameter in (*self._parameters, *grouped):
+        for parameter in (*self.parameters, *grouped):
             parameter.grad = None
         self.half.close()
         self._unscaled = self._clipped = 0
@@ -211,7 +201,7 @@ class Committer:
         The optimizer's momentum and weight decay then act on it as they would had the row of zero advantage been run.
         """
         with charge(Component.GRADIENTS):
-            missing = [parameter for parameter in self._parameters if parameter.grad is None]
+            missing = [parameter for parameter in self.parameters if parameter.grad is None]
             for parameter, zeros in zip(missing, [torch.zeros_like(parameter) for parameter in missing], strict=True):
                 parameter.grad = zeros
 
@@ -225,7 +215,7 @@ class Committer:
         gradients = self._gradients
         norm = torch.nn.utils.get_total_norm(gradients)
         self._measured = _Measured(
-            clip_factors=_clip_factors([*gradients, *self._stepped], norm, self._max_grad_norm),
+            clip_factors=_clip_factors([*gradients, *self.stepped], norm, self._max_grad_norm),
             one=torch.ones(()),
             scale=scale,
             overflowed=bool(scale) and _overflowed(gradients, norm),
@@ -241,8 +231,8 @@ class Committer:
         if self._checked().overflowed:
             return
         self.half.open()
-        if not steps_without_allocating(self.optimizer, self._stepped):
-            self._snapshot = Snapshot(self.optimizer, self.scheduler, self._parameters, clipped=self._clipped)
+        if not steps_without_allocating(self.optimizer, self.stepped):
+            self._snapshot = Snapshot(self.optimizer, self.scheduler, self.parameters, clipped=self._clipped)
 
     def commit(self) -> None:
         """Clips by the factor measured, moves weights, rate and loss scale, and frees the gradients.
@@ -253,14 +243,14 @@ class Committer:
         if not measured.overflowed:
             self._clip(measured.clip_factors)
             self._moving = True
-            with ready_scalars(self._parameters, measured.one):
+            with ready_scalars(self.parameters, measured.one):
                 self.half.step(self.optimizer, measured.clip_factors)
             self.scheduler.step()
         if self.scaler is not None:
             self.scaler.load_state_dict(next_scale(measured.scale, overflowed=measured.overflowed))
         self._moving = False
         if not measured.overflowed:
-            self.half.committed()
+            self.half.wide.committed()
         self.drop_gradients()
 
     def roll_back(self) -> None:
@@ -314,7 +304,7 @@ class Committer:
 
     @property
     def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def _checked(self) -> _Measured:
         if self._measured is None:
