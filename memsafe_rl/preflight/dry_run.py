@@ -20,6 +20,7 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.memory.runtime.verdict import changes
 from memsafe_rl.memory.simulated.device import SimulatedMemory, open_simulations
 from memsafe_rl.models.critic import CRITIC_ADAPTER
 from memsafe_rl.models.language.base import ScoringPath
@@ -43,7 +44,6 @@ from memsafe_rl.preflight.worst_case import (
     longest_evaluation,
     longest_rows,
     plan_rollout,
-    plan_update,
     try_drawing,
     try_scoring,
     try_update,
@@ -344,9 +344,10 @@ def _try_until_settled(
                 _try(setup, committer, trial)
             if evaluation is not None:
                 try_drawing(setup, evaluation)
-            planned = tracker.rollout_plan, tracker.update_plan
+            drawn, learned = tracker.rollout_plan, tracker.update_plan
             trials = worst_trials(setup, among, grows=grows)
-            if [_bare(plan) for plan in planned] == [_bare(plan) for plan in trials[-1].plans]:
+            rollout, update = trials[-1].plans
+            if not changes(drawn, rollout) and not changes(learned, update):
                 break
         return setup
     finally:
@@ -363,7 +364,7 @@ def _try(setup: TrainingSetup, committer: Committer, trial: Trial) -> None:
     if trial.scores:
         try_scoring(setup, longest, trajectory, trial.plans[1].logprob_tile)
     for step in trial.steps:
-        plan_update(setup, trajectory, step.rows)
+        Learner(setup).plan(trajectory, step.rows)
         meeting = replace(setup, make_room=partial(_meet_gradients, step.work, committer))
         try_update(meeting, trajectory, step.rows, micro_batches=1)
         with setup.memory.phase(Phase.OPTIMIZER):
@@ -398,10 +399,6 @@ def _host_bytes(setup: TrainingSetup, device: str | None) -> int:
     return weights + (0 if config.save_only_model else setup.holdings.optimizer_bytes()[0])
 
 
-def _bare(plan: Any) -> Any:
-    return replace(plan, predicted_bytes={})
-
-
 def _stand_in_tokenizer() -> PreTrainedTokenizerFast:
     """Gives a tokenizer of three tokens, for a run whose prompts only have a length."""
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
@@ -411,16 +408,12 @@ def _stand_in_tokenizer() -> PreTrainedTokenizerFast:
 def _no_rewards(settings: Any, models: Sequence[str]) -> list[Any]:
     """Gives reward functions that pay nothing, under the names that the settings call them by, models left out."""
     wanted = {reward: None for objective in settings.objective_list for reward in objective.rewards}
-    return [_named(name) for name in wanted if name not in models] or ([] if models else [_no_reward])
+    return [_no_reward(name) for name in wanted if name not in models] or ([] if models else [_no_reward("_no_reward")])
 
 
-def _named(name: str) -> Any:
+def _no_reward(name: str) -> Any:
     def pay_nothing(completions: list[Any], **_: Any) -> list[float]:
-        return _no_reward(completions)
+        return [0.0] * len(completions)
 
     pay_nothing.__name__ = name
     return pay_nothing
-
-
-def _no_reward(completions: list[Any], **_: Any) -> list[float]:
-    return [0.0] * len(completions)

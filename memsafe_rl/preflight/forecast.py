@@ -110,7 +110,7 @@ def forecast_memory(
     if not isinstance(model, str):
         if processing_class is not None or prompt_tokens is not None or quantization_config is not None:
             raise ConfigError("A DiffusionPolicy has no tokens. Leave processing_class and the like out.")
-        dry = run(critic=partial(_critic_of_states, critic))
+        dry = run(critic=lambda: _with_fake_weights(critic) if isinstance(critic, nn.Module) else critic)
         found = _forecast_chains(dry, model, config, total, device, peft_config, shared)
     else:
         network = _Network.of(model, config, device, peft_config, quantization_config, critic)
@@ -203,26 +203,26 @@ def _forecast_tokens(
 
 @contextmanager
 def _simulating(device: str) -> Iterator[SimulatedMemory]:
-    """Stands for a device; the budget is kept from the optimizer's state on, and before that nothing is refused."""
-    with _random_state_kept(), _in_silence(), fake_device(_UNLIMITED_BYTES, stands_for=device) as memory:
-        yield memory
+    """Stands for a device; the budget is kept from the optimizer's state on, and before that nothing is refused.
 
-
-@contextmanager
-def _in_silence() -> Iterator[None]:
-    """Keeps failed allocations from being told, and what the run will tell: the forecast itself says what came."""
+    Failed allocations are not logged, nor what the run will say: the forecast itself says what came. Random generators
+    are put back: building a trainer seeds them.
+    """
     silenced = [logging.getLogger(name) for name in (Recovery.__module__, HalfWeights.__module__)]
 
     def silent(_: logging.LogRecord) -> bool:
         return False
 
+    state = capture_random_state()
     for told in silenced:
         told.addFilter(silent)
     try:
-        yield
+        with fake_device(_UNLIMITED_BYTES, stands_for=device) as memory:
+            yield memory
     finally:
         for told in silenced:
             told.removeFilter(silent)
+        set_random_state(state)
 
 
 def _forecast_chains(
@@ -263,11 +263,6 @@ def _critic_of_tokens(critic: Any, config: TrainerConfig, device: str) -> Any:
     return fake_language_model(own, dtype=kind, trust_remote_code=trusted)
 
 
-def _critic_of_states(critic: Any) -> Any:
-    """Gives a trainer's argument for a critic of a denoiser, its weights fake."""
-    return _with_fake_weights(critic) if isinstance(critic, nn.Module) else critic
-
-
 def _with_fake_weights(network: nn.Module) -> Any:
     """Gives a network like another, with fake weights."""
     fake = hollow_copy(network)
@@ -288,21 +283,14 @@ def wants_forecast(args: Any, model: Any) -> bool:
     return bool(args.memory_forecast)
 
 
-def _speed_of(config: TrainerConfig) -> DeviceSpeed | None:
-    """Measures the run's device; not where it is simulated, for what is timed would count on it."""
-    if active_simulation() is not None:
-        return None
-    return measured_speed(config.device, config.autocast_dtype or torch.float32)
-
-
 def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast | None:
-    """Forecasts a run that is about to load its weights; plans begin with what that tells.
-
-    A forecast that fails gives None, is logged, and keeps no run from training.
-    """
+    """Forecasts a run before its weights are loaded; plans begin with what that tells, or with nothing if it fails."""
     config, request, tracker = copy.copy(inputs.config), inputs.request, machine.recovery.tracker
     config.memory_budget = tracker.budget_bytes
     try:
+        dtype = config.autocast_dtype or torch.float32
+        # What is timed would count on a simulated device.
+        speed = measured_speed(config.device, dtype) if active_simulation() is None else None
         found = forecast_memory(
             request.model,
             config,
@@ -316,7 +304,7 @@ def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast 
             critic=request.critic,
             eval_dataset=inputs.eval_dataset,
             reward_models=inputs.rewards.models,
-            speed=_speed_of(config),
+            speed=speed,
         )
     except Exception as error:  # fake tensors do not run every network, and a run needs no forecast
         logger.warning("no forecast of this run's memory: %s: %s", type(error).__name__, str(error).split("\n")[0])
@@ -374,16 +362,6 @@ def _base_dtype(init: Mapping[str, Any], config: Any, device: str, *, frozen: bo
     if isinstance(given, str):
         return cast(torch.dtype, getattr(torch, given))
     return torch.bfloat16 if device == "cuda" and frozen else torch.float32
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Puts random generators back: building a trainer seeds them."""
-    state = capture_random_state()
-    try:
-        yield
-    finally:
-        set_random_state(state)
 
 
 def _fake_reward_model(model: Any, settings: Any) -> Any:

@@ -45,15 +45,7 @@ class Trial:
 
 
 def own_rollouts(setup: TrainingSetup, longest: Longest) -> list[Longest]:
-    """Gives a run's rollouts in order; where nobody can know them, one of the longest prompts there are.
-
-    Args:
-        setup: the run's parts.
-        longest: the longest row that the run may meet.
-
-    Returns:
-        The rollouts, and one of the longest prompts if there are more than are looked at.
-    """
+    """Gives a run's rollouts in order, and one of the longest prompts where nobody can know them, or all of them."""
     config, source = setup.config, setup.source
     moves_on = config.dynamic_sampling or config.partial_rollout_tokens is not None or setup.environments is not None
     if moves_on or not longest.longest_prompts or source.prompts_per_epoch is None:
@@ -72,7 +64,7 @@ def own_rollouts(setup: TrainingSetup, longest: Longest) -> list[Longest]:
 
 
 def candidates(setup: TrainingSetup, longest: Longest) -> list[Candidate]:
-    """Gives the rollouts of a run with their optimizer steps; arguments as of `own_rollouts`."""
+    """Gives the rollouts of a run with their optimizer steps."""
     return [
         Candidate(one, work_of_rollout(setup, one), tuple(steps_of(setup, longest_rows(setup, one), one.rollout)))
         for one in own_rollouts(setup, longest)
@@ -82,14 +74,8 @@ def candidates(setup: TrainingSetup, longest: Longest) -> list[Candidate]:
 def worst_trials(setup: TrainingSetup, among: Sequence[Candidate], *, grows: bool) -> list[Trial]:
     """Chooses the rollouts and steps that the policy expects to hold most, the largest step last.
 
-    Args:
-        setup: the run's parts; nothing is adopted.
-        among: the rollouts of the run.
-        grows: whether the optimizer makes its state in the first step.
-
-    Returns:
-        What is to be tried. The first rollout is among it, for it is scored under no update's plan; where the run
-        grows, it comes first, with the first step alone.
+    The first rollout is among them, for it is scored under no update's plan. Where the run grows, for its optimizer
+    makes its state in the first step, that rollout comes first, with that step alone.
     """
     planned = [_Planned.of(setup, one) for one in among]
     if not grows:

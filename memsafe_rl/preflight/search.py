@@ -123,6 +123,3 @@ class Scout:
 
     def _largest(self, task: Callable[[int], Job], most: int) -> int:
         return bisect_right(range(1, most + 1), False, key=lambda size: not self.outlook(task(size)).fits)
-
-
-_PHASES = (Phase.ROLLOUT, Phase.UPDATE)

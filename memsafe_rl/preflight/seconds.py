@@ -28,17 +28,11 @@ from memsafe_rl.units import format_seconds
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """How long an optimizer step is expected to take.
+    """How long an optimizer step is expected to take."""
 
-    Args:
-        phases: float, seconds by phase, a rollout's shared by the steps that train on it.
-        steps: optimizer steps of the run; None where they depend on a dataset that is not known.
-        speed: the device's speed that they are taken from.
-    """
-
-    phases: Mapping[Phase, float]
-    steps: int | None
-    speed: DeviceSpeed
+    phases: Mapping[Phase, float]  # seconds by phase, a rollout's shared by the steps that train on it
+    steps: int | None  # optimizer steps of the run; None where they depend on a dataset that is not known
+    speed: DeviceSpeed  # the device's speed that they are taken from
 
     @property
     def step(self) -> float:
@@ -90,15 +84,7 @@ class _Laps:
 
 
 def count_step(setup: TrainingSetup, longest: Longest) -> dict[Phase, list[tuple[float, Work]]]:
-    """Counts the kernels of an optimizer step, every completion of it as long as it may become.
-
-    Args:
-        setup: a dry setup on fake weights, with the plans of the run.
-        longest: the longest row.
-
-    Returns:
-        Per phase, pieces of work and how often each is done in a step.
-    """
+    """Counts the kernels of a step on fake weights, by phase: pieces of work, and how often each is done in it."""
     with every_turn():
         pieces = {Phase.ROLLOUT: _rollout(setup, longest), Phase.UPDATE: _update(setup, longest)}
     served = setup.config.updates_per_epoch * setup.config.num_iterations

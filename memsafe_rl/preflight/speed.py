@@ -54,33 +54,17 @@ class Work:
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """What a device does in a second.
+    """What a device does in a second."""
 
-    Args:
-        name: of the device.
-        source: how its figures are known, for people.
-        flops: operations a second of products, by their narrowest side, ascending.
-        bytes_per_second: read and written by kernels that are no products.
-        launch_seconds: time from one kernel to the next where both do nearly nothing.
-        waits: whether a kernel starts when the one before has ended, as on a CPU; else launches and work overlap.
-    """
-
-    name: str
-    source: str
-    flops: Mapping[int, float]
-    bytes_per_second: float
-    launch_seconds: float
-    waits: bool
+    name: str  # of the device
+    source: str  # how its figures are known, for people
+    flops: Mapping[int, float]  # operations a second of products, by their narrowest side, ascending
+    bytes_per_second: float  # read and written by kernels that are no products
+    launch_seconds: float  # time from one kernel to the next where both do nearly nothing
+    waits: bool  # whether a kernel starts when the one before has ended, as on a CPU; else launches and work overlap
 
     def seconds(self, work: Work) -> float:
-        """Estimates how long work takes: every kernel computes, moves bytes or is launched, whatever takes longest.
-
-        Args:
-            work: the kernels.
-
-        Returns:
-            float, seconds.
-        """
+        """Estimates how long work takes: every kernel computes, moves bytes or is launched, whatever takes longest."""
         launched = self.launch_seconds * work.launches
         worked = sum(count * self._busy(kernel) for kernel, count in work.kernels.items())
         return launched + worked if self.waits else max(launched, worked)
@@ -170,15 +154,9 @@ def _touched(tensor: Tensor) -> int:
 def measured_speed(
     device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter
 ) -> DeviceSpeed:
-    """Times products, copies and small kernels on a device, once in a process; takes about two seconds.
+    """Times products of a type, copies and small kernels, once in a process; takes about two seconds.
 
-    Args:
-        device: where.
-        dtype: of the products.
-        clock: gives seconds; another one than the wall's where a machine is busy with other work.
-
-    Returns:
-        The device's speed.
+    The clock is another one than the wall's where a machine is busy with other work.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.inference_mode(mode=False):
         weights = torch.ones(_SIDE, _SIDE, device=device, dtype=dtype)
@@ -267,18 +245,7 @@ def card_names() -> list[str]:
 
 
 def speed_of_card(name: str, dtype: torch.dtype) -> DeviceSpeed:
-    """Estimates a card's speed from its data sheet.
-
-    Args:
-        name: as `named_card` gives it.
-        dtype: of the products.
-
-    Returns:
-        Its speed: shares of the sheet's peaks, as `cards.yaml` states them.
-
-    Raises:
-        ConfigError: the name is not known.
-    """
+    """Estimates a card's speed for a type of products, as `cards.yaml` states shares of its data sheet's peaks."""
     card = named_card(name)
     if card is None:
         raise ConfigError(f"no card is known as {name!r}. Known are {', '.join(card_names())}.")

@@ -10,9 +10,10 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -224,12 +225,9 @@ class _Pinned(MemoryPolicy):
 class _Faults:
     """Counts forward passes of a block in the middle of the network, and fails in chosen ones."""
 
-    def __init__(
-        self, block: nn.Module, device: torch.device, rollout_call: int | None = None, update_call: int | None = None
-    ) -> None:
+    def __init__(self, block: nn.Module, device: torch.device, chosen: Mapping[Phase, int]) -> None:
         self.calls = {Phase.ROLLOUT: 0, Phase.UPDATE: 0}
-        self._block, self._device = block, device
-        self._chosen = {Phase.ROLLOUT: rollout_call, Phase.UPDATE: update_call}
+        self._block, self._device, self._chosen = block, device, chosen
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -240,7 +238,8 @@ class _Faults:
                 _run_out_of_memory(self._device)
 
         def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            found = next((part for part in _tensors(output) if part.requires_grad), None)
+            parts = output if isinstance(output, (tuple, list)) else (output,)
+            found = next((part for part in parts if isinstance(part, Tensor) and part.requires_grad), None)
             if phase is Phase.UPDATE and found is not None and self._is_chosen(phase):
                 found.register_hook(lambda _gradient: _run_out_of_memory(self._device))  # type: ignore[no-untyped-call]
 
@@ -253,7 +252,7 @@ class _Faults:
 
     def _is_chosen(self, phase: Phase) -> bool:
         self.calls[phase] += 1
-        return self.calls[phase] - 1 == self._chosen[phase]
+        return self.calls[phase] - 1 == self._chosen.get(phase)
 
 
 def _run_out_of_memory(device: torch.device) -> None:
@@ -261,11 +260,6 @@ def _run_out_of_memory(device: torch.device) -> None:
     if active_simulation() is not None:
         torch.empty(_NO_SUCH_BYTES, dtype=torch.uint8, device=device)
     raise torch.OutOfMemoryError(f"{device.type.upper()} out of memory. Injected to verify the plan.")
-
-
-def _tensors(output: Any) -> tuple[Tensor, ...]:
-    parts = output if isinstance(output, (tuple, list)) else (output,)
-    return tuple(part for part in parts if isinstance(part, Tensor))
 
 
 class _Comparison:
@@ -282,7 +276,7 @@ class _Comparison:
         self._rows = count * self._group
         blocks = find_blocks(setup.model)
         self._block = blocks[len(blocks) // 2]
-        self._completions: list[Completion] | None = None
+        self._completions: list[Completion] = []
         self._trajectory: Trajectory | None = None
         self._terms: StepTerms | None = None
         self._digest = ""
@@ -293,13 +287,17 @@ class _Comparison:
     def run(self) -> Verification:
         """Runs the arms: the chosen plan first, since what it sampled is what the others learn from."""
         setup = self._setup
-        counting = _Faults(self._block, setup.adapter.device)
+        counting = _Faults(self._block, setup.adapter.device, {})
         chosen = self._run("chosen", setup.memory_policy, counting)
         plain = self._plain_arm(chosen)
         chosen = replace(chosen, gradient_difference=plain.gradient_difference)
         plain = replace(plain, gradient_difference=None)
         failing = self._failing_arm(chosen, counting)
-        self._describe()
+        self._notes.append("Advantages are made up, none of them zero; reward functions were not called.")
+        if not setup.config.disable_dropout:
+            self._notes.append("Dropout was off; in the run, a micro-batch of another size draws other masks.")
+        if setup.draw_rollout is not None:
+            self._notes.append("The library's own engine sampled; in the run, rollout_func does.")
         tolerance, precision = _tolerance(setup)
         return Verification(
             plain=plain,
@@ -338,25 +336,12 @@ class _Comparison:
 
     def _failing_arm(self, chosen: PlanRun, counted: _Faults) -> PlanRun:
         """The chosen plan, with one failure half way through the rollout and one in the last micro-batch's backward."""
-        faults = _Faults(
-            self._block,
-            self._setup.adapter.device,
-            rollout_call=counted.calls[Phase.ROLLOUT] // 2,
-            update_call=counted.calls[Phase.UPDATE] - 1,
-        )
+        calls = {Phase.ROLLOUT: counted.calls[Phase.ROLLOUT] // 2, Phase.UPDATE: counted.calls[Phase.UPDATE] - 1}
+        faults = _Faults(self._block, self._setup.adapter.device, calls)
         arm = self._run("failures", _Pinned(chosen.rollout_plan, chosen.update_plan, self._setup.memory_policy), faults)
         if arm.failures < chosen.failures + 2:
             self._notes.append(f"Only {arm.failures} of 2 failures took place.")
         return arm
-
-    def _describe(self) -> None:
-        """Notes what differs from the run's own step."""
-        config = self._setup.config
-        self._notes.append("Advantages are made up, none of them zero; reward functions were not called.")
-        if not config.disable_dropout:
-            self._notes.append("Dropout was off; in the run, a micro-batch of another size draws other masks.")
-        if self._setup.draw_rollout is not None:
-            self._notes.append("The library's own engine sampled; in the run, rollout_func does.")
 
     # One arm
 
@@ -384,7 +369,7 @@ class _Comparison:
             name=name,
             rollout_plan=tracker.rollout_plan,
             update_plan=tracker.update_plan,
-            tokens=sum(len(completion.ids) for completion in self._completions or ()),
+            tokens=sum(len(completion.ids) for completion in self._completions),
             tokens_equal=equal,
             rows_differing=differing,
             rows_excused=excused,
@@ -406,7 +391,7 @@ class _Comparison:
 
     def _rollout(self, trial: TrainingSetup, completions: list[Completion]) -> tuple[Rollout, range]:
         """Scores the completions of the first plan run under this one's plan."""
-        if self._completions is None:
+        if not self._completions:
             self._completions = completions
             with host_memory():
                 ids = [completion.ids for completion in completions]
@@ -443,8 +428,9 @@ class _Comparison:
     def _equal_tokens(self, completions: Sequence[Completion]) -> tuple[int, int, int]:
         """Counts tokens equal to the first arm's, rows that differ, and those among them with a certified tie."""
         equal = differing = excused = 0
-        for mine, theirs in zip(completions, self._completions or (), strict=True):
-            common = _common_prefix(mine.ids.tolist(), theirs.ids.tolist())
+        for mine, theirs in zip(completions, self._completions, strict=True):
+            both = zip(mine.ids.tolist(), theirs.ids.tolist(), strict=False)
+            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
             equal += common
             if common < max(len(mine.ids), len(theirs.ids)):
                 differing += 1
@@ -514,9 +500,3 @@ def _ratio(squared_distance: float, squared_norm: float) -> float:
     if squared_norm == 0.0:
         return 0.0 if squared_distance == 0.0 else math.inf
     return math.sqrt(squared_distance / squared_norm)
-
-
-def _common_prefix(mine: Sequence[int], theirs: Sequence[int]) -> int:
-    """Counts equal tokens up to the first difference."""
-    pairs = zip(mine, theirs, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(mine), len(theirs)))

@@ -248,16 +248,13 @@ def _longest_first(dataset: Dataset) -> tuple[Dataset, str]:
 
 def longest_rollout(setup: TrainingSetup, longest: Longest) -> tuple[Sequence[Tensor], list[tuple[int, int]], int]:
     """Gives the longest prompts of a rollout, its (prompt, sample) pairs, and how many of them are decoded together."""
-    drawing = drawing_of(setup, longest)
-    ids = _prompts_of(setup, drawing).ids
-    rows = [divmod(row, drawing.group_size) for row in range(_share(setup, len(ids) * drawing.group_size))]
-    return ids, rows, _together(setup.adapter, ids, rows, setup.sampling, setup.memory.rollout_plan)
+    prompts, rows = _samples_of(setup, drawing_of(setup, longest))
+    return prompts.ids, rows, _together(setup.adapter, prompts.ids, rows, setup.sampling, setup.memory.rollout_plan)
 
 
 def work_of_rollout(setup: TrainingSetup, longest: Longest) -> RolloutWork:
     """Gives the shape of a rollout of the longest prompts."""
-    drawing = drawing_of(setup, longest)
-    return Collector(setup).work(_prompts_of(setup, drawing), drawing.group_size)
+    return Collector(setup).work(_prompts_of(setup, drawing_of(setup, longest)), setup.config.num_generations)
 
 
 def try_longest(
@@ -274,29 +271,27 @@ def try_longest(
             try_drawing(setup, drawing)
     trajectory = longest_rows(setup, longest)
     rows = worst_step(setup, trajectory, longest.rollout)
-    plan_update(setup, trajectory, rows)
+    Learner(setup).plan(trajectory, rows)
     try_scoring(setup, longest, trajectory, setup.memory.update_plan.logprob_tile)
     try_update(setup, trajectory, rows, micro_batches)
 
 
-def plan_rollout(setup: TrainingSetup, longest: Longest) -> RolloutPlan:
+def plan_rollout(setup: TrainingSetup, longest: Longest) -> None:
     """Asks for the plan of a rollout of the longest prompts, and adopts it."""
     Collector(setup).plan(_prompts_of(setup, drawing_of(setup, longest)))
-    return setup.memory.rollout_plan
-
-
-def plan_update(setup: TrainingSetup, trajectory: Trajectory, rows: Sequence[int]) -> UpdatePlan:
-    """Asks for the plan of an optimizer step, and adopts it."""
-    Learner(setup).plan(trajectory, rows)
-    return setup.memory.update_plan
 
 
 def try_drawing(setup: TrainingSetup, drawing: Drawing) -> None:
-    """Tries drawing and rewarding the longest rows."""
-    collector = Collector(setup)
+    """Tries drawing the longest rows, and the largest pass of every reward model over as many tokens as they have."""
     if setup.draw_rollout is None:
-        _try_drawing(setup, collector, drawing)
-    _try_reward_models(setup, collector, drawing)
+        _try_wave(setup, drawing)
+    if not setup.rewards.models or setup.adapter.time_separable:
+        return
+    collector, (prompts, rows) = Collector(setup), _samples_of(setup, drawing)
+    work = collector.work(prompts, drawing.group_size)
+    attempt = collector.scorer.attempt(Stage.REWARD_PASS, work, nullcontext)
+    with setup.memory.phase(Phase.REWARD if drawing.phase is Phase.ROLLOUT else drawing.phase):
+        setup.rewards.rehearse(drawing.longest.row_tokens, len(rows), by_reward_rows(attempt))
 
 
 def try_update(setup: TrainingSetup, trajectory: Trajectory, rows: Sequence[int], micro_batches: int) -> None:
@@ -314,13 +309,11 @@ def try_update(setup: TrainingSetup, trajectory: Trajectory, rows: Sequence[int]
         repeat(Stage.COMMIT, committer.prepare_commit)
 
 
-def _try_drawing(setup: TrainingSetup, collector: Collector, drawing: Drawing) -> None:
+def _try_wave(setup: TrainingSetup, drawing: Drawing) -> None:
     """Tries a wave of the longest prompts, at its first moment and at its last, under the rollout's plan."""
-    group, longest, adapter, sampling = drawing.group_size, drawing.longest, setup.adapter, setup.sampling
-    prompts = _prompts_of(setup, drawing)
-    ids = prompts.ids
-    rows = [divmod(row, group) for row in range(_share(setup, len(ids) * group))]
-    work = collector.work(prompts, group)
+    collector, longest, adapter, sampling = Collector(setup), drawing.longest, setup.adapter, setup.sampling
+    prompts, rows = _samples_of(setup, drawing)
+    ids, work = prompts.ids, collector.work(prompts, drawing.group_size)
     attempt = collector.scorer.attempt(Stage.DRAW, work)
     if adapter.time_separable:
         with setup.memory.phase(drawing.phase):
@@ -354,18 +347,6 @@ def _try_drawing(setup: TrainingSetup, collector: Collector, drawing: Drawing) -
         attempt(from_first_to_last)
 
 
-def _try_reward_models(setup: TrainingSetup, collector: Collector, drawing: Drawing) -> None:
-    """Tries the largest pass of every reward model, for which a row has as many tokens as for the model itself."""
-    if not setup.rewards.models or setup.adapter.time_separable:
-        return
-    prompts = _prompts_of(setup, drawing)
-    rows = _share(setup, len(prompts.ids) * drawing.group_size)
-    work = collector.work(prompts, drawing.group_size)
-    attempt = collector.scorer.attempt_in(Stage.REWARD_PASS, work, nullcontext)
-    with setup.memory.phase(Phase.REWARD if drawing.phase is Phase.ROLLOUT else drawing.phase):
-        setup.rewards.rehearse(drawing.longest.row_tokens, rows, by_reward_rows(attempt))
-
-
 def _together(
     adapter: ModelAdapter,
     ids: Sequence[Tensor],
@@ -373,13 +354,8 @@ def _together(
     sampling: SamplingSettings,
     plan: RolloutPlan,
 ) -> int:
-    """Counts the (prompt, sample) pairs that are decoded together."""
+    """Counts the (prompt, sample) pairs that are decoded together in the end: prompts are read a few at a time."""
     waiting = [Candidate(prompt, len(ids[prompt]), 0, sampling.max_new_tokens) for prompt, _ in rows]
-    return _in_flight(adapter, waiting, plan)
-
-
-def _in_flight(adapter: ModelAdapter, waiting: Sequence[Candidate], plan: RolloutPlan) -> int:
-    """Counts the sequences that are decoded together in the end: prompts are read a few at a time, and join."""
     geometry, count = adapter.geometry, 0
     while True:
         read = {one.prompt: geometry.prompt_kv_bytes(one.prompt_tokens) for one in waiting[:count]}
@@ -394,11 +370,14 @@ def drawing_of(setup: TrainingSetup, longest: Longest) -> Drawing:
     return Drawing(longest, setup.config.prompts_per_rollout, setup.config.num_generations, Phase.ROLLOUT)
 
 
-def _prompts_of(setup: TrainingSetup, drawing: Drawing) -> Prompts:
-    """Gives the longest prompts there can be.
+def _samples_of(setup: TrainingSetup, drawing: Drawing) -> tuple[Prompts, list[tuple[int, int]]]:
+    """Gives the longest prompts there can be, and the most (prompt, sample) pairs of them that one rank has."""
+    prompts, group = _prompts_of(setup, drawing), drawing.group_size
+    return prompts, [divmod(row, group) for row in range(-(-len(prompts.ids) * group // setup.config.world_size))]
 
-    Of an evaluation no more than have a completion in flight at a time.
-    """
+
+def _prompts_of(setup: TrainingSetup, drawing: Drawing) -> Prompts:
+    """Gives the longest prompts there can be; of an evaluation no more than have a completion in flight at a time."""
     count, longest = drawing.prompts, drawing.longest
     if drawing.phase is not Phase.ROLLOUT:
         count = min(count, setup.config.world_size * max(setup.memory.rollout_plan.rows_in_flight, 1))
@@ -498,10 +477,10 @@ def _score(
     tile: int,
     **wanted: Any,
 ) -> None:
-    context = setup.row_by_row if wanted.get("with_entropy") else setup.autocast
+    context = setup.row_by_row if wanted.get("with_entropy") else None
     with setup.memory.phase(Phase.SCORE):
         for part in widest_slices(setup, trajectory, sets, setup.memory.rollout_plan.score_tokens):
-            attempt = collector.scorer.attempt_in(Stage.SCORE, setup.adapter.work(trajectory, part), context)
+            attempt = collector.scorer.attempt(Stage.SCORE, setup.adapter.work(trajectory, part), context)
             temperature = setup.config.temperature
             score_all(adapter, trajectory, part, temperature=temperature, attempt=attempt, tile=tile, **wanted)
 
@@ -543,11 +522,6 @@ def _sources(setup: TrainingSetup, trajectory: Trajectory) -> Ragged:
         )
 
 
-def _share(setup: TrainingSetup, rows: int) -> int:
-    """The most rows of a rollout or a step that one rank has."""
-    return -(-rows // setup.config.world_size)
-
-
 def _explained(error: MemoryBudgetError, longest: Longest) -> MemoryBudgetError:
     """Says in front of an error what was probed."""
     return MemoryBudgetError(
@@ -570,10 +544,7 @@ def _sentence(longest: Longest, peaks: Mapping[str, int], budget_bytes: int) -> 
 
 
 def _remember(setup: TrainingSetup, trial: TrainingSetup) -> None:
-    """Takes over what a dry run learnt of the memory, if a plan failed in it; nothing otherwise.
-
-    Without a failure the plans stay those of a run without the check, down to the corrections they are made from.
-    """
+    """Takes over what a dry run learnt of the memory if a plan failed in it; else plans stay as without the check."""
     learnt = [event for event in trial.memory.events if event["event"] in _LEARNT]
     if learnt:
         setup.memory.load_state_dict(trial.memory.state_dict())

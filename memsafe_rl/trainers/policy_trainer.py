@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,6 @@ from memsafe_rl.preflight.verify import require_proof
 from memsafe_rl.preflight.worst_case import check_worst_case
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
-from memsafe_rl.trainers.run_files import save_metrics, show_metrics
 from memsafe_rl.training.assembly.factory import TrainingRequest, build_setup, facts_of, machine_for, read_inputs
 from memsafe_rl.training.assembly.inputs import own_config
 from memsafe_rl.training.loop import TrainingLoop, TrainResult
@@ -360,7 +360,8 @@ class PolicyTrainer:
             metrics: names and values.
         """
         if self.is_world_process_zero():
-            show_metrics(split, metrics)
+            lines = [f"  {name:40s} = {value}" for name, value in sorted(metrics.items())]
+            print("\n".join([f"***** {split} metrics *****", *lines]))
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Writes metrics as JSON into the run's folder.
@@ -373,7 +374,12 @@ class PolicyTrainer:
         if self.is_world_process_zero():
             folder = Path(self.args.output_dir or ".")
             self._loop.files.check_ours(folder / f"{split}_results.json")
-            save_metrics(folder, split, metrics, combined=combined)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=4))
+            if combined:
+                path = folder / "all_results.json"
+                known = json.loads(path.read_text()) if path.exists() else {}
+                path.write_text(json.dumps({**known, **metrics}, indent=4))
             self._loop.files.note(f"{split}_results.json", *(("all_results.json",) if combined else ()))
 
     def end(self) -> None:

@@ -80,15 +80,9 @@ class Checkpoints:
         return saved_weights(setup.model), setup.advantages.saved_weights(), tensors
 
     def content(self, state: RunState, report: RunLog, *, copied: bool) -> CheckpointContent:
-        """Gives what a checkpoint will hold; a step that did not end is resumed with the random state it began from.
+        """Gives what a checkpoint will hold, its tensors copied to the host where training goes on meanwhile.
 
-        Args:
-            state: where the run stands.
-            report: what the next record will average, and what callbacks hold.
-            copied: whether the tensors are copied to the host, so that training may go on while they are written.
-
-        Returns:
-            The content.
+        A step that did not end is resumed with the random state it began from.
         """
         saved = self._saved()
         trajectory = None if state.rollout is None else state.rollout.trajectory
@@ -96,11 +90,11 @@ class Checkpoints:
         progress = asdict(replace(state.progress, log_history=[]))  # metrics.jsonl has it
         progress["stateful_callbacks"] = report.callback_states()
         tensor_bytes = sum(map(bytes_of, saved)) + stored
-        save_model = self.write_weights
+        save_model: Callable[[Path], None] = self.write_weights
         if copied:
             saved = self._copies.copy(saved)
             trajectory = None if trajectory is None else trajectory.moved(host_copy)
-            save_model = partial(self._write_copies, *saved[:2])
+            save_model = partial(self.write_weights, model=saved[0], critic=saved[1])
         return CheckpointContent(
             step=state.step,
             save_model=save_model,
@@ -145,14 +139,11 @@ class Checkpoints:
         state.waiting = self._collector.groups_from(loop["waiting"])
         restore_random_state(loop["random"])
 
-    def write_weights(self, folder: Path) -> None:
-        """Writes the trained weights in the form users load."""
-        self._setup.models.save(self._setup.model, folder)
-        self._setup.advantages.save(folder, self._setup.advantages.saved_weights())
-
-    def _write_copies(self, model: Weights, critic: Weights, folder: Path) -> None:
+    def write_weights(self, folder: Path, model: Weights | None = None, critic: Weights | None = None) -> None:
+        """Writes the trained weights, or copies of them, in the form users load."""
+        advantages = self._setup.advantages
         self._setup.models.save(self._setup.model, folder, model)
-        self._setup.advantages.save(folder, critic)
+        advantages.save(folder, advantages.saved_weights() if critic is None else critic)
 
     def load_weights(self, folder: Path) -> None:
         """Copies saved weights in, bit for bit."""

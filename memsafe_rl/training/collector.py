@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.data.external_rollout import ExternalRollout, check_contexts, read_rollout
@@ -78,11 +77,7 @@ class Drawn:
 
 
 class Collector:
-    """Runs the stages of a rollout; holds no state that a failed attempt could spoil.
-
-    Args:
-        setup: the run's parts.
-    """
+    """Runs the stages of a rollout on a run's parts; holds no state that a failed attempt could spoil."""
 
     def __init__(self, setup: TrainingSetup) -> None:
         self._setup = setup
@@ -384,7 +379,7 @@ class Collector:
         columns = {name: [example.get(name) for example in examples] for name in sorted(names)}
         for name, values in given.extra.items():
             columns[name] = list(values) if isinstance(values, (list, tuple)) else [values] * len(mine)
-        attempt = self.scorer.attempt_in(Stage.REWARD_PASS, self.work(prompts, group_size), nullcontext)
+        attempt = self.scorer.attempt(Stage.REWARD_PASS, self.work(prompts, group_size), nullcontext)
         return self._setup.rewards.begin(
             given.prompts or [copy.deepcopy(prompts.prompts[row // group_size]) for row in mine],
             list(texts),
@@ -402,8 +397,8 @@ class Collector:
             setup.on_rewards(scores)
             rewards = setup.parallel.gather(scores.rewards_BF.tolist())
             rewards_BF = setup.recovery.repeat(Stage.STORE, torch.tensor, rewards, dtype=torch.float32)
-        extras = tuple(setup.parallel.gather(_by_row(scores.extras, answers.rows)))
-        return replace(samples, rewards_BF=rewards_BF, extras=extras)
+        extras = [{name: values[row] for name, values in scores.extras.items()} for row in range(answers.rows)]
+        return replace(samples, rewards_BF=rewards_BF, extras=tuple(setup.parallel.gather(extras)))
 
     def _refill(self, samples: Samples, consumed: int, state: RunState) -> tuple[Samples, int]:
         """Replaces groups whose rewards are all equal by fresh prompts, up to the limit (DAPO's dynamic sampling)."""
@@ -423,8 +418,8 @@ class Collector:
         return self._repeat(_first_groups, useful, spare, wanted), consumed
 
     def _advantages(self, samples: Samples) -> AdvantageResult:
-        rewards, settings = self._setup.rewards, self._settings.advantages
-        estimate = partial(_estimate, group_size=samples.group_size, settings=settings)
+        rewards, settings = self._setup.rewards, dict[str, Any](self._settings.advantages)
+        estimate = partial(estimated_advantages, group_size=samples.group_size, **settings)
         weights_F = torch.tensor(rewards.weights, dtype=torch.float32)
         return judge(samples.rewards_BF, rewards.names, weights_F, self._settings.objectives, estimate)
 
@@ -498,12 +493,6 @@ def by_reward_rows(attempt: Attempt[RolloutPlan]) -> Callable[[Callable[[int], M
     return run
 
 
-def _estimate(
-    rewards_BF: Tensor, weights_F: Tensor, *, group_size: int, settings: Mapping[str, Any]
-) -> AdvantageResult:
-    return estimated_advantages(rewards_BF, weights_F, group_size, **settings)
-
-
 def _parted(samples: Samples) -> tuple[Samples, Samples]:
     """Splits groups into those whose rewards differ and those whose rewards are all equal."""
     flat: list[bool] = zero_spread_groups(samples.rewards_BF, samples.group_size).tolist()
@@ -518,7 +507,3 @@ def _first_groups(useful: Samples, spare: Samples, count: int) -> Samples:
 def _averaged(facts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Averages what the ranks log; each has the same number of rows."""
     return {name: sum(one[name] for one in facts) / len(facts) for name in facts[0]}
-
-
-def _by_row(columns: Mapping[str, Sequence[Any]], rows: int) -> list[dict[str, Any]]:
-    return [{name: values[row] for name, values in columns.items()} for row in range(rows)]

@@ -147,7 +147,8 @@ def _learn_from(step: StepGradient, shared: _Pass, rows: Sequence[int], *, packe
     inputs = loss_inputs(trajectory, rows, terms, scores)
     result = policy_loss(inputs, terms.settings, terms.denominators)
     if scores.values_BT is not None:
-        result = _both(result, value_share(trajectory, rows, terms, scores.values_BT))
+        share = value_share(trajectory, rows, terms, scores.values_BT)
+        result = replace(result, loss=result.loss + share.loss, sums={**result.sums, **share.sums})
     shared.backward(result.loss)
     _add(step, result, inputs.mask_BT.sum())
     for place, row in enumerate(rows):
@@ -319,10 +320,6 @@ def _critic_gradient(
         share = value_share(shared.trajectory, rows, shared.terms, values_BT, columns)
         shared.backward(share.loss)
     return share
-
-
-def _both(result: LossResult, share: LossResult) -> LossResult:
-    return replace(result, loss=result.loss + share.loss, sums={**result.sums, **share.sums})
 
 
 @contextmanager

@@ -54,11 +54,7 @@ class StepResult:
 
 
 class Learner:
-    """Learns from the rows of a rollout, one optimizer step at a time; holds no state of its own.
-
-    Args:
-        setup: the run's parts.
-    """
+    """Learns from the rows of a rollout, one optimizer step at a time, by a run's parts; holds no state of its own."""
 
     def __init__(self, setup: TrainingSetup) -> None:
         self._setup = setup
@@ -94,11 +90,7 @@ class Learner:
         return StepResult(rollout, metrics, gradient.micro_batches, sample)
 
     def commit(self, step: int) -> None:
-        """Moves the weights; a step that breaks off is rolled back and repeated.
-
-        Args:
-            step: optimizer steps done before it.
-        """
+        """Moves the weights, after so many steps; a step that breaks off is rolled back and repeated."""
         committer = self._setup.committed
         with self._setup.memory.phase(Phase.OPTIMIZER):
             self._repeat(Stage.COMMIT, committer.unpark)  # brings back the optimizer state that a plan sent to the host

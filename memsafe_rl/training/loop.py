@@ -75,12 +75,8 @@ def collect(collector: Collector, state: RunState, later_rows: Sequence[int]) ->
 class TrainingLoop:
     """Runs a setup's steps in order, and tells callbacks of them.
 
-    Args:
-        setup: the parts of a step, complete but for what moves the weights.
-        optimizers: an optimizer and a schedule; None for those the configuration names.
-        callbacks: of transformers' form.
-        eval_dataset: prompts for evaluation, or a dict of such datasets.
-        before_training: runs once everything is there and before the first step; leaves everything as it was.
+    The setup is complete but for what moves the weights. `before_training` runs once everything is there and before
+    the first step, and leaves everything as it was.
     """
 
     def __init__(
@@ -399,11 +395,7 @@ class TrainingLoop:
         self.checkpoints.restore(folder, saved, self.state, self.report)
 
     def save_checkpoint(self, *, wait: bool = True) -> None:
-        """Writes everything a resumed run needs; a step that did not end is resumed from its beginning.
-
-        Args:
-            wait: whether the checkpoint has to be there when this returns, whatever `save_in_background` says.
-        """
+        """Writes everything a resumed run needs, in the background only where it need not `wait`."""
         progress = self.state.progress
         if progress.best_global_step == self.state.step:
             progress.best_model_checkpoint = str(checkpoint_folder(Path(self.config.output_dir), self.state.step))

@@ -121,15 +121,8 @@ class RunFiles:
     ) -> None:
         """Writes a checkpoint, after the records of the steps that it builds on; never two at a time.
 
-        Args:
-            setup: the run's parts.
-            checkpoints: knows what a checkpoint holds.
-            report: the run's logs.
-            state: where the run stands.
-            wait: whether the checkpoint has to be there when this returns, whatever `save_in_background` says.
-
-        Raises:
-            SaveError: this one, or the one that was still being written, cannot be; only if `on_save_error` is "raise".
+        With `wait` it is there when this returns, whatever `save_in_background` says. Where this one, or the one that
+        was still being written, cannot be, a `SaveError` is raised if `on_save_error` says so.
         """
         self.finish(report, setup.config)
         progress, beside = copy.copy(state.progress), not wait and _writes_beside(setup, checkpoints)
@@ -191,11 +184,7 @@ class RunFiles:
         self._models.add(place)
 
     def check_ours(self, what: Path) -> None:
-        """Refuses to write what does not belong into the folder of the run that took this one's place.
-
-        Raises:
-            SaveError: the folder is another run's by now.
-        """
+        """Refuses to write what does not belong into the folder of the run that took this one's place."""
         if self.folder is not None and not still_ours(self.folder.path, self.mark.run_id):
             raise SaveError(
                 f"{what} was not saved: the folder now belongs to run {known_run(self.folder.path).get('run_id')}, for "

@@ -45,34 +45,25 @@ class Samples:
         """Gives some groups only."""
         rows = [group * self.group_size + sample for group in indices for sample in range(self.group_size)]
         prompts = Prompts(*(tuple(values[i] for i in indices) for values in vars(self.prompts).values()))
-        masks = None if self.masks is None else tuple(self.masks[row] for row in rows)
-        return replace(
-            self,
-            prompts=prompts,
-            conditions=tuple(self.conditions[row] for row in rows),
-            completions=tuple(self.completions[row] for row in rows),
-            masks=masks,
-            texts=tuple(self.texts[row] for row in rows),
-            rewards_BF=self.rewards_BF[rows],
-            extras=tuple(self.extras[row] for row in rows),
-            pieces=tuple(self.pieces[row] for row in rows) if self.pieces else (),
-        )
+        known = {name: getattr(self, name) for name in _OF_ROWS}
+        picked: dict[str, Any] = {name: tuple(values[row] for row in rows) for name, values in known.items() if values}
+        return replace(self, prompts=prompts, rewards_BF=self.rewards_BF[rows], **picked)
 
     def joined(self, other: Samples) -> Samples:
         """Appends other groups."""
-        pairs = zip(vars(self.prompts).values(), vars(other.prompts).values(), strict=True)
-        both = None if self.masks is None or other.masks is None else self.masks + other.masks
+        prompts = zip(vars(self.prompts).values(), vars(other.prompts).values(), strict=True)
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in _OF_ROWS}
+        rows: dict[str, Any] = {name: None if None in pair else pair[0] + pair[1] for name, pair in pairs.items()}
         return replace(
             self,
-            prompts=Prompts(*(mine + theirs for mine, theirs in pairs)),
-            conditions=self.conditions + other.conditions,
-            completions=self.completions + other.completions,
-            masks=both,
-            texts=self.texts + other.texts,
+            prompts=Prompts(*(mine + theirs for mine, theirs in prompts)),
             rewards_BF=torch.cat([self.rewards_BF, other.rewards_BF]),
-            extras=self.extras + other.extras,
-            pieces=self.pieces + other.pieces,
+            **rows,
         )
+
+
+_OF_ROWS = ("conditions", "completions", "masks", "texts", "extras", "pieces")
+"""Fields of `Samples` that have an entry for each completion."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +96,8 @@ class Rollout:
 def build_trajectory(samples: Samples, *, masks_truncated: bool, needs_whole: bool) -> Trajectory:
     """Stores samples as a trajectory that has no advantages yet."""
     pieces, sample_of_row = _learnt(samples)
-    masks = []
-    for piece in pieces:
-        cut = masks_truncated and not piece.completion.finished
-        masks.append(torch.zeros_like(piece.mask) if cut else piece.mask)
+    cut = [masks_truncated and not piece.completion.finished for piece in pieces]
+    masks = [torch.zeros_like(one.mask) if gone else one.mask for one, gone in zip(pieces, cut, strict=True)]
     unique: dict[Any, Tensor] = {}
     for piece in pieces:
         unique.setdefault(_identity(piece.condition), piece.condition)
@@ -209,13 +198,11 @@ def _learnt(samples: Samples) -> tuple[list[Piece], tuple[int, ...]]:
     if samples.pieces:
         pairs = [(piece, sample) for sample, pieces in enumerate(samples.pieces) for piece in pieces]
         return [piece for piece, _ in pairs], tuple(sample for _, sample in pairs)
-    masks = samples.masks or [_all_counted(one) if one.mask is None else one.mask for one in samples.completions]
+    masks = samples.masks or [
+        torch.ones(len(one.ids), dtype=torch.uint8) if one.mask is None else one.mask for one in samples.completions
+    ]
     whole = zip(samples.conditions, samples.completions, masks, strict=True)
     return [Piece(*parts) for parts in whole], tuple(range(len(samples.completions)))
-
-
-def _all_counted(completion: Completion) -> Tensor:
-    return torch.ones(len(completion.ids), dtype=torch.uint8)
 
 
 def _identity(ids: Tensor) -> tuple[Any, ...]:

@@ -30,35 +30,27 @@ class Scorer:
 
     def __init__(self, setup: TrainingSetup) -> None:
         self._setup = setup
-        self._config, self._settings, self._adapter = setup.config, setup.settings, setup.adapter
-
-    @property
-    def adapter(self) -> Any:
-        """The model."""
-        return self._adapter
+        self._config, self._settings = setup.config, setup.settings
+        self.adapter = setup.adapter
 
     # ------------------------------------------------------------------ how a pass is run
 
-    def attempt(self, stage: Stage, work: RolloutWork | UpdateWork) -> Attempt[RolloutPlan]:
-        """Runs units of this work under the rollout plan in force, each in a forward context of its own."""
-        return self.attempt_in(stage, work, self._setup.autocast)
-
-    def attempt_in(
-        self, stage: Stage, work: RolloutWork | UpdateWork, context: Callable[[], AbstractContextManager[object]]
+    def attempt(
+        self, stage: Stage, work: RolloutWork | UpdateWork, context: Context | None = None
     ) -> Attempt[RolloutPlan]:
-        """Runs units of this work under the rollout plan in force, each in a context of its own."""
-        setup = self._setup
+        """Runs units of this work under the rollout plan in force, each in a context of its own, else in autocast."""
+        setup, enter = self._setup, context or self._setup.autocast
 
         def around(plan: RolloutPlan) -> AbstractContextManager[object]:
             if plan.park_optimizer and setup.committer is not None:
                 setup.committer.park()
-            return context()
+            return enter()
 
         return setup.recovery.attempts(stage, setup.memory.rollout_plan, work, around)
 
     def scoring(self, trajectory: Trajectory, rows: Sequence[int], network: Any = None) -> Attempt[RolloutPlan]:
         """Begins a scoring pass over some rows, by the model or another network."""
-        return self.attempt(Stage.SCORE, (network or self._adapter).work(trajectory, rows))
+        return self.attempt(Stage.SCORE, (network or self.adapter).work(trajectory, rows))
 
     def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """Gives this rank's part of rows that are scored together."""
@@ -86,7 +78,7 @@ class Scorer:
             trajectory,
             mine,
             temperature=self._config.temperature,
-            attempt=self.attempt_in(Stage.SCORE, adapter.work(trajectory, mine), context or self._setup.autocast),
+            attempt=self.attempt(Stage.SCORE, adapter.work(trajectory, mine), context),
             tile=self._setup.memory.update_plan.logprob_tile,
             **wanted,
         )
@@ -108,7 +100,7 @@ class Scorer:
         config, known = self._config, self._settings
         again = config.num_iterations > 1 or known.updates_per_epoch > 1 or known.has_reference
         # Dropout would read a prompt anew each time.
-        return bool(self._adapter.reads_alike) and again and config.disable_dropout
+        return bool(self.adapter.reads_alike) and again and config.disable_dropout
 
     def with_sources(self, trajectory: Trajectory) -> Trajectory:
         """Adds what a frozen encoder makes of the prompts, read once for scoring and all updates."""
@@ -116,23 +108,23 @@ class Scorer:
             return trajectory
         with self._setup.memory.phase(Phase.SCORE, compared=False), charge(Component.TRAJECTORY):
             # What decides which tokens are learnt from must not round differently in another plan.
-            context = self._setup.row_by_row if self._config.top_entropy_quantile < 1.0 else self._setup.autocast
-            work = self._adapter.work(trajectory, range(len(trajectory)))
-            sources = read_sources(self._adapter, trajectory, self.attempt_in(Stage.SCORE, work, context))
+            context = self._setup.row_by_row if self._config.top_entropy_quantile < 1.0 else None
+            work = self.adapter.work(trajectory, range(len(trajectory)))
+            sources = read_sources(self.adapter, trajectory, self.attempt(Stage.SCORE, work, context))
         return replace(trajectory, sources=sources)
 
     def score_unrewarded(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
         """Adds what no reward changes: reference log-probs, values, and old log-probs that correct another sampler."""
         # A KL in closed form is taken in the update, from the means of both networks.
-        referred = self._settings.has_reference and not self._adapter.closed_form_kl
+        referred = self._settings.has_reference and not self.adapter.closed_form_kl
         everyone = list(range(len(trajectory)))
         with self._setup.memory.phase(Phase.SCORE):
             if referred:
-                with self._adapter.reference() as reference:
+                with self.adapter.reference() as reference:
                     trajectory = replace(trajectory, ref_logprobs=self.scored(reference, trajectory, everyone))
             trajectory = self._setup.advantages.score(self, trajectory, later_rows)
             if self.corrects(external):
-                old = trajectory.old_logprobs or self.scored(self._adapter, trajectory, everyone)
+                old = trajectory.old_logprobs or self.scored(self.adapter, trajectory, everyone)
                 trajectory = replace(trajectory, old_logprobs=old, has_old=(True,) * len(trajectory))
         return trajectory
 
@@ -148,7 +140,7 @@ class Scorer:
             return trajectory.actions.beside(found, ones)
 
         with self._setup.memory.phase(Phase.SCORE):
-            old = self.scored(self._adapter, trajectory, rows, known=trajectory.old_logprobs)
+            old = self.scored(self.adapter, trajectory, rows, known=trajectory.old_logprobs)
             has_old = tuple(known or stale for known, stale in zip(trajectory.has_old, samples.stale, strict=True))
             trajectory = replace(trajectory, old_logprobs=old, has_old=has_old)
             with host_memory(), charge(Component.TRAJECTORY):
@@ -167,7 +159,7 @@ class Scorer:
             later = repeat(Stage.STORE, self._learning, trajectory, wanting)
             if not later:
                 return trajectory
-            old = self.scored(self._adapter, trajectory, later, known=trajectory.old_logprobs)
+            old = self.scored(self.adapter, trajectory, later, known=trajectory.old_logprobs)
             has_old = tuple(known or row in set(later) for row, known in enumerate(trajectory.has_old))
             return replace(trajectory, old_logprobs=old, has_old=has_old)
 

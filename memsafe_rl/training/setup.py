@@ -202,18 +202,10 @@ class TrainingSetup:
         return replace(work, geometry=replace(work.geometry, trainable_bytes=own))
 
     def dry(self, memory_policy: MemoryPolicy | None = None, *, step: int = 0, **other: Any) -> TrainingSetup:
-        """Gives a setup whose steps leave this one's plans, events, metrics and ranks alone.
+        """Gives a setup whose steps leave this one's plans, events, metrics and ranks alone; ``other`` parts differ.
 
         It shares model, optimizer and device, runs alone whatever the ranks, updates without dropout, and informs
-        nobody.
-
-        Args:
-            memory_policy: cuts its work; None for this one's.
-            step: optimizer steps done, which its events bear.
-            **other: further parts that differ.
-
-        Returns:
-            The setup; its memory goes on by itself from what is known here.
+        nobody. Its memory goes on by itself from what is known here.
         """
         memory, policy = self.memory.fork(), memory_policy or self.memory_policy
         memory.step = step

@@ -21,15 +21,10 @@ from memsafe_rl.training.samples import Rollout
 
 @dataclass
 class Ending:
-    """What still follows a step that has moved the weights; one that is cut short is gone on with at the resume.
+    """What still follows a step that has moved the weights; one that is cut short is gone on with at the resume."""
 
-    Args:
-        epoch_before: passes over the dataset before the step.
-        told: which of the callbacks' events at its end are over.
-    """
-
-    epoch_before: float
-    told: list[str] = field(default_factory=list)
+    epoch_before: float  # passes over the dataset before the step
+    told: list[str] = field(default_factory=list)  # which of the callbacks' events at its end are over
 
 
 @dataclass
@@ -80,15 +75,7 @@ class RunState:
         return 0 if self.rollout is None else self.rollout.consumed
 
     def advance(self, config: TrainerConfig, *, stop: bool = False) -> Rollout | None:
-        """Moves to the next optimizer step; `stop` leaves the rest of the rollout out.
-
-        Args:
-            config: the run's settings.
-            stop: whether the passes over this rollout end here.
-
-        Returns:
-            The rollout that is used up with this step; None while it is still trained on.
-        """
+        """Moves on by a step, past the rest of the rollout on `stop`; gives the rollout that is used up with it."""
         before, rollout = self.cursor, self.rollout
         self.cursor = before.advance(
             steps=config.updates_per_epoch, epochs=config.num_iterations, consumed=self.consumed, stop=stop

@@ -152,7 +152,8 @@ class CriticAdvantages:
         lengths = trajectory.actions.lengths
         judged = replace(
             trajectory,
-            advantages=_row_means(advantages_BT, mask_BT),
+            # for the log, where a row has one advantage: (B,) float32
+            advantages=(advantages_BT.sum(1) / mask_BT.sum(1).clamp(min=1)).float(),
             action_advantages=_unpadded(advantages_BT, lengths),
             returns=_unpadded(found.returns_BT, lengths),
         )
@@ -251,11 +252,6 @@ def _metrics(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> dict[str
         "values/mean": float(values_BT.masked_fill(~mask_BT, 0.0).sum()) / counted,
         "explained_variance": float(explained_variance(values_BT, returns_BT, mask_BT)),
     }
-
-
-def _row_means(advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Averages over counted actions, (B,) float32; for the log, where a row has one advantage."""
-    return (advantages_BT.sum(1) / mask_BT.sum(1).clamp(min=1)).float()
 
 
 def _unpadded(values_BT: Tensor, lengths: tuple[int, ...]) -> Ragged:

@@ -198,10 +198,7 @@ def build_setup(
     check: Callable[[TrainerConfig, ModelFactory, Any], None] | None = None,
     draw_rollout: DrawRollout | None = None,
 ) -> TrainingSetup:
-    """Loads the weights and puts the parts of a training step together, without what moves the weights.
-
-    ``load``, ``check`` and ``draw_rollout`` take the place of what the factory and the engine would do; None leaves it.
-    """
+    """Loads the weights and puts the parts of a step together, by ``load``, ``check`` and ``draw_rollout`` if given."""
     config, models, recovery = inputs.config, inputs.models, machine.recovery
     check = check or check_adapter
     with recovery.tracker.phase(Phase.LOAD):

@@ -111,7 +111,8 @@ class AlarmWatch:
             if reading is not None:
                 yield "throughput_drop", reading
         if rules.retries is not None:
-            yield "retries", _retries(_failures_since(step - WINDOW_STEPS, events), rules.retries)
+            recent = takewhile(lambda event: event["step"] >= step - WINDOW_STEPS, reversed(events))
+            yield "retries", _retries(sum(event["event"] == "failure" for event in recent), rules.retries)
 
     def _kl(self, objective: str, value: float, band: tuple[float, float]) -> _Reading:
         """Reads a KL; a run begins at its reference, so that too little counts only once there has been enough."""
@@ -229,12 +230,6 @@ def _retries(failures: int, limit: int) -> _Reading:
         "memory_budget so that smaller plans are made."
     )
     return _Reading(failures >= limit, failures, limit, sentence)
-
-
-def _failures_since(first_step: int, events: Sequence[Mapping[str, Any]]) -> int:
-    """Counts failed allocations from the end of the events back to a step."""
-    recent = takewhile(lambda event: event["step"] >= first_step, reversed(events))
-    return sum(event["event"] == "failure" for event in recent)
 
 
 def _number(metrics: Mapping[str, float], name: str) -> float | None:

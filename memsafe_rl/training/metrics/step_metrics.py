@@ -124,7 +124,12 @@ class WeightSample:
 
 def sample_weights(parameters: Sequence[nn.Parameter]) -> WeightSample | None:
     """Notes a sample of the trained weights of half precision, with their gradients; keeps nothing on the device."""
-    half = [one for one in parameters if _is_half(one) and one.is_contiguous() and _has_flat_gradient(one)]
+    half = [
+        one
+        for one in parameters
+        if one.is_floating_point() and one.element_size() < 4 and one.is_contiguous()
+        if one.grad is not None and one.grad.is_contiguous()
+    ]
     matrices = [one for one in half if one.ndim > 1] or half
     if not matrices:
         return None
@@ -147,14 +152,6 @@ def is_due(step: int, warm_up: int, max_steps: int) -> bool:
     place = step - warm_up + 1
     early = place == 1 or 2 * place <= max_steps - warm_up
     return place > 0 and place & (place - 1) == 0 and early
-
-
-def _is_half(weight: Tensor) -> bool:
-    return weight.is_floating_point() and weight.element_size() < 4
-
-
-def _has_flat_gradient(weight: Tensor) -> bool:
-    return weight.grad is not None and weight.grad.is_contiguous()
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -78,8 +78,10 @@ class MasterCopies:
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         self._weights = list(weights)
+        rows = torch.contiguous_format  # in which the gradients lie that are stepped by
         with charge(Component.OPTIMIZER):
-            self.parameters = [nn.Parameter(_widened(weight)) for weight in weights]
+            wide = [weight.detach().to(torch.float32, copy=True, memory_format=rows) for weight in weights]
+            self.parameters = [nn.Parameter(copied) for copied in wide]
         self._parked: list[tuple[nn.Parameter, torch.device]] = []
         self._versions = [weight._version for weight in weights]
 
@@ -192,7 +194,8 @@ class StochasticRounding:
         """Rounds the numbers of a chunk at random into its weights; allocates nothing."""
         noise = self._buffers[1]
         for place in chunk:
-            self._generator.manual_seed(_seed_of(self._seed, self._steps, place))
+            key = repr((self._seed, self._steps, place)).encode()
+            self._generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big"))
             for bits in torch.split(self.parameters[place].data.view(-1).view(torch.int32), len(noise)):
                 bits.add_(noise[: len(bits)].random_(0, 2**16, generator=self._generator))
                 bits.bitwise_and_(self._kept_bits)
@@ -386,12 +389,3 @@ def remedies_named(stepped_in_float32: bool, choice: str | None) -> Iterator[Non
             failure=error.failure,
             held_bytes=error.held_bytes,
         ) from None
-
-
-def _widened(weight: Tensor) -> Tensor:
-    """Gives a float32 copy in rows, as the gradients that are stepped by lie in rows."""
-    return weight.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-
-
-def _seed_of(*numbers: int) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big")

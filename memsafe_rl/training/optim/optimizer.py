@@ -166,10 +166,7 @@ class Committer:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def make_state(self) -> None:
-        """Makes a fused optimizer's state before its first step; moves nothing, and may be repeated.
-
-        Other optimizers make theirs in their first step, as ever.
-        """
+        """Makes a fused optimizer's state before its first step, as others do in it; may be repeated."""
         with charge(Component.OPTIMIZER):
             make_missing_state(self.optimizer, self.stepped)
 
@@ -206,10 +203,7 @@ class Committer:
                 parameter.grad = zeros
 
     def measure(self) -> Tensor:
-        """Unscales the gradients in place, and measures their global norm and the factor that clips them.
-
-        May be repeated after a failure: no gradient is unscaled twice.
-        """
+        """Unscales the gradients in place, once, and measures their norm and the factor that clips; may be repeated."""
         self.complete_gradients()
         scale = self._unscale()
         gradients = self._gradients
@@ -223,10 +217,7 @@ class Committer:
         return norm
 
     def prepare_commit(self) -> None:
-        """Takes what the step needs, and copies to the host what it may move unless it allocates nothing from then on.
-
-        Brings parked state back first. May be repeated.
-        """
+        """Takes back what was parked, makes room for the step, and copies what it may leave half done; repeatable."""
         self.unpark()
         if self._checked().overflowed:
             return
@@ -278,10 +269,7 @@ class Committer:
         return state if self.scaler is None else {**state, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave; the state before goes first, to make room. May be repeated.
-
-        The weights are what they were by then.
-        """
+        """Restores what `state_dict` gave, after the weights; the state before goes first. May be repeated."""
         self._parking.forget()
         self.optimizer.state.clear()
         try:

@@ -56,25 +56,18 @@ class Snapshot:
 
 def remember(value: Any, seen: dict[int, Restore]) -> Restore:
     """Copies a value and all that it holds to the host."""
-    known = seen.get(id(value))
-    if known is not None:
-        return known
+    if id(value) in seen:
+        return seen[id(value)]
+    seen[id(value)] = _constant(value)  # for what holds itself
     if isinstance(value, Tensor):
         seen[id(value)] = _remember_tensor(value)
     elif isinstance(value, dict):
-        seen[id(value)] = _constant(value)
         seen[id(value)] = _remember_dict(value, seen)
-    elif isinstance(value, list):
-        seen[id(value)] = _constant(value)
-        seen[id(value)] = _remember_list(value, seen)
-    elif isinstance(value, tuple):
-        seen[id(value)] = _remember_tuple(value, seen)
+    elif isinstance(value, (list, tuple)):
+        seen[id(value)] = _remember_items(value, seen)
     elif isinstance(value, torch.optim.Optimizer):
-        seen[id(value)] = _constant(value)
         remembered = remember(vars(value), seen)
         seen[id(value)] = lambda: (remembered(), value)[1]
-    else:
-        return _constant(value)
     return seen[id(value)]
 
 
@@ -110,22 +103,13 @@ def _remember_dict(value: dict[Any, Any], seen: dict[int, Restore]) -> Restore:
     return restore
 
 
-def _remember_list(value: list[Any], seen: dict[int, Restore]) -> Restore:
+def _remember_items(value: list[Any] | tuple[Any, ...], seen: dict[int, Restore]) -> Restore:
     parts = [remember(part, seen) for part in value]
 
-    def restore() -> list[Any]:
-        value[:] = [part() for part in parts]
-        return value
-
-    return restore
-
-
-def _remember_tuple(value: tuple[Any, ...], seen: dict[int, Restore]) -> Restore:
-    parts = [remember(part, seen) for part in value]
-
-    def restore() -> tuple[Any, ...]:
-        for part in parts:
-            part()
+    def restore() -> list[Any] | tuple[Any, ...]:
+        items = [part() for part in parts]
+        if isinstance(value, list):
+            value[:] = items
         return value
 
     return restore

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.memory.runtime.host_memory import to_device, to_host
 from memsafe_rl.types import Component
 
 Group = Mapping[str, Any]
+Makers = dict[str, Callable[[], Tensor]]
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -95,23 +97,16 @@ def _is_fused(group: Group) -> bool:
 
 def _has_tensors(group: Group) -> bool:
     """Whether a setting is a tensor, which a step may have to move to another device."""
-    settings = [value for name, value in group.items() if name != "params"]
-    return any(isinstance(part, Tensor) for value in settings for part in _parts(value))
+    return any(isinstance(part, Tensor) for part in tree_leaves({**group, "params": None}))
 
 
-def _parts(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _missing(
-    optimizer: torch.optim.Optimizer, group: Group, parameter: nn.Parameter
-) -> dict[str, Callable[[], Tensor]]:
+def _missing(optimizer: torch.optim.Optimizer, group: Group, parameter: nn.Parameter) -> Makers:
     """Makers of the entries of a parameter's state that are not there yet; none for an unknown optimizer."""
     layout = _MISSING.get(type(optimizer))
     return {} if layout is None else layout(group, optimizer.state.get(parameter, {}), parameter)
 
 
-def _missing_adam(group: Group, state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Callable[[], Tensor]]:
+def _missing_adam(group: Group, state: Mapping[str, Any], parameter: nn.Parameter) -> Makers:
     if state:
         return {}
     names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
@@ -119,28 +114,21 @@ def _missing_adam(group: Group, state: Mapping[str, Any], parameter: nn.Paramete
     return step | {name: lambda: _zeros(parameter) for name in names}
 
 
-def _missing_sgd(group: Group, state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Callable[[], Tensor]]:
+def _missing_sgd(group: Group, state: Mapping[str, Any], parameter: nn.Parameter) -> Makers:
     if group["momentum"] == 0 or state.get("momentum_buffer") is not None:
         return {}
     return {"momentum_buffer": lambda: _zeros(parameter)}
-
-
-def _missing_adagrad(
-    group: Group, state: Mapping[str, Any], parameter: nn.Parameter
-) -> dict[str, Callable[[], Tensor]]:
-    del group, state, parameter
-    return {}  # its constructor makes it
 
 
 def _zeros(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
-_MISSING: dict[type[torch.optim.Optimizer], Callable[..., dict[str, Callable[[], Tensor]]]] = {
+_MISSING: dict[type[torch.optim.Optimizer], Callable[..., Makers]] = {
     torch.optim.Adam: _missing_adam,
     torch.optim.AdamW: _missing_adam,
     torch.optim.SGD: _missing_sgd,
-    torch.optim.Adagrad: _missing_adagrad,
+    torch.optim.Adagrad: lambda *_: {},  # its constructor makes it
 }
 """What each optimizer with an allocation-free step keeps for a parameter; exact classes, since a child may differ."""
 
