@@ -27,7 +27,7 @@ from memsafe_rl.models.language.base import ScoringPath
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
 from memsafe_rl.models.loading import LoadedModel
-from memsafe_rl.parallel.one_process import OneProcess
+from memsafe_rl.parallel.replicas import OneProcess
 from memsafe_rl.preflight.fake.device import nothing_differs
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
 from memsafe_rl.preflight.outcome import MemoryForecast

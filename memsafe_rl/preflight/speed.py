@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
-from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import yaml
 from torch import Tensor, nn
@@ -70,18 +70,9 @@ class DeviceSpeed:
         return launched + worked if self.waits else max(launched, worked)
 
     def _busy(self, kernel: Kernel) -> float:
-        computed = kernel.flops / self._rate(kernel.width) if kernel.flops else 0.0
+        widths, rates = zip(*sorted(self.flops.items()), strict=True)
+        computed = kernel.flops / float(np.interp(kernel.width, widths, rates)) if kernel.flops else 0.0
         return max(computed, kernel.moved_bytes / self.bytes_per_second)
-
-    def _rate(self, width: int) -> float:
-        known = sorted(self.flops.items())
-        if width <= known[0][0]:
-            return known[0][1]
-        for (low, slow), (high, fast) in pairwise(known):
-            if width <= high:
-                share = (width - low) / (high - low)
-                return slow + share * (fast - slow)
-        return known[-1][1]
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -126,7 +117,8 @@ def _computes(func: Any) -> bool:
 
 def _kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Kernel:
     given, made = list(_tensors(args)) + list(_tensors(kwargs.values())), list(_tensors((result,)))
-    moved = sum(_touched(tensor) for tensor in (*given, *made))
+    tensors = (*given, *made)  # the bytes of an expanded one lie in memory once
+    moved = sum(min(int(one.nbytes), sum(held.nbytes() for held in storages_of(one))) for one in tensors)
     count = flop_registry.get(func.overloadpacket)
     if count is None:
         return Kernel(0, 0, moved)
@@ -142,12 +134,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
-
-
-def _touched(tensor: Tensor) -> int:
-    """Bytes of a tensor that lie in memory; those of an expanded one once."""
-    held = sum(storage.nbytes() for storage in storages_of(tensor))
-    return min(int(tensor.nbytes), held)
 
 
 @functools.cache

@@ -113,7 +113,8 @@ class PolicyTrainer:
         """Checks what was passed, forecasts the run where its weights are still to be loaded, and builds its loop."""
         self.args = own_config(args, request.model, type(self))
         self.args.output_dir = os.path.abspath(self.args.output_dir)  # a callback may change the directory
-        _set_log_level(self.args.get_process_log_level())
+        logging.getLogger("memsafe_rl").setLevel(self.args.get_process_log_level())
+        transformers_logging.set_verbosity(self.args.get_process_log_level())
         set_seed(self.args.seed)
         check_installed(self.args.trackers)
         self.accelerator = open_accelerator(
@@ -433,8 +434,3 @@ def _listed(callbacks: Any) -> list[Any]:
                 "transformers.TrainerCallback."
             )
     return listed
-
-
-def _set_log_level(level: int) -> None:
-    logging.getLogger("memsafe_rl").setLevel(level)
-    transformers_logging.set_verbosity(level)

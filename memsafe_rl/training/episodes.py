@@ -84,7 +84,8 @@ class Episodes:
         users = Counter(batch.user_roles) if batch is not None else {}
         for role, rows in users.items():
             with self._setup.roles.acting(role) as adapter:
-                kept += rows * _longest_kv_bytes(adapter.geometry, longest + work.max_new_tokens)
+                own, tokens = adapter.geometry, longest + work.max_new_tokens
+                kept += rows * own.kv_bytes(min(tokens, own.max_positions or tokens))
         return kept
 
     def draw_turns(self, prompts: list[Tensor], keys: list[list[SequenceKey]], limits: list[int]) -> list[Completion]:
@@ -132,8 +133,3 @@ class Episodes:
             geometry=geometry,
             kept_bytes=self._setup.memory.rollout_plan.kept_kv_bytes,
         )
-
-
-def _longest_kv_bytes(geometry: ModelGeometry, tokens: int) -> int:
-    most = geometry.max_positions
-    return geometry.kv_bytes(tokens if most is None else min(tokens, most))

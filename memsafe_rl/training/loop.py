@@ -121,7 +121,13 @@ class TrainingLoop:
                 self._end_step()  # of the step after which an earlier start was saved or cut short
                 while not self.report.control.should_training_stop:
                     self._stop_if_asked()
-                    degradation = self._step_or_degradation()
+                    degradation = None
+                    try:
+                        self.step()
+                    except MemoryBudgetError as error:
+                        degradation = self.degradation_after(error)
+                        if degradation is None:
+                            raise
                     if degradation is not None:
                         self.degrade(degradation)
         finally:
@@ -247,17 +253,6 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------ when memory or the run ends
 
-    def _step_or_degradation(self) -> Degradation | None:
-        """Does one step, or gives the next change of the task that the user allows where no plan fits."""
-        try:
-            self.step()
-        except MemoryBudgetError as error:
-            degradation = self.degradation_after(error)
-            if degradation is None:
-                raise
-            return degradation
-        return None
-
     def degradation_after(self, error: MemoryBudgetError) -> Degradation | None:
         """Gives the next change of the task that the user allows; several ranks would choose different ones."""
         setup = self.setup
@@ -297,7 +292,9 @@ class TrainingLoop:
             setup.engine.round_cache()
         if "optim" in degradation.changes:
             schedule = setup.committed.scheduler.state_dict()
-            self._drop_optimizer()  # its state makes room for the new one's
+            callbacks = self.report.callbacks  # the optimizer's state makes room for the new one's
+            callbacks.optimizer = callbacks.lr_scheduler = self.setup.holdings.optimizer = None
+            self.use(replace(self.setup, committer=None))
             self.make_optimizer()
             self.setup.committed.go_on_at(schedule)
 
@@ -373,11 +370,6 @@ class TrainingLoop:
         self.learner.make_state()
         callbacks = self.report.callbacks
         callbacks.optimizer, callbacks.lr_scheduler = committer.optimizer, committer.scheduler
-
-    def _drop_optimizer(self) -> None:
-        callbacks = self.report.callbacks
-        callbacks.optimizer = callbacks.lr_scheduler = self.setup.holdings.optimizer = None
-        self.use(replace(self.setup, committer=None))
 
     def _go_to_start(self) -> None:
         """Forgets where an earlier call of `train` got to; the weights stay as they are."""

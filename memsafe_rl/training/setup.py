@@ -23,8 +23,7 @@ from memsafe_rl.memory.runtime.holdings import Holdings
 from memsafe_rl.memory.runtime.recovery import Recovery
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
-from memsafe_rl.parallel.one_process import OneProcess
-from memsafe_rl.parallel.replicas import Parallel
+from memsafe_rl.parallel.replicas import OneProcess, Parallel
 from memsafe_rl.rewards.base import RewardRunner, RewardScores
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
@@ -82,54 +81,31 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The parts of a training step; none of them knows of the loop, or of the trainer that owns it.
+    """The parts of a training step; none of them knows of the loop, or of the trainer that owns it."""
 
-    Args:
-        config: the run's settings.
-        adapter: the model.
-        reference_model: a frozen copy for the reference; None where there is none, or an adapter is switched off.
-        models: reads prompts, shows samples and writes weights of this kind of model.
-        engine: draws completions.
-        sampling: how they are drawn.
-        rewards: the reward functions.
-        memory_policy: makes the plans.
-        recovery: repeats stages that run out of memory, and tracks the run's memory.
-        holdings: what the run is known to hold.
-        parallel: the processes of the run.
-        advantages: turns rewards into advantages.
-        combiner: makes one gradient of the objectives'.
-        source: the prompts by position.
-        dataset: the prompts as a dataset.
-        roles: the model under its adapters, as users of episodes.
-        environments: where episodes of several turns are played; None where a completion is one turn.
-        draw_rollout: draws completions in place of the engine; None for the engine.
-        committer: moves the weights; None before training begins.
-        on_sampling: told how many of a rollout's completions have ended, and of how many.
-        on_rewards: told what one call of all reward functions gave.
-        make_room: takes what a plan wants elsewhere from the device before the gradient is accumulated.
-    """
-
-    config: TrainerConfig
-    adapter: Any
+    config: TrainerConfig  # the run's settings
+    adapter: Any  # the model
+    # a frozen copy for the reference; None where there is none, or an adapter is switched off
     reference_model: nn.Module | None
-    models: ModelFactory
-    engine: RolloutEngine
-    sampling: SamplingSettings
-    rewards: RewardRunner
-    memory_policy: MemoryPolicy
-    recovery: Recovery
-    holdings: Holdings
-    parallel: Parallel
-    advantages: Advantages
-    combiner: Combiner
-    source: PromptSource
-    dataset: Any
-    roles: ModelRoles
-    environments: EnvironmentPool | None = None
-    draw_rollout: DrawRollout | None = None
-    committer: Committer | None = None
-    on_sampling: Callable[[int, int], None] = nothing
-    on_rewards: Callable[[RewardScores], None] = nothing
+    models: ModelFactory  # reads prompts, shows samples and writes weights of this kind of model
+    engine: RolloutEngine  # draws completions
+    sampling: SamplingSettings  # how they are drawn
+    rewards: RewardRunner  # the reward functions
+    memory_policy: MemoryPolicy  # makes the plans
+    recovery: Recovery  # repeats stages that run out of memory, and tracks the run's memory
+    holdings: Holdings  # what the run is known to hold
+    parallel: Parallel  # the processes of the run
+    advantages: Advantages  # turns rewards into advantages
+    combiner: Combiner  # makes one gradient of the objectives'
+    source: PromptSource  # the prompts by position
+    dataset: Any  # the prompts as a dataset
+    roles: ModelRoles  # the model under its adapters, as users of episodes
+    environments: EnvironmentPool | None = None  # where episodes are played; None where a completion is one turn
+    draw_rollout: DrawRollout | None = None  # draws completions in place of the engine; None for the engine
+    committer: Committer | None = None  # moves the weights; None before training begins
+    on_sampling: Callable[[int, int], None] = nothing  # told how many completions have ended, of how many
+    on_rewards: Callable[[RewardScores], None] = nothing  # told what one call of all reward functions gave
+    # takes what a plan wants elsewhere from the device before the gradient is accumulated
     make_room: Callable[[UpdatePlan], None] = nothing
 
     @cached_property

@@ -29,31 +29,18 @@ class Ending:
 
 @dataclass
 class RunState:
-    """Where a run stands between two steps.
+    """Where a run stands between two steps."""
 
-    Args:
-        controllers: coefficients moved by the run's own measurements.
-        alarms: which rules are broken.
-        progress: steps, epochs and logs, in transformers' form.
-        cursor: the next optimizer step, in plain integers.
-        rollout: what is being learnt from; None where the next step draws anew.
-        waiting: groups of completions that the next rollout resumes.
-        history: one record per optimizer step; kept in `steps.jsonl`.
-        degradations: changes of the task that were taken because no plan fitted.
-        random: state of the random generators at the step's beginning; None between steps.
-        ending: what still follows the step just done; None where nothing does.
-    """
-
-    controllers: Controllers
-    alarms: AlarmWatch
-    progress: TrainerState
-    cursor: Cursor = field(default_factory=Cursor)
-    rollout: Rollout | None = None
-    waiting: tuple[OpenGroup, ...] = ()
-    history: RecordLog = field(default_factory=lambda: RecordLog(_step_record))
-    degradations: list[Degradation] = field(default_factory=list)
-    random: RandomState | None = None
-    ending: Ending | None = None
+    controllers: Controllers  # coefficients moved by the run's own measurements
+    alarms: AlarmWatch  # which rules are broken
+    progress: TrainerState  # steps, epochs and logs, in transformers' form
+    cursor: Cursor = field(default_factory=Cursor)  # the next optimizer step, in plain integers
+    rollout: Rollout | None = None  # what is being learnt from; None where the next step draws anew
+    waiting: tuple[OpenGroup, ...] = ()  # groups of completions that the next rollout resumes
+    history: RecordLog = field(default_factory=lambda: RecordLog(_step_record))  # one record a step, of `steps.jsonl`
+    degradations: list[Degradation] = field(default_factory=list)  # changes of the task, taken where no plan fitted
+    random: RandomState | None = None  # of the random generators at the step's beginning; None between steps
+    ending: Ending | None = None  # what still follows the step just done; None where nothing does
 
     @classmethod
     def at_start(cls, config: TrainerConfig, *, is_main: bool) -> RunState:

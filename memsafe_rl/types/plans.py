@@ -140,23 +140,15 @@ class ModelGeometry:
 
 @dataclass(frozen=True)
 class RolloutWork:
-    """The shape of one rollout, before it is cut.
+    """The shape of one rollout, before it is cut."""
 
-    Args:
-        prompt_tokens: length of each unique prompt, in tokens, in prompt order.
-        group_size: samples per prompt.
-        max_new_tokens: longest completion, in tokens, or denoising steps.
-        geometry: sizes of the network that samples.
-        scored: whether a pass for reference or old log-probs follows.
-        kept_bytes: int, bytes of the caches of all rows at their longest, every role's, which could wait between turns;
-            0 where a completion is one turn.
-    """
-
-    prompt_tokens: tuple[int, ...]
-    group_size: int
-    max_new_tokens: int
-    geometry: ModelGeometry
-    scored: bool = False
+    prompt_tokens: tuple[int, ...]  # length of each unique prompt, in tokens, in prompt order
+    group_size: int  # samples per prompt
+    max_new_tokens: int  # longest completion, in tokens, or denoising steps
+    geometry: ModelGeometry  # sizes of the network that samples
+    scored: bool = False  # whether a pass for reference or old log-probs follows
+    # int, bytes of the caches of all rows at their longest, every role's, which could wait between turns; 0 where a
+    # completion is one turn
     kept_bytes: int = 0
 
     @property
@@ -167,24 +159,16 @@ class RolloutWork:
 
 @dataclass(frozen=True)
 class UpdateWork:
-    """The shape of one optimizer step on this rank, before it is cut.
+    """The shape of one optimizer step on this rank, before it is cut."""
 
-    Args:
-        row_tokens: length of each row (prompt plus completion), in tokens; columns to run of each row, where these are
-            run one by one.
-        action_tokens: length of each row's completion, in tokens; the same as ``row_tokens`` in the other case.
-        geometry: sizes of the network that learns.
-        prompts: index of each row's prompt, the same for rows that share one; empty where rows cannot be packed behind
-            one copy of it.
-        gradients_aside: whole gradients, of other objectives, that will be held beside this step's last one.
-        sources: index of each row's prompt where an encoder reads it, once for all rows that share it; else empty.
-    """
-
+    # length of each row (prompt plus completion), in tokens; columns to run of each, where these are run one by one
     row_tokens: tuple[int, ...]
-    action_tokens: tuple[int, ...]
-    geometry: ModelGeometry
+    action_tokens: tuple[int, ...]  # length of each row's completion, in tokens; or the same as ``row_tokens``
+    geometry: ModelGeometry  # sizes of the network that learns
+    # index of each row's prompt, the same for rows that share one; empty where rows cannot be packed behind one copy
     prompts: tuple[int, ...] = ()
-    gradients_aside: int = 0
+    gradients_aside: int = 0  # whole gradients, of other objectives, that will be held beside this step's last one
+    # index of each row's prompt where an encoder reads it, once for all rows that share it; else empty
     sources: tuple[int, ...] = ()
 
     @property
@@ -260,61 +244,36 @@ class UpdatePlan:
 
 @dataclass(frozen=True)
 class MemoryFailure:
-    """One allocation that failed and outlived its same-plan retry.
+    """One allocation that failed and outlived its same-plan retry."""
 
-    Args:
-        phase: where it failed.
-        requested_bytes: int, bytes asked for; None when the message does not say.
-        attempt: how many plans have failed for this piece of work, from 1.
-        message: the allocator's own words.
-        step: optimizer steps done when it failed.
-        plan: the plan that failed; None where there was none.
-        work: the shape of the work that was cut; None where nothing was cut.
-        budget_bytes: int, bytes the run may hold.
-        live_bytes: int, bytes held once the failed attempt was cleared away.
-    """
-
-    phase: Phase
-    requested_bytes: int | None
-    attempt: int
-    message: str
-    step: int = 0
-    plan: RolloutPlan | UpdatePlan | None = None
-    work: RolloutWork | UpdateWork | None = None
-    budget_bytes: int = 0
-    live_bytes: int = 0
+    phase: Phase  # where it failed
+    requested_bytes: int | None  # bytes asked for; None when the message does not say
+    attempt: int  # how many plans have failed for this piece of work, from 1
+    message: str  # the allocator's own words
+    step: int = 0  # optimizer steps done when it failed
+    plan: RolloutPlan | UpdatePlan | None = None  # the plan that failed; None where there was none
+    work: RolloutWork | UpdateWork | None = None  # the shape of the work that was cut; None where nothing was cut
+    budget_bytes: int = 0  # bytes the run may hold
+    live_bytes: int = 0  # bytes held once the failed attempt was cleared away
 
 
 @dataclass(frozen=True)
 class MemoryState:
-    """What a memory policy may know of the device and of this run's past.
+    """What a memory policy may know of the device and of this run's past."""
 
-    Args:
-        device: "cuda", "cpu" or another device type.
-        budget_bytes: int, bytes this run may hold on the device.
-        live_bytes: int, bytes held now.
-        peak_bytes: int, most bytes held since the run began.
-        step: optimizer steps done.
-        corrections: per phase, measured over predicted bytes above what was held before the phase, from the last plans
-            that predicted; a phase that was never measured is left out.
-        last_rollout_plan: the plan of the last rollout, None before the first.
-        last_update_plan: the plan of the last optimizer step, None before the first.
-        failures: failures of this run that outlived their same-plan retry, oldest first.
-        optimizer_bytes: int, bytes of the optimizer state, wherever it lies; 0 while there is none or it is unknown.
-        parked_bytes: int, bytes of the optimizer state that lie in host memory now, no part of ``live_bytes``.
-        stranded_bytes: per phase, int, bytes that the device's allocator needs beside those of live tensors, since it
-            holds whole segments; a phase of which nothing is known is left out.
-    """
-
-    device: str
-    budget_bytes: int
-    live_bytes: int
-    peak_bytes: int
-    step: int = 0
+    device: str  # "cuda", "cpu" or another device type
+    budget_bytes: int  # bytes this run may hold on the device
+    live_bytes: int  # bytes held now
+    peak_bytes: int  # most bytes held since the run began
+    step: int = 0  # optimizer steps done
+    # per phase, measured over predicted bytes above what was held before it, from the last plans that predicted; a
+    # phase that was never measured is left out
     corrections: Mapping[str, float] = field(default_factory=dict)
-    last_rollout_plan: RolloutPlan | None = None
-    last_update_plan: UpdatePlan | None = None
-    failures: tuple[MemoryFailure, ...] = ()
-    optimizer_bytes: int = 0
-    parked_bytes: int = 0
+    last_rollout_plan: RolloutPlan | None = None  # the plan of the last rollout, None before the first
+    last_update_plan: UpdatePlan | None = None  # the plan of the last optimizer step, None before the first
+    failures: tuple[MemoryFailure, ...] = ()  # those of this run that outlived their same-plan retry, oldest first
+    optimizer_bytes: int = 0  # bytes of its state, wherever it lies; 0 while there is none or it is unknown
+    parked_bytes: int = 0  # bytes of that state that lie in host memory now, no part of ``live_bytes``
+    # per phase, bytes that the device's allocator needs beside those of live tensors, since it holds whole segments; a
+    # phase of which nothing is known is left out
     stranded_bytes: Mapping[str, int] = field(default_factory=dict)

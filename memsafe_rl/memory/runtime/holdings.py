@@ -134,10 +134,7 @@ def _new_storages(tensors: Iterable[Tensor], device: torch.device, seen: set[int
         if simulated and is_on_host(tensor):
             continue
         for storage in storages_of(tensor):
-            if _lies_on(storage.device, device) and storage._cdata not in seen:
+            lies_there = storage.device.type == device.type and device.index in (None, storage.device.index)
+            if lies_there and storage._cdata not in seen:
                 seen.add(storage._cdata)
                 yield storage
-
-
-def _lies_on(place: torch.device, device: torch.device) -> bool:
-    return place.type == device.type and device.index in (None, place.index)

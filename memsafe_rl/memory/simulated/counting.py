@@ -313,11 +313,8 @@ def _library() -> ctypes.CDLL:
 
 def _binary_path() -> Path:
     key = hashlib.sha256(_SOURCE.read_bytes() + f"{torch.__version__} {platform.machine()}".encode()).hexdigest()[:16]
-    return _cache_directory() / f"cpu_allocator-{torch.__version__}-{key}.so"
-
-
-def _cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memsafe_rl"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "memsafe_rl" / f"cpu_allocator-{torch.__version__}-{key}.so"
 
 
 def _compiler() -> str | None:

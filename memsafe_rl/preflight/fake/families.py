@@ -15,16 +15,12 @@ from transformers import AutoConfig, PretrainedConfig
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.hub import places_for
 
-
-def _read_families() -> dict[str, dict[str, Any]]:
-    found = {}
-    for networks in yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8")).values():
-        shared = networks.pop("shared")
-        found.update({name: {**shared, **sizes} for name, sizes in networks.items()})
-    return found
-
-
-FAMILIES: Mapping[str, Mapping[str, Any]] = _read_families()
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    name: {**networks["shared"], **sizes}
+    for networks in yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8")).values()
+    for name, sizes in networks.items()
+    if name != "shared"
+}
 """Sizes of common networks by name; other fields are transformers' defaults."""
 
 _IN_BFLOAT16 = ("qwen2", "qwen3", "llama", "mistral", "gemma3_text")

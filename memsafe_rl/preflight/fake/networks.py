@@ -47,7 +47,9 @@ def fake_language_model(
     kind = AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
     with torch.device("meta"):
         model = _built(kind, config, "be trained as a language model", dtype, trust_remote_code)
-        layers = [] if quantization_config is None else _linear_layers(model)
+        # those that bitsandbytes would quantise: all linear ones but the output head
+        linear = [] if quantization_config is None else [one for one in model.modules() if type(one) is nn.Linear]
+        layers = [layer for layer in linear if layer is not model.get_output_embeddings()]
         if frozen or peft_config is not None:
             model.requires_grad_(False)
         if peft_config is not None:
@@ -134,12 +136,6 @@ class _FourBitProduct(torch.autograd.Function):
         (packed,) = ctx.saved_tensors
         weight = packed.new_empty(ctx.shape, dtype=ctx.dtype)
         return (grad.to(ctx.dtype) @ weight).to(ctx.given), None, None, None
-
-
-def _linear_layers(model: Any) -> list[nn.Linear]:
-    """Gives the layers that bitsandbytes would quantise: all linear ones but the output head."""
-    head = model.get_output_embeddings()
-    return [layer for layer in model.modules() if type(layer) is nn.Linear and layer is not head]
 
 
 def _quantise(layer: nn.Linear, settings: Any) -> None:

@@ -37,7 +37,6 @@ from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.training.algorithms.advantages import Advantages, GroupAdvantages
 from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
 from memsafe_rl.training.algorithms.objectives import Combiner
-from memsafe_rl.training.assembly.critics import bound_prompts
 from memsafe_rl.training.assembly.inputs import (
     check_sampler,
     check_together,
@@ -47,6 +46,7 @@ from memsafe_rl.training.assembly.inputs import (
     text_dataset,
     training_prompts,
 )
+from memsafe_rl.training.assembly.language_models import bound_prompts
 from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES, ModelFactory
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.setup import DrawRollout, TrainingSetup

@@ -1,4 +1,4 @@
-"""Causal LMs and encoder-decoders of transformers: read, loaded, sampled, shown and saved."""
+"""Causal LMs and encoder-decoders of transformers: read, loaded, sampled, shown and saved, and their critics."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from memsafe_rl.checkpoint.weights import Weights, read_weights, write_weights
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.generation_options import say_what_is_left_out
-from memsafe_rl.data.prompts import PromptReader, Prompts
+from memsafe_rl.data.prompts import PromptReader, Prompts, PromptTokenizer
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.batch_invariance import is_default, require
-from memsafe_rl.models.critic import Critic
+from memsafe_rl.models.critic import Critic, OwnModel, SecondAdapter, SharedTrunk
 from memsafe_rl.models.language.base import language_model_of
 from memsafe_rl.models.language.factory import adapter_for, check_adapter, family_of
-from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
+from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer, read_config
 from memsafe_rl.rollout.native.sequences import check_settings
-from memsafe_rl.training.assembly.critics import make_critic
-from memsafe_rl.training.assembly.inputs import model_facts, prompt_reader
+from memsafe_rl.training.assembly.inputs import model_facts, prompt_reader, prompt_room
 from memsafe_rl.training.assembly.protocol import ModelFamily, register_model_family
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 
@@ -127,6 +129,50 @@ class LanguageModels:
     def restore(self, model: Any, folder: Path) -> None:
         """Reads them back; see `ModelFactory.restore`."""
         read_weights(model, folder)
+
+
+def bound_prompts(config: TrainerConfig, wanted: Any, reader: PromptReader) -> None:
+    """Keeps prompts to the context of a critic that is a network of its own."""
+    shares_base = wanted is None or (isinstance(wanted, str) and wanted == "adapter")
+    if shares_base or not isinstance(reader, PromptTokenizer):
+        return
+    if not isinstance(wanted, (str, PreTrainedModel, PeftModel)):
+        raise ConfigError(
+            f"critic is {wanted!r:.100} ({type(wanted).__name__}). Give None for a head on the model's own hidden "
+            "states, 'adapter', or another model: its name, its path, or the model itself."
+        )
+    facts = read_config(wanted, trust_remote_code=config.trust_remote_code, told="critic")
+    reader.bound(*prompt_room(config, facts, "critic"))
+
+
+def make_critic(
+    config: TrainerConfig,
+    adapter: ModelAdapter,
+    wanted: Any,
+    device: torch.device,
+    check: Callable[[Any], None],
+    *,
+    pad_token_id: int,
+) -> Critic:
+    """Makes the critic that the user wants for a network that draws tokens."""
+    if wanted is None:
+        return SharedTrunk(adapter)
+    if wanted == "adapter":
+        return SecondAdapter(adapter)
+    loaded = load_model(wanted, trust_remote_code=config.trust_remote_code, device=device).model
+    if loaded.get_output_embeddings() is None:
+        raise ConfigError(
+            f"critic is a {type(loaded).__name__}, which has no language-model head. Pass the same network as "
+            "AutoModelForCausalLM (or AutoModelForSeq2SeqLM); its value head is made here."
+        )
+    if {id(weight) for weight in loaded.parameters()} & {id(weight) for weight in adapter.model.parameters()}:
+        raise ConfigError(
+            "critic shares weights with the model. Leave critic out for a head on the model's own hidden states, "
+            "set critic='adapter', or give a copy (copy.deepcopy)."
+        )
+    own = adapter_for(loaded, pad_token_id=pad_token_id)
+    check(own)
+    return OwnModel(own, vocab_size=adapter.geometry.vocab_size)
 
 
 def _matches(model: Any) -> bool:

@@ -164,17 +164,12 @@ class ModelFactory(Protocol):
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """What can be passed as ``model``: networks that draw tokens, denoisers, or something else.
+    """What can be passed as ``model``: networks that draw tokens, denoisers, or something else."""
 
-    Args:
-        name: its name in messages.
-        function: makes the factory of a model, from configuration, model and ``processing_class``.
-        matches: whether a model, or its name, without PEFT around it, is of the family.
-    """
-
-    name: str
+    name: str  # its name in messages
+    # makes the factory of a model, from configuration, model and ``processing_class``
     function: Callable[[TrainerConfig, Any, Any], ModelFactory]
-    matches: Callable[[Any], bool]
+    matches: Callable[[Any], bool]  # whether a model, or its name, without PEFT around it, is of the family
 
 
 MODEL_FAMILIES: Registry[ModelFamily] = Registry("model", ModelFamily)

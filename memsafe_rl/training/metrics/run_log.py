@@ -179,7 +179,7 @@ class RunLog:
 
     def _record(self, state: RunState, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Writes a record down, and gives it as callbacks see it: with the user's own value under every name."""
-        seen = {name: None if _is_nan(value) else value for name, value in logs.items()}
+        seen = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in logs.items()}
         record = {f"logged/{name}" if name in RESERVED else name: value for name, value in seen.items()}
         record |= {"epoch": state.progress.epoch, "step": state.step}
         state.progress.log_history.append(record)
@@ -226,7 +226,3 @@ def _is_plain(callback: Any) -> bool:
         logger.warning(told, type(callback).__name__, error)
         return False
     return True
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)

@@ -16,9 +16,9 @@ from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.runtime.holdings import optimizer_tensors
 from memsafe_rl.training.optim.half_weights import ClipFactors, HalfWeights
-from memsafe_rl.training.optim.snapshot import Snapshot
 from memsafe_rl.training.optim.state import (
     OptimizerOffload,
+    Snapshot,
     make_missing_state,
     ready_scalars,
     steps_without_allocating,
