@@ -43,20 +43,10 @@ _CUT_OFF = "An earlier collective of this rank did not complete, so the ranks ar
 
 
 def open_accelerator(use_cpu: bool, **options: Any) -> Accelerator:
-    """Opens accelerate for one trainer, on the device that it asks for.
+    """Opens accelerate for one trainer, on the device that it asks for, which no later one changes.
 
     Accelerate keeps one state for all of a process, with the device of whoever came first. A trainer that wants another
     one gets a copy of that state.
-
-    Args:
-        use_cpu: whether to run on the CPU, whatever else there is.
-        options: further arguments of `Accelerator`.
-
-    Returns:
-        An accelerator whose device no later one changes.
-
-    Raises:
-        ConfigError: several processes are connected for another device.
     """
     use_cpu = use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
     accelerator = Accelerator(cpu=use_cpu and not is_initialized(), **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,55 +100,50 @@ class SharedState:
         )
 
 
+@dataclass
 class DryRun:
     """A run on fake weights, and what is known of it before its setup is built."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        device: str,
-        *,
-        dataset: Any = None,
-        tokenizer: Any = None,
-        prompt_tokens: int | None = None,
-        policy: Any = None,
-        critic: Callable[[], Any] = lambda: None,
-        evaluation: Any = None,
-        reward_models: Callable[[], list[Any]] = list,
-        shared: SharedState,
-        speed: DeviceSpeed | None = None,
-    ) -> None:
-        if dataset is not None and tokenizer is None:
+    config: TrainerConfig
+    device: str
+    shared: SharedState
+    dataset: Any = None
+    tokenizer: Any = None
+    prompt_tokens: int | None = None
+    policy: Any = None
+    critic: Callable[[], Any] = lambda: None
+    evaluation: Any = None
+    reward_models: Callable[[], list[Any]] = list
+    speed: DeviceSpeed | None = None
+    about_prompts: str = ""
+    _assumes_evaluation: bool = False
+    _loaded: Mapping[Component, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.dataset is not None and self.tokenizer is None:
             raise ConfigError("train_dataset is given without processing_class. Pass the tokenizer, or prompt_tokens.")
-        if prompt_tokens is not None and prompt_tokens < 1:
-            raise ConfigError(f"prompt_tokens is {prompt_tokens}; the longest prompt has at least 1 token.")
-        self._config, self._device, self._shared, self._speed = config, device, shared, speed
-        self._dataset, self._tokenizer, self._prompt_tokens = dataset, tokenizer, prompt_tokens
-        self._policy, self._make_critic = policy, critic
-        self._evaluation, self._make_reward_models = evaluation, reward_models
-        self._assumes_evaluation = False
-        self._loaded: Mapping[Component, int] = {}
-        self.about_prompts = ""
+        if self.prompt_tokens is not None and self.prompt_tokens < 1:
+            raise ConfigError(f"prompt_tokens is {self.prompt_tokens}; the longest prompt has at least 1 token.")
 
     def run(self, network: Any, memory: SimulatedMemory, device_bytes: int, *, copies: bool) -> MemoryForecast:
         """Builds a setup of a named network and tries its longest rows; where they do not fit, says why."""
-        checked = _check_shallow(network(shallow=True), self._config, memory)
+        checked = _check_shallow(network(shallow=True), self.config, memory)
         gc.collect()  # some networks hold themselves, and the shallow one would count beside the whole
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, reference = network(), network(frozen=True) if copies else None
-        checked = checked._replace(extra_bytes=checked.extra_bytes + _narrow_bytes(model, self._config))
+        checked = checked._replace(extra_bytes=checked.extra_bytes + _narrow_bytes(model, self.config))
         return self.run_model(model, reference, checked, memory, device_bytes)
 
     def run_model(
         self, model: Any, reference: Any, checked: Checked | None, memory: SimulatedMemory, device_bytes: int
     ) -> MemoryForecast:
         """Builds a setup of a network with fake weights, and tries its longest rows."""
-        budget = MemoryBudget.parse(self._config.memory_budget)
-        self._config.memory_budget = budget.resolve(total_bytes=device_bytes, free_bytes=device_bytes)
-        self._config.validate()
+        budget = MemoryBudget.parse(self.config.memory_budget)
+        self.config.memory_budget = budget.resolve(total_bytes=device_bytes, free_bytes=device_bytes)
+        self.config.validate()
         setup, refusal, settled = self._build(model, reference, checked), None, None
         longest = self._longest(setup)
-        gathering = self._shared.gathering(setup)
+        gathering = self.shared.gathering(setup)
         if gathering is not None:
             listen(gathering)  # until the fake device is left
         try:
@@ -166,37 +161,37 @@ class DryRun:
             completion_tokens=longest.completion_tokens,
             job=_job(setup, longest, memory),
             refusal=refusal,
-            ranks=self._config.world_size,
-            sharding=self._shared.sharding.value,
-            host_bytes=_host_bytes(setup, self._device),
+            ranks=self.config.world_size,
+            sharding=self.shared.sharding.value,
+            host_bytes=_host_bytes(setup, self.device),
             reserved=memory.reserved_peaks(),
         )
         return found if settled is None else replace(found, step_seconds=self._seconds(settled, longest))
 
     def _build(self, model: Any, reference: Any, checked: Checked | None) -> TrainingSetup:
         """Builds the run's own setup, alone on its device, which informs nobody and rewards nothing."""
-        config, dataset = self._config, self._dataset
+        config, dataset = self.config, self.dataset
         if dataset is None:
             dataset = Dataset.from_dict({"prompt": ["a"] * max(2, config.prompts_per_rollout)})
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
-            critic, reward_models = self._make_critic(), self._make_reward_models()
-        if evaluates(config) and self._evaluation is None:
-            self._evaluation = Dataset.from_dict({"prompt": ["a"] * config.rollout_rows})
+            critic, reward_models = self.critic(), self.reward_models()
+        if evaluates(config) and self.evaluation is None:
+            self.evaluation = Dataset.from_dict({"prompt": ["a"] * config.rollout_rows})
             self._assumes_evaluation = True
         functions = _no_rewards(config, [reward_model_name(one) for one in reward_models])
         request = TrainingRequest(
             model,
             [*functions, *reward_models],
             train_dataset=dataset,
-            eval_dataset=self._evaluation,
-            processing_class=None if checked is None else self._tokenizer or _stand_in_tokenizer(),
+            eval_dataset=self.evaluation,
+            processing_class=None if checked is None else self.tokenizer or _stand_in_tokenizer(),
             reward_processing_classes=[*(None for _ in functions), *(_stand_in_tokenizer() for _ in reward_models)],
-            memory_policy=self._policy,
+            memory_policy=self.policy,
             critic=critic,
         )
         inputs = read_inputs(config, request)
-        parts = self._shared.parts
-        machine = machine_for(inputs, torch.device("cpu"), OneProcess(parts), kind=self._device)
+        parts = self.shared.parts
+        machine = machine_for(inputs, torch.device("cpu"), OneProcess(parts), kind=self.device)
         machine.holdings.optimizer_parts = parts.get(Component.OPTIMIZER, 1)
 
         def load(inputs: Inputs, machine: Machine) -> LoadedModel:  # noqa: ARG001
@@ -210,41 +205,41 @@ class DryRun:
 
     def _seconds(self, setup: TrainingSetup, longest: Longest) -> StepSeconds | None:
         """Estimates the seconds of a step, where the device's speed is known and this library decodes tokens."""
-        if self._speed is None or setup.adapter.time_separable or not setup.adapter.decodes:
+        if self.speed is None or setup.adapter.time_separable or not setup.adapter.decodes:
             return None
-        speed, counted = self._speed, count_step(setup, longest)
+        speed, counted = self.speed, count_step(setup, longest)
         phases = {
             phase: sum(times * speed.seconds(work) for times, work in pieces) for phase, pieces in counted.items()
         }
-        known = self._dataset is not None or self._config.max_steps > 0
+        known = self.dataset is not None or self.config.max_steps > 0
         return StepSeconds(phases, setup.planned_steps if known else None, speed)
 
     def _drawn_for_evaluation(self, setup: TrainingSetup, longest: Longest) -> Drawing | None:
         """Gives what evaluations draw: of a dataset its own longest prompt, else that of the run."""
-        config = self._config
+        config = self.config
         if not evaluates(config):
             return None
         found = None
-        if not self._assumes_evaluation and self._prompt_tokens is None and self._dataset is not None:
-            found = longest_evaluation(setup, self._evaluation)
+        if not self._assumes_evaluation and self.prompt_tokens is None and self.dataset is not None:
+            found = longest_evaluation(setup, self.evaluation)
         if found is None:
-            rows = config.rollout_rows if self._assumes_evaluation else len(self._evaluation)
+            rows = config.rollout_rows if self._assumes_evaluation else len(self.evaluation)
             found = Drawing(longest, rows, config.eval_generations, Phase.EVALUATE)
         many = " or more" if self._assumes_evaluation else ""
         self.about_prompts += f"; evaluations draw {found.group_size} completion(s) of {found.prompts}{many} prompts"
         return found
 
     def _longest(self, setup: TrainingSetup) -> Longest:
-        completion = self._config.max_completion_length
+        completion = self.config.max_completion_length
         if setup.adapter.time_separable:
             return Longest((0,), completion, "chains are alike")
-        if self._prompt_tokens is None and self._dataset is not None:
+        if self.prompt_tokens is None and self.dataset is not None:
             longest = find_longest(setup)
             self.about_prompts = f"the longest prompt has {len(longest.prompt)} tokens ({longest.source})"
             return longest
-        tokens, source = self._prompt_tokens, "as given"
+        tokens, source = self.prompt_tokens, "as given"
         if tokens is None:
-            tokens, source = self._config.max_prompt_length, "max_prompt_length"
+            tokens, source = self.config.max_prompt_length, "max_prompt_length"
         if tokens is None:
             room = setup.adapter.geometry.room_for_prompt(completion)
             tokens = _ANY_PROMPT if room is None else max(1, min(_ANY_PROMPT, room))

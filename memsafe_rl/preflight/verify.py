@@ -192,8 +192,7 @@ def verify_plan(loop: TrainingLoop) -> Verification:
     The probe samples completions for the first prompts of the dataset, as many as one optimizer step takes, scores
     them where the run does, and takes the gradient of the run's own loss. Advantages are made up, all different and
     none zero, so that every row counts; reward functions are not called. All three gradients are of the completions
-    that the chosen plan sampled. It costs three rollouts and gradients of one optimizer step, and a copy of the
-    gradient on the host.
+    that the chosen plan sampled.
 
     The plain plan decodes all rows together and learns from them in one micro-batch, with all logits at once, nothing
     recomputed and everything on the device. Where it does not fit, half of the chosen plan takes its place.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping
-from typing import Protocol
 
 import psutil
 import torch
@@ -26,54 +25,10 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 """Unit of the kernel's sizes."""
 
 
-class MemoryMeter(Protocol):
-    """Bytes held on one device."""
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the count is the tensors' own bytes; False where it holds whatever else the process holds."""
-
-    def live_bytes(self) -> int:
-        """Bytes held now."""
-
-    def peak_bytes(self) -> int:
-        """Most bytes held since `reset_peak`."""
-
-    def reset_peak(self) -> None:
-        """Starts a new peak at the bytes held now."""
-
-    def total_bytes(self) -> int:
-        """Bytes of the device."""
-
-    def free_bytes(self) -> int:
-        """Bytes nobody holds, plus what this process holds already."""
-
-    def live_by_component(self) -> Mapping[Component, int]:
-        """Bytes held now by what they are for; empty where nobody keeps the count."""
-
-    def peak_by_component(self) -> Mapping[Component, int]:
-        """Bytes held by what they are for, at the peak of the phase left last; empty where nobody keeps the count."""
-
-    def reserved_peak_bytes(self) -> int | None:
-        """Most bytes the allocator took from the device since `reset_peak`; None where it keeps none for later."""
-
-    def stranded_bytes(self) -> int | None:
-        """Bytes it needed beside live tensors in the phase left last; None where nobody can tell."""
-
-    def allocator_retries(self) -> int:
-        """How often the allocator had to give its cache back before an allocation succeeded, ever."""
-
-    def enforce(self, budget_bytes: int) -> None:
-        """Makes the device refuse what would pass the budget, where it can."""
-
-    def release(self) -> None:
-        """Takes the limit of `enforce` back."""
-
-
 class CudaMeter:
     """The CUDA caching allocator's own counters, and its own limit, which holds reserved bytes."""
 
-    is_exact = True
+    is_exact = True  # whether the count is the tensors' own bytes, not whatever else the process holds
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -285,6 +240,10 @@ class SimulatedMeter:
         if self._enforced:
             self._simulation.set_capacity(self._own_capacity_bytes)
             self._enforced = False
+
+
+MemoryMeter = CudaMeter | HostMeter | SimulatedMeter
+"""Bytes held on one device."""
 
 
 def check_meter(meter: MemoryMeter) -> None:

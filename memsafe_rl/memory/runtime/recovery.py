@@ -72,8 +72,7 @@ class _Failed:
         return cls((str(error).strip().splitlines() or [type(error).__name__])[0], requested_bytes(error))
 
 
-@dataclass(frozen=True)
-class _Start:
+class _Start(NamedTuple):
     """The state a unit starts from."""
 
     random: RandomState

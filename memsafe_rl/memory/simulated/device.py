@@ -13,7 +13,7 @@ from memsafe_rl.accounting import listen, stop_listening
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.simulated.caching_allocator import CachingAllocator, Reserved
 from memsafe_rl.memory.simulated.counting import CountingAllocator, compiler_available
-from memsafe_rl.memory.simulated.ledger import LimitedLedger
+from memsafe_rl.memory.simulated.ledger import StorageLedger
 from memsafe_rl.types import Component, Phase
 from memsafe_rl.units import parse_bytes
 
@@ -88,11 +88,11 @@ class SimulatedMemory:
         capacity_bytes = parse_bytes(capacity_bytes) if isinstance(capacity_bytes, str) else capacity_bytes
         self.exact = allocator is None and (compiler_available() if exact is None else exact)
         self.allocator = allocator
-        self._counter: CountingAllocator | LimitedLedger
+        self._counter: CountingAllocator | StorageLedger
         if self.exact:
             self._counter = CountingAllocator(capacity_bytes, fail_at)
         else:
-            self._counter = LimitedLedger(capacity_bytes, fail_at, allocator)
+            self._counter = StorageLedger(allocator, capacity_bytes, fail_at)
         self._entered = False
         self._entered_at = 0.0
         self._open_phases: list[_OpenPhase] = []
@@ -177,13 +177,13 @@ class SimulatedMemory:
 
     def divide(self, parts: Mapping[Component, int]) -> None:
         """Counts from now on, by a ledger, one rank's part only of what so many ranks share of each component."""
-        if not isinstance(self._counter, LimitedLedger):
+        if not isinstance(self._counter, StorageLedger):
             raise MemsafeError("A device that counts real allocations cannot count parts of them. Pass exact=False.")
         self._counter.divide(parts)
 
     def see(self, tensor: Tensor, *, is_new: bool) -> None:
         """Counts what an operator gave that ran without the ledger's knowledge, and may have made."""
-        if not isinstance(self._counter, LimitedLedger):
+        if not isinstance(self._counter, StorageLedger):
             raise MemsafeError("A device that counts real allocations sees them by itself. Pass exact=False.")
         self._counter.see(tensor, is_new=is_new)
 

@@ -8,7 +8,7 @@ behind the dispatcher, or temporaries inside a kernel but those that `workspaces
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,15 +67,22 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts bytes of the distinct storages created inside it, and what they are for.
 
     A view adds nothing, nor does a view of a tensor made outside. Meta tensors hold nothing; fake tensors count as
-    what they stand for. Under an allocator each storage counts as its block.
+    what they stand for. Under an allocator each storage counts as its block. It has the limits of `CountingAllocator`,
+    and refuses after the operator ran, before it counts.
     """
 
     def __init__(
-        self, allocator: CachingAllocator | None = None, on_growth: Callable[[int], None] | None = None
+        self,
+        allocator: CachingAllocator | None = None,
+        capacity_bytes: int | None = None,
+        fail_at: int | None = None,
     ) -> None:
+        check_limits(capacity_bytes, fail_at)
         super().__init__()  # type: ignore[no-untyped-call]
         self.allocator = allocator
-        self._on_growth = on_growth
+        self.set_capacity(capacity_bytes)
+        self._fail_at = fail_at
+        self.allocations = self._refusals = 0
         self._entries: dict[int, _Entry] = {}
         self._device = _Arena()
         self._host = _Arena()
@@ -244,59 +251,6 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._give_back(entry.block)
         entry.size, entry.asked, entry.block = size, asked, block
 
-    def _obtain(self, size: int, on_host: bool) -> tuple[int, Block | None]:
-        """Asks for bytes; gives how many count, and their block."""
-        if on_host:
-            return size, None
-        if self._on_growth is not None:
-            self._on_growth(size)
-        if self.allocator is None:
-            return size, None
-        block = self.allocator.allocate(size)
-        return block.size, block
-
-    def _give_back(self, block: Block | None) -> None:
-        if block is not None and self.allocator is not None:
-            self.allocator.free(block)
-
-    def _count(self, entry: _Entry, change: int) -> None:
-        arena = self._host if entry.on_host else self._device
-        arena.add(entry.component, change)
-        arena.note_peaks()
-
-    def _move(self, entry: _Entry, component: Component) -> None:
-        arena = self._host if entry.on_host else self._device
-        arena.add(entry.component, -entry.size)
-        storage = entry.reference() if self._parts else None
-        asked = entry.asked if storage is None else self._asked(storage, component, entry.rows)
-        if asked != entry.asked:
-            self._exchange(entry, asked)
-        arena.add(component, entry.size)
-        entry.component = component
-        arena.note_peaks()
-
-    def _leave(self, key: int) -> None:
-        entry = self._entries.pop(key)
-        (self._host if entry.on_host else self._device).add(entry.component, -entry.size)
-        self._give_back(entry.block)
-
-
-class LimitedLedger(StorageLedger):  # type: ignore[no-untyped-call]
-    """A `StorageLedger` with the limits of `CountingAllocator`; it refuses after the operator ran, before it counts."""
-
-    def __init__(
-        self,
-        capacity_bytes: int | None = None,
-        fail_at: int | None = None,
-        allocator: CachingAllocator | None = None,
-    ) -> None:
-        check_limits(capacity_bytes, fail_at)
-        super().__init__(allocator, on_growth=self._admit)
-        self.set_capacity(capacity_bytes)
-        self._fail_at = fail_at
-        self.allocations = 0
-        self._refusals = 0
-
     @property
     def refusals(self) -> int:
         """Storages refused since entry."""
@@ -326,6 +280,41 @@ class LimitedLedger(StorageLedger):  # type: ignore[no-untyped-call]
         if chosen or (self._capacity_bytes is not None and held + size > self._capacity_bytes):
             self._refusals += 1
             raise refusal(size, held, chosen=chosen)
+
+    def _obtain(self, size: int, on_host: bool) -> tuple[int, Block | None]:
+        """Asks for bytes; gives how many count, and their block."""
+        if on_host:
+            return size, None
+        self._admit(size)
+        if self.allocator is None:
+            return size, None
+        block = self.allocator.allocate(size)
+        return block.size, block
+
+    def _give_back(self, block: Block | None) -> None:
+        if block is not None and self.allocator is not None:
+            self.allocator.free(block)
+
+    def _count(self, entry: _Entry, change: int) -> None:
+        arena = self._host if entry.on_host else self._device
+        arena.add(entry.component, change)
+        arena.note_peaks()
+
+    def _move(self, entry: _Entry, component: Component) -> None:
+        arena = self._host if entry.on_host else self._device
+        arena.add(entry.component, -entry.size)
+        storage = entry.reference() if self._parts else None
+        asked = entry.asked if storage is None else self._asked(storage, component, entry.rows)
+        if asked != entry.asked:
+            self._exchange(entry, asked)
+        arena.add(component, entry.size)
+        entry.component = component
+        arena.note_peaks()
+
+    def _leave(self, key: int) -> None:
+        entry = self._entries.pop(key)
+        (self._host if entry.on_host else self._device).add(entry.component, -entry.size)
+        self._give_back(entry.block)
 
 
 def _rows(tensor: Tensor) -> int:

@@ -1,6 +1,4 @@
-"""An optimizer's state: made before the first step, so that steps allocate nothing; parked on the host; and copied
-there with all that a step may move, so that one that broke off half way can be undone.
-"""
+"""An optimizer's state: made before the first step, parked on the host, copied there so that a step can be undone."""
 
 from __future__ import annotations
 
