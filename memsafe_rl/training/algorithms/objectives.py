@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.objectives import Objective
@@ -88,38 +88,6 @@ def with_objectives(terms: StepTerms, trajectory: Trajectory, rows: Sequence[int
         parts.append(replace(terms, settings=replace(terms.settings, beta=beta), denominators=denominators))
     whole = Denominators(*(sum(values) for values in zip(*(astuple(part.denominators) for part in parts), strict=True)))
     return replace(terms, denominators=whole, objectives=tuple(parts))
-
-
-class GradientsAside:
-    """Whole gradients of finished objectives, kept until those of the others are there."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._gradients: list[list[Tensor]] = []
-
-    def add(self, *, last: bool) -> None:
-        """Takes the parameters' gradients; copies nothing."""
-        self._gradients.append([parameter.grad for parameter in self._parameters if parameter.grad is not None])
-        if not last:
-            for parameter in self._parameters:
-                parameter.grad = None
-
-    def plain_gram(self) -> list[list[float]]:
-        """Gives the gradients' dot products as plain numbers, so that ranks can compare them."""
-        plain: list[list[float]] = gram_matrix(self._gradients).tolist()
-        return plain
-
-    def factors(self, coefficients_K: Sequence[float]) -> dict[torch.dtype, Tensor]:
-        """Gives the last gradient's factor in its types, for `add_up`."""
-        return exact_factors(self._gradients[-1], coefficients_K[-1])
-
-    def add_up(self, coefficients_K: Sequence[float], factors: Mapping[torch.dtype, Tensor]) -> None:
-        """Overwrites the last gradient with the combination of all; allocates nothing."""
-        add_up(self._gradients, coefficients_K, factors)
-
-    def drop(self) -> None:
-        """Frees all of them."""
-        self._gradients.clear()
 
 
 # ------------------------------------------------------------------ beta
@@ -216,8 +184,9 @@ class Combiner:
         step: int,
     ) -> tuple[Rollout, StepGradient]:
         """Accumulates each objective's gradient; only one whose accumulation ran out of memory begins again."""
-        trajectory, waiting = rollout.trajectory, GradientsAside(setup.committed.parameters)
+        trajectory, parameters = rollout.trajectory, setup.committed.parameters
         repeat, found = setup.recovery.repeat, []
+        gradients: list[list[Tensor]] = []  # whole ones of finished objectives, until the others' are there
         try:
             for index, part in enumerate(terms.objectives):
                 every_row = part.settings.beta != 0 or setup.settings.gives_entropy_bonus
@@ -230,25 +199,29 @@ class Combiner:
                     gradients_aside=self.gradients_aside - index,  # those of earlier objectives are held already
                 )
                 found.append(gradient)
-                waiting.add(last=index + 1 == len(terms.objectives))
-            merge = self.merge(setup, waiting, [part.denominators.tokens > 0 for part in terms.objectives], step)
+                gradients.append([weight.grad for weight in parameters if weight.grad is not None])
+                if index + 1 < len(terms.objectives):
+                    for weight in parameters:
+                        weight.grad = None
+            merge = self.merge(setup, gradients, [part.denominators.tokens > 0 for part in terms.objectives], step)
         finally:
-            waiting.drop()
+            gradients.clear()
         weights = [objective.weight for objective in self._objectives]
         return rollout, repeat(Stage.MERGE, joined, found, weights, merge)
 
     def merge(
-        self, setup: TrainingSetup, gradients: GradientsAside, there: Sequence[bool], step: int
+        self, setup: TrainingSetup, gradients: list[list[Tensor]], there: Sequence[bool], step: int
     ) -> dict[str, float]:
         """Puts the merged gradient in place of the objectives' own, and gives what is known of them.
 
         An objective that scored no counted action of the step is not there, and leaves the merge to the others.
         """
         repeat, config = setup.recovery.repeat, setup.config
-        gram = setup.parallel.gather([repeat(Stage.MERGE, gradients.plain_gram)])[0]  # the same everywhere
+        gram = setup.parallel.gather([repeat(Stage.MERGE, _plain_gram, gradients)])[0]  # the same everywhere
         weights = [objective.weight for objective in self._objectives]
         coefficients = repeat(Stage.MERGE, _coefficients, gram, weights, config, step, there)
-        gradients.add_up(coefficients, repeat(Stage.MERGE, gradients.factors, coefficients))
+        factors = repeat(Stage.MERGE, exact_factors, gradients[-1], coefficients[-1])
+        add_up(gradients, coefficients, factors)
         scale = repeat(Stage.MERGE, setup.committed.read_loss_scale)
         return gradient_metrics(self._objectives, gram, coefficients, scale)
 
@@ -262,6 +235,11 @@ class Combiner:
         if any(own.settings.beta == 0 for own in terms.objectives):
             metrics.pop("kl", None)  # would be that of some rows only
         return metrics
+
+
+def _plain_gram(gradients: Sequence[Sequence[Tensor]]) -> list[list[float]]:
+    plain: list[list[float]] = gram_matrix(gradients).tolist()
+    return plain
 
 
 def _coefficients(
