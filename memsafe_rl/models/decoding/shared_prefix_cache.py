@@ -94,12 +94,17 @@ class RowCache:
     prompt: int  # index of its prompt in the block
     base: int  # tokens of the prompt that belong to it
     length: int  # tokens behind them
-    # per layer (H, S, D), no more than its tokens; empty where there are none
+    # per layer (1, H, S, D), no more than its tokens; empty where there are none
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)  # per layer, likewise
 
     def __post_init__(self) -> None:
         self.block.waiting.add(self)
+
+    @property
+    def rows(self) -> int:
+        """Sequences held: one."""
+        return 1
 
     @property
     def tokens(self) -> int:
@@ -128,28 +133,14 @@ class Segment:
     places: Tensor | None
     takes: Tensor | None  # (P × share,) int64, the row at each place, any row where there is none; None like ``places``
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Lays rows (rows, H, 1, X) out by prompt, (P, H, share, X); a view where they lie in that order."""
-        taken = values if self.takes is None else values.index_select(0, self.takes)
-        return taken.reshape(len(self.block.lengths), self.share, values.shape[1], -1).transpose(1, 2)
-
-    def gather(self, values: Tensor) -> Tensor:
-        """Takes back what `spread` did."""
-        rows = values.transpose(1, 2).reshape(-1, values.shape[1], 1, values.shape[3])
-        return rows if self.places is None else rows.index_select(0, self.places)
-
     def grouped(self, values: Tensor) -> Tensor:
-        """Lays rows (rows, H, X, Y) out by prompt."""
+        """Lays rows (rows, H, X, Y) out by prompt, (P, H, share × X, Y); a view where X is 1 and they lie in order."""
         taken = values if self.takes is None else values.index_select(0, self.takes)
-        heads, width = taken.shape[1], taken.shape[3]
-        split = taken.reshape(len(self.block.lengths), self.share, heads, -1, width)
-        return split.transpose(1, 2).reshape(len(self.block.lengths), heads, -1, width)
+        return torch.unflatten(taken, 0, (-1, self.share)).transpose(1, 2).flatten(2, 3)
 
     def by_row(self, values: Tensor) -> Tensor:
-        """Takes back what `grouped` did: (P, H, share × X, Y) to (rows, H, X, Y)."""
-        prompts, heads, _, width = values.shape
-        split = values.reshape(prompts, heads, self.share, -1, width).transpose(1, 2)
-        rows = split.reshape(prompts * self.share, heads, -1, width)
+        """Takes back what `grouped` did."""
+        rows = torch.unflatten(values, 2, (self.share, -1)).transpose(1, 2).flatten(0, 1)
         return rows if self.places is None else rows.index_select(0, self.places)
 
 
@@ -297,7 +288,7 @@ class SharedPrefixState:
                 for layer, held in enumerate(store):
                     for row, cache in zip(leaving, aside, strict=True):
                         if cache.length:
-                            getattr(cache, name).append(held[row, :, : cache.length].clone())
+                            getattr(cache, name).append(held[row : row + 1, :, : cache.length].clone())
                     if index is not None:
                         getattr(rest, name).append(held[:, :, : rest.slots_of(layer)].index_select(0, index))
                     store[layer] = held.new_empty(0)
@@ -385,19 +376,16 @@ class SharedPrefixState:
             )
             self._segments = None
 
-    def _refill(self, sources: Sequence[tuple[SharedPrefixState, Tensor | None]]) -> None:
-        """Moves the suffixes of other states, one behind the other, into stores of this state's size.
-
-        A layer at a time, keys before values: no more is ever there twice.
-        """
+    def _refill(self, sources: Sequence[tuple[SharedPrefixState | RowCache, Tensor | None]]) -> None:
+        """Moves suffixes, one behind the other, into stores of this state's size, a tensor at a time."""
         layers = max(len(source.keys) for source, _ in sources)
         with charge(Component.KV_CACHE):
             for name in ("keys", "values"):
-                store: list[Tensor] = getattr(self, name)
-                for layer in range(layers):
-                    store.append(self._moved(name, layer, sources))
+                getattr(self, name).extend(self._moved(name, layer, sources) for layer in range(layers))
 
-    def _moved(self, name: str, layer: int, sources: Sequence[tuple[SharedPrefixState, Tensor | None]]) -> Tensor:
+    def _moved(
+        self, name: str, layer: int, sources: Sequence[tuple[SharedPrefixState | RowCache, Tensor | None]]
+    ) -> Tensor:
         like: Tensor = next(getattr(source, name)[layer] for source, _ in sources if source.keys)
         slots = self.slots_of(layer)
         if len(sources) == 1 and sources[0][1] is not None and slots <= like.shape[2]:
@@ -523,27 +511,10 @@ def resumed(
         device=device,
         bases=bases,
     )
-    layers = max(len(row.keys) for row in rows) if any(lengths) else 0
-    if layers:
+    if any(lengths):
         state.capacity = whole_blocks(max(length + count for length, count in zip(lengths, more, strict=True)))
-    with charge(Component.KV_CACHE):
-        for name in ("keys", "values"):
-            for layer in range(layers):
-                getattr(state, name).append(_gathered(name, layer, rows, lengths, state.slots_of(layer)))
+        state._refill([(row, None) for row in rows])
     return state
-
-
-def _gathered(name: str, layer: int, rows: Sequence[RowCache], lengths: Sequence[int], slots: int) -> Tensor:
-    """Lays a tensor of rows that waited side by side, (B, H, slots, D), and frees theirs."""
-    like: Tensor = next(getattr(row, name)[layer] for row in rows if row.keys)
-    together = like.new_zeros((len(rows), like.shape[0], slots, like.shape[2]))
-    for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        store: list[Tensor] = getattr(row, name)
-        if store:
-            used = min(length, slots)
-            together[place, :, :used] = store[layer][:, :used]
-            store[layer] = store[layer].new_empty(0)
-    return together
 
 
 def block_of(

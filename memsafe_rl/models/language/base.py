@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -26,7 +26,6 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.batch_invariance import batch_invariant, in_its_numerics
 from memsafe_rl.models.blocks import find_blocks, recomputed
-from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
 from memsafe_rl.models.decoding.shared_prefix_cache import (
@@ -75,11 +74,8 @@ class ScoringPath:
     caches: bool = True  # whether `generate` may keep a cache
 
 
-class LanguageAdapter(ABC):
+class LanguageAdapter(ModelAdapter, ABC):
     """A network of transformers that draws tokens one after another; its kind says how it reads them."""
-
-    time_separable = False
-    closed_form_kl = False
 
     def __init__(
         self,
@@ -98,10 +94,8 @@ class LanguageAdapter(ABC):
         self.pad_token_id = pad_token_id
         self.path = path
         self.joins = joins
-        self.packs_prompts = False
         self.batch_invariant = False
         self.slot_bytes: int | None = None
-        self.in_8_bits = False
         self._key_bytes: int | None = None
         self.reference_adapter: Self | None = reference_adapter
         self.lm = lm
@@ -118,10 +112,6 @@ class LanguageAdapter(ABC):
     @abstractmethod
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
         """Gives the hidden states (M, D) from which the actions of rows are predicted."""
-
-    @abstractmethod
-    def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
-        """Reads prompts and fills a cache; see `ModelAdapter.prefill`."""
 
     @contextmanager
     def numerics(self, *, invariant: bool = False) -> Iterator[None]:
@@ -150,37 +140,12 @@ class LanguageAdapter(ABC):
         """Gives a model's own logits at completion tokens, row by row without padding."""
 
     @abstractmethod
-    def decode_plainly(
-        self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool
-    ) -> None:
-        """Has transformers' `generate` decode rows of one length; see `memsafe_rl.models.decoding.by_transformers`."""
-
-    @abstractmethod
     def candidate_paths(self) -> Iterator[ScoringPath]:
         """Gives the ways of scoring that the model's structure allows, the leanest first and a sure one last."""
 
     @abstractmethod
     def measure_cache(self, state: DecodeState) -> None:
         """Notes the bytes of a token in a cache that prompts have just been read into."""
-
-    @property
-    @abstractmethod
-    def reads_alike(self) -> bool:
-        """Whether an encoder reads prompts alike for policy and reference; see `ModelAdapter.reads_alike`."""
-
-    @abstractmethod
-    def take_sources(self) -> None:
-        """Reads prompts from trajectories from now on, where these hold what this very encoder made of them."""
-
-    @abstractmethod
-    def read_sources(self, prompts: Sequence[Tensor]) -> list[Tensor]:
-        """Gives what the encoder makes of prompts; see `ModelAdapter.read_sources`."""
-
-    @abstractmethod
-    def read_together(
-        self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
-    ) -> AbstractContextManager[None]:
-        """Reads prompts once for several forwards; see `ScoringAdapter.read_together`."""
 
     @abstractmethod
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:

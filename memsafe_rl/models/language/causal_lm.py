@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -114,27 +114,6 @@ class CausalLMAdapter(LanguageAdapter):
         for start in range(chunk, max(int(prompt.shape[0]) for prompt in prompts), chunk):
             last_PD = self._read_on(state, prompts[0][start : start + chunk])
         return self._logits(last_PD), state
-
-    def read_together(
-        self,
-        trajectory: Trajectory,  # noqa: ARG002
-        rows: Sequence[int],  # noqa: ARG002
-        forward: Callable[[], AbstractContextManager[object]],  # noqa: ARG002
-    ) -> AbstractContextManager[None]:
-        """Does nothing where a prompt and its completion are one sequence; see `ScoringAdapter.read_together`."""
-        return nullcontext()
-
-    @property
-    def reads_alike(self) -> bool:
-        """No encoder reads the prompts."""
-        return False
-
-    def take_sources(self) -> None:
-        """Does nothing: prompts are read with their completions."""
-
-    def read_sources(self, prompts: Sequence[Tensor]) -> list[Tensor]:  # noqa: ARG002
-        """Refuses: there is no encoder."""
-        raise AssertionError("prompts are read with their completions")
 
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Gives a model's own logits at completion tokens, row by row without padding."""

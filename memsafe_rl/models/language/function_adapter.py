@@ -6,7 +6,7 @@ Axes: ``B`` rows, ``L`` tokens of a row, ``M`` completion tokens laid end to end
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memsafe_rl.accounting import autocast_bytes, claim
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.geometry import weight_bytes
 from memsafe_rl.models.language.base import LogitMap, head_of, naive_logits
@@ -24,7 +25,7 @@ from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
 from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
 
 
-class FunctionAdapter:
+class FunctionAdapter(ModelAdapter):
     """A causal network of any kind behind the `ModelAdapter` protocol; it keeps no cache.
 
     Every token drawn reads its row again, so that rollouts take time quadratic in their length; an adapter with a
@@ -39,10 +40,6 @@ class FunctionAdapter:
         layers: repeated blocks, for estimates of bytes.
         max_positions: longest sequence the network accepts, in tokens; None if unbounded.
     """
-
-    time_separable = closed_form_kl = packs_prompts = False
-    joins = in_8_bits = decodes = caches = kv_retention = reads_alike = False
-    start_token_id: int | None = None
 
     def __init__(
         self,
@@ -126,13 +123,6 @@ class FunctionAdapter:
         tokens_M = trajectory.actions.take(rows).flat.to(self.device)
         return TokenDistribution(hidden_MD, tokens_M, lengths, self._logits_head())
 
-    def read_together(
-        self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
-    ) -> AbstractContextManager[None]:
-        """Reads nothing ahead: there is no encoder."""
-        del trajectory, rows, forward
-        return nullcontext()
-
     @contextmanager
     def reference(self) -> Iterator[FunctionAdapter]:
         """Gives the frozen copy, else this network with PEFT switched off."""
@@ -186,24 +176,10 @@ class FunctionAdapter:
         """Width and type of the hidden states."""
         return int(self._layer.in_features), self._layer.weight.dtype
 
-    def reread(self) -> None:
-        """Does nothing: sizes are read anew each time."""
-
-    def take_sources(self) -> None:
-        """Does nothing: no encoder reads prompts."""
-
-    def peft_adapters_on(self) -> tuple[str, ...]:
-        """Names none: no cache is kept that would have to know."""
-        return ()
-
-    def weights_mark(self) -> int:
-        """Gives 0: no cache is kept that would have to know."""
-        return 0
-
     def _cannot(self, *_: Any, **__: Any) -> NoReturn:
-        raise AssertionError("this adapter has no cache and no encoder; it says so by `decodes` and `reads_alike`")
+        raise AssertionError("this adapter has no cache; it says so by `decodes`")
 
-    prefill = decode_step = extend = resume = read_sources = _cannot
+    prefill = decode_step = extend = resume = _cannot
 
     @property
     def _layer(self) -> Any:
