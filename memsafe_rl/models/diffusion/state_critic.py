@@ -10,7 +10,7 @@ condition; ``...`` stands for the axes of a state.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from memsafe_rl.models.critic import Critic, ValueLayer
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.pair_bytes import StepNetwork
 from memsafe_rl.models.diffusion.policy import Condition
-from memsafe_rl.types import Component, ModelGeometry, StateFeatures, Trajectory
+from memsafe_rl.types import Component, StateFeatures, Trajectory
 
 _WIDTH = 128
 """Hidden width of the built-in critic."""
@@ -163,31 +163,8 @@ class StateCritic(Critic):
                 trunk, head = _placed(network, adapter.device), _AsItIs()
         hold(Component.WEIGHTS, weights_of(trunk, head))
         # The other steps are the environment's part of a chain.
-        super().__init__(head, judged_columns=policy.trained_steps.learnable(policy.stds))
-        self._network = StateNetwork(adapter, trunk.eval())
-        self._module = nn.ModuleDict({"trunk": trunk, "head": head})
-
-    @property
-    def network(self) -> StateNetwork:
-        """The network, as the loops use it."""
-        return self._network
-
-    @property
-    def beside(self) -> nn.Module:
-        """The network and its head."""
-        return self._module
-
-    @property
-    def own_geometry(self) -> ModelGeometry:
-        """Sizes of the network."""
-        return self._network.geometry
-
-    def running(self) -> AbstractContextManager[StateNetwork]:
-        """Gives the critic's network."""
-        return nullcontext(self._network)
-
-    def _trunk_weights(self) -> Mapping[str, Tensor]:
-        return {name: weight for name, weight in self._network.model.named_parameters() if weight.requires_grad}
+        columns = policy.trained_steps.learnable(policy.stds)
+        super().__init__(head, StateNetwork(adapter, trunk.eval()), is_own=True, judged_columns=columns)
 
 
 def check_state_critic(network: StateNetwork) -> None:
