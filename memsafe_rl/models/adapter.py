@@ -13,10 +13,11 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
 from memsafe_rl.ops.registry import Registry
-from memsafe_rl.slices import MicroBatchGroup
+from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
 from memsafe_rl.types import Distribution, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
 
 
@@ -211,6 +212,24 @@ class ModelAdapter(ScoringAdapter, Protocol):
     joins: bool = False
     in_8_bits: bool = False
     start_token_id: int | None = None
+
+    def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:
+        """Gives the shape of rows; see `ScoringAdapter.work`."""
+        return token_work(trajectory, rows, self.geometry, packs=packable and self.packs_prompts)
+
+    def micro_batches(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        tokens: int,
+        *,
+        columns: Sequence[int] | None = None,
+        packed: bool = False,
+    ) -> list[MicroBatchGroup]:
+        """Cuts rows by tokens; see `ScoringAdapter.micro_batches`."""
+        if columns is not None:
+            raise ConfigError(f"columns={columns}: a language model scores whole rows. Leave columns out.")
+        return token_micro_batches(self.work(trajectory, rows, packable=packed), tokens)
 
     @property
     def decodes(self) -> bool:

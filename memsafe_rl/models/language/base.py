@@ -40,7 +40,6 @@ from memsafe_rl.models.decoding.short_rotations import rotations_of
 from memsafe_rl.models.geometry import read_geometry
 from memsafe_rl.models.module_state import as_reference, attention_configs, keep_eager_masks_finite
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
-from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
 from memsafe_rl.types import (
     CACHE_SCALE_BYTES,
     Component,
@@ -49,7 +48,6 @@ from memsafe_rl.types import (
     ModelGeometry,
     TokenDistribution,
     Trajectory,
-    UpdateWork,
 )
 
 logger = logging.getLogger(__name__)
@@ -228,24 +226,6 @@ class LanguageAdapter(ModelAdapter, ABC):
     def caches(self) -> bool:
         """Whether transformers' `generate` may keep a cache."""
         return self.path.caches
-
-    def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:
-        """Gives the shape of rows, as a memory policy may know it."""
-        return token_work(trajectory, rows, self.geometry, packs=packable and self.packs_prompts)
-
-    def micro_batches(
-        self,
-        trajectory: Trajectory,
-        rows: Sequence[int],
-        tokens: int,
-        *,
-        columns: Sequence[int] | None = None,
-        packed: bool = False,
-    ) -> list[MicroBatchGroup]:
-        """Cuts rows by tokens; see `ScoringAdapter.micro_batches`."""
-        if columns is not None:
-            raise ConfigError(f"columns={columns}: a language model scores whole rows. Leave columns out.")
-        return token_micro_batches(self.work(trajectory, rows, packable=packed), tokens)
 
     def cache_in_8_bits(self, wanted: bool) -> None:
         """Says how the caches to come are kept: in the network's own type, or rounded to 8 bits, which is lossy."""
@@ -452,6 +432,13 @@ def head_of(module: nn.Module, logit_map: LogitMap, bias_V: Tensor | None = None
         both = linear.bias if bias_V is None else bias_V if linear.bias is None else linear.bias + bias_V
         return LinearHead(linear.weight, both, logit_map.scale, logit_map.soft_cap)
     return ModuleHead(module, logit_map, bias_V)
+
+
+def predicting_states(hidden_BND: Tensor, firsts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Gives hidden states (M, D) that predict completion tokens: of each row so many, from a first place on."""
+    starts = [row * hidden_BND.shape[1] + first for row, first in enumerate(firsts)]
+    places = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    return hidden_BND.flatten(0, 1).index_select(0, torch.cat(places).to(hidden_BND.device))
 
 
 def naive_logits(distribution: TokenDistribution) -> Tensor:

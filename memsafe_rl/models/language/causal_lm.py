@@ -49,6 +49,7 @@ from memsafe_rl.models.language.base import (
     is_encoder_decoder,
     language_model_of,
     logit_maps,
+    predicting_states,
 )
 from memsafe_rl.models.language.packing import attending, pack_rows, padded_layout
 from memsafe_rl.models.module_state import eval_mode
@@ -87,8 +88,7 @@ class CausalLMAdapter(LanguageAdapter):
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
         ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
         hidden_BLD = self._trunk(ids_BL, trajectory.row_lengths(rows))
-        places_M = _predicting_places(prompts, lengths, width=ids_BL.shape[1]).to(hidden_BLD.device)
-        return hidden_BLD.flatten(0, 1).index_select(0, places_M)
+        return predicting_states(hidden_BLD, [prompt - 1 for prompt in prompts], lengths)
 
     @torch.no_grad()
     @in_its_numerics
@@ -322,12 +322,6 @@ def _row_logits(model: Any, ids_BL: Tensor, prompts: Sequence[int], lengths: Seq
 def _last_hidden(hidden_PLD: Tensor, lengths: Sequence[int]) -> Tensor:
     """Copies the hidden state (P, D) of each row's last token, so that the others can go."""
     return torch.stack([hidden_PLD[row, length - 1] for row, length in enumerate(lengths)])
-
-
-def _predicting_places(prompts: Sequence[int], lengths: Sequence[int], *, width: int) -> Tensor:
-    """Indices (M,), into rows laid end to end, of the positions that predict completion tokens."""
-    starts = [row * width + prompt - 1 for row, prompt in enumerate(prompts)]
-    return torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
 
 
 def _matches(model: Any) -> bool:

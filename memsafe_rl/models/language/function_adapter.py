@@ -19,10 +19,9 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.geometry import weight_bytes
-from memsafe_rl.models.language.base import LogitMap, head_of, naive_logits
+from memsafe_rl.models.language.base import LogitMap, head_of, naive_logits, predicting_states
 from memsafe_rl.models.module_state import as_reference
-from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
-from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
+from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, TokenDistribution, Trajectory
 
 
 class FunctionAdapter(ModelAdapter):
@@ -86,22 +85,6 @@ class FunctionAdapter(ModelAdapter):
             head_trainable=any(weight.requires_grad for weight in self._layer.parameters()),
         )
 
-    def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:  # noqa: ARG002
-        """Gives the shape of rows, as a memory policy may know it."""
-        return token_work(trajectory, rows, self.geometry, packs=False)
-
-    def micro_batches(
-        self,
-        trajectory: Trajectory,
-        rows: Sequence[int],
-        tokens: int,
-        *,
-        columns: Sequence[int] | None = None,  # noqa: ARG002
-        packed: bool = False,  # noqa: ARG002
-    ) -> list[MicroBatchGroup]:
-        """Cuts rows by tokens; see `ScoringAdapter.micro_batches`."""
-        return token_micro_batches(self.work(trajectory, rows), tokens)
-
     def distribution(
         self,
         trajectory: Trajectory,
@@ -113,13 +96,7 @@ class FunctionAdapter(ModelAdapter):
         """Runs the network over stored rows, up to its output head; see `ScoringAdapter.distribution`."""
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
         ids_BL = trajectory.token_rows(rows, self._pad_token_id, self.device)
-        hidden_BLD = self._states(ids_BL)
-        width = ids_BL.shape[1]
-        places = [
-            torch.arange(length, device=ids_BL.device) + (place * width + prompt - 1)
-            for place, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-        ]
-        hidden_MD = hidden_BLD.flatten(0, 1).index_select(0, torch.cat(places))
+        hidden_MD = predicting_states(self._states(ids_BL), [prompt - 1 for prompt in prompts], lengths)
         tokens_M = trajectory.actions.take(rows).flat.to(self.device)
         return TokenDistribution(hidden_MD, tokens_M, lengths, self._logits_head())
 

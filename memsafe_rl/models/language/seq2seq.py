@@ -50,6 +50,7 @@ from memsafe_rl.models.language.base import (
     is_encoder_decoder,
     language_model_of,
     logit_maps,
+    predicting_states,
 )
 from memsafe_rl.models.module_state import attention_configs, eval_mode
 from memsafe_rl.types import Component, Trajectory
@@ -107,13 +108,7 @@ class Seq2SeqAdapter(LanguageAdapter):
 
         Prompts are padded on the right and masked; the encoder reads each of them once.
         """
-        hidden_BND = self._decoded(trajectory, rows)
-        width = hidden_BND.shape[1]
-        places = [
-            torch.arange(row * width, row * width + length, device=hidden_BND.device)
-            for row, length in enumerate(trajectory.action_lengths(rows))
-        ]
-        return hidden_BND.flatten(0, 1).index_select(0, torch.cat(places))
+        return predicting_states(self._decoded(trajectory, rows), [0] * len(rows), trajectory.action_lengths(rows))
 
     @torch.no_grad()
     @in_its_numerics
