@@ -32,7 +32,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     as_floats,
 )
 from memsafe_rl.models.language.kernels import target_of
-from memsafe_rl.models.module_state import implementation
+from memsafe_rl.models.module_state import implementation, replaced
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import SCORE_ELEMENTS, whole_blocks
 
@@ -56,14 +56,8 @@ def shared_prefix_attention(configs: Iterable[Any], reading: Reading) -> Iterato
 @contextmanager
 def biases_left_out(modules: Iterable[Any]) -> Iterator[None]:
     """Has T5's attention modules with a learned bias hand none on, since a `Reading` has it from a table of its own."""
-    known = tuple(modules)
-    for module in known:
-        module.__dict__["compute_bias"] = partial(_no_bias, module)
-    try:
+    with replaced([(module, "compute_bias", partial(_no_bias, module)) for module in modules]):
         yield
-    finally:
-        for module in known:
-            module.__dict__.pop("compute_bias", None)
 
 
 def _no_bias(module: Any, *_args: Any, **_kwargs: Any) -> Tensor:

@@ -9,9 +9,10 @@ Axes: ``B`` rows, ``P`` prompts of a block, ``H`` key/value heads, ``L`` slots o
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -90,6 +91,7 @@ class PromptBlock:
 class RowCache:
     """Keys and values of a row that waits outside of any state, in storage of their own except for its prompt's."""
 
+    rows = 1
     block: PromptBlock  # holds its prompt
     prompt: int  # index of its prompt in the block
     base: int  # tokens of the prompt that belong to it
@@ -100,11 +102,6 @@ class RowCache:
 
     def __post_init__(self) -> None:
         self.block.waiting.add(self)
-
-    @property
-    def rows(self) -> int:
-        """Sequences held: one."""
-        return 1
 
     @property
     def tokens(self) -> int:
@@ -210,7 +207,7 @@ class SharedPrefixState:
     def segments(self) -> tuple[Segment, ...]:
         """Cuts the rows where the block changes."""
         if self._segments is None:
-            runs = groupby(range(self.rows), key=[id(block) for block in self.blocks].__getitem__)
+            runs = itertools.groupby(range(self.rows), key=[id(block) for block in self.blocks].__getitem__)
             self._segments = tuple(map(self._segment, [list(run) for _, run in runs]))
         return self._segments
 
@@ -344,7 +341,7 @@ class SharedPrefixState:
         wanted = [
             (row, token, (length + token) % slots)
             for row, length in enumerate(self.lengths)
-            for token in _last(counts[row], slots)
+            for token in range(max(0, counts[row] - slots), counts[row])
         ]
         return torch.tensor(wanted, dtype=torch.int64, device=self.device).reshape(-1, 3).T
 
@@ -407,15 +404,10 @@ class SharedPrefixState:
 
     def _segment(self, rows: list[int]) -> Segment:
         block, prompts = self.blocks[rows[0]], tuple(self.prompts[row] for row in rows)
-        counts = [0] * len(block.lengths)
-        places = []
-        for prompt in prompts:
-            places.append(counts[prompt])
-            counts[prompt] += 1
-        share = max(counts)
-        flat = [prompt * share + place for prompt, place in zip(prompts, places, strict=True)]
-        ordered = flat == list(range(len(block.lengths) * share))
-        takes = [0] * (len(block.lengths) * share)
+        share = max(Counter(prompts).values())
+        nth = [itertools.count(prompt * share) for prompt in range(len(block.lengths))]
+        flat, takes = [next(nth[prompt]) for prompt in prompts], [0] * (len(block.lengths) * share)
+        ordered = flat == list(range(len(takes)))
         for row, place in enumerate(flat):
             takes[place] = row
         return Segment(
@@ -575,10 +567,6 @@ def _kept(states: Tensor) -> Tensor:
             kept = kept.clone()
     claim(Component.KV_CACHE, [kept])
     return kept
-
-
-def _last(count: int, most: int) -> range:
-    return range(max(0, count - most), count)
 
 
 # ------------------------------------------------------------------ keys and values in 8 bits

@@ -6,7 +6,7 @@ Axes: ``B`` rows, ``L`` tokens of a row, ``M`` completion tokens laid end to end
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +20,7 @@ from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.geometry import weight_bytes
 from memsafe_rl.models.language.base import LogitMap, head_of, naive_logits, predicting_states
-from memsafe_rl.models.module_state import as_reference
+from memsafe_rl.models.module_state import as_reference, replaced
 from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, TokenDistribution, Trajectory
 
 
@@ -109,14 +109,9 @@ class FunctionAdapter(ModelAdapter):
         with as_reference(self.model):
             yield self
 
-    @contextmanager
-    def recompute(self, enabled: bool) -> Iterator[None]:
+    def recompute(self, enabled: bool) -> AbstractContextManager[None]:
         """Recomputes the hidden states in the backward pass of what is run inside."""
-        before, self._recomputes = self._recomputes, enabled
-        try:
-            yield
-        finally:
-            self._recomputes = before
+        return replaced([(self, "_recomputes", enabled)])
 
     def decode_plainly(
         self,

@@ -52,7 +52,7 @@ from memsafe_rl.models.language.base import (
     logit_maps,
     predicting_states,
 )
-from memsafe_rl.models.module_state import attention_configs, eval_mode
+from memsafe_rl.models.module_state import attention_configs, eval_mode, replaced
 from memsafe_rl.types import Component, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -354,19 +354,14 @@ def _own_positions(decoder: Any, positions_BN: Tensor, span: range) -> Iterator[
     if table is None:
         yield
         return
-    earlier, forward = table.__dict__.get("forward"), table.forward
+    forward = table.forward
 
     def own(first: Any = None, *_args: Any, **_kwargs: Any) -> Tensor:
         rows_WD = _positions_in(table, forward, first, span, positions_BN.device)
         return rows_WD.reshape(-1, rows_WD.shape[-1])[positions_BN - span.start]
 
-    table.forward = own
-    try:
+    with replaced([(table, "forward", own)]):
         yield
-    finally:
-        table.__dict__.pop("forward", None)
-        if earlier is not None:
-            table.__dict__["forward"] = earlier
 
 
 def _positions_in(table: Any, forward: Any, first: Any, span: range, device: torch.device) -> Tensor:
