@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Self, cast
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 import torch
 from peft import PeftModel
@@ -24,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from memsafe_rl.accounting import autocast_bytes, claim
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
-from memsafe_rl.models.batch_invariance import batch_invariant, in_its_numerics
+from memsafe_rl.models.batch_invariance import batch_invariant
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
@@ -70,6 +71,22 @@ class ScoringPath:
     # whether rows can be decoded together by this library; if not, transformers' `generate` decodes rows of one length
     decodes: bool = True
     caches: bool = True  # whether `generate` may keep a cache
+
+
+S = TypeVar("S", bound="LanguageAdapter")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_its_numerics(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Has an adapter's method compute as the adapter is told to."""
+
+    @wraps(method)
+    def run(adapter: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with adapter.numerics():
+            return method(adapter, *args, **kwargs)
+
+    return run
 
 
 class LanguageAdapter(ModelAdapter, ABC):

@@ -21,7 +21,6 @@ from transformers import DynamicCache, PreTrainedModel
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
-from memsafe_rl.models.batch_invariance import in_its_numerics
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.cache import is_trimmable, transit_cache
 from memsafe_rl.models.decoding.padded import PaddedState
@@ -46,6 +45,7 @@ from memsafe_rl.models.language.base import (
     LanguageAdapter,
     Route,
     ScoringPath,
+    in_its_numerics,
     is_encoder_decoder,
     language_model_of,
     logit_maps,

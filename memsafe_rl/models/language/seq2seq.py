@@ -26,7 +26,6 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
-from memsafe_rl.models.batch_invariance import in_its_numerics
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.shared_prefix_attention import (
     Reading,
@@ -47,6 +46,7 @@ from memsafe_rl.models.language.base import (
     LanguageAdapter,
     Route,
     ScoringPath,
+    in_its_numerics,
     is_encoder_decoder,
     language_model_of,
     logit_maps,
