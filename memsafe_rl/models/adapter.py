@@ -1,19 +1,23 @@
-"""What every kind of model gives to the loops: pieces of a forward pass, no budgets, no loops."""
+"""What every kind of model gives to the loops: pieces of a forward pass, no budgets, no loops.
+
+An adapter that derives from its protocol need not write what it lacks: an encoder, a cache, a shared prompt.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
 from memsafe_rl.ops.registry import Registry
-from memsafe_rl.slices import MicroBatchGroup
+from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
 from memsafe_rl.types import Distribution, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
 
 
@@ -29,16 +33,19 @@ class DecodeState(Protocol):
 
     def prompt_bytes(self) -> int:
         """Bytes of the prompts that are kept once for all their rows; 0 where each row has its own."""
+        return 0
 
     def prompt_blocks(self) -> list[PromptBlock]:
         """The blocks that hold these prompts, each once."""
+        return []
 
-    def keep_whole(self, whole: bool) -> None:
+    def keep_whole(self, whole: bool) -> None:  # noqa: ARG002
         """Says whether rows may still begin at the prompts, so none of them may be freed.
 
         Args:
             whole: whether they may.
         """
+        return
 
     def select(self, rows: Sequence[int]) -> Self:
         """Keeps, drops, repeats or reorders rows.
@@ -84,9 +91,18 @@ class ScoringAdapter(Protocol):
     """
 
     model: nn.Module
-    time_separable: bool
-    closed_form_kl: bool
-    packs_prompts: bool
+    time_separable: bool = False
+    closed_form_kl: bool = False
+    packs_prompts: bool = False
+
+    @property
+    def reads_alike(self) -> bool:
+        """Whether an encoder reads the prompts, and reads them alike for policy and reference as long as both learn."""
+        return False
+
+    def take_sources(self) -> None:
+        """Reads prompts from trajectories from now on, where these hold what this very encoder made of them."""
+        return
 
     @property
     def device(self) -> torch.device:
@@ -163,6 +179,8 @@ class ScoringAdapter(Protocol):
             A context. Enter it by a ``with`` of its own: an exception that leaves an `ExitStack` through a callback
             holds on to its own frame, and with it to what failed.
         """
+        del trajectory, rows, forward
+        return nullcontext()
 
     def reference(self) -> AbstractContextManager[ScoringAdapter]:
         """Gives the reference network: this one with its LoRA adapter off, or a frozen copy.
@@ -188,30 +206,45 @@ class ModelAdapter(ScoringAdapter, Protocol):
     Attributes:
         joins: whether a prompt is kept once for its group, and rows of several caches can be put together.
         in_8_bits: whether caches are rounded to 8 bits.
+        start_token_id: what the decoder of an encoder-decoder reads before a completion; None without an encoder.
     """
 
-    joins: bool
-    in_8_bits: bool
+    joins: bool = False
+    in_8_bits: bool = False
+    start_token_id: int | None = None
 
-    @property
-    def start_token_id(self) -> int | None:
-        """What the decoder of an encoder-decoder reads before a completion; None without an encoder."""
+    def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:
+        """Gives the shape of rows; see `ScoringAdapter.work`."""
+        return token_work(trajectory, rows, self.geometry, packs=packable and self.packs_prompts)
+
+    def micro_batches(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        tokens: int,
+        *,
+        columns: Sequence[int] | None = None,
+        packed: bool = False,
+    ) -> list[MicroBatchGroup]:
+        """Cuts rows by tokens; see `ScoringAdapter.micro_batches`."""
+        if columns is not None:
+            raise ConfigError(f"columns={columns}: a language model scores whole rows. Leave columns out.")
+        return token_micro_batches(self.work(trajectory, rows, packable=packed), tokens)
 
     @property
     def decodes(self) -> bool:
         """Whether this library's loop decodes rows together; if not, `decode_plainly` decodes rows of one length."""
+        return False
 
     @property
     def caches(self) -> bool:
         """Whether `decode_plainly` may keep a cache."""
+        return False
 
     @property
     def kv_retention(self) -> bool:
         """Whether rows can wait between turns, and caches be in 8 bits: this library keeps the caches itself."""
-
-    @property
-    def reads_alike(self) -> bool:
-        """Whether an encoder reads the prompts, and reads them alike for policy and reference as long as both learn."""
+        return False
 
     def cache_in_8_bits(self, wanted: bool) -> None:
         """Says how the caches to come are kept: in the network's own type, or rounded to 8 bits, which is lossy.
@@ -229,11 +262,9 @@ class ModelAdapter(ScoringAdapter, Protocol):
 
     def reread(self) -> None:
         """Forgets the sizes read so far, after weights were added or frozen."""
+        return
 
-    def take_sources(self) -> None:
-        """Reads prompts from trajectories from now on, where these hold what this very encoder made of them."""
-
-    def read_sources(self, prompts: Sequence[Tensor]) -> list[Tensor]:
+    def read_sources(self, prompts: Sequence[Tensor]) -> list[Tensor]:  # noqa: ARG002
         """Gives what the encoder makes of prompts, to be kept; only where it `reads_alike`.
 
         Args:
@@ -242,6 +273,7 @@ class ModelAdapter(ScoringAdapter, Protocol):
         Returns:
             For each prompt (length, D), on the device.
         """
+        raise AssertionError("no encoder reads prompts")
 
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
         """Reads prompts and fills a cache.
@@ -307,10 +339,12 @@ class ModelAdapter(ScoringAdapter, Protocol):
         """
 
     def peft_adapters_on(self) -> tuple[str, ...]:
-        """Names the PEFT adapters that take part in a forward pass now."""
+        """Names the PEFT adapters that take part in a forward pass now; only where `kv_retention`."""
+        return ()
 
     def weights_mark(self) -> int:
-        """Gives a number that differs once a weight was written to, or replaced."""
+        """Gives a number that differs once a weight was written to, or replaced; only where `kv_retention`."""
+        return 0
 
     def distribution(
         self, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int] | None = None, *, packed: bool = False

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -59,16 +58,6 @@ def require(adapter: Any) -> None:
         )
 
 
-class _Computes(Protocol):
-    @property
-    def numerics(self) -> Callable[[], AbstractContextManager[None]]: ...
-
-
-S = TypeVar("S", bound=_Computes)
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
 @contextmanager
 def batch_invariant(configs: Iterable[Any]) -> Iterator[None]:
     """Has networks of these configs compute every row as if it were alone, in what is run inside, on this thread."""
@@ -97,14 +86,3 @@ def computed_again() -> Callable[[], Contexts]:
         return nullcontext(), again()
 
     return contexts
-
-
-def in_its_numerics(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Has an adapter's method compute as the adapter is told to."""
-
-    @wraps(method)
-    def run(adapter: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with adapter.numerics():
-            return method(adapter, *args, **kwargs)
-
-    return run

@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.batch_invariance import computed_again
+from memsafe_rl.models.module_state import replaced
 
 
 def find_blocks(trunk: nn.Module) -> tuple[nn.Module, ...]:
@@ -37,16 +38,8 @@ def recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
     transformers' own switch looks at ``training`` and does nothing in eval mode, where updates run. Only the forward
     must run inside; a module's hooks stay outside what is repeated. Gradients are bitwise those without it.
     """
-    earlier = [(block, block.__dict__.get("forward")) for block in blocks]
-    try:
-        for block in blocks:
-            block.forward = _checkpointed(block)
+    with replaced([(block, "forward", _checkpointed(block)) for block in blocks]):
         yield
-    finally:
-        for block, forward in earlier:
-            block.__dict__.pop("forward", None)
-            if forward is not None:
-                block.__dict__["forward"] = forward
 
 
 def _checkpointed(block: nn.Module) -> Callable[..., Any]:

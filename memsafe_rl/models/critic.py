@@ -9,9 +9,8 @@ Axes: ``M`` actions of several rows laid end to end, ``D`` hidden width.
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,35 +45,62 @@ class ValueLayer(nn.Module):
             return hidden_MD.to(self.weight.dtype) @ self.weight + self.bias
 
 
-class Critic(ABC):
+class Critic:
     """What a trainer knows of a critic."""
 
     def __init__(
-        self, head: nn.Module, *, shares_forward: bool = False, judged_columns: tuple[int, ...] | None = None
+        self,
+        head: nn.Module,
+        network: ScoringAdapter,
+        *,
+        is_own: bool = False,
+        peft_adapter: str | None = None,
+        shares_forward: bool = False,
+        judged_columns: tuple[int, ...] | None = None,
     ) -> None:
-        """Keeps the head, whether the model's own forward gives its values, and the columns it values in any rollout.
+        """Puts a head on a network's hidden states.
 
-        Without such columns it values those that count in the loss.
+        Args:
+            head: gives values.
+            network: gives hidden states.
+            is_own: whether it is a network of the critic's own.
+            peft_adapter: the PEFT adapter of the model under which it reads; None for the model's own.
+            shares_forward: whether the model's own forward gives its values.
+            judged_columns: columns that it values in any rollout; None for those that count in the loss.
         """
-        self.head, self.shares_forward, self.judged_columns = head, shares_forward, judged_columns
+        self.head, self.network = head, network
+        self.shares_forward, self.judged_columns = shares_forward, judged_columns
+        self.beside = nn.ModuleDict({"trunk": network.model, "head": head}) if is_own else head
+        self._is_own, self._peft_adapter = is_own, peft_adapter
 
     @property
-    @abstractmethod
     def own_geometry(self) -> ModelGeometry | None:
         """Sizes of a network of its own; None where it reads with the model's."""
+        return self.network.geometry if self._is_own else None
 
-    @property
-    @abstractmethod
-    def beside(self) -> nn.Module:
-        """What is trained of it and is no part of the model."""
+    @contextmanager
+    def running(self) -> Iterator[ScoringAdapter]:
+        """Gives the network whose hidden states the head reads; what PEFT changes is as before afterwards."""
+        if self._peft_adapter is None:
+            yield self.network
+            return
+        model: Any = self.network.model
+        active = model.active_adapter
+        with kept_trainable(model):
+            try:
+                with kept_trainable(model):
+                    model.set_adapter(self._peft_adapter)
+                yield self.network
+            finally:
+                model.set_adapter(active)
 
-    @abstractmethod
-    def running(self) -> AbstractContextManager[ScoringAdapter]:
-        """Gives the network whose hidden states the head reads."""
-
-    @abstractmethod
     def _trunk_weights(self) -> Mapping[str, Tensor]:
         """Names the weights that a checkpoint of the model leaves out, but for the head's."""
+        named = self.network.model.named_parameters()
+        if self._peft_adapter is None:
+            return {name: weight for name, weight in named if self._is_own and weight.requires_grad}
+        mark = f".{self._peft_adapter}"
+        return {name: weight for name, weight in named if f"{mark}." in name or name.endswith(mark)}
 
     def weights(self) -> dict[str, Tensor]:
         """Names all weights that a checkpoint of the model leaves out, those of tied layers once."""
@@ -104,30 +130,14 @@ class Critic(ABC):
 class SharedTrunk(Critic):
     """A head on the model's own hidden states: one forward gives log-probs and values."""
 
-    own_geometry = None
-
     def __init__(self, adapter: ModelAdapter) -> None:
         """Puts a head on a model."""
-        super().__init__(_head_on(adapter, "critic=None, a head on the model's own hidden states"), shares_forward=True)
-        self._adapter = adapter
-
-    @property
-    def beside(self) -> nn.Module:
-        """The head."""
-        return self.head
-
-    def running(self) -> AbstractContextManager[ModelAdapter]:
-        """Gives the model itself."""
-        return nullcontext(self._adapter)
-
-    def _trunk_weights(self) -> Mapping[str, Tensor]:
-        return {}
+        head = _head_on(adapter, "critic=None, a head on the model's own hidden states")
+        super().__init__(head, adapter, shares_forward=True)
 
 
 class SecondAdapter(Critic):
     """A second PEFT adapter on the model's base, with a head; the base's weights are there once."""
-
-    own_geometry = None
 
     def __init__(self, adapter: ModelAdapter) -> None:
         """Adds the adapter, made as the model's own, to the model in place."""
@@ -137,37 +147,13 @@ class SecondAdapter(Critic):
                 f"critic='adapter' is a second adapter on the model's base, but {type(model).__name__} has no first "
                 "one. Pass a peft_config, or critic=None for a head on the model itself."
             )
-        super().__init__(_head_on(adapter, "critic='adapter'"))
+        super().__init__(_head_on(adapter, "critic='adapter'"), adapter, peft_adapter=CRITIC_ADAPTER)
         refuse_trained_bias(model.peft_config.values())
-        self._adapter, self._model = adapter, model
         if CRITIC_ADAPTER not in model.peft_config:
             add_critic_adapter(model)
         adapter.reread()
         for weight in self._trunk_weights().values():
             weight.requires_grad_(True)
-
-    @property
-    def beside(self) -> nn.Module:
-        """The head; the adapter's weights are the model's."""
-        return self.head
-
-    @contextmanager
-    def running(self) -> Iterator[ModelAdapter]:
-        """Gives the model with the critic's adapter in place of its own; what PEFT changes is as before afterwards."""
-        active = self._model.active_adapter
-        with kept_trainable(self._model):
-            try:
-                with kept_trainable(self._model):
-                    self._model.set_adapter(CRITIC_ADAPTER)
-                yield self._adapter
-            finally:
-                self._model.set_adapter(active)
-
-    def _trunk_weights(self) -> Mapping[str, Tensor]:
-        mark = f".{CRITIC_ADAPTER}"
-        return {
-            name: weight for name, weight in self._model.named_parameters() if f"{mark}." in name or name.endswith(mark)
-        }
 
 
 class OwnModel(Critic):
@@ -181,29 +167,10 @@ class OwnModel(Critic):
                 f"the critic's vocabulary has {known} tokens and the model's {vocab_size}; it reads the model's "
                 "tokens. Give a critic with the model's tokenizer, or critic=None."
             )
-        super().__init__(_head_on(adapter, "a critic of its own"))
-        self._adapter = adapter
+        super().__init__(_head_on(adapter, "a critic of its own"), adapter, is_own=True)
         lm: Any = adapter.model
         if lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
             lm.set_output_embeddings(nn.Identity())  # nothing reads its logits, and it is as large as the embedding
-        self._module = nn.ModuleDict({"trunk": adapter.model, "head": self.head})
-
-    @property
-    def beside(self) -> nn.Module:
-        """The network and the head."""
-        return self._module
-
-    @property
-    def own_geometry(self) -> ModelGeometry:
-        """Sizes of the critic's network."""
-        return self._adapter.geometry
-
-    def running(self) -> AbstractContextManager[ModelAdapter]:
-        """Gives the critic's network."""
-        return nullcontext(self._adapter)
-
-    def _trunk_weights(self) -> Mapping[str, Tensor]:
-        return {name: weight for name, weight in self._adapter.model.named_parameters() if weight.requires_grad}
 
 
 def add_critic_adapter(model: PeftModel) -> None:

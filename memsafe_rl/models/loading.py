@@ -99,7 +99,8 @@ def read_config(
             f"{told}={_name(model)!r} has a {type(config).__name__}, which names no vocab_size: it draws no tokens. "
             f"{_USE_TEXT}"
         )
-    return ModelFacts(config, max_positions(config), int(text.vocab_size), _router_coefficient(text))
+    balance = getattr(text, "router_aux_loss_coef", None) if hasattr(text, "output_router_logits") else None
+    return ModelFacts(config, max_positions(config), int(text.vocab_size), float(balance or 0.0))
 
 
 def load_model(
@@ -323,12 +324,6 @@ def _copy_reference_adapter(model: Any) -> None:
     for name, weight in model.named_parameters():
         if f".{REFERENCE_ADAPTER}." in name or name.endswith(f".{REFERENCE_ADAPTER}"):
             weight.requires_grad_(False)
-
-
-def _router_coefficient(config: Any) -> float:
-    if not hasattr(config, "output_router_logits"):
-        return 0.0
-    return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
 
 
 def _is_quantised(model: Any) -> bool:

@@ -18,6 +18,22 @@ REFERENCE_ADAPTER = "ref"
 """Name of the PEFT adapter that holds the reference, where there is one."""
 
 _switch = threading.RLock()
+_ABSENT = object()
+
+
+@contextmanager
+def replaced(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Has objects, modules and files hold other values under some names; each holds what it held afterwards."""
+    known = [(owner, name, value, vars(owner).get(name, _ABSENT)) for owner, name, value in values]
+    try:
+        for owner, name, value, _ in known:
+            vars(owner)[name] = value
+        yield
+    finally:
+        for owner, name, _, earlier in known:
+            vars(owner).pop(name, None)
+            if earlier is not _ABSENT:
+                vars(owner)[name] = earlier
 
 
 @contextmanager
@@ -117,14 +133,6 @@ def implementation(configs: Iterable[Any], name: str) -> Iterator[None]:
 
     One thread at a time: networks, and copies of one, may share a config.
     """
-    known = tuple(configs)
-    with _switch:
-        # Not through the public setter, which writes to the configs of parts of the model too, and would not give back.
-        earlier = [config._attn_implementation_internal for config in known]
-        try:
-            for config in known:
-                config._attn_implementation_internal = name
-            yield
-        finally:
-            for config, own in zip(known, earlier, strict=True):
-                config._attn_implementation_internal = own
+    # Not through the public setter, which writes to the configs of parts of the model too, and would not give back.
+    with _switch, replaced([(config, "_attn_implementation_internal", name) for config in configs]):
+        yield

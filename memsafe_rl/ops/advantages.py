@@ -1,6 +1,7 @@
 """From rewards to advantages, over whole groups and whole rollouts, before anything is cut.
 
-Axes: ``P`` groups, ``G`` rows of a group, ``B`` = P·G rows, ``F`` reward functions. NaN means "not scored".
+Axes: ``P`` groups, ``G`` rows of a group, ``B`` = P·G rows, ``F`` reward functions. NaN means "not scored". Estimators
+take rewards (P, G) and give advantages (P, G).
 """
 
 from __future__ import annotations
@@ -66,39 +67,9 @@ def group_advantages(
 
     Departure from TRL: computed in float64, and equal rewards give exactly 0 instead of a rounding error over 1e-4.
 
-    Args:
-        rewards_BF: (B, F), groups one after the other; NaN where a function gave None.
-        weights_F: (F,).
-        group_size: rows G of a group; B is a multiple of it.
-        scale_rewards: "group", "batch" or "none"; what divides in ``sum_then_normalize``.
-        aggregation: "sum_then_normalize" or "normalize_then_sum".
-
-    Returns:
-        Advantages, rewards, deviations (NaN where fewer than two scores gave one; 0 for groups of one) and which rows
-        have no score.
-
-    Raises:
-        ConfigError: If ``scale_rewards`` or ``aggregation`` is unknown.
-        DataError: If B is not a multiple of ``group_size``.
+    For its arguments, results and refusals see `estimated_advantages`.
     """
-    _check(rewards_BF, group_size, scale_rewards, aggregation)
-    scores_BF, weights_F = rewards_BF.double(), weights_F.to(rewards_BF.device).double()
-    unscored_B = scores_BF.isnan().all(1)
-    rewards_B = _weighted_sum(scores_BF, weights_F, unscored_B)
-    if aggregation == "sum_then_normalize":
-        groups_PG = rewards_B.view(-1, group_size)
-        std_P1 = _nanstd(rewards_B[None]) if scale_rewards == "batch" else _nanstd(groups_PG)
-        std_B = std_P1.expand(groups_PG.shape).reshape(-1)
-        advantages_B = _centred(groups_PG).view(-1)
-        if scale_rewards != "none":
-            advantages_B = advantages_B / (std_B + _EPSILON)
-    else:
-        groups_FPG = scores_BF.t().reshape(len(weights_F), -1, group_size)
-        normal_FPG = _centred(groups_FPG) / (_nanstd(groups_FPG) + _EPSILON)
-        sums_B = _weighted_sum(normal_FPG.view(len(weights_F), -1).t(), weights_F, unscored_B)
-        std_B = _nanstd(sums_B).expand_as(sums_B)
-        advantages_B = _centred(sums_B) / (std_B + _EPSILON)
-    return AdvantageResult(advantages_B.nan_to_num(nan=0.0).float(), rewards_B.float(), std_B.float(), unscored_B)
+    return estimated_advantages(rewards_BF, weights_F, group_size, scale_rewards=scale_rewards, aggregation=aggregation)
 
 
 def estimated_advantages(
@@ -117,26 +88,36 @@ def estimated_advantages(
         weights_F: (F,).
         group_size: rows G of a group; B is a multiple of it.
         estimator: a key of `ESTIMATORS`; "group" is `group_advantages`.
-        scale_rewards: for "group" alone.
-        aggregation: for "group" alone.
+        scale_rewards: "group", "batch" or "none", what divides in ``sum_then_normalize``; for "group" alone.
+        aggregation: "sum_then_normalize" or "normalize_then_sum", for "group" alone.
 
     Returns:
-        Advantages, 0 for a row without any score; rewards; the deviation of each row's group; which rows have no score.
+        Advantages, 0 for a row without any score; rewards; deviations (NaN where fewer than two scores gave one; 0 for
+        groups of one); which rows have no score.
 
     Raises:
         ConfigError: If ``estimator``, ``scale_rewards`` or ``aggregation`` is unknown, or the estimator gives anything
             but one number for each row that is finite or NaN.
         DataError: If B is not a multiple of ``group_size``.
     """
-    if estimator == "group":
-        return group_advantages(rewards_BF, weights_F, group_size, scale_rewards, aggregation)
     _check(rewards_BF, group_size, scale_rewards, aggregation)
     scores_BF, weights_F = rewards_BF.double(), weights_F.to(rewards_BF.device).double()
     unscored_B = scores_BF.isnan().all(1)
     rewards_B = _weighted_sum(scores_BF, weights_F, unscored_B)
     groups_PG = rewards_B.view(-1, group_size)
-    advantages_B = _compared(estimator, groups_PG).reshape(-1)
-    std_B = _nanstd(groups_PG).expand(groups_PG.shape).reshape(-1)
+    if estimator != "group":
+        advantages_B, std = _compared(estimator, groups_PG).reshape(-1), _nanstd(groups_PG)
+    elif aggregation == "sum_then_normalize":
+        std = _nanstd(rewards_B[None] if scale_rewards == "batch" else groups_PG)
+        divisor = 1.0 if scale_rewards == "none" else std + _EPSILON
+        advantages_B = (_centred(groups_PG) / divisor).view(-1)
+    else:
+        groups_FPG = scores_BF.t().reshape(len(weights_F), -1, group_size)
+        normal_FPG = _centred(groups_FPG) / (_nanstd(groups_FPG) + _EPSILON)
+        sums_B = _weighted_sum(normal_FPG.view(len(weights_F), -1).t(), weights_F, unscored_B)
+        std = _nanstd(sums_B)
+        advantages_B = _centred(sums_B) / (std + _EPSILON)
+    std_B = std.expand(groups_PG.shape).reshape(-1)
     return AdvantageResult(advantages_B.nan_to_num(nan=0.0).float(), rewards_B.float(), std_B.float(), unscored_B)
 
 
@@ -144,12 +125,6 @@ def normalised_in_group(rewards_PG: Tensor) -> Tensor:
     """Compares each row with its group: ``A_i = (r_i - mean r) / (std r + 1e-4)``.
 
     GRPO (arXiv:2402.03300, section 4.1.2); `group_advantages` has its other scales and aggregations.
-
-    Args:
-        rewards_PG: (P, G), NaN for a row that was not scored.
-
-    Returns:
-        (P, G).
     """
     return _centred(rewards_PG) / (_nanstd(rewards_PG) + _EPSILON)
 
@@ -157,13 +132,8 @@ def normalised_in_group(rewards_PG: Tensor) -> Tensor:
 def leave_one_out(rewards_PG: Tensor) -> Tensor:
     """Compares each row with the mean of the others of its group: ``A_i = r_i - mean_{j != i} r_j``.
 
-    RLOO (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8); equal to ``G / (G - 1) (r_i - mean r)``.
-
-    Args:
-        rewards_PG: (P, G), NaN for a row that was not scored, which counts for nothing.
-
-    Returns:
-        (P, G); 0 for the only scored row of a group.
+    RLOO (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8); equal to ``G / (G - 1) (r_i - mean r)``, and 0 for the only
+    scored row of a group.
     """
     scored_P1 = rewards_PG.isnan().logical_not().sum(-1, keepdim=True)
     return _centred(rewards_PG) * scored_P1 / (scored_P1 - 1).clamp(min=1)
@@ -173,12 +143,6 @@ def centred_in_group(rewards_PG: Tensor) -> Tensor:
     """Compares each row with the mean of its group and divides by nothing: ``A_i = r_i - mean r``.
 
     Dr. GRPO (Liu et al. 2025, arXiv:2503.20783); `group_advantages` with ``scale_rewards="none"`` is the same.
-
-    Args:
-        rewards_PG: (P, G), NaN for a row that was not scored.
-
-    Returns:
-        (P, G).
     """
     return _centred(rewards_PG)
 
@@ -187,26 +151,13 @@ def normalised_in_batch(rewards_PG: Tensor) -> Tensor:
     """Compares each row with the whole rollout: ``A = (r - mean r) / (std r + 1e-4)`` over all rows of all ranks.
 
     REINFORCE++ (Hu et al. 2025, arXiv:2501.03262); with ``beta`` the KL is a term of the loss, as in GRPO.
-
-    Args:
-        rewards_PG: (P, G), NaN for a row that was not scored.
-
-    Returns:
-        (P, G).
     """
     rewards_B = rewards_PG.reshape(-1)
     return (_centred(rewards_B) / (_nanstd(rewards_B) + _EPSILON)).view(rewards_PG.shape)
 
 
 def group_baseline_normalised_in_batch(rewards_PG: Tensor) -> Tensor:
-    """Compares each row with its group, and then with the whole rollout: REINFORCE++-baseline (arXiv:2501.03262).
-
-    Args:
-        rewards_PG: (P, G), NaN for a row that was not scored.
-
-    Returns:
-        (P, G).
-    """
+    """Compares each row with its group, and then with the whole rollout: REINFORCE++-baseline (arXiv:2501.03262)."""
     return normalised_in_batch(_centred(rewards_PG))
 
 

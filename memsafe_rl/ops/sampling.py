@@ -6,7 +6,6 @@ Axes: ``B`` rows, ``V`` vocabulary, ``N`` blocks of the vocabulary, ``W`` tokens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -74,7 +73,7 @@ def sample_with_noise(
     Returns:
         The `Draw`.
     """
-    sums_BN, width = _reduce_blocks(logits_BV, temperature, torch.logsumexp)
+    sums_BN, width = _block_sums(logits_BV, temperature)
     sums_BN, last = sums_BN.double(), logits_BV.shape[1] - 1
     noise_BN, noise_BW = noise_BS[:, : sums_BN.shape[1]], noise_BS[:, sums_BN.shape[1] :]
     block_B1, block_gap_B = _best_two(sums_BN + noise_BN)
@@ -133,11 +132,9 @@ def greedy_tokens(logits_BV: Tensor, *, temperature: float = 1.0) -> Draw:
     Returns:
         The `Draw`.
     """
-    best_BN, width = _reduce_blocks(logits_BV, temperature, torch.amax)
-    block_B, block_gap_B = _best_of(best_BN)
-    inside_B, inside_gap_B = _best_of(_gather_block(logits_BV, block_B, width, temperature))
-    tokens_B = block_B * width + inside_B
-    tied_B = torch.minimum(block_gap_B, inside_gap_B) < TIE_GAP
+    tokens_B, best = logits_BV.argmax(1), logits_BV.topk(min(2, logits_BV.shape[1]), 1).values
+    gap_B = _scaled(best[:, 0], temperature).double() - _scaled(best[:, -1], temperature).double()
+    tied_B = (gap_B < TIE_GAP) & (logits_BV.shape[1] > 1)
     return Draw(tokens_B, taken_logprobs(logits_BV, tokens_B, temperature=temperature), tied_B)
 
 
@@ -154,7 +151,7 @@ def taken_logprobs(logits_BV: Tensor, tokens_B: Tensor, *, temperature: float = 
     Returns:
         (B,) float64, nats.
     """
-    sums_BN, _ = _reduce_blocks(logits_BV, temperature, torch.logsumexp)
+    sums_BN, _ = _block_sums(logits_BV, temperature)
     taken_B = _scaled(logits_BV.gather(1, tokens_B[:, None]), temperature)[:, 0]
     return taken_B.double() - sums_BN.double().logsumexp(1)
 
@@ -243,16 +240,15 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return wide if temperature == 1.0 else wide / temperature
 
 
-def _reduce_blocks(logits_BV: Tensor, temperature: float, reduce: Callable[..., Tensor]) -> tuple[Tensor, int]:
-    """Reduces each block of a row to one number, a few rows at a time so that temporaries stay small.
+def _block_sums(logits_BV: Tensor, temperature: float) -> tuple[Tensor, int]:
+    """Sums the exponentials of each block, (B, N) logarithms, a few rows at a time so that temporaries stay small.
 
-    Returns:
-        (B, N) and the width W of a block; the last block may be shorter, which no padding shows.
+    The width W of a block comes with them; the last block may be shorter, which no padding shows.
     """
     vocab = logits_BV.shape[1]
     width = _block_width(vocab)
     rows = max(1, _TILE_ELEMENTS // vocab)
-    tiles = [_reduce_tile(_scaled(tile, temperature), width, reduce) for tile in torch.split(logits_BV, rows)]
+    tiles = [_tile_sums(_scaled(tile, temperature), width) for tile in torch.split(logits_BV, rows)]
     return (tiles[0] if len(tiles) == 1 else torch.cat(tiles)), width
 
 
@@ -260,20 +256,12 @@ def _block_width(vocab: int) -> int:
     return math.isqrt(vocab - 1) + 1
 
 
-def _reduce_tile(logits_BV: Tensor, width: int, reduce: Callable[..., Tensor]) -> Tensor:
+def _tile_sums(logits_BV: Tensor, width: int) -> Tensor:
     full = logits_BV.shape[1] // width
-    body_BN = reduce(logits_BV[:, : full * width].view(-1, full, width), dim=2)
+    body_BN = logits_BV[:, : full * width].view(-1, full, width).logsumexp(2)
     if full * width == logits_BV.shape[1]:
         return body_BN
-    return torch.cat([body_BN, reduce(logits_BV[:, full * width :], dim=1, keepdim=True)], 1)
-
-
-def _gather_block(logits_BV: Tensor, block_B: Tensor, width: int, temperature: float) -> Tensor:
-    """Copies one block of each row, (B, W), with -inf past the end of the vocabulary."""
-    index_BW = block_B[:, None] * width + torch.arange(width, device=block_B.device)
-    last = logits_BV.shape[1] - 1
-    values_BW = _scaled(logits_BV.gather(1, index_BW.clamp(max=last)), temperature)
-    return values_BW.masked_fill(index_BW > last, -math.inf)
+    return torch.cat([body_BN, logits_BV[:, full * width :].logsumexp(1, keepdim=True)], 1)
 
 
 def _best_two(values_BN: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,14 +270,3 @@ def _best_two(values_BN: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(values_BN, dtype=torch.int64), torch.full_like(values_BN[:, 0], math.inf)
     best_B2, index_B2 = values_BN.topk(2, 1)
     return index_B2[:, :1], best_B2[:, 0] - best_B2[:, 1]
-
-
-def _best_of(values_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds the first greatest value of each row, and its lead over the second greatest (inf if it is alone)."""
-    best_B = values_BN.argmax(1)
-    rest_BN = values_BN.scatter(1, best_B[:, None], -math.inf)
-    return best_B, _taken(values_BN, best_B) - rest_BN.amax(1).double()
-
-
-def _taken(values_BN: Tensor, index_B: Tensor) -> Tensor:
-    return values_BN.gather(1, index_B[:, None])[:, 0].double()

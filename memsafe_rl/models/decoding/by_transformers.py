@@ -5,13 +5,14 @@ Axes: ``B`` rows, ``L`` tokens of a row, ``V`` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+
+from memsafe_rl.models.module_state import replaced
 
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Takes logits (B, V) float32 of the next token; gives tokens (B,) int64, and (B,) bool, whether a row ends there."""
@@ -33,7 +34,7 @@ def generate_plainly(
     if decoder_ids_BN is not None:
         plain.decoder_start_token_id = int(decoder_ids_BN[0, 0])
         begun["decoder_input_ids"] = decoder_ids_BN
-    with _generation_config(lm, plain):
+    with replaced([(lm, "generation_config", plain)]):  # from which `generate` takes whatever it is not given
         lm.generate(
             input_ids=ids_BL,
             attention_mask=torch.ones_like(ids_BL),
@@ -42,17 +43,6 @@ def generate_plainly(
             stopping_criteria=[chooser.ended],
             **begun,
         )
-
-
-@contextmanager
-def _generation_config(lm: Any, config: GenerationConfig) -> Iterator[None]:
-    """Puts a config in place of the model's own, from which `generate` takes whatever it is not given."""
-    own = lm.generation_config
-    lm.generation_config = config
-    try:
-        yield
-    finally:
-        lm.generation_config = own
 
 
 class _Chooser:

@@ -5,7 +5,7 @@ The key of position ``p`` always lies in slot ``p``; scores and mixed values are
 that a query does not see weighs exactly 0, so that neither padding nor further slots change a bit. The greatest score,
 which is subtracted, is the same in any order. Scores, weights and sums are float32 (float64 under float64).
 
-Axes: ``B`` rows, ``H`` key/value heads, ``R`` query heads of each, ``N`` queries, ``Q`` queries of a tile times R,
+Axes: ``B`` rows, ``H`` key/value heads, ``R`` query heads of each, ``N`` queries, ``Q`` queries of a tile,
 ``K`` slots, ``T`` tiles of slots, ``D`` width of a head.
 """
 
@@ -80,18 +80,10 @@ class Sight:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, sight: Sight, *, bias: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Gives ``softmax(cap(scale q k^T) + bias) v``.
+    """Gives ``softmax(cap(scale q k^T) + bias) v``, (B, H x R, N, D) of the type of the values.
 
-    Args:
-        query: (B, H x R, N, D).
-        key: (B, H, K, D), the key of a row's position p in slot p.
-        value: (B, H, K, D).
-        sight: what is seen.
-        bias: (B or 1, H x R, N, K) added to scores, or None.
-        sinks: (H x R,) scores that take weight and give nothing, or None.
-
-    Returns:
-        (B, H x R, N, D), of the type of the values.
+    Queries are (B, H x R, N, D), keys and values (B, H, K, D), a bias (B or 1, H x R, N, K); sinks (H x R,) are scores
+    that take weight and give nothing.
     """
     given = (query, key, value, bias, sinks)
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in given):
@@ -139,17 +131,6 @@ def gradients(
     """Gives the gradients of queries, keys, values, bias and sinks, in float32 at least, from those of the output.
 
     ``P = e^(S - L)``, ``dV = P^T dO``, ``dS = P (dO V^T - rowsum(dO O))``, ``dQ = dS K``, ``dK = dS^T Q``.
-
-    Args:
-        grad: (B, H x R, N, D), of the output.
-        query: as for `attend`.
-        key: likewise.
-        value: likewise.
-        bias: likewise.
-        sinks: likewise.
-        sight: likewise.
-        out: (B, H x R, N, D), what `attend` gave.
-        lse: (B, H x R, N), log-sum-exp of each query's scores.
     """
     heads, wide = key.shape[1], lse.dtype
     keys, values = key.to(wide), value.to(wide)
@@ -157,18 +138,17 @@ def gradients(
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
     d_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
     for part, slots in _query_tiles(query, key, sight):
-        asked, slope = (_by_head(whole[:, :, part].to(wide), heads) for whole in (query, grad))
-        scores, bend = _scored(asked @ keys[:, :, :slots].mT, part, key.shape[2], bias, sight)
+        asked, slope, mixed = (_by_head(whole[:, :, part].to(wide), heads) for whole in (query, grad, out))
+        scores, bend = _scored(_times(asked, keys[:, :, :slots].mT), part, key.shape[2], bias, sight)
         weights = (scores - _by_head(lse[:, :, part, None], heads)).exp_()
-        means = (slope * _by_head(out[:, :, part].to(wide), heads)).sum(-1, keepdim=True)
-        d_scores = weights * (slope @ values[:, :, :slots].mT - means)
-        dv[:, :, :slots] += weights.mT @ slope
+        d_scores = weights * (_times(slope, values[:, :, :slots].mT) - (slope * mixed).sum(-1, keepdim=True))
+        dv[:, :, :slots] += weights.flatten(2, 3).mT @ slope.flatten(2, 3)
         if d_bias is not None:
-            share = _by_query(d_scores, query.shape[1])
+            share = d_scores.flatten(1, 2)
             d_bias[:, :, part, :slots] += share.sum_to_size(len(d_bias), *share.shape[1:])
         d_scores = d_scores * bend
-        dq[:, :, part] = _by_query(d_scores @ keys[:, :, :slots], query.shape[1])
-        dk[:, :, :slots] += d_scores.mT @ asked
+        dq[:, :, part] = _times(d_scores, keys[:, :, :slots]).flatten(1, 2)
+        dk[:, :, :slots] += d_scores.flatten(2, 3).mT @ asked.flatten(2, 3)
     d_sinks = None
     if sinks is not None:
         means = (grad * out).sum(-1, dtype=wide)
@@ -189,19 +169,19 @@ def forward(
     for part, slots in _query_tiles(query, keys, sight):
         count = part.stop - part.start
         asked = _by_head(_padded(query[:, :, part].to(wide), 2, TILE_QUERIES), heads)
-        products = _products(asked, keys[:, :, :slots])[:, :, _rows_of(count, all_heads // heads)]
+        products = _products(asked, keys[:, :, :slots])[:, :, :, :count]
         scores, _ = _scored(products, part, key.shape[2], bias, sight)
-        sink = None if sinks is None else _by_head(sinks.to(wide)[None, :, None, None].expand(1, -1, count, 1), heads)
-        peak = scores.amax(3, keepdim=True)
+        sink = None if sinks is None else sinks.to(wide).view(heads, -1)[None, :, :, None, None]
+        peak = scores.amax(4, keepdim=True)
         peak = peak if sink is None else torch.maximum(peak, sink)
         peak = peak.masked_fill(peak == -torch.inf, 0)
-        weights = _padded_queries((scores - peak).exp_(), count, all_heads // heads)
-        mixed, total = _added(weights, values[:, :, :slots], _rows_of(count, all_heads // heads))
+        weights = _padded((scores - peak).exp_(), 3, TILE_QUERIES)
+        mixed, total = _added(weights, values[:, :, :slots], count)
         if sink is not None:
             total = total + (sink - peak).exp()
         # A query that sees nothing, such as padding, gives 0.
-        out[:, :, part] = _by_query(mixed / total.masked_fill(total == 0, 1), all_heads).to(out.dtype)
-        lse[:, :, part] = _by_query(total.log() + peak, all_heads)[..., 0]
+        out[:, :, part] = (mixed / total.masked_fill(total == 0, 1)).flatten(1, 2).to(out.dtype)
+        lse[:, :, part] = (total.log() + peak).flatten(1, 2)[..., 0]
     return out, lse
 
 
@@ -217,59 +197,44 @@ def _query_tiles(query: Tensor, key: Tensor, sight: Sight) -> Iterator[tuple[sli
 def _scored(
     products: Tensor, part: slice, held: int, bias: Tensor | None, sight: Sight
 ) -> tuple[Tensor, Tensor | float]:
-    """Gives scores (B, H, Q, K), -inf where nothing is seen, and their derivative by the product of query and key."""
-    heads, slots, slopes = products.shape[1], products.shape[3], sight.scale
+    """Gives scores (B, H, R, Q, K), -inf where nothing is seen, and their slopes by the product of query and key."""
+    heads, slots = products.shape[1], products.shape[4]
     scores: Tensor = products * sight.scale
-    bend: Tensor | float = slopes
+    bend: Tensor | float = sight.scale
     if sight.soft_cap is not None:
         bent = torch.tanh(scores / sight.soft_cap)
-        scores, bend = sight.soft_cap * bent, slopes * (1 - bent.square())
+        scores, bend = sight.soft_cap * bent, sight.scale * (1 - bent.square())
     if bias is not None:
         some = bias[:, :, part, :slots].to(scores.dtype)
         scores = scores + _by_head(functional.pad(some, (0, slots - some.shape[3])), heads)
     seen = sight.of(part, slots, held, scores.device)
-    if seen is None:
-        return scores, bend
-    count, group = part.stop - part.start, scores.shape[2] // (part.stop - part.start)
-    by_head = scores.reshape(len(scores), heads, group, count, slots)
-    seen = seen[:, :, None] if seen.shape[1] == 1 else seen.reshape(len(seen), heads, group, *seen.shape[2:])
-    return by_head.masked_fill(~seen, -torch.inf).flatten(2, 3), bend
+    if seen is not None:
+        scores = scores.masked_fill(~_by_head(seen, heads if seen.shape[1] > 1 else 1), -torch.inf)
+    return scores, bend
 
 
-def _products(left_BHQD: Tensor, keys_BHKD: Tensor) -> Tensor:
-    """Multiplies one tile of queries with every tile of slots, (B, H, Q, K); all products have one shape and layout."""
+def _products(left_BHRQD: Tensor, keys_BHKD: Tensor) -> Tensor:
+    """Multiplies one tile of queries with every tile of slots; all products have one shape and layout."""
     rows, heads, slots, width = keys_BHKD.shape
     tiles = keys_BHKD.reshape(-1, TILE_KEYS, width).contiguous()
-    left = left_BHQD[:, :, None].expand(-1, -1, slots // TILE_KEYS, -1, -1).reshape(len(tiles), -1, width).contiguous()
-    return torch.bmm(left, tiles.mT).view(rows, heads, slots // TILE_KEYS, -1, TILE_KEYS).transpose(2, 3).flatten(3)
+    left = left_BHRQD.flatten(2, 3)[:, :, None].expand(-1, -1, slots // TILE_KEYS, -1, -1)
+    products = torch.bmm(left.reshape(len(tiles), -1, width).contiguous(), tiles.mT)
+    whole = products.view(rows, heads, slots // TILE_KEYS, -1, TILE_KEYS).transpose(2, 3).flatten(3)
+    return whole.view(*left_BHRQD.shape[:4], slots)
 
 
-def _added(weights_BHQK: Tensor, values_BHKD: Tensor, rows: list[int] | slice) -> tuple[Tensor, Tensor]:
-    """Mixes values tile by tile and adds the tiles from the first to the last; gives sums of weights too."""
-    batch, heads, width, slots = weights_BHQK.shape
-    tiles = slots // TILE_KEYS
-    by_tile = weights_BHQK.reshape(batch, heads, width, tiles, TILE_KEYS).transpose(2, 3).contiguous()
+def _added(weights_BHRQK: Tensor, values_BHKD: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Mixes values for the first queries, adds tiles of slots from the first to the last; gives sums of weights too."""
+    *shape, group, queries, slots = weights_BHRQK.shape
+    tiles, width = slots // TILE_KEYS, group * queries
+    by_tile = weights_BHRQK.reshape(*shape, width, tiles, TILE_KEYS).transpose(2, 3).contiguous()
     values = values_BHKD.reshape(-1, TILE_KEYS, values_BHKD.shape[3]).contiguous()
-    pairs = by_tile.view(-1, width, TILE_KEYS), values
-    mixed = torch.bmm(*pairs).view(batch, heads, tiles, width, -1)[:, :, :, rows]
-    totals = by_tile.sum(4, keepdim=True)[:, :, :, rows]
+    sums = torch.bmm(by_tile.view(-1, width, TILE_KEYS), values), by_tile.sum(4, keepdim=True)
+    mixed, totals = (part.view(*shape, tiles, group, queries, -1)[:, :, :, :, :count] for part in sums)
     for tile in range(1, tiles):
         mixed[:, :, 0] += mixed[:, :, tile]
         totals[:, :, 0] += totals[:, :, tile]
     return mixed[:, :, 0], totals[:, :, 0]
-
-
-def _rows_of(count: int, group: int) -> slice | list[int]:
-    """Finds the queries of a tile, head by head, among those that pad it."""
-    if count == TILE_QUERIES:
-        return slice(None)
-    return [head * TILE_QUERIES + query for head in range(group) for query in range(count)]
-
-
-def _padded_queries(weights_BHQK: Tensor, count: int, group: int) -> Tensor:
-    """Lays weights of a tile's queries, (B, H, R x count, K), back among those that pad it."""
-    rows, heads, _, slots = weights_BHQK.shape
-    return _padded(weights_BHQK.reshape(rows, heads, group, count, slots), 3, TILE_QUERIES).flatten(2, 3)
 
 
 def _padded(values: Tensor, axis: int, size: int) -> Tensor:
@@ -279,13 +244,13 @@ def _padded(values: Tensor, axis: int, size: int) -> Tensor:
 
 
 def _by_head(values: Tensor, heads: int) -> Tensor:
-    """Lays (B, H x R, N, X) out as (B, H, R x N, X)."""
-    return values.reshape(values.shape[0], heads, -1, values.shape[3])
+    """Lays (B, H x R, N, X) out as (B, H, R, N, X)."""
+    return torch.unflatten(values, 1, (heads, -1))
 
 
-def _by_query(values: Tensor, all_heads: int) -> Tensor:
-    """Takes back what `_by_head` did."""
-    return values.reshape(values.shape[0], all_heads, -1, values.shape[3])
+def _times(left_BHRNX: Tensor, right_BHXY: Tensor) -> Tensor:
+    """Multiplies what belongs to query heads with what belongs to their key/value head, (B, H, R, N, Y)."""
+    return (left_BHRNX.flatten(2, 3) @ right_BHXY).view(*left_BHRNX.shape[:4], -1)
 
 
 def fixed_split_attention(

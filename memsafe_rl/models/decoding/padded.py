@@ -17,13 +17,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from memsafe_rl.accounting import charge, claim
+from memsafe_rl.models.adapter import DecodeState
 from memsafe_rl.models.decoding.cache import growing_cache, is_trimmable
-from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock
 from memsafe_rl.types import Component
 
 
 @dataclass
-class PaddedState:
+class PaddedState(DecodeState):
     """Keys and values of rows being decoded, padded on the left to one width."""
 
     cache: Any  # transformers' cache
@@ -73,17 +73,6 @@ class PaddedState:
     def join(self, other: PaddedState) -> PaddedState:
         """Refuses: rows of several caches have their padding in different places."""
         raise NotImplementedError("rows that are padded on the left cannot join others")
-
-    def keep_whole(self, whole: bool) -> None:
-        """Does nothing: each row has a prompt of its own."""
-
-    def prompt_blocks(self) -> list[PromptBlock]:
-        """Gives none: each row has a prompt of its own."""
-        return []
-
-    def prompt_bytes(self) -> int:
-        """Bytes of prompts kept once for all their rows: none."""
-        return 0
 
     def stretch(self, tokens: int) -> bool:
         """Widens every row in place by so many tokens, with keys and values that mean nothing."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple, cast
+from functools import partial, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.models.decoding import fixed_split_attention as fixed_split
 from memsafe_rl.models.decoding.shared_prefix_cache import (
+    PromptBlock,
     Segment,
     SharedPrefixCache,
     SharedPrefixState,
@@ -31,7 +32,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     as_floats,
 )
 from memsafe_rl.models.language.kernels import target_of
-from memsafe_rl.models.module_state import implementation
+from memsafe_rl.models.module_state import implementation, replaced
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import SCORE_ELEMENTS, whole_blocks
 
@@ -55,14 +56,8 @@ def shared_prefix_attention(configs: Iterable[Any], reading: Reading) -> Iterato
 @contextmanager
 def biases_left_out(modules: Iterable[Any]) -> Iterator[None]:
     """Has T5's attention modules with a learned bias hand none on, since a `Reading` has it from a table of its own."""
-    known = tuple(modules)
-    for module in known:
-        module.__dict__["compute_bias"] = partial(_no_bias, module)
-    try:
+    with replaced([(module, "compute_bias", partial(_no_bias, module)) for module in modules]):
         yield
-    finally:
-        for module in known:
-            module.__dict__.pop("compute_bias", None)
 
 
 def _no_bias(module: Any, *_args: Any, **_kwargs: Any) -> Tensor:
@@ -89,22 +84,25 @@ class _Seen(NamedTuple):
     hidden_BNK: Tensor | None  # what must not be seen, (rows, N or 1, K) bool; None for nothing
     bias: Tensor | None = None  # what is added to scores, (rows or 1, H × R, N, K)
 
-    def by_tokens(self, tokens: slice) -> _Seen:
-        """Gives what some of the queries see."""
-        hidden = self.hidden_BNK
-        alike = hidden is None or hidden.shape[1] == 1  # where an encoder reads, all tokens see the same
-        bias = None if self.bias is None else self.bias[:, :, tokens]
-        return self._replace(hidden_BNK=hidden if alike or hidden is None else hidden[:, tokens], bias=bias)
 
-    def by_heads(self, chosen: slice, heads: int) -> _Seen:
-        """Gives what the queries of some of the key/value heads see; the bias by head, (B, H, R, N, K)."""
-        bias = None if self.bias is None else self.bias.reshape(self.bias.shape[0], heads, -1, *self.bias.shape[2:])
-        return _Seen(
-            [part[:, chosen] for part in self.keys],
-            [part[:, chosen] for part in self.values],
-            self.hidden_BNK,
-            None if bias is None else bias[:, chosen],
-        )
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _once(
+    make: Callable[Concatenate[Reading, Segment, int, P], T],
+) -> Callable[Concatenate[Reading, Segment, int, P], T]:
+    """Has a reading make something once for all layers of a segment that have the same window and as wide prompts."""
+
+    @wraps(make)
+    def made(reading: Reading, segment: Segment, layer: int, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        alike = segment.rows.start, reading.state.windows[layer], segment.block.keys[layer].shape[2]
+        name = make.__name__, *alike, *args, *kwargs.items()
+        if name not in reading.made:
+            reading.made[name] = make(reading, segment, layer, *args, **kwargs)
+        return cast(T, reading.made[name])
+
+    return made
 
 
 class Reading:
@@ -122,12 +120,8 @@ class Reading:
         self.state, self.cache, self.counts, self.keeps, self.sources = state, cache, counts, keeps, sources
         self.tokens = 1 if counts is None else max(counts)
         self.bias: nn.Module | None = None
-        self._hidden: dict[tuple[int, int | None, int, int], Tensor | None] = {}
-        self._hidden_sources: dict[int, Tensor | None] = {}
+        self.made: dict[tuple[object, ...], object] = {}
         self._filled: dict[int, int | Tensor] = {}
-        self._placed: dict[tuple[int, int | None, int, int], tuple[Tensor, Tensor]] = {}
-        self._biases: dict[tuple[int, int, int, int, int], Tensor] = {}
-        self._masks: dict[tuple[int, int | None, int, int, int], tuple[Tensor | None, Tensor | None]] = {}
 
     @property
     def positions(self) -> Tensor:
@@ -148,95 +142,77 @@ class Reading:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Gives the attention of one layer's queries over prompts and suffixes."""
-        layer, state = self.cache.current, self.state
-        drawn = self.counts is None
+        layer, state, drawn = self.cache.current, self.state, self.counts is None
         if drawn:
             state.store(layer, key, value, self._slots_to_fill(layer))
-        if fixed_tiles_on():
-            new = None if drawn else (key, value)
-            parts = [
-                self._attend_by_place(part, layer, _rows_of(query, part), new, scoring) for part in state.segments()
-            ]
-            if not drawn and self.keeps:
-                state.store(layer, key, value, self._slots_to_fill(layer))
-            return torch.cat(parts).transpose(1, 2).contiguous()
-        if drawn and _has_kernel(query, key, value, scoring):
-            return _joined([self._attend_by_kernel(part, layer, query, scoring) for part in state.segments()])
-        grouped = _grouped_queries(query * scoring.scale, key.shape[1])
+        new = None if drawn else (key, value)
+        has_kernel = drawn and _has_kernel(query, key, value, scoring)
         parts = []
         for segment in state.segments():
-            seen = self._seen_by(segment, layer, None if drawn else (key, value), scoring.bias)
-            parts.append(self._attend_all(segment, _rows_of(grouped, segment), seen, scoring))
+            asked = _rows_of(query, segment)
+            if fixed_tiles_on():
+                parts.append(self._attend_by_place(segment, layer, asked, new, scoring))
+            elif has_kernel:
+                parts.append(self._attend_by_kernel(segment, layer, asked, scoring))
+            else:
+                parts.append(
+                    self._attend_all(segment, asked, self._seen_by(segment, layer, new, scoring.bias), scoring)
+                )
         if not drawn and self.keeps:
             state.store(layer, key, value, self._slots_to_fill(layer))
-        return self._by_token(parts, query)
+        return _joined(parts).transpose(1, 2).contiguous()
 
     def attend_source(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
         """Gives the cross-attention of one layer's queries, over what an encoder read."""
         parts = []
         for segment in self.state.segments():
-            source = segment.block.source
+            source, asked = segment.block.source, _rows_of(query, segment)
             if source is None:
                 raise NotImplementedError("no encoder has read the prompts of these rows")
             keys, values = source.keys[layer], source.values[layer]
             if fixed_tiles_on():
-                parts.append(
-                    _attend_source_by_place(segment, keys, values, query, scoring).transpose(1, 2).contiguous()
-                )
-                continue
-            if self.counts is None and _has_kernel(query, keys, values, scoring):
-                mask = self._source_mask(segment, query)
-                out, _ = _kernel(segment.spread(_rows_of(query, segment)), keys, values, mask, scoring)
-                parts.append(segment.gather(out).transpose(1, 2))
-                continue
-            asked = _rows_of(query, segment)
-            seen = _Seen([keys], [values], self._hidden_source(segment))
-            grouped = _grouped_queries(asked * scoring.scale, keys.shape[1])
-            parts.append(self._by_token([self._attend_all(segment, grouped, seen, scoring)], asked))
-        return _joined(parts)
+                parts.append(_attend_source_by_place(segment, keys, values, asked, scoring))
+            elif self.counts is None and _has_kernel(query, keys, values, scoring):
+                mask = self._source_mask(segment, layer, query.dtype)
+                out, _ = _kernel(segment.grouped(asked), keys, values, mask, scoring)
+                parts.append(segment.by_row(out))
+            else:
+                seen = _Seen([keys], [values], self._hidden_source(segment, layer))
+                parts.append(self._attend_all(segment, asked, seen, scoring))
+        return _joined(parts).transpose(1, 2).contiguous()
 
     def _attend_by_kernel(self, segment: Segment, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
-        """Attends to prompts and to suffixes by a kernel each, and joins both by their log-sum-exp, (rows, 1, H, D).
+        """Attends to prompts and to suffixes by a kernel each, and joins both by their log-sum-exp.
 
         ``o = o_p + sigmoid(L_s - L_p) (o_s - o_p)``.
         """
-        state, block, used = self.state, segment.block, self._used(segment, layer)
-        asked = _rows_of(query, segment)
-        mask, own_mask = self._masks_of(segment, layer, used, query, scoring.bias)
-        out, lse = _kernel(segment.spread(asked), block.keys[layer], block.values[layer], mask, scoring)
-        keys, values = (_rows_of(store[layer], segment)[:, :, :used] for store in (state.keys, state.values))
-        own_out, own_lse = _kernel(asked, keys, values, own_mask, scoring)
-        share = torch.sigmoid(own_lse[..., None] - segment.gather(lse[..., None]))
-        return torch.lerp(segment.gather(out), own_out, share.to(out.dtype)).transpose(1, 2)
+        seen = self._seen_by(segment, layer, None, None)
+        mask, own_mask = self._masks_of(segment, layer, query.dtype, scoring.bias)
+        out, lse = _kernel(segment.grouped(query), seen.keys[0], seen.values[0], mask, scoring)
+        own_out, own_lse = _kernel(query, seen.keys[1], seen.values[1], own_mask, scoring)
+        share = torch.sigmoid(own_lse[..., None] - segment.by_row(lse[..., None]))
+        return torch.lerp(segment.by_row(out), own_out, share.to(out.dtype))
 
+    @_once
     def _masks_of(
-        self, segment: Segment, layer: int, used: int, query: Tensor, bias: nn.Module | None
+        self, segment: Segment, layer: int, dtype: torch.dtype, bias: nn.Module | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gives what is added to the scores of prompts and of suffixes, the same for all layers alike."""
-        window, width = self.state.windows[layer], segment.block.keys[layer].shape[2]
-        name = (segment.rows.start, window, width, used, id(bias))
-        if name not in self._masks:
-            hidden, mask = self._hidden_keys(segment, layer, used), None
-            if hidden is not None:
-                mask = _added(hidden, query)[:, None]
-            if bias is not None:
-                biased = self._biased(segment, layer, used, bias)
-                mask = biased if mask is None else biased + mask
-            if mask is None:
-                self._masks[name] = None, None
-            elif mask.shape[0] == 1:
-                self._masks[name] = mask[..., :width], mask[..., width:]
-            else:
-                self._masks[name] = segment.spread(mask[..., :width]), mask[..., width:]
-        return self._masks[name]
+        """Gives what is added to the scores of prompts and of suffixes."""
+        hidden, width = self._hidden_keys(segment, layer), segment.block.keys[layer].shape[2]
+        mask = None if hidden is None else _added(hidden, dtype)[:, None]
+        if bias is not None:
+            biased = self._biased(segment, layer, bias)
+            mask = biased if mask is None else biased + mask
+        if mask is None:
+            return None, None
+        prompts = mask[..., :width] if mask.shape[0] == 1 else segment.grouped(mask[..., :width])
+        return prompts, mask[..., width:]
 
-    def _source_mask(self, segment: Segment, query: Tensor) -> Tensor | None:
-        """Gives what is added to the scores of what an encoder read, (P, 1, share, L), the same for all layers."""
-        hidden, name = self._hidden_source(segment), (segment.rows.start, -1, 0, 0, 0)
-        if name not in self._masks:
-            mask = None if hidden is None else segment.spread(_added(hidden, query)[:, None])
-            self._masks[name] = mask, None
-        return self._masks[name][0]
+    @_once
+    def _source_mask(self, segment: Segment, layer: int, dtype: torch.dtype) -> Tensor | None:
+        """Gives what is added to the scores of what an encoder read, (P, 1, share, L)."""
+        hidden = self._hidden_source(segment, layer)
+        return None if hidden is None else segment.grouped(_added(hidden, dtype)[:, None])
 
     def _attend_by_place(
         self, segment: Segment, layer: int, query: Tensor, new: tuple[Tensor, Tensor] | None, scoring: Scoring
@@ -245,7 +221,7 @@ class Reading:
         seen, slots = self._seen_by(segment, layer, new, None), max(self.state.positions) + self.tokens
         place_BK, visible_BNK = self._by_place(segment, layer, slots)
         prompt_B = torch.tensor(segment.prompts, device=query.device)
-        bias = None if scoring.bias is None else self._biased(segment, layer, slots, scoring.bias, by_place=True)
+        bias = None if scoring.bias is None else self._biased(segment, layer, scoring.bias, slots)
         heads, width = seen.keys[0].shape[1], query.shape[3]
         step, mixed = max(1, SCORE_ELEMENTS // (heads * slots * width)), []
         for start in range(0, len(query), step):
@@ -260,26 +236,19 @@ class Reading:
             mixed.append(fixed_split.attend(query[rows], laid[0], laid[1], sight, bias=own, sinks=scoring.sinks))
         return torch.cat(mixed)
 
+    @_once
     def _by_place(self, segment: Segment, layer: int, slots: int) -> tuple[Tensor, Tensor]:
-        """Finds where the key of each place lies (rows, K), and what tokens see (rows, N, K); once for all alike."""
-        window, used = self.state.windows[layer], self._used(segment, layer)
-        name = (segment.rows.start, window, segment.block.keys[layer].shape[2], used)
-        if name not in self._placed:
-            now_BN, place_BK = self._places(segment, layer, used)
-            order = torch.arange(place_BK.shape[1], device=place_BK.device).expand_as(place_BK)
-            held = torch.where(place_BK < 0, slots, place_BK).clamp_max(slots)
-            found = order.new_full((len(order), slots + 1), -1).scatter_(1, held, order)[:, :slots]
-            place = torch.arange(slots, device=order.device)
-            visible = (found >= 0)[:, None] & (place <= now_BN[:, :, None])
-            if window is not None:
-                visible = visible & (place > now_BN[:, :, None] - window)
-            self._placed[name] = found.clamp_min(0), visible
-        return self._placed[name]
-
-    def _by_token(self, parts: Sequence[Tensor], query: Tensor) -> Tensor:
-        """Lays what segments attended to, (rows, H, R × N, D) each, out as the model wants it."""
-        mixed = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-        return mixed.reshape(query.shape[0], query.shape[1], self.tokens, -1).transpose(1, 2).contiguous()
+        """Finds where the key of each place lies (rows, K), and what tokens see (rows, N, K)."""
+        window = self.state.windows[layer]
+        now_BN, place_BK = self._places(segment, layer)
+        order = torch.arange(place_BK.shape[1], device=place_BK.device).expand_as(place_BK)
+        held = torch.where(place_BK < 0, slots, place_BK).clamp_max(slots)
+        found = order.new_full((len(order), slots + 1), -1).scatter_(1, held, order)[:, :slots]
+        place = torch.arange(slots, device=order.device)
+        visible = (found >= 0)[:, None] & (place <= now_BN[:, :, None])
+        if window is not None:
+            visible = visible & (place > now_BN[:, :, None] - window)
+        return found.clamp_min(0), visible
 
     def _seen_by(
         self, segment: Segment, layer: int, new: tuple[Tensor, Tensor] | None, bias: nn.Module | None
@@ -293,42 +262,27 @@ class Reading:
         if new is not None:
             keys.append(_rows_of(new[0], segment))
             values.append(_rows_of(new[1], segment))
-        hidden = self._hidden_keys(segment, layer, used)
-        return _Seen(keys, values, hidden, None if bias is None else self._biased(segment, layer, used, bias))
+        hidden = self._hidden_keys(segment, layer)
+        return _Seen(keys, values, hidden, None if bias is None else self._biased(segment, layer, bias))
 
-    def _attend_all(self, segment: Segment, query_BHXD: Tensor, seen: _Seen, scoring: Scoring) -> Tensor:
+    def _attend_all(self, segment: Segment, query: Tensor, seen: _Seen, scoring: Scoring) -> Tensor:
         """Attends a few key/value heads at a time, and a few tokens where those of one head have too many scores."""
-        rows, heads, width = query_BHXD.shape[:3]
-        keys, group = rows * sum(part.shape[2] for part in seen.keys), width // self.tokens
-        step = min(self.tokens, max(1, SCORE_ELEMENTS // max(1, keys * group)))
+        heads, (rows, all_heads, tokens, width) = seen.keys[0].shape[1], query.shape
+        keys, group = rows * sum(part.shape[2] for part in seen.keys), all_heads // heads
+        query_BHRND = (query * scoring.scale).reshape(rows, heads, group, tokens, width)
+        step = min(tokens, max(1, SCORE_ELEMENTS // max(1, keys * group)))
+        # keys in 8 bits are floats while they are attended to, as wide as their head
+        each = max(group * step, width if seen.keys[0].dtype == torch.int8 else 0)
+        at_once = max(1, min(heads, SCORE_ELEMENTS // max(1, keys * each)))
         mixed = []
-        for first in range(0, self.tokens, step):
-            query, some = query_BHXD, seen
-            if step < self.tokens:
-                query_BHRND = query_BHXD.reshape(rows, heads, group, self.tokens, -1)
-                query = query_BHRND[:, :, :, first : first + step].flatten(2, 3)
-                some = seen.by_tokens(slice(first, first + step))
-            # keys in 8 bits are floats while they are attended to, as wide as their head
-            each = max(query.shape[2], query.shape[3] if seen.keys[0].dtype == torch.int8 else 0)
-            at_once = max(1, min(heads, SCORE_ELEMENTS // max(1, keys * each)))
-            pieces = []
-            for head in range(0, heads, at_once):
-                chosen = slice(head, head + at_once)
-                pieces.append(
-                    _attend_heads(
-                        segment,
-                        query[:, chosen],
-                        some.by_heads(chosen, heads),
-                        scoring.soft_cap,
-                        None if scoring.sinks is None else scoring.sinks.view(heads, -1)[chosen],
-                        min(step, self.tokens - first),
-                    )
-                )
-            mixed.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1))
-            del query, pieces  # copies, which the next tokens need not find there
-        if len(mixed) == 1:
-            return mixed[0]
-        return torch.cat([part.reshape(*part.shape[:2], group, -1, part.shape[3]) for part in mixed], 3).flatten(2, 3)
+        for first in range(0, tokens, step):
+            some = slice(first, first + step)
+            chosen = (slice(head, head + at_once) for head in range(0, heads, at_once))
+            pieces = [
+                _attend_heads(segment, query_BHRND[:, part, :, some], seen, part, some, scoring) for part in chosen
+            ]
+            mixed.append(_joined(pieces, 1))
+        return _joined(mixed, 3).flatten(1, 2)
 
     def _used(self, segment: Segment, layer: int) -> int:
         """Slots of a segment's suffixes that hold anything, this step's token included if it was written first."""
@@ -336,34 +290,31 @@ class Reading:
         written = max(state.lengths[row] for row in segment.rows) + (1 if self.counts is None else 0)
         return min(written, state.slots_of(layer)) if state.keys or self.counts is None else 0
 
-    def _hidden_keys(self, segment: Segment, layer: int, used: int) -> Tensor | None:
-        """Gives the keys that tokens must not see, (rows, N, K) bool, the same for all layers alike; None if none.
+    @_once
+    def _hidden_keys(self, segment: Segment, layer: int) -> Tensor | None:
+        """Gives the keys that tokens must not see, (rows, N, K) bool; None if none.
 
         Hidden is what lies outside of prompt, suffix, past or window.
         """
-        state, block = self.state, segment.block
-        window, width = state.windows[layer], block.keys[layer].shape[2]
-        name = (segment.rows.start, window, width, used)
-        if name in self._hidden:
-            return self._hidden[name]
-        hidden_BNK = None
+        state, block, window = self.state, segment.block, self.state.windows[layer]
         lengths = [state.lengths[row] for row in segment.rows]
         prompts = [state.bases[row] for row in segment.rows]
         dropped = [block.dropped[layer][prompt] for prompt in segment.prompts]
+        width = block.keys[layer].shape[2]
         farthest = max(prompt + length for prompt, length in zip(prompts, lengths, strict=True)) + self.tokens
         padded = any(first < 0 or first + width > prompt for first, prompt in zip(dropped, prompts, strict=True))
         alike = self.counts is None and not padded and len({*lengths}) == 1
-        if not alike or (window is not None and farthest > window):
-            now_BN, place_BK = self._places(segment, layer, used)
-            hidden_BNK = (place_BK < 0)[:, None] | (place_BK[:, None] > now_BN[:, :, None])
-            if window is not None:
-                hidden_BNK = hidden_BNK | (place_BK[:, None] <= now_BN[:, :, None] - window)
-        self._hidden[name] = hidden_BNK
+        if alike and (window is None or farthest <= window):
+            return None
+        now_BN, place_BK = self._places(segment, layer)
+        hidden_BNK = (place_BK < 0)[:, None] | (place_BK[:, None] > now_BN[:, :, None])
+        if window is not None:
+            hidden_BNK = hidden_BNK | (place_BK[:, None] <= now_BN[:, :, None] - window)
         return hidden_BNK
 
-    def _places(self, segment: Segment, layer: int, used: int) -> tuple[Tensor, Tensor]:
+    def _places(self, segment: Segment, layer: int) -> tuple[Tensor, Tensor]:
         """Gives the place of each token read (rows, N) and of each key (rows, K) in its row; -1 for padding."""
-        state, block = self.state, segment.block
+        state, block, used = self.state, segment.block, self._used(segment, layer)
         dropped = [block.dropped[layer][prompt] for prompt in segment.prompts]
         prompt_B1, length_B1, _ = state.counts[:, segment.rows.start : segment.rows.stop, None].unbind(0)
         dropped_B1 = state.constant(tuple(dropped)) if any(dropped) else 0
@@ -379,30 +330,29 @@ class Reading:
             places.append(now_BN)
         return now_BN, torch.cat(places, 1)
 
-    def _biased(self, segment: Segment, layer: int, used: int, module: Any, *, by_place: bool = False) -> Tensor:
-        """Gives what T5 adds to scores, (rows or 1, H × R, N, K): a number for each distance."""
-        name = (segment.rows.start, layer if self.state.windows[layer] else -1, segment.rows.stop, used, id(module))
-        if name not in self._biases:
-            farthest = max(self.state.positions) + self.tokens
-            if not by_place and self._is_plain(segment, layer, used):
-                # keys lie in the order of their tokens, the last one nearest
-                table_1HNW = self._bias_table(module, farthest)
-                self._biases[name] = table_1HNW[..., table_1HNW.shape[3] - farthest :]
-                return self._biases[name]
-            now_BN, place_BK = self._places(segment, layer, self._used(segment, layer))
-            if by_place:
-                place_BK = torch.arange(used, device=place_BK.device).expand(len(place_BK), -1)
-            if len({self.state.lengths[row] for row in segment.rows}) == 1 and len({*segment.block.lengths}) == 1:
-                now_BN, place_BK = now_BN[:1], place_BK[:1]
-            distance_BNK = (now_BN[:, :, None] - place_BK[:, None]).clamp_min(0)
-            table_HW = self._bias_table(module, farthest)[0, :, 0].flip(-1)
-            self._biases[name] = table_HW[:, distance_BNK].transpose(0, 1)
-        return self._biases[name]
+    @_once
+    def _biased(self, segment: Segment, layer: int, module: nn.Module, by_place: int = 0) -> Tensor:
+        """Gives what T5 adds to scores, (rows or 1, H × R, N, K): a number for each distance.
 
-    def _is_plain(self, segment: Segment, layer: int, used: int) -> bool:
+        Keys lie in the order of their tokens, in so many slots, where a number of slots ``by_place`` is given.
+        """
+        farthest = max(self.state.positions) + self.tokens
+        if not by_place and self._is_plain(segment, layer):  # keys lie in the order of their tokens, the last nearest
+            table_1HNW = self._bias_table(module, farthest)
+            return table_1HNW[..., table_1HNW.shape[3] - farthest :]
+        now_BN, place_BK = self._places(segment, layer)
+        if by_place:
+            place_BK = torch.arange(by_place, device=place_BK.device).expand(len(place_BK), -1)
+        if len({self.state.lengths[row] for row in segment.rows}) == 1 and len({*segment.block.lengths}) == 1:
+            now_BN, place_BK = now_BN[:1], place_BK[:1]
+        distance_BNK = (now_BN[:, :, None] - place_BK[:, None]).clamp_min(0)
+        table_HW = self._bias_table(module, farthest)[0, :, 0].flip(-1)
+        return table_HW[:, distance_BNK].transpose(0, 1)
+
+    def _is_plain(self, segment: Segment, layer: int) -> bool:
         """Whether one token is read by rows alike, whose keys are all their tokens in order."""
-        width = segment.block.keys[layer].shape[2]
-        alike = self._hidden_keys(segment, layer, used) is None and self.counts is None
+        width, used = segment.block.keys[layer].shape[2], self._used(segment, layer)
+        alike = self._hidden_keys(segment, layer) is None and self.counts is None
         return alike and {*self.state.bases} == {width} and max(self.state.positions) + 1 == width + used
 
     def _bias_table(self, module: Any, farthest: int) -> Tensor:
@@ -417,17 +367,15 @@ class Reading:
             self.state.constants[id(module)] = table
         return cast(Tensor, table)
 
-    def _hidden_source(self, segment: Segment) -> Tensor | None:
+    @_once
+    def _hidden_source(self, segment: Segment, layer: int) -> Tensor | None:
         """Gives the padding of prompts that an encoder read, (rows, 1, L) bool; None if there is none."""
-        source = segment.block.source
-        if source is not None and segment.rows.start not in self._hidden_sources:
-            width, lengths = source.keys[0].shape[2], [source.lengths[prompt] for prompt in segment.prompts]
-            hidden = None
-            if min(lengths) < width:
-                length_B11 = torch.tensor(lengths, device=self.state.device)[:, None, None]
-                hidden = torch.arange(width, device=self.state.device) >= length_B11
-            self._hidden_sources[segment.rows.start] = hidden
-        return self._hidden_sources[segment.rows.start]
+        source = cast(PromptBlock, segment.block.source)
+        width, lengths = source.keys[layer].shape[2], [source.lengths[prompt] for prompt in segment.prompts]
+        if min(lengths) == width:
+            return None
+        length_B11 = torch.tensor(lengths, device=self.state.device)[:, None, None]
+        return torch.arange(width, device=self.state.device) >= length_B11
 
 
 def _has_kernel(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> bool:
@@ -448,59 +396,57 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scor
     return out, lse
 
 
-def _added(hidden: Tensor, like: Tensor) -> Tensor:
+def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Gives a mask to be added to scores: half of the lowest number, so that a row that sees nothing weighs 0."""
-    lowest = torch.finfo(like.dtype).min / 2
-    return torch.zeros((), dtype=like.dtype, device=like.device).where(~hidden, lowest)
+    return torch.zeros((), dtype=dtype, device=hidden.device).where(~hidden, torch.finfo(dtype).min / 2)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def _joined(parts: list[Tensor], axis: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
 def _attend_source_by_place(segment: Segment, keys: Tensor, values: Tensor, query: Tensor, scoring: Scoring) -> Tensor:
     """Attends over what an encoder read, a row at a time, so that no second copy of all sources is made."""
-    asked, source, mixed = _rows_of(query, segment), segment.block.source, []
+    lengths, mixed = cast(PromptBlock, segment.block.source).lengths, []
+    sight = fixed_split.Sight(scoring.scale, scoring.soft_cap)
     for row, prompt in enumerate(segment.prompts):
-        length = keys.shape[2] if source is None else source.lengths[prompt]
-        key, value = (as_floats(part[prompt : prompt + 1, :, :length], query.dtype) for part in (keys, values))
-        sight = fixed_split.Sight(scoring.scale, scoring.soft_cap)
-        mixed.append(fixed_split.attend(asked[row : row + 1], key, value, sight, sinks=scoring.sinks))
+        read = slice(prompt, prompt + 1), slice(None), slice(lengths[prompt])
+        key, value = (as_floats(part[read], query.dtype) for part in (keys, values))
+        mixed.append(fixed_split.attend(query[row : row + 1], key, value, sight, sinks=scoring.sinks))
     return torch.cat(mixed)
 
 
 def _attend_heads(
-    segment: Segment, query_BHXD: Tensor, seen: _Seen, soft_cap: float | None, sinks_HR: Tensor | None, tokens: int
+    segment: Segment, query_BHRND: Tensor, seen: _Seen, chosen: slice, tokens: slice, scoring: Scoring
 ) -> Tensor:
-    """Attends for some heads of a segment: the first keys are the prompts', the others the rows' own."""
-    keys, values, hidden_BNK, bias_BHRNK = seen
-    dtype = query_BHXD.dtype if values[0].dtype == torch.int8 else values[0].dtype
+    """Attends for some heads and tokens of a segment, (rows, H, R, N, D)."""
+    keys, values = ([part[:, chosen] for part in parts] for parts in (seen.keys, seen.values))
+    dtype = query_BHRND.dtype if values[0].dtype == torch.int8 else values[0].dtype
+    shape, query_BHXD = query_BHRND.shape[:4], query_BHRND.flatten(2, 3)
     scores = [segment.by_row(segment.grouped(query_BHXD) @ as_floats(keys[0], dtype).mT)]
     for part in keys[1:]:
         scores.append(query_BHXD @ as_floats(part, dtype).mT)
-    scores_BHXK = torch.cat(scores, 3) if len(scores) > 1 else scores[0]
+    split = torch.unflatten(_joined(scores, 3), 2, shape[2:])  # (B, H, R, N, K)
     del scores  # joined, and the largest thing here
-    if soft_cap is not None:
-        scores_BHXK = torch.tanh(scores_BHXK / soft_cap) * soft_cap
-    rows, heads, _, width = scores_BHXK.shape
-    split = scores_BHXK.view(rows, heads, -1, tokens, width)  # (B, H, R, N, K)
-    if bias_BHRNK is not None:
-        split = split + bias_BHRNK
-    if hidden_BNK is not None:
+    if scoring.soft_cap is not None:
+        split = torch.tanh(split / scoring.soft_cap) * scoring.soft_cap
+    if seen.bias is not None:
+        split = split + torch.unflatten(seen.bias, 1, (-1, shape[2]))[:, chosen, :, tokens]
+    if seen.hidden_BNK is not None:  # where an encoder reads, all tokens see the same
+        hidden_BNK = seen.hidden_BNK if seen.hidden_BNK.shape[1] == 1 else seen.hidden_BNK[:, tokens]
         split = split.masked_fill_(hidden_BNK[:, None, None], -math.inf)
-    if sinks_HR is not None:
-        sink = sinks_HR[None, :, :, None, None].to(split.dtype).expand(*split.shape[:4], 1)
+    width = split.shape[4]
+    if scoring.sinks is not None:
+        sink = scoring.sinks.view(-1, shape[2])[None, chosen, :, None, None].to(split.dtype).expand(*shape, 1)
         split = torch.cat([split, sink], 4)
     wide = torch.promote_types(split.dtype, torch.float32)
-    del scores_BHXK
-    weights = torch.softmax(split, 4, dtype=wide)[..., :width].to(dtype).reshape(rows, heads, -1, width)
+    weights = torch.softmax(split, 4, dtype=wide)[..., :width].to(dtype).flatten(2, 3)
     del split
-    lengths = [part.shape[2] for part in values]
-    first, *others = torch.split(weights, lengths, 3)
+    first, *others = torch.split(weights, [part.shape[2] for part in values], 3)
     mixed = segment.by_row(segment.grouped(first) @ as_floats(values[0], dtype))
     for part, value in zip(others, values[1:], strict=True):
         mixed = mixed + part @ as_floats(value, dtype)
-    return mixed
+    return torch.unflatten(mixed, 2, shape[2:])
 
 
 def _attention(
@@ -545,11 +491,6 @@ def biased_modules(network: nn.Module) -> tuple[nn.Module, ...]:
 
 def _is_biased(module: nn.Module) -> bool:
     return bool(getattr(module, "has_relative_attention_bias", False))
-
-
-def _grouped_queries(query: Tensor, heads: int) -> Tensor:
-    """Lays queries (B, H × R, N, D) out as (B, H, R × N, D)."""
-    return query.reshape(query.shape[0], heads, -1, query.shape[3])
 
 
 def _rows_of(values: Tensor, segment: Segment) -> Tensor:

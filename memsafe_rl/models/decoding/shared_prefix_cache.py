@@ -9,9 +9,10 @@ Axes: ``B`` rows, ``P`` prompts of a block, ``H`` key/value heads, ``L`` slots o
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -90,11 +91,12 @@ class PromptBlock:
 class RowCache:
     """Keys and values of a row that waits outside of any state, in storage of their own except for its prompt's."""
 
+    rows = 1
     block: PromptBlock  # holds its prompt
     prompt: int  # index of its prompt in the block
     base: int  # tokens of the prompt that belong to it
     length: int  # tokens behind them
-    # per layer (H, S, D), no more than its tokens; empty where there are none
+    # per layer (1, H, S, D), no more than its tokens; empty where there are none
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)  # per layer, likewise
 
@@ -128,28 +130,14 @@ class Segment:
     places: Tensor | None
     takes: Tensor | None  # (P × share,) int64, the row at each place, any row where there is none; None like ``places``
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Lays rows (rows, H, 1, X) out by prompt, (P, H, share, X); a view where they lie in that order."""
-        taken = values if self.takes is None else values.index_select(0, self.takes)
-        return taken.reshape(len(self.block.lengths), self.share, values.shape[1], -1).transpose(1, 2)
-
-    def gather(self, values: Tensor) -> Tensor:
-        """Takes back what `spread` did."""
-        rows = values.transpose(1, 2).reshape(-1, values.shape[1], 1, values.shape[3])
-        return rows if self.places is None else rows.index_select(0, self.places)
-
     def grouped(self, values: Tensor) -> Tensor:
-        """Lays rows (rows, H, X, Y) out by prompt."""
+        """Lays rows (rows, H, X, Y) out by prompt, (P, H, share × X, Y); a view where X is 1 and they lie in order."""
         taken = values if self.takes is None else values.index_select(0, self.takes)
-        heads, width = taken.shape[1], taken.shape[3]
-        split = taken.reshape(len(self.block.lengths), self.share, heads, -1, width)
-        return split.transpose(1, 2).reshape(len(self.block.lengths), heads, -1, width)
+        return torch.unflatten(taken, 0, (-1, self.share)).transpose(1, 2).flatten(2, 3)
 
     def by_row(self, values: Tensor) -> Tensor:
-        """Takes back what `grouped` did: (P, H, share × X, Y) to (rows, H, X, Y)."""
-        prompts, heads, _, width = values.shape
-        split = values.reshape(prompts, heads, self.share, -1, width).transpose(1, 2)
-        rows = split.reshape(prompts * self.share, heads, -1, width)
+        """Takes back what `grouped` did."""
+        rows = torch.unflatten(values, 2, (self.share, -1)).transpose(1, 2).flatten(0, 1)
         return rows if self.places is None else rows.index_select(0, self.places)
 
 
@@ -219,7 +207,7 @@ class SharedPrefixState:
     def segments(self) -> tuple[Segment, ...]:
         """Cuts the rows where the block changes."""
         if self._segments is None:
-            runs = groupby(range(self.rows), key=[id(block) for block in self.blocks].__getitem__)
+            runs = itertools.groupby(range(self.rows), key=[id(block) for block in self.blocks].__getitem__)
             self._segments = tuple(map(self._segment, [list(run) for _, run in runs]))
         return self._segments
 
@@ -297,7 +285,7 @@ class SharedPrefixState:
                 for layer, held in enumerate(store):
                     for row, cache in zip(leaving, aside, strict=True):
                         if cache.length:
-                            getattr(cache, name).append(held[row, :, : cache.length].clone())
+                            getattr(cache, name).append(held[row : row + 1, :, : cache.length].clone())
                     if index is not None:
                         getattr(rest, name).append(held[:, :, : rest.slots_of(layer)].index_select(0, index))
                     store[layer] = held.new_empty(0)
@@ -353,7 +341,7 @@ class SharedPrefixState:
         wanted = [
             (row, token, (length + token) % slots)
             for row, length in enumerate(self.lengths)
-            for token in _last(counts[row], slots)
+            for token in range(max(0, counts[row] - slots), counts[row])
         ]
         return torch.tensor(wanted, dtype=torch.int64, device=self.device).reshape(-1, 3).T
 
@@ -385,19 +373,16 @@ class SharedPrefixState:
             )
             self._segments = None
 
-    def _refill(self, sources: Sequence[tuple[SharedPrefixState, Tensor | None]]) -> None:
-        """Moves the suffixes of other states, one behind the other, into stores of this state's size.
-
-        A layer at a time, keys before values: no more is ever there twice.
-        """
+    def _refill(self, sources: Sequence[tuple[SharedPrefixState | RowCache, Tensor | None]]) -> None:
+        """Moves suffixes, one behind the other, into stores of this state's size, a tensor at a time."""
         layers = max(len(source.keys) for source, _ in sources)
         with charge(Component.KV_CACHE):
             for name in ("keys", "values"):
-                store: list[Tensor] = getattr(self, name)
-                for layer in range(layers):
-                    store.append(self._moved(name, layer, sources))
+                getattr(self, name).extend(self._moved(name, layer, sources) for layer in range(layers))
 
-    def _moved(self, name: str, layer: int, sources: Sequence[tuple[SharedPrefixState, Tensor | None]]) -> Tensor:
+    def _moved(
+        self, name: str, layer: int, sources: Sequence[tuple[SharedPrefixState | RowCache, Tensor | None]]
+    ) -> Tensor:
         like: Tensor = next(getattr(source, name)[layer] for source, _ in sources if source.keys)
         slots = self.slots_of(layer)
         if len(sources) == 1 and sources[0][1] is not None and slots <= like.shape[2]:
@@ -419,15 +404,10 @@ class SharedPrefixState:
 
     def _segment(self, rows: list[int]) -> Segment:
         block, prompts = self.blocks[rows[0]], tuple(self.prompts[row] for row in rows)
-        counts = [0] * len(block.lengths)
-        places = []
-        for prompt in prompts:
-            places.append(counts[prompt])
-            counts[prompt] += 1
-        share = max(counts)
-        flat = [prompt * share + place for prompt, place in zip(prompts, places, strict=True)]
-        ordered = flat == list(range(len(block.lengths) * share))
-        takes = [0] * (len(block.lengths) * share)
+        share = max(Counter(prompts).values())
+        nth = [itertools.count(prompt * share) for prompt in range(len(block.lengths))]
+        flat, takes = [next(nth[prompt]) for prompt in prompts], [0] * (len(block.lengths) * share)
+        ordered = flat == list(range(len(takes)))
         for row, place in enumerate(flat):
             takes[place] = row
         return Segment(
@@ -523,27 +503,10 @@ def resumed(
         device=device,
         bases=bases,
     )
-    layers = max(len(row.keys) for row in rows) if any(lengths) else 0
-    if layers:
+    if any(lengths):
         state.capacity = whole_blocks(max(length + count for length, count in zip(lengths, more, strict=True)))
-    with charge(Component.KV_CACHE):
-        for name in ("keys", "values"):
-            for layer in range(layers):
-                getattr(state, name).append(_gathered(name, layer, rows, lengths, state.slots_of(layer)))
+        state._refill([(row, None) for row in rows])
     return state
-
-
-def _gathered(name: str, layer: int, rows: Sequence[RowCache], lengths: Sequence[int], slots: int) -> Tensor:
-    """Lays a tensor of rows that waited side by side, (B, H, slots, D), and frees theirs."""
-    like: Tensor = next(getattr(row, name)[layer] for row in rows if row.keys)
-    together = like.new_zeros((len(rows), like.shape[0], slots, like.shape[2]))
-    for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        store: list[Tensor] = getattr(row, name)
-        if store:
-            used = min(length, slots)
-            together[place, :, :used] = store[layer][:, :used]
-            store[layer] = store[layer].new_empty(0)
-    return together
 
 
 def block_of(
@@ -604,10 +567,6 @@ def _kept(states: Tensor) -> Tensor:
             kept = kept.clone()
     claim(Component.KV_CACHE, [kept])
     return kept
-
-
-def _last(count: int, most: int) -> range:
-    return range(max(0, count - most), count)
 
 
 # ------------------------------------------------------------------ keys and values in 8 bits

@@ -9,7 +9,7 @@ Axes: ``D`` width of what is normed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.functional import layer_norm
 
 from memsafe_rl.accounting import host_memory
+from memsafe_rl.models.module_state import replaced
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -39,14 +40,8 @@ def short_norms(norms: Iterable[Any], constants: dict[Any, Any]) -> Iterator[Non
     """
     if "norms" not in constants:
         constants["norms"] = [(norm, _Short(norm)) for norm in norms if _is_free(norm)]
-    short: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = constants["norms"]
-    for norm, forward in short:
-        norm.__dict__["forward"] = forward
-    try:
+    with replaced([(norm, "forward", short) for norm, short in constants["norms"]]):
         yield
-    finally:
-        for norm, _ in short:
-            norm.__dict__.pop("forward", None)
 
 
 class _Short:

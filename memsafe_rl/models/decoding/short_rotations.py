@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memsafe_rl.accounting import host_memory
+from memsafe_rl.models.module_state import replaced
 
 _FUNCTION = "apply_rotary_pos_emb"
 _PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
@@ -33,14 +34,8 @@ def rotations_of(network: nn.Module) -> tuple[ModuleType, ...]:
 @contextmanager
 def short_rotations(files: tuple[ModuleType, ...]) -> Iterator[None]:
     """Has rotary positions take three operators; for one thread at a time, as what switches attention is."""
-    own = [getattr(file, _FUNCTION) for file in files]
-    for file, function in zip(files, own, strict=True):
-        setattr(file, _FUNCTION, _Short(function))
-    try:
+    with replaced([(file, _FUNCTION, _Short(getattr(file, _FUNCTION))) for file in files]):
         yield
-    finally:
-        for file, function in zip(files, own, strict=True):
-            setattr(file, _FUNCTION, function)
 
 
 class _Short:

@@ -1,9 +1,14 @@
-"""What one (row, column) pair of a network holds whose pairs are run one by one: measured, for it has any shape."""
+"""Networks whose (row, column) pairs are run one by one, and what a pair of theirs holds: measured, in any shape.
+
+Axes: ``M`` entries, that is (row, column) pairs laid end to end; ``...`` stands for the axes of a state.
+"""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, cast
 
 import torch
@@ -11,9 +16,120 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memsafe_rl.accounting import autocast_bytes, host_memory
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.adapter import ScoringAdapter
 from memsafe_rl.models.blocks import find_blocks, recomputed
-from memsafe_rl.types import UnitBytes
+from memsafe_rl.models.diffusion.policy import DiffusionPolicy
+from memsafe_rl.models.geometry import weight_bytes
+from memsafe_rl.slices import MicroBatchGroup, step_micro_batches, step_work
+from memsafe_rl.types import ModelGeometry, Trajectory, UnitBytes, UpdateWork
+
+
+class StepNetwork(ScoringAdapter, ABC):
+    """A network that reads states of denoising chains: a denoiser, or a critic."""
+
+    time_separable = True
+
+    def __init__(self, model: nn.Module, network: nn.Module, policy: DiffusionPolicy, state_dtype: torch.dtype) -> None:
+        """Takes what is trained, the module that reads states, and the type in which it is given them."""
+        self.model = model
+        self.network = network
+        self.policy = policy
+        self._state_bytes = state_dtype.itemsize * math.prod(policy.sample_shape)
+        self._geometry: ModelGeometry | None = None
+
+    @abstractmethod
+    def first_step(self, states: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
+        """Runs the network on states before the first step, each after an embedded prompt."""
+
+    @property
+    @abstractmethod
+    def _weights(self) -> tuple[nn.Module, ...]:
+        """What holds weights: first what may be trained, then frozen copies."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network computes."""
+        return next(self.network.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the network's weights, and of the states that it is given."""
+        return next(weight.dtype for weight in self.network.parameters() if weight.is_floating_point())
+
+    @property
+    def width(self) -> int:
+        """Bytes of an activation's element."""
+        return autocast_bytes(self.device) or self.dtype.itemsize
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """Sizes from which bytes are counted; what a pair holds is measured for the first who asks."""
+        if self._geometry is None:
+            own, blocks = self._weights[0], blocks_of(self.network)
+            weights = (*own.parameters(), *own.buffers())
+            unit, elements = measured_pair(self.one_pair, weights, blocks, self._state_bytes, self.width)
+            self._geometry = ModelGeometry(
+                layers=len(blocks),
+                hidden_size=elements,
+                intermediate_size=elements,
+                heads=1,
+                kv_heads=0,
+                head_dim=0,
+                vocab_size=1,
+                max_positions=None,
+                windows=(),
+                parameter_bytes=weight_bytes(*self._weights),
+                trainable_bytes=sum(weight.nbytes for weight in own.parameters() if weight.requires_grad),
+                compute_bytes=self.width,
+                cache_bytes=0,
+                head_trainable=False,
+                unit=unit,
+            )
+        return self._geometry
+
+    def one_pair(self) -> Tensor:
+        """Runs the network on one state of zeros."""
+        state = torch.zeros(1, *self.policy.sample_shape, device=self.device)
+        return self.first_step(state, [torch.zeros(self.policy.condition_shape)])
+
+    def carries_gradient(self) -> bool:
+        """Whether the network's answer has a graph."""
+        torch.clear_autocast_cache()  # it keeps weights that were cast before, perhaps without a graph
+        with torch.random.fork_rng(devices=[], enabled=self.device.type == "cpu"), torch.enable_grad():
+            return self.one_pair().requires_grad
+
+    @torch.no_grad()
+    def together_and_alone(self) -> tuple[Tensor, float]:
+        """Gives the answers to three states of noise, and how far from them those to each alone lie, of their norm."""
+        with torch.random.fork_rng(devices=[]), host_memory():
+            noise = torch.randn((3, *self.policy.sample_shape), generator=torch.Generator().manual_seed(0))
+            embedded = [torch.zeros(1, self.policy.condition_shape[1])] * len(noise)
+        with torch.random.fork_rng(devices=[], enabled=self.device.type == "cpu"):
+            together = self.first_step(noise.to(self.device), embedded)
+            alone = torch.cat([self.first_step(one[None].to(self.device), embedded[:1]) for one in noise])
+        return together, float((alone - together).norm() / together.norm().clamp(min=torch.finfo().tiny))
+
+    def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:  # noqa: ARG002
+        """Gives the shape of rows, as a memory policy may know it."""
+        return step_work(trajectory, rows, self.geometry)
+
+    def micro_batches(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        tokens: int,
+        *,
+        columns: Sequence[int] | None = None,
+        packed: bool = False,  # noqa: ARG002
+    ) -> list[MicroBatchGroup]:
+        """Cuts rows × columns into rectangles; see `ScoringAdapter.micro_batches`."""
+        return step_micro_batches(trajectory, rows, tokens, columns)
+
+    def recompute(self, enabled: bool) -> AbstractContextManager[None]:
+        """Recomputes each block's activations in the backward pass of what is run inside, in any mode."""
+        return recomputed(blocks_of(self.network)) if enabled else nullcontext()
 
 
 def blocks_of(network: nn.Module) -> tuple[nn.Module, ...]:
@@ -26,26 +142,26 @@ def blocks_of(network: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def measured_pair(
-    forward: Callable[[], Tensor], weights: Iterable[Tensor], blocks: Sequence[nn.Module], state_size: int, width: int
+    forward: Callable[[], Tensor], weights: Iterable[Tensor], blocks: Sequence[nn.Module], state_bytes: int, width: int
 ) -> tuple[UnitBytes, int]:
     """Runs one pair forward with a graph, and counts what it keeps and the elements of its widest block's input."""
     own = {weight.untyped_storage()._cdata for weight in weights}
-    kept, inputs, elements = _kept_bytes(forward, own, blocks, recompute=False)
-    outside, again, _ = _kept_bytes(forward, own, blocks, recompute=True)
+    kept, inputs = _kept_bytes(forward, own, blocks, recompute=False)
+    outside, again = _kept_bytes(forward, own, blocks, recompute=True)
     widest = max(inputs, default=0)
     unit = UnitBytes(
         kept=kept,
         recomputed=min(kept, outside + sum(again)),
         forward=max(2 * widest, kept // max(1, len(inputs))),
-        state=state_size * elements,
+        state=state_bytes,
     )
     return unit, max(1, widest // width)
 
 
 def _kept_bytes(
     forward: Callable[[], Tensor], weights: set[int], blocks: Sequence[nn.Module], *, recompute: bool
-) -> tuple[int, list[int], int]:
-    """Counts what autograd saves of one pair besides weights, the bytes of each block's input, and what comes out."""
+) -> tuple[int, list[int]]:
+    """Counts what autograd saves of one pair besides weights, and the bytes of each block's input."""
     saved: dict[int, int] = {}
     inputs: list[int] = []
 
@@ -66,5 +182,5 @@ def _kept_bytes(
             stack.enter_context(recomputed(blocks))
         for block in blocks:
             stack.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
-        given = forward()  # its graph holds what is saved, so that no address comes twice
-    return sum(saved.values()), inputs, given.numel()
+        _graph = forward()  # it holds what is saved, so that no address comes twice
+    return sum(saved.values()), inputs

@@ -72,17 +72,7 @@ class TrainedSteps:
             )
 
     def candidates(self, stds: Sequence[float]) -> tuple[int, ...]:
-        """Gives the steps that the fraction is taken of.
-
-        Args:
-            stds: deviation of each step's noise.
-
-        Returns:
-            Columns, ascending.
-
-        Raises:
-            ConfigError: there are none.
-        """
+        """Gives the columns, ascending, that the fraction is taken of, by their deviations; refuses to give none."""
         first, end = (0, len(stds)) if self.window is None else self.window
         found = tuple(column for column in range(max(0, first), min(end, len(stds))) if stds[column] > 0)
         if not found:
@@ -93,25 +83,11 @@ class TrainedSteps:
         return found
 
     def count(self, candidates: int) -> int:
-        """Gives how many steps are trained on.
-
-        Args:
-            candidates: how many there are to choose from.
-
-        Returns:
-            At least 1.
-        """
+        """Gives how many of so many candidates are trained on, at least 1."""
         return max(1, int(self.fraction * candidates + 1e-9))
 
     def learnable(self, stds: Sequence[float]) -> tuple[int, ...]:
-        """Gives the steps that some rollout may train on: those a random share is drawn of, else the share itself.
-
-        Args:
-            stds: deviation of each step's noise.
-
-        Returns:
-            Columns, ascending.
-        """
+        """Gives the columns that some rollout may train on: those a random share is drawn of, else the share itself."""
         candidates = self.candidates(stds)
         return candidates if self.random else candidates[: self.count(len(candidates))]
 
@@ -214,17 +190,7 @@ class DiffusionPolicy(nn.Module):
         return self.predict(self.denoiser, x, timesteps, condition)
 
     def predict(self, denoiser: nn.Module, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
-        """Gives what a denoiser says of states under this policy's guidance.
-
-        Args:
-            denoiser: the policy's own, or a frozen copy of it.
-            x: (M, ...), states.
-            timesteps: (M,), as the scheduler tells them.
-            condition: what they are conditioned on.
-
-        Returns:
-            (M, ...).
-        """
+        """Gives what a denoiser, the policy's own or a frozen copy, says of states under this policy's guidance."""
         if self.guidance_scale == 1.0:
             return _answer(denoiser, x, timesteps, condition)
         null = self._null(condition)
@@ -276,38 +242,25 @@ class DiffusionPolicy(nn.Module):
             return copied if own is None else own(copied)
 
     def count_elements(self, embeddings: Sequence[Tensor]) -> Tensor | None:
-        """Marks what counts of the states that follow some prompts.
+        """Marks what counts of the states that follow embedded prompts (L, D) each; None where everything counts.
 
-        Args:
-            embeddings: for each of them (L, D), on any device.
-
-        Returns:
-            (M, ...) float32 on the host, as many axes as states and broadcastable to them; None where everything
-            counts.
-
-        Raises:
-            DataError: what ``elements`` gave cannot be broadcast to a state.
+        The marks (M, ...) are float32 on the host, with as many axes as states and broadcastable to them.
         """
         if self.elements is None:
             return None
         return torch.stack([self._counted(self.elements(embedding.cpu())) for embedding in embeddings])
 
     def _counted(self, mask: Tensor) -> Tensor:
-        axes = len(self.sample_shape)
-        if not isinstance(mask, Tensor) or mask.dim() > axes:
-            shown = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+        shown = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+        sizes = tuple(mask.shape) if isinstance(mask, Tensor) else ()
+        wanted = self.sample_shape[max(0, len(self.sample_shape) - len(sizes)) :]
+        fits = len(sizes) == len(wanted) and all(have in (1, want) for have, want in zip(sizes, wanted, strict=True))
+        if not isinstance(mask, Tensor) or not fits:
             raise DataError(
                 f"elements gave a mask of {shown} for states of shape {self.sample_shape}. Give a tensor that can be "
                 "broadcast to them."
             )
-        mask = mask.reshape((1,) * (axes - mask.dim()) + tuple(mask.shape)).float()
-        pairs = list(zip(mask.shape, self.sample_shape, strict=False))
-        if mask.dim() != axes or any(have not in (1, want) for have, want in pairs):
-            raise DataError(
-                f"elements gave a mask of shape {tuple(mask.shape)} for states of shape {self.sample_shape}. Give one "
-                "that can be broadcast to them."
-            )
-        return mask
+        return mask.reshape((1,) * (len(self.sample_shape) - len(sizes)) + sizes).float()
 
     def _check_counts(self, embedding_LD: Tensor, name: str) -> None:
         """Refuses weights that count nothing; the synthetic embeddings of probes do not come here."""

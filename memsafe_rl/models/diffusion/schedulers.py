@@ -174,13 +174,7 @@ class DDPMScheduler(DiffusionScheduler):
     """Denoising diffusion probabilistic models (Ho et al. 2020, arXiv:2006.11239, eq. 6 and 7), at any spacing.
 
     Args:
-        num_train_timesteps: timesteps that the denoiser was trained with.
-        beta_start: the first beta.
-        beta_end: the last beta.
-        beta_schedule: as for `DDIMScheduler`.
-        prediction_type: as for `DDIMScheduler`.
-        timestep_spacing: as for `DDIMScheduler`.
-        steps_offset: as for `DDIMScheduler`.
+        num_train_timesteps: this and what else has the name of an argument of `DDIMScheduler` is as there.
         variance_type: "fixed_small", the posterior's variance, or "fixed_large", beta.
 
     Raises:

@@ -10,7 +10,7 @@ condition; ``...`` stands for the axes of a state.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,16 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsafe_rl.accounting import autocast_bytes, charge, hold, host_memory, weights_of
+from memsafe_rl.accounting import charge, hold, weights_of
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.blocks import recomputed
 from memsafe_rl.models.critic import Critic, ValueLayer
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
-from memsafe_rl.models.diffusion.pair_bytes import blocks_of, measured_pair
+from memsafe_rl.models.diffusion.pair_bytes import StepNetwork
 from memsafe_rl.models.diffusion.policy import Condition
-from memsafe_rl.models.geometry import weight_bytes
-from memsafe_rl.slices import step_work
-from memsafe_rl.types import Component, ModelGeometry, StateFeatures, Trajectory, UpdateWork
+from memsafe_rl.types import Component, StateFeatures, Trajectory
 
 _WIDTH = 128
 """Hidden width of the built-in critic."""
@@ -89,61 +86,29 @@ class _AsItIs(nn.Module):
         return hidden_MD[:, 0].to(torch.promote_types(hidden_MD.dtype, torch.float32))
 
 
-class StateNetwork:
+class StateNetwork(StepNetwork):
     """A critic's network behind the `ScoringAdapter` protocol: it scores states, and draws none."""
 
-    time_separable = True
-    closed_form_kl = False
-    packs_prompts = False
-
     def __init__(self, adapter: DiffusionAdapter, model: nn.Module) -> None:
-        self.model = model
+        dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
+        super().__init__(model, model, adapter.policy, dtype)
         self.adapter = adapter
-        self.micro_batches, self.read_together = adapter.micro_batches, adapter.read_together  # the chains are the same
-        self._geometry: ModelGeometry | None = None
 
     @property
-    def device(self) -> torch.device:
-        """Where the network computes."""
-        return self.adapter.device
+    def _weights(self) -> tuple[nn.Module, ...]:
+        return (self.model,)
+
+    def first_step(self, states: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
+        """Gives hidden states, or values, of states before the first step."""
+        return self.features(states, [0] * len(states), self.adapter.condition(embeddings))
 
     def check(self) -> None:
         """Compares states that are valued together with the same ones alone."""
         check_state_critic(self)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the critic's weights, and of the states that it is given."""
-        return next(weight.dtype for weight in self.model.parameters() if weight.is_floating_point())
-
-    @property
-    def geometry(self) -> ModelGeometry:
-        """Sizes from which bytes are counted; what a pair holds is measured for the first who asks."""
-        if self._geometry is None:
-            own, width = (*self.model.parameters(), *self.model.buffers()), autocast_bytes(self.device)
-            unit, elements = measured_pair(self.one_pair, own, blocks_of(self.model), 0, width or self.dtype.itemsize)
-            policy = self.adapter.policy
-            unit = replace(unit, state=self.dtype.itemsize * math.prod(policy.sample_shape))
-            self._geometry = replace(
-                self.adapter.geometry,
-                layers=len(blocks_of(self.model)),
-                hidden_size=elements,
-                intermediate_size=elements,
-                parameter_bytes=weight_bytes(self.model),
-                trainable_bytes=sum(weight.nbytes for weight in self.model.parameters() if weight.requires_grad),
-                unit=unit,
-            )
-        return self._geometry
-
-    def one_pair(self) -> Tensor:
-        """Runs the network on one state of zeros."""
-        policy = self.adapter.policy
-        condition = self.adapter.condition([torch.zeros(policy.condition_shape)])
-        return self.features(torch.zeros(1, *policy.sample_shape, device=self.device), [0], condition)
-
     def features(self, states: Tensor, columns: Sequence[int], condition: Condition) -> Tensor:
         """Runs the network on states."""
-        timesteps_M = self.adapter.policy.scheduler.timesteps[torch.tensor(columns)].to(self.device)
+        timesteps_M = self.policy.scheduler.timesteps[torch.tensor(columns)].to(self.device)
         found: Any = self.model(states.to(self.dtype), timesteps_M, _as_type(condition, self.dtype))
         if isinstance(found, Tensor) and isinstance(self.model, StateEncoder):
             return found
@@ -173,17 +138,9 @@ class StateNetwork:
         before, _, condition = self.adapter.entries(trajectory, rows, wanted)
         return StateFeatures(self.features(before, list(wanted) * len(rows), condition), (len(wanted),) * len(rows))
 
-    def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:  # noqa: ARG002
-        """Gives the shape of rows, as a memory policy may know it."""
-        return step_work(trajectory, rows, self.geometry)
-
     def reference(self) -> AbstractContextManager[StateNetwork]:
         """Gives the network itself: a critic has no reference."""
         return nullcontext(self)
-
-    def recompute(self, enabled: bool) -> AbstractContextManager[None]:
-        """Recomputes each block's activations in the backward pass of what is run inside; see `ScoringAdapter`."""
-        return recomputed(blocks_of(self.model)) if enabled else nullcontext()
 
 
 class StateCritic(Critic):
@@ -206,63 +163,29 @@ class StateCritic(Critic):
                 trunk, head = _placed(network, adapter.device), _AsItIs()
         hold(Component.WEIGHTS, weights_of(trunk, head))
         # The other steps are the environment's part of a chain.
-        super().__init__(head, judged_columns=policy.trained_steps.learnable(policy.stds))
-        self._network = StateNetwork(adapter, trunk.eval())
-        self._module = nn.ModuleDict({"trunk": trunk, "head": head})
-
-    @property
-    def network(self) -> StateNetwork:
-        """The network, as the loops use it."""
-        return self._network
-
-    @property
-    def beside(self) -> nn.Module:
-        """The network and its head."""
-        return self._module
-
-    @property
-    def own_geometry(self) -> ModelGeometry:
-        """Sizes of the network."""
-        return self._network.geometry
-
-    def running(self) -> AbstractContextManager[StateNetwork]:
-        """Gives the critic's network."""
-        return nullcontext(self._network)
-
-    def _trunk_weights(self) -> Mapping[str, Tensor]:
-        return {name: weight for name, weight in self._network.model.named_parameters() if weight.requires_grad}
+        columns = policy.trained_steps.learnable(policy.stds)
+        super().__init__(head, StateNetwork(adapter, trunk.eval()), is_own=True, judged_columns=columns)
 
 
 def check_state_critic(network: StateNetwork) -> None:
     """Values states together and alone, which must come to the same: chains are cut into rectangles."""
-    adapter, device = network.adapter, network.device
-    policy = adapter.policy
-    with torch.random.fork_rng(devices=[]), host_memory():
-        generator = torch.Generator().manual_seed(0)
-        states = torch.randn((3, *policy.sample_shape), generator=generator)
-        embedded = [torch.zeros(1, policy.condition_shape[1])] * len(states)
-    with torch.random.fork_rng(devices=[], enabled=device.type == "cpu"), torch.no_grad():
-        together = network.features(states.to(device), [0] * len(states), adapter.condition(embedded))
-        alone = [network.features(one[None].to(device), [0], adapter.condition(embedded[:1])) for one in states]
-        apart = float((torch.cat(alone) - together).norm() / together.norm().clamp(min=torch.finfo().tiny))
-        values = together[:, 0].tolist()
+    together, apart = network.together_and_alone()
+    values = together[:, 0].tolist()
     if not isinstance(network.model, StateEncoder) and not all(map(math.isfinite, values)):
         raise ConfigError(
             f"The critic gives states of random noise the values {values}, and what is not finite would spoil the "
             "policy's weights too. Look at how it divides, scales and begins its weights."
         )
-    if apart > (_APART if (autocast_bytes(device) or network.dtype.itemsize) >= 4 else 50 * _APART):
+    if apart > (_APART if network.width >= 4 else 50 * _APART):
         raise ConfigError(
             f"The critic gives states that it is shown together other values than alone: {apart:.1e} of their norm. It "
             "mixes the rows of a batch (batch norm), or draws random numbers in eval mode. Use layers that do not."
         )
-    torch.clear_autocast_cache()  # it keeps weights that were cast above, without a graph
-    with torch.random.fork_rng(devices=[], enabled=device.type == "cpu"), torch.enable_grad():
-        if not network.one_pair().requires_grad:
-            raise ConfigError(
-                "The critic's values carry no gradient, so that it could not learn. Remove torch.no_grad or detach "
-                "from its forward."
-            )
+    if not network.carries_gradient():
+        raise ConfigError(
+            "The critic's values carry no gradient, so that it could not learn. Remove torch.no_grad or detach "
+            "from its forward."
+        )
     _ = network.geometry
 
 

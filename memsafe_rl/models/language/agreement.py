@@ -45,10 +45,11 @@ def settle_path(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Ten
 
 
 def sampling_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
-    """Decodes stored rows; out-of-memory errors pass through."""
+    """Decodes stored rows, and says how their logits differ from those wanted, or None."""
     actions = list(trajectory.actions.rows())
     firsts = torch.tensor([0, trajectory.actions.lengths[0]], device=wanted_MV.device)
-    try:
+
+    def decoded() -> tuple[Tensor, Tensor]:
         logits_PV, state = adapter.prefill(list(trajectory.conditions.rows()))
         adapter.measure_cache(state)
         got = [logits_PV, adapter.decode_step(state, torch.stack([row[0] for row in actions]))]
@@ -56,12 +57,22 @@ def sampling_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, want
         if adapter.joins:
             got.append(adapter.extend(state, [actions[0][1:4], actions[1][1:3]], chunk_tokens=4))
             places.append(firsts + torch.tensor([4, 3], device=firsts.device))
+        return torch.cat(got), wanted_MV[torch.cat(places)]
+
+    return _decoding_disagreement(decoded, adapter)
+
+
+def _decoding_disagreement(decode: Callable[[], tuple[Tensor, Tensor]], adapter: LanguageAdapter) -> str | None:
+    """Says how logits differ from those wanted beside them, or None; out-of-memory errors pass through."""
+    try:
+        got, wanted = decode()
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
             raise
         return f"{type(error).__name__}: {error}"
-    relative = relative_difference(torch.cat(got), wanted_MV[torch.cat(places)])
-    tolerance = max(1e-3, 2 * tolerance_of(adapter, wanted_MV.device))
+    if len(got) != len(wanted):
+        return f"{len(got)} tokens instead of {len(wanted)}"
+    relative, tolerance = relative_difference(got, wanted), max(1e-3, 2 * tolerance_of(adapter, wanted.device))
     return None if relative <= tolerance else f"they differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"
 
 
@@ -187,19 +198,10 @@ def _generate_disagreement(
         return ids_BL[:, read + len(got) - 1], torch.zeros(2, dtype=torch.bool)
 
     steps = ids_BL.shape[1] - read
-    try:
+
+    def led() -> tuple[Tensor, Tensor]:
         adapter.decode_plainly(ids_BL[:, :read], follow, prompt_tokens=read, max_new_tokens=steps, cached=cached)
-    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
-            raise
-        return f"{type(error).__name__}: {error}"
-    if len(got) != steps:
-        return f"{len(got)} tokens instead of {steps}"
-    got_BNV = torch.stack(got, 1)
-    pieces = [
-        row_NV[prompt - read : prompt - read + length]
-        for row_NV, prompt, length in zip(got_BNV, prompts, lengths, strict=True)
-    ]
-    relative = relative_difference(torch.cat(pieces), wanted_MV)
-    tolerance = max(1e-3, 2 * tolerance_of(adapter, wanted_MV.device))
-    return None if relative <= tolerance else f"they differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"
+        spans = zip(torch.stack(got, 1), prompts, lengths, strict=True)
+        return torch.cat([row_NV[prompt - read :][:length] for row_NV, prompt, length in spans]), wanted_MV
+
+    return _decoding_disagreement(led, adapter)

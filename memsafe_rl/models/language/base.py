@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Self, cast
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 import torch
 from peft import PeftModel
@@ -24,9 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from memsafe_rl.accounting import autocast_bytes, claim
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
-from memsafe_rl.models.batch_invariance import batch_invariant, in_its_numerics
+from memsafe_rl.models.batch_invariance import batch_invariant
 from memsafe_rl.models.blocks import find_blocks, recomputed
-from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
 from memsafe_rl.models.decoding.shared_prefix_cache import (
@@ -41,7 +41,6 @@ from memsafe_rl.models.decoding.short_rotations import rotations_of
 from memsafe_rl.models.geometry import read_geometry
 from memsafe_rl.models.module_state import as_reference, attention_configs, keep_eager_masks_finite
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
-from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
 from memsafe_rl.types import (
     CACHE_SCALE_BYTES,
     Component,
@@ -50,7 +49,6 @@ from memsafe_rl.types import (
     ModelGeometry,
     TokenDistribution,
     Trajectory,
-    UpdateWork,
 )
 
 logger = logging.getLogger(__name__)
@@ -75,11 +73,24 @@ class ScoringPath:
     caches: bool = True  # whether `generate` may keep a cache
 
 
-class LanguageAdapter(ABC):
-    """A network of transformers that draws tokens one after another; its kind says how it reads them."""
+S = TypeVar("S", bound="LanguageAdapter")
+P = ParamSpec("P")
+R = TypeVar("R")
 
-    time_separable = False
-    closed_form_kl = False
+
+def in_its_numerics(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Has an adapter's method compute as the adapter is told to."""
+
+    @wraps(method)
+    def run(adapter: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with adapter.numerics():
+            return method(adapter, *args, **kwargs)
+
+    return run
+
+
+class LanguageAdapter(ModelAdapter, ABC):
+    """A network of transformers that draws tokens one after another; its kind says how it reads them."""
 
     def __init__(
         self,
@@ -98,10 +109,8 @@ class LanguageAdapter(ABC):
         self.pad_token_id = pad_token_id
         self.path = path
         self.joins = joins
-        self.packs_prompts = False
         self.batch_invariant = False
         self.slot_bytes: int | None = None
-        self.in_8_bits = False
         self._key_bytes: int | None = None
         self.reference_adapter: Self | None = reference_adapter
         self.lm = lm
@@ -118,10 +127,6 @@ class LanguageAdapter(ABC):
     @abstractmethod
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
         """Gives the hidden states (M, D) from which the actions of rows are predicted."""
-
-    @abstractmethod
-    def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
-        """Reads prompts and fills a cache; see `ModelAdapter.prefill`."""
 
     @contextmanager
     def numerics(self, *, invariant: bool = False) -> Iterator[None]:
@@ -150,37 +155,12 @@ class LanguageAdapter(ABC):
         """Gives a model's own logits at completion tokens, row by row without padding."""
 
     @abstractmethod
-    def decode_plainly(
-        self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool
-    ) -> None:
-        """Has transformers' `generate` decode rows of one length; see `memsafe_rl.models.decoding.by_transformers`."""
-
-    @abstractmethod
     def candidate_paths(self) -> Iterator[ScoringPath]:
         """Gives the ways of scoring that the model's structure allows, the leanest first and a sure one last."""
 
     @abstractmethod
     def measure_cache(self, state: DecodeState) -> None:
         """Notes the bytes of a token in a cache that prompts have just been read into."""
-
-    @property
-    @abstractmethod
-    def reads_alike(self) -> bool:
-        """Whether an encoder reads prompts alike for policy and reference; see `ModelAdapter.reads_alike`."""
-
-    @abstractmethod
-    def take_sources(self) -> None:
-        """Reads prompts from trajectories from now on, where these hold what this very encoder made of them."""
-
-    @abstractmethod
-    def read_sources(self, prompts: Sequence[Tensor]) -> list[Tensor]:
-        """Gives what the encoder makes of prompts; see `ModelAdapter.read_sources`."""
-
-    @abstractmethod
-    def read_together(
-        self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
-    ) -> AbstractContextManager[None]:
-        """Reads prompts once for several forwards; see `ScoringAdapter.read_together`."""
 
     @abstractmethod
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
@@ -263,24 +243,6 @@ class LanguageAdapter(ABC):
     def caches(self) -> bool:
         """Whether transformers' `generate` may keep a cache."""
         return self.path.caches
-
-    def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:
-        """Gives the shape of rows, as a memory policy may know it."""
-        return token_work(trajectory, rows, self.geometry, packs=packable and self.packs_prompts)
-
-    def micro_batches(
-        self,
-        trajectory: Trajectory,
-        rows: Sequence[int],
-        tokens: int,
-        *,
-        columns: Sequence[int] | None = None,
-        packed: bool = False,
-    ) -> list[MicroBatchGroup]:
-        """Cuts rows by tokens; see `ScoringAdapter.micro_batches`."""
-        if columns is not None:
-            raise ConfigError(f"columns={columns}: a language model scores whole rows. Leave columns out.")
-        return token_micro_batches(self.work(trajectory, rows, packable=packed), tokens)
 
     def cache_in_8_bits(self, wanted: bool) -> None:
         """Says how the caches to come are kept: in the network's own type, or rounded to 8 bits, which is lossy."""
@@ -487,6 +449,13 @@ def head_of(module: nn.Module, logit_map: LogitMap, bias_V: Tensor | None = None
         both = linear.bias if bias_V is None else bias_V if linear.bias is None else linear.bias + bias_V
         return LinearHead(linear.weight, both, logit_map.scale, logit_map.soft_cap)
     return ModuleHead(module, logit_map, bias_V)
+
+
+def predicting_states(hidden_BND: Tensor, firsts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Gives hidden states (M, D) that predict completion tokens: of each row so many, from a first place on."""
+    starts = [row * hidden_BND.shape[1] + first for row, first in enumerate(firsts)]
+    places = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    return hidden_BND.flatten(0, 1).index_select(0, torch.cat(places).to(hidden_BND.device))
 
 
 def naive_logits(distribution: TokenDistribution) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -21,7 +21,6 @@ from transformers import DynamicCache, PreTrainedModel
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
-from memsafe_rl.models.batch_invariance import in_its_numerics
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.cache import is_trimmable, transit_cache
 from memsafe_rl.models.decoding.padded import PaddedState
@@ -46,9 +45,11 @@ from memsafe_rl.models.language.base import (
     LanguageAdapter,
     Route,
     ScoringPath,
+    in_its_numerics,
     is_encoder_decoder,
     language_model_of,
     logit_maps,
+    predicting_states,
 )
 from memsafe_rl.models.language.packing import attending, pack_rows, padded_layout
 from memsafe_rl.models.module_state import eval_mode
@@ -87,8 +88,7 @@ class CausalLMAdapter(LanguageAdapter):
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
         ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
         hidden_BLD = self._trunk(ids_BL, trajectory.row_lengths(rows))
-        places_M = _predicting_places(prompts, lengths, width=ids_BL.shape[1]).to(hidden_BLD.device)
-        return hidden_BLD.flatten(0, 1).index_select(0, places_M)
+        return predicting_states(hidden_BLD, [prompt - 1 for prompt in prompts], lengths)
 
     @torch.no_grad()
     @in_its_numerics
@@ -114,27 +114,6 @@ class CausalLMAdapter(LanguageAdapter):
         for start in range(chunk, max(int(prompt.shape[0]) for prompt in prompts), chunk):
             last_PD = self._read_on(state, prompts[0][start : start + chunk])
         return self._logits(last_PD), state
-
-    def read_together(
-        self,
-        trajectory: Trajectory,  # noqa: ARG002
-        rows: Sequence[int],  # noqa: ARG002
-        forward: Callable[[], AbstractContextManager[object]],  # noqa: ARG002
-    ) -> AbstractContextManager[None]:
-        """Does nothing where a prompt and its completion are one sequence; see `ScoringAdapter.read_together`."""
-        return nullcontext()
-
-    @property
-    def reads_alike(self) -> bool:
-        """No encoder reads the prompts."""
-        return False
-
-    def take_sources(self) -> None:
-        """Does nothing: prompts are read with their completions."""
-
-    def read_sources(self, prompts: Sequence[Tensor]) -> list[Tensor]:  # noqa: ARG002
-        """Refuses: there is no encoder."""
-        raise AssertionError("prompts are read with their completions")
 
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Gives a model's own logits at completion tokens, row by row without padding."""
@@ -343,12 +322,6 @@ def _row_logits(model: Any, ids_BL: Tensor, prompts: Sequence[int], lengths: Seq
 def _last_hidden(hidden_PLD: Tensor, lengths: Sequence[int]) -> Tensor:
     """Copies the hidden state (P, D) of each row's last token, so that the others can go."""
     return torch.stack([hidden_PLD[row, length - 1] for row, length in enumerate(lengths)])
-
-
-def _predicting_places(prompts: Sequence[int], lengths: Sequence[int], *, width: int) -> Tensor:
-    """Indices (M,), into rows laid end to end, of the positions that predict completion tokens."""
-    starts = [row * width + prompt - 1 for row, prompt in enumerate(prompts)]
-    return torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
 
 
 def _matches(model: Any) -> bool:

@@ -6,7 +6,7 @@ Axes: ``B`` rows, ``L`` tokens of a row, ``M`` completion tokens laid end to end
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -16,15 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 from memsafe_rl.accounting import autocast_bytes, claim
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.geometry import weight_bytes
-from memsafe_rl.models.language.base import LogitMap, head_of, naive_logits
-from memsafe_rl.models.module_state import as_reference
-from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
-from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
+from memsafe_rl.models.language.base import LogitMap, head_of, naive_logits, predicting_states
+from memsafe_rl.models.module_state import as_reference, replaced
+from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, TokenDistribution, Trajectory
 
 
-class FunctionAdapter:
+class FunctionAdapter(ModelAdapter):
     """A causal network of any kind behind the `ModelAdapter` protocol; it keeps no cache.
 
     Every token drawn reads its row again, so that rollouts take time quadratic in their length; an adapter with a
@@ -39,10 +39,6 @@ class FunctionAdapter:
         layers: repeated blocks, for estimates of bytes.
         max_positions: longest sequence the network accepts, in tokens; None if unbounded.
     """
-
-    time_separable = closed_form_kl = packs_prompts = False
-    joins = in_8_bits = decodes = caches = kv_retention = reads_alike = False
-    start_token_id: int | None = None
 
     def __init__(
         self,
@@ -89,22 +85,6 @@ class FunctionAdapter:
             head_trainable=any(weight.requires_grad for weight in self._layer.parameters()),
         )
 
-    def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:  # noqa: ARG002
-        """Gives the shape of rows, as a memory policy may know it."""
-        return token_work(trajectory, rows, self.geometry, packs=False)
-
-    def micro_batches(
-        self,
-        trajectory: Trajectory,
-        rows: Sequence[int],
-        tokens: int,
-        *,
-        columns: Sequence[int] | None = None,  # noqa: ARG002
-        packed: bool = False,  # noqa: ARG002
-    ) -> list[MicroBatchGroup]:
-        """Cuts rows by tokens; see `ScoringAdapter.micro_batches`."""
-        return token_micro_batches(self.work(trajectory, rows), tokens)
-
     def distribution(
         self,
         trajectory: Trajectory,
@@ -116,22 +96,9 @@ class FunctionAdapter:
         """Runs the network over stored rows, up to its output head; see `ScoringAdapter.distribution`."""
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
         ids_BL = trajectory.token_rows(rows, self._pad_token_id, self.device)
-        hidden_BLD = self._states(ids_BL)
-        width = ids_BL.shape[1]
-        places = [
-            torch.arange(length, device=ids_BL.device) + (place * width + prompt - 1)
-            for place, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-        ]
-        hidden_MD = hidden_BLD.flatten(0, 1).index_select(0, torch.cat(places))
+        hidden_MD = predicting_states(self._states(ids_BL), [prompt - 1 for prompt in prompts], lengths)
         tokens_M = trajectory.actions.take(rows).flat.to(self.device)
         return TokenDistribution(hidden_MD, tokens_M, lengths, self._logits_head())
-
-    def read_together(
-        self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
-    ) -> AbstractContextManager[None]:
-        """Reads nothing ahead: there is no encoder."""
-        del trajectory, rows, forward
-        return nullcontext()
 
     @contextmanager
     def reference(self) -> Iterator[FunctionAdapter]:
@@ -142,14 +109,9 @@ class FunctionAdapter:
         with as_reference(self.model):
             yield self
 
-    @contextmanager
-    def recompute(self, enabled: bool) -> Iterator[None]:
+    def recompute(self, enabled: bool) -> AbstractContextManager[None]:
         """Recomputes the hidden states in the backward pass of what is run inside."""
-        before, self._recomputes = self._recomputes, enabled
-        try:
-            yield
-        finally:
-            self._recomputes = before
+        return replaced([(self, "_recomputes", enabled)])
 
     def decode_plainly(
         self,
@@ -186,24 +148,10 @@ class FunctionAdapter:
         """Width and type of the hidden states."""
         return int(self._layer.in_features), self._layer.weight.dtype
 
-    def reread(self) -> None:
-        """Does nothing: sizes are read anew each time."""
-
-    def take_sources(self) -> None:
-        """Does nothing: no encoder reads prompts."""
-
-    def peft_adapters_on(self) -> tuple[str, ...]:
-        """Names none: no cache is kept that would have to know."""
-        return ()
-
-    def weights_mark(self) -> int:
-        """Gives 0: no cache is kept that would have to know."""
-        return 0
-
     def _cannot(self, *_: Any, **__: Any) -> NoReturn:
-        raise AssertionError("this adapter has no cache and no encoder; it says so by `decodes` and `reads_alike`")
+        raise AssertionError("this adapter has no cache; it says so by `decodes`")
 
-    prefill = decode_step = extend = resume = read_sources = _cannot
+    prefill = decode_step = extend = resume = _cannot
 
     @property
     def _layer(self) -> Any:

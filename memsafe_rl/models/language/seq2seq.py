@@ -26,7 +26,6 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
-from memsafe_rl.models.batch_invariance import in_its_numerics
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.shared_prefix_attention import (
     Reading,
@@ -47,11 +46,13 @@ from memsafe_rl.models.language.base import (
     LanguageAdapter,
     Route,
     ScoringPath,
+    in_its_numerics,
     is_encoder_decoder,
     language_model_of,
     logit_maps,
+    predicting_states,
 )
-from memsafe_rl.models.module_state import attention_configs, eval_mode
+from memsafe_rl.models.module_state import attention_configs, eval_mode, replaced
 from memsafe_rl.types import Component, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -107,13 +108,7 @@ class Seq2SeqAdapter(LanguageAdapter):
 
         Prompts are padded on the right and masked; the encoder reads each of them once.
         """
-        hidden_BND = self._decoded(trajectory, rows)
-        width = hidden_BND.shape[1]
-        places = [
-            torch.arange(row * width, row * width + length, device=hidden_BND.device)
-            for row, length in enumerate(trajectory.action_lengths(rows))
-        ]
-        return hidden_BND.flatten(0, 1).index_select(0, torch.cat(places))
+        return predicting_states(self._decoded(trajectory, rows), [0] * len(rows), trajectory.action_lengths(rows))
 
     @torch.no_grad()
     @in_its_numerics
@@ -359,19 +354,14 @@ def _own_positions(decoder: Any, positions_BN: Tensor, span: range) -> Iterator[
     if table is None:
         yield
         return
-    earlier, forward = table.__dict__.get("forward"), table.forward
+    forward = table.forward
 
     def own(first: Any = None, *_args: Any, **_kwargs: Any) -> Tensor:
         rows_WD = _positions_in(table, forward, first, span, positions_BN.device)
         return rows_WD.reshape(-1, rows_WD.shape[-1])[positions_BN - span.start]
 
-    table.forward = own
-    try:
+    with replaced([(table, "forward", own)]):
         yield
-    finally:
-        table.__dict__.pop("forward", None)
-        if earlier is not None:
-            table.__dict__["forward"] = earlier
 
 
 def _positions_in(table: Any, forward: Any, first: Any, span: range, device: torch.device) -> Tensor:
