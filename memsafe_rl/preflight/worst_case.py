@@ -461,7 +461,7 @@ def try_scoring(setup: TrainingSetup, longest: Longest, trajectory: Trajectory, 
     if config.top_entropy_quantile < 1.0:
         steps = [step.rows for step in steps_of(setup, trajectory, longest.rollout)]
         _score(setup, collector, setup.adapter, trajectory, steps, tile, with_entropy=True)
-    for critic in needs.critics:
+    for critic in setup.advantages.critics:
         with setup.memory.phase(Phase.SCORE), critic.running() as network:
             attempt = collector.scorer.scoring(trajectory, everyone)
             for part in widest_slices(setup, trajectory, [everyone], setup.memory.rollout_plan.score_tokens):

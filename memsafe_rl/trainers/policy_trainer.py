@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -243,25 +244,10 @@ class PolicyTrainer:
         """Runs the setup's steps in order."""
         return self._loop
 
-    @property
-    def model(self) -> Any:
-        """The network that is trained."""
-        return self.setup.model
-
-    @property
-    def adapter(self) -> Any:
-        """The network as the loops use it."""
-        return self.setup.adapter
-
-    @property
-    def processing_class(self) -> Any:
-        """The tokenizer; None where there is none."""
-        return self.setup.models.processing_class
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer, under its older name."""
-        return self.processing_class
+    model = property(attrgetter("setup.model"), doc="The network that is trained.")
+    adapter = property(attrgetter("setup.adapter"), doc="The network as the loops use it.")
+    processing_class = property(attrgetter("setup.models.processing_class"), doc="The tokenizer; None without one.")
+    tokenizer = property(attrgetter("processing_class"), doc="The tokenizer, under its older name.")
 
     @property
     def rewards(self) -> RewardRunner:

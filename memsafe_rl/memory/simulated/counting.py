@@ -33,6 +33,7 @@ _SOURCE = Path(__file__).with_name("cpu_allocator.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
 _UNLIMITED = -1
 _UNMARKED = -1
+_ADMITTED, _CHOSEN = 0, 1  # whether the allocator took a storage; else it was too large
 _COMPONENTS = tuple(Component)
 _NUMBERS = {component: number for number, component in enumerate(_COMPONENTS)}
 
@@ -49,14 +50,6 @@ class _Kind(IntEnum):
     PEAK = 0
     SPAN = 1
     HOST = 2
-
-
-class _Verdict(IntEnum):
-    """Whether the allocator took a storage, by its own numbers."""
-
-    ADMITTED = 0
-    CHOSEN = 1
-    TOO_LARGE = 2
 
 
 @dataclass(frozen=True)
@@ -185,8 +178,8 @@ class CountingAllocator:
         library, held = self._opened(), ctypes.c_int64()
         for storage in (storage for tensor in tensors for storage in storages_of(tensor)):
             verdict = library.memsafe_hold(_NUMBERS[component], storage._cdata, ctypes.byref(held))
-            if verdict != _Verdict.ADMITTED:
-                raise refusal(storage.nbytes(), held.value, chosen=verdict == _Verdict.CHOSEN)
+            if verdict != _ADMITTED:
+                raise refusal(storage.nbytes(), held.value, chosen=verdict == _CHOSEN)
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Tells whether a tensor counts as host memory."""
