@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -205,9 +204,7 @@ class CountingAllocator:
         _apply_limits(library)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         library = self._opened()
         for peak in _Kind:
             _remember(library, peak)

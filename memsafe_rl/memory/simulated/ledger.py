@@ -72,10 +72,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self,
-        allocator: CachingAllocator | None = None,
-        capacity_bytes: int | None = None,
-        fail_at: int | None = None,
+        self, allocator: CachingAllocator | None = None, capacity_bytes: int | None = None, fail_at: int | None = None
     ) -> None:
         check_limits(capacity_bytes, fail_at)
         super().__init__()  # type: ignore[no-untyped-call]

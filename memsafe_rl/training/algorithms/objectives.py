@@ -163,14 +163,11 @@ Accumulate = Callable[..., tuple["Rollout", StepGradient]]
 
 
 class Combiner:
-    """Makes one gradient of what a run learns: of one objective its own, of several their merge.
-
-    Attributes:
-        gradients_aside: most whole gradients held, one of each finished objective, while the last one accumulates.
-    """
+    """Makes one gradient of what a run learns: of one objective its own, of several their merge."""
 
     def __init__(self, objectives: Sequence[Objective]) -> None:
         self._objectives = objectives
+        # most whole gradients held, one of each finished objective, while the last one accumulates
         self.gradients_aside = max(0, len(objectives) - 1)
 
     def accumulate(
