@@ -441,10 +441,7 @@ def samples(prompts: Sequence[Tensor], rows: Sequence[tuple[int, int]]) -> tuple
 
 
 def try_scoring(setup: TrainingSetup, longest: Longest, trajectory: Trajectory, tile: int) -> None:
-    """Scores the slices that may hold most, of every pass over the longest rows that precedes an update.
-
-    Scoring takes the tile of the update before it: in the first rollout that of no plan.
-    """
+    """Scores the slices that may hold most, of every pass before an update, with the tile of the update before that."""
     collector = Collector(setup)
     tile = max(tile, UpdatePlan.logprob_tile) if longest.rollout is None else tile
     if longest.rollout == 0:

@@ -89,11 +89,7 @@ def held_by(
     optimizer: Iterable[Tensor] = (),
     trajectory: Iterable[Tensor] = (),
 ) -> dict[Component, int]:
-    """Counts the bytes that known owners hold on a device; works on any device, simulated or not.
-
-    Each storage counts once, whole, for the first owner in the order below. What is not reached from these owners
-    (activations, caches, logits) is no part of it.
-    """
+    """Counts the bytes that known owners hold on a device, each storage once, whole, for the first of them below."""
     tensors = list(weights)
     owned: dict[Component, Iterable[Tensor]] = {
         Component.WEIGHTS: tensors,

@@ -99,11 +99,9 @@ class CudaMeter(_Undivided):
 
 
 class HostMeter(_Undivided):
-    """The resident size of this process as the operating system sees it.
+    """The resident size of this process, Python and mapped files included; its peak restarts on Linux only.
 
-    PyTorch keeps no count of CPU memory; the resident size includes Python and mapped files, and its peak can be
-    restarted on Linux only. There is nothing to enforce a budget with: a limit of the operating system would hit Python
-    itself, and would kill rather than refuse.
+    There is nothing to enforce a budget with: a limit of the operating system would kill rather than refuse.
     """
 
     is_exact = False

@@ -179,11 +179,7 @@ class CriticAdvantages:
         self._kl_scale = state["kl_scale"]
 
     def _judged(self, mask_BT: Tensor) -> Tensor:
-        """Marks the actions through which advantages are added up: those that count.
-
-        Of a chain, all those of which a rollout learns from some: a step's advantage must not depend on which others
-        were drawn with it.
-        """
+        """Marks the actions through which advantages are added up: those that count, or all candidates of a chain."""
         columns = self.critic.judged_columns
         if columns is None:
             return mask_BT

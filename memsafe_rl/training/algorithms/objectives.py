@@ -209,10 +209,7 @@ class Combiner:
     def merge(
         self, setup: TrainingSetup, gradients: list[list[Tensor]], there: Sequence[bool], step: int
     ) -> dict[str, float]:
-        """Puts the merged gradient in place of the objectives' own, and gives what is known of them.
-
-        An objective that scored no counted action of the step is not there, and leaves the merge to the others.
-        """
+        """Merges the gradients of objectives that are there, having scored a counted action; gives what is logged."""
         repeat, config = setup.recovery.repeat, setup.config
         gram = setup.parallel.gather([repeat(Stage.MERGE, _plain_gram, gradients)])[0]  # the same everywhere
         weights = [objective.weight for objective in self._objectives]
