@@ -80,16 +80,11 @@ class CountingAllocator:
     def __init__(self, capacity_bytes: int | None = None, fail_at: int | None = None) -> None:
         check_limits(capacity_bytes, fail_at)
         nothing = (0,) * (1 + len(_COMPONENTS))
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes  # that may be held, counted from entry; None for no limit
         self._fail_at = fail_at
         self._library: ctypes.CDLL | None = None
         self._base = self._closed = _Reading(0, 0, nothing, nothing)
         self._highest = dict.fromkeys(_Kind, nothing)
-
-    @property
-    def capacity_bytes(self) -> int | None:
-        """Bytes that may be held, counted from entry; None for no limit."""
-        return self._capacity_bytes
 
     @property
     def live_bytes(self) -> int:
@@ -140,7 +135,7 @@ class CountingAllocator:
     def set_capacity(self, capacity_bytes: int | None) -> None:
         """Changes the capacity from now on."""
         check_limits(capacity_bytes, None)
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         _apply_limits(self._opened())
 
     def fail_after(self, allocations: int) -> None:
@@ -278,7 +273,7 @@ def _remember(library: ctypes.CDLL, kind: _Kind) -> None:
 def _apply_limits(library: ctypes.CDLL) -> None:
     """Hands the tightest capacity and the nearest chosen failure of all open counts to the allocator."""
     limits = [
-        count._base.device[0] + count._capacity_bytes for count in _open_counts if count._capacity_bytes is not None
+        count._base.device[0] + count.capacity_bytes for count in _open_counts if count.capacity_bytes is not None
     ]
     library.memsafe_set_limit(max(0, min(limits)) if limits else _UNLIMITED)
     asked = _read(library).allocations

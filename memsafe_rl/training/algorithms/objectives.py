@@ -101,11 +101,6 @@ class BetaControl(NamedTuple):
     recent: tuple[float, ...] = ()
 
 
-def kl_bands(objectives: Sequence[Objective]) -> dict[str, tuple[float, float]]:
-    """Gives the KL bands of the objectives that have one, by name."""
-    return {objective.name: objective.kl_band for objective in objectives if objective.kl_band is not None}
-
-
 def steered(control: BetaControl, objective: Objective, kl: float) -> BetaControl:
     """Moves an objective's beta when the KL has left its band for most of a window, and begins a new window then."""
     if not objective.adaptive_beta or objective.kl_band is None or math.isnan(kl):
@@ -134,11 +129,8 @@ def reward_metrics(objectives: Sequence[Objective], advantages: AdvantageResult)
 
 def objective_metrics(objective: Objective, metrics: Mapping[str, float], terms: StepTerms) -> dict[str, float]:
     """Picks what is logged of one objective's part of a step."""
-    name = f"objectives/{objective.name}"
-    known = {"loss": metrics["loss"], "beta": terms.settings.beta}
-    if "kl" in metrics:
-        known["kl"] = metrics["kl"]
-    return {f"{name}/{key}": value for key, value in known.items()}
+    known = {"loss": metrics["loss"], "beta": terms.settings.beta, "kl": metrics.get("kl")}
+    return {f"objectives/{objective.name}/{key}": value for key, value in known.items() if value is not None}
 
 
 def gradient_metrics(
