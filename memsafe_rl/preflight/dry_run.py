@@ -390,7 +390,7 @@ def _host_bytes(setup: TrainingSetup, device: str | None) -> int:
     copies = device == "cuda" if config.save_in_background is None else config.save_in_background
     if config.save_strategy == "no" or not copies:
         return 0
-    weights = bytes_of(saved_weights(setup.model)) + bytes_of(setup.advantages.saved_weights())
+    weights = sum(map(bytes_of, (saved_weights(setup.model), *(one.weights() for one in setup.advantages.critics))))
     return weights + (0 if config.save_only_model else setup.holdings.optimizer_bytes()[0])
 
 

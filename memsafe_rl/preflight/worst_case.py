@@ -441,10 +441,7 @@ def samples(prompts: Sequence[Tensor], rows: Sequence[tuple[int, int]]) -> tuple
 
 
 def try_scoring(setup: TrainingSetup, longest: Longest, trajectory: Trajectory, tile: int) -> None:
-    """Scores the slices that may hold most, of every pass over the longest rows that precedes an update.
-
-    Scoring takes the tile of the update before it: in the first rollout that of no plan.
-    """
+    """Scores the slices that may hold most, of every pass before an update, with the tile of the update before that."""
     collector = Collector(setup)
     tile = max(tile, UpdatePlan.logprob_tile) if longest.rollout is None else tile
     if longest.rollout == 0:
@@ -461,7 +458,7 @@ def try_scoring(setup: TrainingSetup, longest: Longest, trajectory: Trajectory, 
     if config.top_entropy_quantile < 1.0:
         steps = [step.rows for step in steps_of(setup, trajectory, longest.rollout)]
         _score(setup, collector, setup.adapter, trajectory, steps, tile, with_entropy=True)
-    for critic in needs.critics:
+    for critic in setup.advantages.critics:
         with setup.memory.phase(Phase.SCORE), critic.running() as network:
             attempt = collector.scorer.scoring(trajectory, everyone)
             for part in widest_slices(setup, trajectory, [everyone], setup.memory.rollout_plan.score_tokens):

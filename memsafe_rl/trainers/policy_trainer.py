@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,6 +53,11 @@ _ABSENT = {
     "hyperparameter_search": "build one trainer a trial",
 }
 _OVERRIDES_IGNORED = ("compute_loss", "training_step", "_generate_and_score_completions", "_prepare_inputs")
+
+
+def _read(path: str, doc: str) -> Any:
+    """Makes an attribute that is read from one of the trainer's parts, however the part is replaced."""
+    return property(attrgetter(path), doc=doc)
 
 
 class PolicyTrainer:
@@ -233,50 +239,24 @@ class PolicyTrainer:
 
     # ------------------------------------------------------------------ what scripts read
 
-    @property
-    def setup(self) -> TrainingSetup:
-        """The parts of a training step, as they are now."""
-        return self._loop.setup
-
-    @property
-    def loop(self) -> TrainingLoop:
-        """Runs the setup's steps in order."""
-        return self._loop
-
-    @property
-    def model(self) -> Any:
-        """The network that is trained."""
-        return self.setup.model
-
-    @property
-    def adapter(self) -> Any:
-        """The network as the loops use it."""
-        return self.setup.adapter
-
-    @property
-    def processing_class(self) -> Any:
-        """The tokenizer; None where there is none."""
-        return self.setup.models.processing_class
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer, under its older name."""
-        return self.processing_class
-
-    @property
-    def rewards(self) -> RewardRunner:
-        """The reward functions."""
-        return self.setup.rewards
-
-    @property
-    def roles(self) -> ModelRoles:
-        """The model under its adapters, as users of episodes."""
-        return self.setup.roles
-
-    @property
-    def memory_policy(self) -> MemoryPolicy:
-        """What makes the plans."""
-        return self.setup.memory_policy
+    setup: TrainingSetup = _read("_loop.setup", "The parts of a training step, as they are now.")
+    loop: TrainingLoop = _read("_loop", "Runs the setup's steps in order.")
+    model: Any = _read("setup.model", "The network that is trained.")
+    adapter: Any = _read("setup.adapter", "The network as the loops use it.")
+    processing_class: Any = _read("setup.models.processing_class", "The tokenizer; None where there is none.")
+    tokenizer: Any = _read("processing_class", "The tokenizer, under its older name.")
+    rewards: RewardRunner = _read("setup.rewards", "The reward functions.")
+    roles: ModelRoles = _read("setup.roles", "The model under its adapters, as users of episodes.")
+    memory_policy: MemoryPolicy = _read("setup.memory_policy", "What makes the plans.")
+    state: TrainerState = _read("_loop.state.progress", "Steps, epochs and logs, in transformers' form.")
+    control: TrainerControl = _read("_loop.report.control", "What callbacks ask for.")
+    history: Sequence[dict[str, float]] = _read(
+        "_loop.state.history", "One record per optimizer step, read from the run's `steps.jsonl`."
+    )
+    memory_events: Sequence[dict[str, Any]] = _read(
+        "setup.memory.events", "One record per plan, retry or alarm, read from the run's `memory.jsonl`."
+    )
+    callback_handler: CallbackHandler = _read("_loop.report.callbacks", "Calls the callbacks.")
 
     @property
     def eval_dataset(self) -> Any:
@@ -297,32 +277,7 @@ class PolicyTrainer:
         """The learning-rate schedule; None before `train`."""
         return None if self.setup.committer is None else self.setup.committer.scheduler
 
-    @property
-    def state(self) -> TrainerState:
-        """Steps, epochs and logs, in transformers' form."""
-        return self._loop.state.progress
-
-    @property
-    def control(self) -> TrainerControl:
-        """What callbacks ask for."""
-        return self._loop.report.control
-
-    @property
-    def history(self) -> Sequence[dict[str, float]]:
-        """One record per optimizer step, read from the run's `steps.jsonl`."""
-        return self._loop.state.history
-
-    @property
-    def memory_events(self) -> Sequence[dict[str, Any]]:
-        """One record per plan, retry or alarm, read from the run's `memory.jsonl`."""
-        return self.setup.memory.events
-
     # ------------------------------------------------------------------ callbacks and files
-
-    @property
-    def callback_handler(self) -> CallbackHandler:
-        """Calls the callbacks."""
-        return self._loop.report.callbacks
 
     def add_callback(self, callback: Any) -> None:
         """Adds a callback of transformers' `TrainerCallback` form."""

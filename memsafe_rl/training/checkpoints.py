@@ -20,7 +20,15 @@ from memsafe_rl.checkpoint.store import (
     read_checkpoint,
     write_checkpoint,
 )
-from memsafe_rl.checkpoint.weights import HostCopies, Weights, bytes_of, host_copy, saved_weights
+from memsafe_rl.checkpoint.weights import (
+    HostCopies,
+    Weights,
+    bytes_of,
+    host_copy,
+    read_critic,
+    saved_weights,
+    write_critic,
+)
 from memsafe_rl.config.degradation import Degradation
 from memsafe_rl.config.resume_checks import check_same_run, run_facts
 from memsafe_rl.data.partial_rollouts import plain_groups
@@ -77,7 +85,7 @@ class Checkpoints:
         """Gives the weights of the model and of the critic, and the tensors beside them; None for weights alone."""
         setup = self._setup
         tensors = None if setup.config.save_only_model else self._tensors()
-        return saved_weights(setup.model), setup.advantages.saved_weights(), tensors
+        return saved_weights(setup.model), self._critics(), tensors
 
     def content(self, state: RunState, report: RunLog, *, copied: bool) -> CheckpointContent:
         """Gives what a checkpoint will hold, its tensors copied to the host where training goes on meanwhile.
@@ -141,14 +149,19 @@ class Checkpoints:
 
     def write_weights(self, folder: Path, model: Weights | None = None, critic: Weights | None = None) -> None:
         """Writes the trained weights, or copies of them, in the form users load."""
-        advantages = self._setup.advantages
         self._setup.models.save(self._setup.model, folder, model)
-        advantages.save(folder, advantages.saved_weights() if critic is None else critic)
+        critic = self._critics() if critic is None else critic
+        if critic:
+            write_critic(critic, folder)
+
+    def _critics(self) -> Weights:
+        return {name: value for one in self._setup.advantages.critics for name, value in one.weights().items()}
 
     def load_weights(self, folder: Path) -> None:
         """Copies saved weights in, bit for bit."""
         self._setup.models.restore(self._setup.model, folder)
-        self._setup.advantages.load(folder)
+        for critic in self._setup.advantages.critics:
+            read_critic(critic, folder)
 
     def _loop(self, state: RunState) -> dict[str, Any]:
         return {

@@ -333,11 +333,7 @@ def kept_activations(adapter: ScoringAdapter, plan: UpdatePlan) -> Iterator[None
 
 
 def contributes(trajectory: Trajectory, row: int, *, every_row: bool) -> bool:
-    """Says whether a row can move a weight.
-
-    A row without counted actions never can. One whose advantage is zero cannot either, unless the loss has a term
-    without the advantage in it (KL, entropy bonus).
-    """
+    """Says whether a row can move a weight; one of zero advantage can by a loss term without it (KL, entropy bonus)."""
     return trajectory.counted_actions[row] > 0 and (every_row or trajectory.has_advantage[row])
 
 

@@ -142,10 +142,7 @@ class Learner:
         return with_objectives(terms, trajectory, rows, betas)
 
     def _entropy_masks(self, trajectory: Trajectory, rows: Sequence[int]) -> Mapping[int, Tensor]:
-        """Scores the entropies of a whole step, once and in fixed tiles, and marks its most uncertain actions.
-
-        The marks go with the step's terms: a mark that rounding moved would move the whole gradient.
-        """
+        """Marks the most uncertain actions of a step in fixed tiles: a mark moved by rounding moves the gradient."""
         with self._setup.memory.phase(Phase.SCORE):
             mine, scored = Scorer(self._setup).passed(
                 self._setup.adapter, trajectory, rows, context=self._setup.row_by_row, with_entropy=True
@@ -312,10 +309,7 @@ def make_committer(setup: TrainingSetup, given: tuple[torch.optim.Optimizer | No
 
 
 def _check_commit_fits(setup: TrainingSetup) -> None:
-    """Refuses, before anything is drawn, an optimizer that steps in float32 and has no room at any commit.
-
-    Weights, gradients and all that the optimizer holds are on the device then, whatever the plan.
-    """
+    """Refuses early an optimizer that steps in float32 and has no room at any commit, whatever the plan."""
     committer, parallel = setup.committed, setup.parallel
     if not committer.half.replaces_any:
         return

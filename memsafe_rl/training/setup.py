@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -62,21 +62,13 @@ class StepSettings:
     @classmethod
     def of(cls, config: TrainerConfig) -> StepSettings:
         """Works them out."""
-        return cls(
-            rollout_rows=config.rollout_rows,
-            step_rows=config.step_rows,
-            prompts_per_rollout=config.prompts_per_rollout,
-            updates_per_epoch=config.updates_per_epoch,
-            order_seed=config.order_seed,
-            has_reference=config.has_reference,
-            every_row_learns=config.every_row_learns,
-            gives_entropy_bonus=config.gives_entropy_bonus,
-            autocast_dtype=config.autocast_dtype,
-            loss=config.loss_settings(),
-            objectives=config.objective_list,
-            advantages=config.advantage_settings(),
-            watches_updates=config.alarm_rules.lost_updates is not None,
-        )
+        own: dict[str, Any] = {
+            "loss": config.loss_settings(),
+            "objectives": config.objective_list,
+            "advantages": config.advantage_settings(),
+            "watches_updates": config.alarm_rules.lost_updates is not None,
+        }
+        return cls(**own, **{entry.name: getattr(config, entry.name) for entry in fields(cls) if entry.name not in own})
 
 
 @dataclass(frozen=True)
@@ -146,7 +138,11 @@ class TrainingSetup:
     @property
     def readers(self) -> dict[str, ModelGeometry]:
         """Sizes of the networks that read whole rows, by what they are called."""
-        return {"model": self.adapter.geometry, **self.advantages.geometries()}
+        sizes = {"model": self.adapter.geometry}
+        for critic in self.advantages.critics:
+            if critic.own_geometry is not None:
+                sizes["critic"] = critic.own_geometry
+        return sizes
 
     @property
     def planned_steps(self) -> int:

@@ -14,7 +14,7 @@ from memsafe_rl.data.partial_rollouts import OpenGroup
 from memsafe_rl.data.prompts import Cursor
 from memsafe_rl.memory.runtime.recovery import RandomState
 from memsafe_rl.records import RecordLog
-from memsafe_rl.training.algorithms.objectives import Controllers, kl_bands
+from memsafe_rl.training.algorithms.objectives import Controllers
 from memsafe_rl.training.metrics.alarms import AlarmWatch
 from memsafe_rl.training.samples import Rollout
 
@@ -45,9 +45,10 @@ class RunState:
     @classmethod
     def at_start(cls, config: TrainerConfig, *, is_main: bool) -> RunState:
         """Gives where a run begins."""
+        bands = {one.name: one.kl_band for one in config.objective_list if one.kl_band is not None}
         return cls(
             Controllers.at_start(config),
-            AlarmWatch(config.alarm_rules, kl_bands(config.objective_list)),
+            AlarmWatch(config.alarm_rules, bands),
             TrainerState(is_world_process_zero=is_main, is_local_process_zero=is_main),
         )
 

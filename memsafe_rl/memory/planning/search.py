@@ -258,10 +258,7 @@ LOSSY_RUNGS: tuple[Fallback, ...] = (
         "rollouts keep keys and values in 8 bits: saves up to three quarters of the cache, and draws from a "
         "distribution a little beside the model's, which importance weights correct",
     ),
-    Fallback(
-        "optim",
-        "the optimizer keeps its state in 8 bits: saves three quarters of it, and rounds every update",
-    ),
+    Fallback("optim", "the optimizer keeps its state in 8 bits: saves three quarters of it, and rounds every update"),
 )
 """What changes the task: never taken by a plan, only by the trainer, and only when `allow_lossy` names it."""
 

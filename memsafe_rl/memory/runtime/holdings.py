@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class Holdings:
 # ------------------------------------------------------------------ who owns what
 
 
-class GradientWatch:
+class GradientWatch(AbstractContextManager["GradientWatch"]):
     """Claims gradients for their component as soon as a backward has made them, until it is closed."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -75,18 +75,11 @@ class GradientWatch:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def __enter__(self) -> GradientWatch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def watch_gradients(parameters: Iterable[Tensor]) -> GradientWatch:
-    """Has gradients counted as such as soon as a backward makes them."""
-    return GradientWatch(parameters)
+watch_gradients = GradientWatch
 
 
 def held_by(
@@ -96,11 +89,7 @@ def held_by(
     optimizer: Iterable[Tensor] = (),
     trajectory: Iterable[Tensor] = (),
 ) -> dict[Component, int]:
-    """Counts the bytes that known owners hold on a device; works on any device, simulated or not.
-
-    Each storage counts once, whole, for the first owner in the order below. What is not reached from these owners
-    (activations, caches, logits) is no part of it.
-    """
+    """Counts the bytes that known owners hold on a device, each storage once, whole, for the first of them below."""
     tensors = list(weights)
     owned: dict[Component, Iterable[Tensor]] = {
         Component.WEIGHTS: tensors,

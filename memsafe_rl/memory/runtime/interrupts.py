@@ -26,9 +26,6 @@ class StopRequest:
 
     The first signal lets the step end. The second, or the end of the grace, abandons the step; while a checkpoint is
     written it changes nothing. The third leaves at once.
-
-    Args:
-        grace_seconds: how long a step may go on after the first signal.
     """
 
     def __init__(self, grace_seconds: float = 0.0) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -77,7 +76,7 @@ class LeakWatch:
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._streaks: dict[Component, Streak] = {}
-        self._censuses: dict[Component, Counter[Kind]] = {}
+        self._censuses: dict[Component, dict[Kind, int]] = {}
         self._observations = 0
 
     def observe(
@@ -100,16 +99,12 @@ class LeakWatch:
             streak = before.after(step, live_bytes, steps_per_rollout) if settled else Streak(live_bytes)
             self._streaks[component] = streak
             if streak.growths == PATIENCE - 1 and not streak.flat:
-                self._censuses[component] = count_strays(known(), self._device)
+                unowned = _unowned(known(), self._device)
+                self._censuses[component] = {kind: len(sizes) for kind, sizes in unowned.items()}
             if streak.growths == PATIENCE and not streak.flat:
                 strays = find_strays(known(), self._device, before=self._censuses.pop(component))
                 events.append(_leak_event(step, component, streak, strays))
         return events
-
-
-def count_strays(known: Iterable[Tensor], device: torch.device | None = None) -> Counter[Kind]:
-    """Counts the tensors of each kind that nobody known owns; allocates no tensor."""
-    return Counter({kind: len(sizes) for kind, sizes in _unowned(known, device).items()})
 
 
 def find_strays(

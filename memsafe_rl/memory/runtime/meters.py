@@ -25,7 +25,23 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 """Unit of the kernel's sizes."""
 
 
-class CudaMeter:
+class _Undivided:
+    """A device that does not know what its bytes are for."""
+
+    def live_by_component(self) -> Mapping[Component, int]:
+        """Bytes held now by what they are for: nobody keeps the count."""
+        return {}
+
+    def peak_by_component(self) -> Mapping[Component, int]:
+        """The same at the peak of the phase left last: nobody keeps the count."""
+        return {}
+
+    def stranded_bytes(self) -> int | None:
+        """Bytes the allocator needed beside live tensors in that phase: nobody counts what could have gone back."""
+        return None
+
+
+class CudaMeter(_Undivided):
     """The CUDA caching allocator's own counters, and its own limit, which holds reserved bytes."""
 
     is_exact = True  # whether the count is the tensors' own bytes, not whatever else the process holds
@@ -59,21 +75,9 @@ class CudaMeter:
         """Bytes the driver calls free plus what this process has reserved."""
         return torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
 
-    def live_by_component(self) -> Mapping[Component, int]:
-        """Nothing: the allocator does not know what its blocks are for."""
-        return {}
-
-    def peak_by_component(self) -> Mapping[Component, int]:
-        """Nothing: the allocator does not know what its blocks are for."""
-        return {}
-
     def reserved_peak_bytes(self) -> int | None:
         """Most bytes taken from the driver since `reset_peak`, cached ones included."""
         return torch.cuda.max_memory_reserved(self._device)
-
-    def stranded_bytes(self) -> int | None:
-        """Nothing: at which moment how much could have gone back is not counted."""
-        return None
 
     def allocator_retries(self) -> int:
         """Allocations that succeeded only after all cached memory went back to the driver."""
@@ -94,12 +98,10 @@ class CudaMeter:
             self._own_fraction = None
 
 
-class HostMeter:
-    """The resident size of this process as the operating system sees it.
+class HostMeter(_Undivided):
+    """The resident size of this process, Python and mapped files included; its peak restarts on Linux only.
 
-    PyTorch keeps no count of CPU memory; the resident size includes Python and mapped files, and its peak can be
-    restarted on Linux only. There is nothing to enforce a budget with: a limit of the operating system would hit Python
-    itself, and would kill rather than refuse.
+    There is nothing to enforce a budget with: a limit of the operating system would kill rather than refuse.
     """
 
     is_exact = False
@@ -137,20 +139,8 @@ class HostMeter:
         """Bytes available to new work plus what this process holds."""
         return int(psutil.virtual_memory().available) + self.live_bytes()
 
-    def live_by_component(self) -> Mapping[Component, int]:
-        """Nothing: the operating system does not know what pages are for."""
-        return {}
-
-    def peak_by_component(self) -> Mapping[Component, int]:
-        """Nothing: the operating system does not know what pages are for."""
-        return {}
-
     def reserved_peak_bytes(self) -> int | None:
         """None: what the process holds is all there is to know."""
-        return None
-
-    def stranded_bytes(self) -> int | None:
-        """None: memory of the host is not reserved in segments."""
         return None
 
     def allocator_retries(self) -> int:

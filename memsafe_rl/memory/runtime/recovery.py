@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Plan = TypeVar("Plan")
 Plan_co = TypeVar("Plan_co", covariant=True)
+Around = Callable[[Plan], AbstractContextManager[object]]
 Work = RolloutWork | UpdateWork
 
 SAME_PLAN_TRIES = 2
@@ -52,11 +53,6 @@ class Attempt(Protocol[Plan_co]):
 
     def __call__(self, unit: Callable[[Plan_co], T], undo: Callable[[], None] | None = None) -> T:
         """Runs the unit."""
-
-
-def alone(plan: object) -> AbstractContextManager[object]:  # noqa: ARG001
-    """Runs a unit in no context of its own."""
-    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -95,9 +91,7 @@ class Recovery:
         self.tracker = tracker
         self.policy = policy
 
-    def attempts(
-        self, stage: Stage, plan: Plan, work: Work, around: Callable[[Plan], AbstractContextManager[object]] = alone
-    ) -> Attempts[Plan]:
+    def attempts(self, stage: Stage, plan: Plan, work: Work, around: Around[Plan] = nullcontext) -> Attempts[Plan]:
         """Begins a stage that a plan cuts; its units run again under ever leaner plans, each inside ``around``."""
         return Attempts(self, _allowed(stage, Retry.LEANER_PLAN), plan, work, around)
 
@@ -166,12 +160,7 @@ class Attempts(Generic[Plan]):
     """One piece of work in units that may each be repeated; the plan after a failed unit serves the later ones too."""
 
     def __init__(
-        self,
-        recovery: Recovery,
-        stage: Stage,
-        plan: Plan,
-        work: Work | None,
-        around: Callable[[Plan], AbstractContextManager[object]] = alone,
+        self, recovery: Recovery, stage: Stage, plan: Plan, work: Work | None, around: Around[Plan] = nullcontext
     ) -> None:
         self.plan = plan
         self._recovery, self._tracker = recovery, recovery.tracker

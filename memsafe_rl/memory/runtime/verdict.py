@@ -81,23 +81,15 @@ def _tried(plans: Sequence[RolloutPlan | UpdatePlan], failure: MemoryFailure, po
         return "No plan cuts this work: there is nothing in it to cut."
     moved = ", ".join(f"{name} {old} to {new}" for name, (old, new) in changes(plans[0], plans[-1]).items())
     went = f", from the first to the last {moved}" if moved else ""
-    unused = _unused(plans[-1], failure)
+    # the ways in which the last plan could still have been leaner
+    steps = {one.name: one.step for one in fallbacks_named(LOSSLESS, failure.phase)}
+    unused = [name for name, step in steps.items() if step is not None and step(plans[-1], failure.work) is not None]
     if unused:
         went += (
             f". {policy} gave no further plan, though {', '.join(unused)} could still change; leave memory_policy out "
             "to have that done"
         )
     return f"{len(plans)} plan(s) were tried{went}."
-
-
-def _unused(plan: RolloutPlan | UpdatePlan, failure: MemoryFailure) -> list[str]:
-    """Names the ways in which the last plan could still have been leaner."""
-    fallbacks = fallbacks_named(LOSSLESS, failure.phase)
-    return [
-        fallback.name
-        for fallback in fallbacks
-        if fallback.step is not None and fallback.step(plan, failure.work) is not None
-    ]
 
 
 def _remedy(failure: MemoryFailure, holders: Sequence[str]) -> str:

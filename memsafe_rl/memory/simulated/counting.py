@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ _SOURCE = Path(__file__).with_name("cpu_allocator.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
 _UNLIMITED = -1
 _UNMARKED = -1
+_ADMITTED, _CHOSEN = 0, 1  # whether the allocator took a storage; else it was too large
 _COMPONENTS = tuple(Component)
 _NUMBERS = {component: number for number, component in enumerate(_COMPONENTS)}
 
@@ -49,14 +49,6 @@ class _Kind(IntEnum):
     PEAK = 0
     SPAN = 1
     HOST = 2
-
-
-class _Verdict(IntEnum):
-    """Whether the allocator took a storage, by its own numbers."""
-
-    ADMITTED = 0
-    CHOSEN = 1
-    TOO_LARGE = 2
 
 
 @dataclass(frozen=True)
@@ -88,16 +80,11 @@ class CountingAllocator:
     def __init__(self, capacity_bytes: int | None = None, fail_at: int | None = None) -> None:
         check_limits(capacity_bytes, fail_at)
         nothing = (0,) * (1 + len(_COMPONENTS))
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes  # that may be held, counted from entry; None for no limit
         self._fail_at = fail_at
         self._library: ctypes.CDLL | None = None
         self._base = self._closed = _Reading(0, 0, nothing, nothing)
         self._highest = dict.fromkeys(_Kind, nothing)
-
-    @property
-    def capacity_bytes(self) -> int | None:
-        """Bytes that may be held, counted from entry; None for no limit."""
-        return self._capacity_bytes
 
     @property
     def live_bytes(self) -> int:
@@ -148,7 +135,7 @@ class CountingAllocator:
     def set_capacity(self, capacity_bytes: int | None) -> None:
         """Changes the capacity from now on."""
         check_limits(capacity_bytes, None)
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         _apply_limits(self._opened())
 
     def fail_after(self, allocations: int) -> None:
@@ -185,8 +172,8 @@ class CountingAllocator:
         library, held = self._opened(), ctypes.c_int64()
         for storage in (storage for tensor in tensors for storage in storages_of(tensor)):
             verdict = library.memsafe_hold(_NUMBERS[component], storage._cdata, ctypes.byref(held))
-            if verdict != _Verdict.ADMITTED:
-                raise refusal(storage.nbytes(), held.value, chosen=verdict == _Verdict.CHOSEN)
+            if verdict != _ADMITTED:
+                raise refusal(storage.nbytes(), held.value, chosen=verdict == _CHOSEN)
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Tells whether a tensor counts as host memory."""
@@ -212,9 +199,7 @@ class CountingAllocator:
         _apply_limits(library)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         library = self._opened()
         for peak in _Kind:
             _remember(library, peak)
@@ -288,7 +273,7 @@ def _remember(library: ctypes.CDLL, kind: _Kind) -> None:
 def _apply_limits(library: ctypes.CDLL) -> None:
     """Hands the tightest capacity and the nearest chosen failure of all open counts to the allocator."""
     limits = [
-        count._base.device[0] + count._capacity_bytes for count in _open_counts if count._capacity_bytes is not None
+        count._base.device[0] + count.capacity_bytes for count in _open_counts if count.capacity_bytes is not None
     ]
     library.memsafe_set_limit(max(0, min(limits)) if limits else _UNLIMITED)
     asked = _read(library).allocations

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
+from operator import attrgetter
+from typing import Any
 
 from torch import Tensor
 
@@ -51,6 +52,11 @@ class _OpenPhase:
             self.peak = split
         if allocator is not None:
             self.reserved = self.reserved.over(allocator.restart_peak())
+
+
+def _counted(name: str, doc: str) -> Any:
+    """Makes an attribute that is read from what counts."""
+    return property(attrgetter(f"_counter.{name}"), doc=doc)
 
 
 class SimulatedMemory:
@@ -100,40 +106,15 @@ class SimulatedMemory:
         self._reserved: dict[Phase, Reserved] = {}
         self._timeline: list[PhaseRecord] = []
 
-    @property
-    def live_bytes(self) -> int:
-        """Bytes held on the device now (at exit, once it is closed)."""
-        return self._counter.live_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes held on the device since entry or `reset_peak`; refused allocations are no part of it."""
-        return self._counter.peak_bytes
-
-    @property
-    def host_live_bytes(self) -> int:
-        """Bytes that stand for host memory held now (at exit, once it is closed)."""
-        return self._counter.host_live_bytes
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """Most bytes that stand for host memory held since entry."""
-        return self._counter.host_peak_bytes
-
-    @property
-    def capacity_bytes(self) -> int | None:
-        """Bytes of the device, None if unlimited."""
-        return self._counter.capacity_bytes
-
-    @property
-    def allocations(self) -> int:
-        """Allocations on the device asked for since entry, refused ones included."""
-        return self._counter.allocations
-
-    @property
-    def refusals(self) -> int:
-        """Allocations refused since entry."""
-        return self._counter.refusals
+    live_bytes: int = _counted("live_bytes", "Bytes held on the device now (at exit, once it is closed).")
+    peak_bytes: int = _counted(
+        "peak_bytes", "Most bytes held since entry or `reset_peak`; refused allocations are no part of it."
+    )
+    host_live_bytes: int = _counted("host_live_bytes", "Bytes that stand for host memory held now, or at exit.")
+    host_peak_bytes: int = _counted("host_peak_bytes", "Most bytes that stand for host memory held since entry.")
+    capacity_bytes: int | None = _counted("capacity_bytes", "Bytes of the device, None if unlimited.")
+    allocations: int = _counted("allocations", "Allocations on the device since entry, refused ones included.")
+    refusals: int = _counted("refusals", "Allocations refused since entry.")
 
     @property
     def timeline(self) -> list[PhaseRecord]:
@@ -235,13 +216,11 @@ class SimulatedMemory:
         listen(self, self._counter)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         stop_listening(self, self._counter)
         _active.remove(self)
         self._entered = False
-        self._counter.__exit__(kind, error, traceback)
+        self._counter.__exit__(*error)
 
     def _seconds(self) -> float:
         return time.perf_counter() - self._entered_at

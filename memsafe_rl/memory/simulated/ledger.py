@@ -72,10 +72,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self,
-        allocator: CachingAllocator | None = None,
-        capacity_bytes: int | None = None,
-        fail_at: int | None = None,
+        self, allocator: CachingAllocator | None = None, capacity_bytes: int | None = None, fail_at: int | None = None
     ) -> None:
         check_limits(capacity_bytes, fail_at)
         super().__init__()  # type: ignore[no-untyped-call]
@@ -256,15 +253,10 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Storages refused since entry."""
         return self._refusals + (0 if self.allocator is None else self.allocator.refusals)
 
-    @property
-    def capacity_bytes(self) -> int | None:
-        """Bytes that may be held, under an allocator reserved; None for no limit."""
-        return self._capacity_bytes
-
     def set_capacity(self, capacity_bytes: int | None) -> None:
         """Changes the capacity from now on."""
         check_limits(capacity_bytes, None)
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes  # that may be held, under an allocator reserved; None for no limit
         if self.allocator is not None:
             self.allocator.limit_bytes = capacity_bytes
 
@@ -277,7 +269,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.allocations += 1
         chosen, held = self.allocations == self._fail_at, self.live_bytes
         # Under an allocator's model too: what was reserved before the limit was set can be more than that.
-        if chosen or (self._capacity_bytes is not None and held + size > self._capacity_bytes):
+        if chosen or (self.capacity_bytes is not None and held + size > self.capacity_bytes):
             self._refusals += 1
             raise refusal(size, held, chosen=chosen)
 

@@ -81,10 +81,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _grouped_product(
     left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
-    """Gives what experts make of the tokens sent to them, which PyTorch's own stand-in gives of bfloat16 only.
-
-    No number of tokens per expert is needed: rows are sorted by expert, and there are as many whoever gets them.
-    """
+    """Gives what experts make of their tokens, however many each gets; PyTorch's own stand-in knows bfloat16 only."""
     del bias  # refused by the operator itself
     groups: tuple[int, ...] = ()
     if left.dim() == right.dim():

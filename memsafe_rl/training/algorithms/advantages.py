@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.training.gradient import ValueTerms
-from memsafe_rl.types import LossSettings, ModelGeometry, Ragged, Trajectory, UpdateWork
+from memsafe_rl.types import LossSettings, Ragged, Trajectory, UpdateWork
 
 if TYPE_CHECKING:
     from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
@@ -28,13 +27,13 @@ class ScoringNeeds:
     logprobs: bool = False  # whether every row's log-probs are scored under the present weights
     columns: tuple[int, ...] | None = None  # the columns scored of a row; None for all that count
     with_kl: bool = False  # whether the KL to the reference comes with the log-probs, in closed form
-    critics: tuple[Critic, ...] = ()  # networks whose values are read
 
 
 class GroupAdvantages:
     """Compares the rewards of a prompt's completions; a row has one advantage, which needs nothing but rewards."""
 
     joins_sequences = True  # whether an episode that became several sequences can be learnt from
+    critics: tuple[Critic, ...] = ()  # networks whose values are read, and which are trained and saved
 
     @property
     def needs(self) -> ScoringNeeds:
@@ -43,10 +42,6 @@ class GroupAdvantages:
 
     def modules(self) -> dict[str, nn.Module]:
         """Trains nothing beside the model."""
-        return {}
-
-    def geometries(self) -> dict[str, ModelGeometry]:
-        """Has no network of its own."""
         return {}
 
     def work(self, work: UpdateWork) -> UpdateWork:
@@ -85,13 +80,3 @@ class GroupAdvantages:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has nothing to restore."""
-
-    def saved_weights(self) -> Mapping[str, Tensor]:
-        """Has no weights."""
-        return {}
-
-    def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Has no weights."""
-
-    def load(self, folder: Path) -> None:
-        """Has no weights."""

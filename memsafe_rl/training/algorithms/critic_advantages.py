@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import claim
-from memsafe_rl.checkpoint.weights import read_critic, write_critic
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.models.critic import Critic
@@ -29,7 +27,7 @@ from memsafe_rl.ops.gae import (
 from memsafe_rl.rollout.scoring import value_all
 from memsafe_rl.training.algorithms.advantages import ScoringNeeds
 from memsafe_rl.training.gradient import ValueTerms
-from memsafe_rl.types import Component, LossSettings, ModelGeometry, Ragged, Trajectory, UnitBytes, UpdateWork
+from memsafe_rl.types import Component, LossSettings, Ragged, Trajectory, UnitBytes, UpdateWork
 
 if TYPE_CHECKING:
     from memsafe_rl.training.scorer import Scorer
@@ -44,7 +42,7 @@ class CriticAdvantages:
     joins_sequences = False
 
     def __init__(self, config: PPOConfig, critic: Critic) -> None:
-        self.critic = critic
+        self.critic, self.critics = critic, (critic,)
         self._config = config
         self._kl_scale = 1.0
 
@@ -53,10 +51,7 @@ class CriticAdvantages:
         """Values, and log-probs or a closed-form KL where rewards pay for the KL."""
         columns = self.critic.judged_columns
         return ScoringNeeds(
-            logprobs=self._pays_kl or columns is None,
-            columns=columns,
-            with_kl=columns is not None and self._pays_kl,
-            critics=(self.critic,),
+            logprobs=self._pays_kl or columns is None, columns=columns, with_kl=columns is not None and self._pays_kl
         )
 
     @property
@@ -69,11 +64,6 @@ class CriticAdvantages:
     def modules(self) -> dict[str, nn.Module]:
         """Names the critic's weights that are no part of the model."""
         return {"critic": self.critic.beside}
-
-    def geometries(self) -> dict[str, ModelGeometry]:
-        """Gives the sizes of a critic that is a network of its own."""
-        own = self.critic.own_geometry
-        return {} if own is None else {"critic": own}
 
     def work(self, work: UpdateWork) -> UpdateWork:
         """Adds the critic's gradients to a step's shape, and what its pairs hold."""
@@ -188,24 +178,8 @@ class CriticAdvantages:
         """Restores the factor of the KL coefficients."""
         self._kl_scale = state["kl_scale"]
 
-    def saved_weights(self) -> Mapping[str, Tensor]:
-        """Gives the critic's weights."""
-        return self.critic.weights()
-
-    def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Writes the critic beside the model."""
-        write_critic(weights, folder)
-
-    def load(self, folder: Path) -> None:
-        """Reads the critic back, in place and bit for bit."""
-        read_critic(self.critic, folder)
-
     def _judged(self, mask_BT: Tensor) -> Tensor:
-        """Marks the actions through which advantages are added up: those that count.
-
-        Of a chain, all those of which a rollout learns from some: a step's advantage must not depend on which others
-        were drawn with it.
-        """
+        """Marks the actions through which advantages are added up: those that count, or all candidates of a chain."""
         columns = self.critic.judged_columns
         if columns is None:
             return mask_BT

@@ -101,11 +101,6 @@ class BetaControl(NamedTuple):
     recent: tuple[float, ...] = ()
 
 
-def kl_bands(objectives: Sequence[Objective]) -> dict[str, tuple[float, float]]:
-    """Gives the KL bands of the objectives that have one, by name."""
-    return {objective.name: objective.kl_band for objective in objectives if objective.kl_band is not None}
-
-
 def steered(control: BetaControl, objective: Objective, kl: float) -> BetaControl:
     """Moves an objective's beta when the KL has left its band for most of a window, and begins a new window then."""
     if not objective.adaptive_beta or objective.kl_band is None or math.isnan(kl):
@@ -134,11 +129,8 @@ def reward_metrics(objectives: Sequence[Objective], advantages: AdvantageResult)
 
 def objective_metrics(objective: Objective, metrics: Mapping[str, float], terms: StepTerms) -> dict[str, float]:
     """Picks what is logged of one objective's part of a step."""
-    name = f"objectives/{objective.name}"
-    known = {"loss": metrics["loss"], "beta": terms.settings.beta}
-    if "kl" in metrics:
-        known["kl"] = metrics["kl"]
-    return {f"{name}/{key}": value for key, value in known.items()}
+    known = {"loss": metrics["loss"], "beta": terms.settings.beta, "kl": metrics.get("kl")}
+    return {f"objectives/{objective.name}/{key}": value for key, value in known.items() if value is not None}
 
 
 def gradient_metrics(
@@ -163,14 +155,11 @@ Accumulate = Callable[..., tuple["Rollout", StepGradient]]
 
 
 class Combiner:
-    """Makes one gradient of what a run learns: of one objective its own, of several their merge.
-
-    Attributes:
-        gradients_aside: most whole gradients held, one of each finished objective, while the last one accumulates.
-    """
+    """Makes one gradient of what a run learns: of one objective its own, of several their merge."""
 
     def __init__(self, objectives: Sequence[Objective]) -> None:
         self._objectives = objectives
+        # most whole gradients held, one of each finished objective, while the last one accumulates
         self.gradients_aside = max(0, len(objectives) - 1)
 
     def accumulate(
@@ -212,10 +201,7 @@ class Combiner:
     def merge(
         self, setup: TrainingSetup, gradients: list[list[Tensor]], there: Sequence[bool], step: int
     ) -> dict[str, float]:
-        """Puts the merged gradient in place of the objectives' own, and gives what is known of them.
-
-        An objective that scored no counted action of the step is not there, and leaves the merge to the others.
-        """
+        """Merges the gradients of objectives that are there, having scored a counted action; gives what is logged."""
         repeat, config = setup.recovery.repeat, setup.config
         gram = setup.parallel.gather([repeat(Stage.MERGE, _plain_gram, gradients)])[0]  # the same everywhere
         weights = [objective.weight for objective in self._objectives]

@@ -193,10 +193,7 @@ class Committer:
         self._moving = False
 
     def complete_gradients(self) -> None:
-        """Gives a zero gradient to every parameter that no row reached; may be repeated.
-
-        The optimizer's momentum and weight decay then act on it as they would had the row of zero advantage been run.
-        """
+        """Gives zeros to what no row reached: momentum and decay act as if rows of zero advantage had been run."""
         with charge(Component.GRADIENTS):
             missing = [parameter for parameter in self.parameters if parameter.grad is None]
             for parameter, zeros in zip(missing, [torch.zeros_like(parameter) for parameter in missing], strict=True):
@@ -300,10 +297,7 @@ class Committer:
         return self._measured
 
     def _unscale(self) -> dict[str, Any]:
-        """Divides each gradient by the loss scale once, and gives the scale's state; nothing without a scale.
-
-        One multiplication either fails before it writes or is done, so a count says where a later call goes on.
-        """
+        """Divides each gradient by the loss scale, if any, once: a count says where a repeated call goes on."""
         if self.scaler is None:
             return {}
         scale: dict[str, Any] = self.scaler.state_dict()
