@@ -32,24 +32,12 @@ step (`benchmarks/results/batch_invariance.json`). Not measured on CUDA yet, so 
 
 
 def is_default(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tells whether networks compute rows as if alone where nothing is set.
-
-    Args:
-        device: where the network computes.
-        dtype: in which type.
-    """
+    """Tells whether networks compute rows as if alone where nothing is set."""
     return DEFAULTS.get((device.type, str(dtype).removeprefix("torch.")), False)
 
 
 def require(adapter: Any) -> None:
-    """Refuses to promise bits that a network's own way of decoding or scoring decides.
-
-    Args:
-        adapter: checked against its network.
-
-    Raises:
-        ConfigError: no cache of this library's serves it, or it is scored by its own forward.
-    """
+    """Refuses to promise bits that a network's own way of decoding or scoring decides."""
     if not hasattr(adapter, "numerics") or not adapter.kv_retention:
         raise ConfigError(
             f"batch_invariant=True, but {type(adapter.model).__name__} is decoded by its own attention, padded with "

@@ -28,7 +28,7 @@ from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models.geometry import max_positions
 from memsafe_rl.models.language.base import is_encoder_decoder, language_model_of, refuse_prompt_learning
 from memsafe_rl.models.language.factory import adapter_for, family_of
-from memsafe_rl.models.module_state import REFERENCE_ADAPTER, kept_trainable, refuse_trained_bias
+from memsafe_rl.models.module_state import REFERENCE_ADAPTER, adapter_weights, kept_trainable, refuse_trained_bias
 from memsafe_rl.types import Component, room_for_prompt
 
 logger = logging.getLogger(__name__)
@@ -321,9 +321,8 @@ def _copy_reference_adapter(model: Any) -> None:
                 if f".{active}." in name or name.endswith(f".{active}"):
                     target = f".{REFERENCE_ADAPTER}".join(name.rsplit(f".{active}", 1))
                     weights[target].copy_(weight)
-    for name, weight in model.named_parameters():
-        if f".{REFERENCE_ADAPTER}." in name or name.endswith(f".{REFERENCE_ADAPTER}"):
-            weight.requires_grad_(False)
+    for weight in adapter_weights(model, REFERENCE_ADAPTER).values():
+        weight.requires_grad_(False)
 
 
 def _is_quantised(model: Any) -> bool:

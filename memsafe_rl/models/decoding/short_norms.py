@@ -32,12 +32,7 @@ def norms_of(network: nn.Module) -> tuple[nn.Module, ...]:
 
 @contextmanager
 def short_norms(norms: Iterable[Any], constants: dict[Any, Any]) -> Iterator[None]:
-    """Has norms run in two kernels.
-
-    Args:
-        norms: of `norms_of`.
-        constants: where their weights are kept twice over, for as long as no weight moves.
-    """
+    """Has norms run in two kernels; their weights are kept, twice over, among constants while no weight moves."""
     if "norms" not in constants:
         constants["norms"] = [(norm, _Short(norm)) for norm in norms if _is_free(norm)]
     with replaced([(norm, "forward", short) for norm, short in constants["norms"]]):

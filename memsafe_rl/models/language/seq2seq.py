@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -323,24 +324,20 @@ def seq2seq_of(model: nn.Module) -> Any:
 
 def start_token_of(lm: Any) -> int:
     """Gives the token that the decoder reads before a completion."""
-    for name in ("decoder_start_token_id", "bos_token_id"):
-        for config in (lm.config, lm.generation_config):
-            start = getattr(config, name, None)
-            if start is not None:
-                return _checked_start(lm, name, start)
+    known = int(lm.get_decoder().get_input_embeddings().weight.shape[0])
+    for name, config in product(("decoder_start_token_id", "bos_token_id"), (lm.config, lm.generation_config)):
+        start = getattr(config, name, None)
+        if isinstance(start, int) and not isinstance(start, bool) and 0 <= start < known:
+            return start
+        if start is not None:
+            raise ConfigError(
+                f"{name} of {type(lm).__name__} is {start!r}, but its decoder knows the tokens 0 to {known - 1}, and "
+                f"reads one of them before a completion. Set model.config.{name}; for T5 it is the pad token, for BART "
+                "the eos token."
+            )
     raise ConfigError(
         f"{type(lm).__name__} names no decoder_start_token_id, so that nothing predicts a completion's first token. "
         "Set model.config.decoder_start_token_id; for T5 it is the pad token."
-    )
-
-
-def _checked_start(lm: Any, name: str, start: Any) -> int:
-    known = int(lm.get_decoder().get_input_embeddings().weight.shape[0])
-    if isinstance(start, int) and not isinstance(start, bool) and 0 <= start < known:
-        return start
-    raise ConfigError(
-        f"{name} of {type(lm).__name__} is {start!r}, but its decoder knows the tokens 0 to {known - 1}, and reads one "
-        f"of them before a completion. Set model.config.{name}; for T5 it is the pad token, for BART the eos token."
     )
 
 
