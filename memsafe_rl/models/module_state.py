@@ -83,6 +83,11 @@ def peft_adapter_on(model: nn.Module, name: str | None) -> Iterator[None]:
             model.set_adapter(active)
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
 def adapter_weights(model: nn.Module, name: str) -> dict[str, Tensor]:
     """Names the weights of one PEFT adapter of a model, those of tied layers once."""
     weights = model.named_parameters()

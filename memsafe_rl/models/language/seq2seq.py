@@ -36,13 +36,7 @@ from memsafe_rl.models.decoding.shared_prefix_attention import (
 )
 from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of, layer_windows
 from memsafe_rl.models.geometry import decoder_config
-from memsafe_rl.models.language.agreement import (
-    known_tokens,
-    probe_rows,
-    sampling_disagreement,
-    settle_generate,
-    settle_path,
-)
+from memsafe_rl.models.language import agreement
 from memsafe_rl.models.language.base import (
     LanguageAdapter,
     Route,
@@ -301,15 +295,15 @@ def check_seq2seq(adapter: Seq2SeqAdapter) -> None:
     transformers' `generate` decodes instead, with a cache or without, which is logged too.
     """
     with torch.no_grad(), eval_mode(adapter.model):
-        trajectory = probe_rows(known_tokens(adapter))
+        trajectory = agreement.probe_rows(agreement.known_tokens(adapter))
         wanted_MV = adapter.row_logits(adapter.model, trajectory, range(len(trajectory)))
-        settle_path(adapter, trajectory, wanted_MV)
-        reason = sampling_disagreement(adapter, trajectory, wanted_MV)
+        agreement.settle_path(adapter, trajectory, wanted_MV)
+        reason = agreement.sampling_disagreement(adapter, trajectory, wanted_MV)
         if reason is not None:
             adapter.joins = False
-            alike = probe_rows(known_tokens(adapter), (4, 4))
+            alike = agreement.probe_rows(agreement.known_tokens(adapter), (4, 4))
             wanted_MV = adapter.row_logits(adapter.model, alike, range(len(alike)))
-            settle_generate(adapter, alike, wanted_MV, reason)
+            agreement.settle_generate(adapter, alike, wanted_MV, reason)
     if adapter.reference_adapter is not None:
         adapter.reference_adapter.path = adapter.path
 
