@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,14 +20,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _here = threading.local()
 
-DEFAULTS = {
-    ("cpu", "float32"): False,
-    ("cpu", "bfloat16"): False,
-    ("cpu", "float16"): False,
-    ("cuda", "float32"): False,
-    ("cuda", "bfloat16"): False,
-    ("cuda", "float16"): False,
-}
+DEFAULTS = dict.fromkeys(product(("cpu", "cuda"), ("float32", "bfloat16", "float16")), False)
 """Whether the mode is on where nothing is set, by device and type: where it was measured to cost less than a tenth of a
 step (`benchmarks/results/batch_invariance.json`). Not measured on CUDA yet, so that it is off there."""
 

@@ -240,6 +240,7 @@ def _refuse_contradictions(
 
 
 def _check_kind(model: Any, told: str = "model") -> None:
+    """Refuses a network of no known family, that reads something else than tokens, or has no head that gives them."""
     if isinstance(model, str):
         return
     lm = language_model_of(model)
@@ -248,12 +249,8 @@ def _check_kind(model: Any, told: str = "model") -> None:
             f"{told} is a {type(lm).__name__}; give a name, a path (as text), a transformers model or a PeftModel, or "
             "name the adapter of its family first (register_adapter, docs/extending.md)."
         )
-    if isinstance(lm, PreTrainedModel):
-        _refuse_without_tokens(lm, told)
-
-
-def _refuse_without_tokens(lm: Any, told: str) -> None:
-    """Refuses a network that reads something else than tokens, or has no head that gives them."""
+    if not isinstance(lm, PreTrainedModel):
+        return
     kind, reads = type(lm).__name__, str(getattr(lm, "main_input_name", "input_ids"))
     if reads != "input_ids":
         raise ConfigError(f"{told} is a {kind}, which reads {reads} and no tokens of a text prompt. {_USE_TEXT}")

@@ -18,9 +18,11 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from memsafe_rl.accounting import charge, claim
+from memsafe_rl.models.decoding.cache import is_trimmable
+from memsafe_rl.models.geometry import cache_windows
 from memsafe_rl.types import CACHE_SCALE_BYTES, Component, whole_blocks
 
 _LARGEST_INT8 = 127
@@ -479,10 +481,7 @@ class SourceMarks(Cache):  # type: ignore[misc]
 
 def layer_windows(config: Any) -> tuple[int | None, ...] | None:
     """Gives each layer's window, if all layers are plain or windowed attention."""
-    layers = DynamicCache(config=config).layers
-    if not layers or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
-        return None
-    return tuple(int(layer.sliding_window) if layer.is_sliding else None for layer in layers)
+    return cache_windows(config) if is_trimmable(DynamicCache(config=config)) else None
 
 
 def resumed(
