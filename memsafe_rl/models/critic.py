@@ -58,15 +58,9 @@ class Critic:
         shares_forward: bool = False,
         judged_columns: tuple[int, ...] | None = None,
     ) -> None:
-        """Puts a head on a network's hidden states.
+        """Puts a head on a network: one of its own, or the model, perhaps under another PEFT adapter.
 
-        Args:
-            head: gives values.
-            network: gives hidden states.
-            is_own: whether it is a network of the critic's own.
-            peft_adapter: the PEFT adapter of the model under which it reads; None for the model's own.
-            shares_forward: whether the model's own forward gives its values.
-            judged_columns: columns that it values in any rollout; None for those that count in the loss.
+        It values some columns of any rollout; where none are named, those that count in the loss.
         """
         self.head, self.network = head, network
         self.shares_forward, self.judged_columns = shares_forward, judged_columns

@@ -45,7 +45,6 @@ from memsafe_rl.models.language.base import (
     predicting_states,
 )
 from memsafe_rl.models.language.packing import attending, pack_rows, padded_layout
-from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import Component, Trajectory
 
@@ -203,15 +202,7 @@ def check_head(adapter: CausalLMAdapter) -> None:
     `generate` decodes instead, with a cache or without, which is logged too. The bytes of the cache go into the
     geometry.
     """
-    with torch.no_grad(), eval_mode(adapter.model):
-        trajectory = agreement.probe_rows(agreement.known_tokens(adapter))
-        wanted_MV = adapter.row_logits(adapter.model, trajectory, range(2))
-        agreement.settle_path(adapter, trajectory, wanted_MV)
-        _check_sampling(adapter, trajectory, wanted_MV)
-        _settle_packing(adapter)
-    if adapter.reference_adapter is not None:
-        adapter.reference_adapter.path = adapter.path
-        adapter.reference_adapter.packs_prompts = adapter.packs_prompts
+    agreement.settle(adapter, _settle_decoding)
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
@@ -247,7 +238,7 @@ def _first_route(lm: Any) -> Route:
     return Route.LEAN if plain else Route.MASKED
 
 
-def _settle_packing(adapter: CausalLMAdapter) -> None:
+def _settle_packing(adapter: LanguageAdapter) -> None:
     """Keeps the packed route if it gives the logits of rows alone, and says so if it does not."""
     # Rows of a prompt lie apart from each other and are unlike in length.
     trajectory = agreement.probe_rows(agreement.known_tokens(adapter), (3, 6), (4, 3, 7, 1, 5), (0, 1, 0, 1, 0))
@@ -258,7 +249,7 @@ def _settle_packing(adapter: CausalLMAdapter) -> None:
         logger.info("%s learns from every row with its own copy of the prompt: %s.", type(adapter.lm).__name__, reason)
 
 
-def _packing_disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
+def _packing_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
     """Says why rows cannot share a prompt, or None; out-of-memory errors pass through."""
     if adapter.path.route is not Route.LEAN:
         return f"{adapter.path.route.value} has no packed form"
@@ -280,22 +271,21 @@ def _packing_disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, want
         adapter.packs_prompts = False
 
 
-def _check_sampling(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
+def _settle_decoding(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
     """Decodes both prompts together; where shared prompts give other logits, each row gets its own."""
     adapter.joins = adapter.joins and adapter.path.route is Route.LEAN
-    if adapter.joins:
-        reason = agreement.sampling_disagreement(adapter, trajectory, wanted_MV)
-        if reason is None:
-            return
+    reason = agreement.sampling_disagreement(adapter, trajectory, wanted_MV)
+    if reason is not None and adapter.joins:
         adapter.joins = False
         logger.warning(
             "%s attends in a way of its own, so rollouts keep a prompt once per completion, in waves. %s",
             type(adapter.lm).__name__,
             reason,
         )
-    reason = agreement.sampling_disagreement(adapter, trajectory, wanted_MV)
+        reason = agreement.sampling_disagreement(adapter, trajectory, wanted_MV)
     if reason is not None:
         agreement.settle_generate(adapter, trajectory, wanted_MV, reason)
+    _settle_packing(adapter)
 
 
 def _can_share_prompts(lm: Any, route: Route) -> bool:

@@ -47,7 +47,7 @@ from memsafe_rl.models.language.base import (
     logit_maps,
     predicting_states,
 )
-from memsafe_rl.models.module_state import attention_configs, eval_mode, replaced
+from memsafe_rl.models.module_state import attention_configs, replaced
 from memsafe_rl.types import Component, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -294,18 +294,16 @@ def check_seq2seq(adapter: Seq2SeqAdapter) -> None:
     reference copy takes the same path. The bytes of the cache go into the geometry. Where decoding differs,
     transformers' `generate` decodes instead, with a cache or without, which is logged too.
     """
-    with torch.no_grad(), eval_mode(adapter.model):
-        trajectory = agreement.probe_rows(agreement.known_tokens(adapter))
-        wanted_MV = adapter.row_logits(adapter.model, trajectory, range(len(trajectory)))
-        agreement.settle_path(adapter, trajectory, wanted_MV)
-        reason = agreement.sampling_disagreement(adapter, trajectory, wanted_MV)
-        if reason is not None:
-            adapter.joins = False
-            alike = agreement.probe_rows(agreement.known_tokens(adapter), (4, 4))
-            wanted_MV = adapter.row_logits(adapter.model, alike, range(len(alike)))
-            agreement.settle_generate(adapter, alike, wanted_MV, reason)
-    if adapter.reference_adapter is not None:
-        adapter.reference_adapter.path = adapter.path
+    agreement.settle(adapter, _settle_decoding)
+
+
+def _settle_decoding(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
+    reason = agreement.sampling_disagreement(adapter, trajectory, wanted_MV)
+    if reason is not None:
+        adapter.joins = False
+        alike = agreement.probe_rows(agreement.known_tokens(adapter), (4, 4))
+        alike_MV = adapter.row_logits(adapter.model, alike, range(len(alike)))
+        agreement.settle_generate(adapter, alike, alike_MV, reason)
 
 
 def seq2seq_of(model: nn.Module) -> Any:
