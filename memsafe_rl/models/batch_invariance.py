@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,37 +20,18 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _here = threading.local()
 
-DEFAULTS = {
-    ("cpu", "float32"): False,
-    ("cpu", "bfloat16"): False,
-    ("cpu", "float16"): False,
-    ("cuda", "float32"): False,
-    ("cuda", "bfloat16"): False,
-    ("cuda", "float16"): False,
-}
+DEFAULTS = dict.fromkeys(product(("cpu", "cuda"), ("float32", "bfloat16", "float16")), False)
 """Whether the mode is on where nothing is set, by device and type: where it was measured to cost less than a tenth of a
 step (`benchmarks/results/batch_invariance.json`). Not measured on CUDA yet, so that it is off there."""
 
 
 def is_default(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tells whether networks compute rows as if alone where nothing is set.
-
-    Args:
-        device: where the network computes.
-        dtype: in which type.
-    """
+    """Tells whether networks compute rows as if alone where nothing is set."""
     return DEFAULTS.get((device.type, str(dtype).removeprefix("torch.")), False)
 
 
 def require(adapter: Any) -> None:
-    """Refuses to promise bits that a network's own way of decoding or scoring decides.
-
-    Args:
-        adapter: checked against its network.
-
-    Raises:
-        ConfigError: no cache of this library's serves it, or it is scored by its own forward.
-    """
+    """Refuses to promise bits that a network's own way of decoding or scoring decides."""
     if not hasattr(adapter, "numerics") or not adapter.kv_retention:
         raise ConfigError(
             f"batch_invariant=True, but {type(adapter.model).__name__} is decoded by its own attention, padded with "

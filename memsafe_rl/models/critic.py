@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import ModelAdapter, ScoringAdapter
-from memsafe_rl.models.module_state import kept_trainable, refuse_trained_bias
+from memsafe_rl.models.module_state import adapter_weights, kept_trainable, refuse_trained_bias
 from memsafe_rl.types import Component, ModelGeometry
 
 CRITIC_ADAPTER = "critic"
@@ -58,15 +58,9 @@ class Critic:
         shares_forward: bool = False,
         judged_columns: tuple[int, ...] | None = None,
     ) -> None:
-        """Puts a head on a network's hidden states.
+        """Puts a head on a network: one of its own, or the model, perhaps under another PEFT adapter.
 
-        Args:
-            head: gives values.
-            network: gives hidden states.
-            is_own: whether it is a network of the critic's own.
-            peft_adapter: the PEFT adapter of the model under which it reads; None for the model's own.
-            shares_forward: whether the model's own forward gives its values.
-            judged_columns: columns that it values in any rollout; None for those that count in the loss.
+        It values some columns of any rollout; where none are named, those that count in the loss.
         """
         self.head, self.network = head, network
         self.shares_forward, self.judged_columns = shares_forward, judged_columns
@@ -96,11 +90,10 @@ class Critic:
 
     def _trunk_weights(self) -> Mapping[str, Tensor]:
         """Names the weights that a checkpoint of the model leaves out, but for the head's."""
-        named = self.network.model.named_parameters()
-        if self._peft_adapter is None:
-            return {name: weight for name, weight in named if self._is_own and weight.requires_grad}
-        mark = f".{self._peft_adapter}"
-        return {name: weight for name, weight in named if f"{mark}." in name or name.endswith(mark)}
+        if self._peft_adapter is not None:
+            return adapter_weights(self.network.model, self._peft_adapter)
+        named = self.network.model.named_parameters() if self._is_own else ()
+        return {name: weight for name, weight in named if weight.requires_grad}
 
     def weights(self) -> dict[str, Tensor]:
         """Names all weights that a checkpoint of the model leaves out, those of tied layers once."""

@@ -28,7 +28,7 @@ from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models.geometry import max_positions
 from memsafe_rl.models.language.base import is_encoder_decoder, language_model_of, refuse_prompt_learning
 from memsafe_rl.models.language.factory import adapter_for, family_of
-from memsafe_rl.models.module_state import REFERENCE_ADAPTER, kept_trainable, refuse_trained_bias
+from memsafe_rl.models.module_state import REFERENCE_ADAPTER, adapter_weights, kept_trainable, refuse_trained_bias
 from memsafe_rl.types import Component, room_for_prompt
 
 logger = logging.getLogger(__name__)
@@ -240,6 +240,7 @@ def _refuse_contradictions(
 
 
 def _check_kind(model: Any, told: str = "model") -> None:
+    """Refuses a network of no known family, that reads something else than tokens, or has no head that gives them."""
     if isinstance(model, str):
         return
     lm = language_model_of(model)
@@ -248,12 +249,8 @@ def _check_kind(model: Any, told: str = "model") -> None:
             f"{told} is a {type(lm).__name__}; give a name, a path (as text), a transformers model or a PeftModel, or "
             "name the adapter of its family first (register_adapter, docs/extending.md)."
         )
-    if isinstance(lm, PreTrainedModel):
-        _refuse_without_tokens(lm, told)
-
-
-def _refuse_without_tokens(lm: Any, told: str) -> None:
-    """Refuses a network that reads something else than tokens, or has no head that gives them."""
+    if not isinstance(lm, PreTrainedModel):
+        return
     kind, reads = type(lm).__name__, str(getattr(lm, "main_input_name", "input_ids"))
     if reads != "input_ids":
         raise ConfigError(f"{told} is a {kind}, which reads {reads} and no tokens of a text prompt. {_USE_TEXT}")
@@ -321,9 +318,8 @@ def _copy_reference_adapter(model: Any) -> None:
                 if f".{active}." in name or name.endswith(f".{active}"):
                     target = f".{REFERENCE_ADAPTER}".join(name.rsplit(f".{active}", 1))
                     weights[target].copy_(weight)
-    for name, weight in model.named_parameters():
-        if f".{REFERENCE_ADAPTER}." in name or name.endswith(f".{REFERENCE_ADAPTER}"):
-            weight.requires_grad_(False)
+    for weight in adapter_weights(model, REFERENCE_ADAPTER).values():
+        weight.requires_grad_(False)
 
 
 def _is_quantised(model: Any) -> bool:

@@ -83,6 +83,17 @@ def peft_adapter_on(model: nn.Module, name: str | None) -> Iterator[None]:
             model.set_adapter(active)
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def adapter_weights(model: nn.Module, name: str) -> dict[str, Tensor]:
+    """Names the weights of one PEFT adapter of a model, those of tied layers once."""
+    weights = model.named_parameters()
+    return {key: weight for key, weight in weights if f".{name}." in key or key.endswith(f".{name}")}
+
+
 @contextmanager
 def as_reference(model: Any) -> Iterator[None]:
     """Makes a model under PEFT its own reference: by its adapter named "ref", else with adapters off."""

@@ -15,6 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,21 +160,18 @@ class _Elementwise(torch.autograd.Function):
         return ctx.slope(grad, *ctx.saved_tensors), None, None
 
 
-def _elementwise(x: Tensor, steps: Callable[[Tensor], Tensor], slope: Callable[..., Tensor]) -> Tensor:
-    found: Tensor = _Elementwise.apply(x, steps, slope)  # type: ignore[no-untyped-call]
-    return found
+def _in_steps(
+    own: Callable[..., Tensor], steps: Callable[[Tensor], Tensor], slope: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """Has a function take these steps on a CPU; kernels of other devices treat every element alike."""
 
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if x.device.type != "cpu":
+            return own(x, *args, **kwargs)
+        found: Tensor = _Elementwise.apply(x, steps, slope)  # type: ignore[no-untyped-call]
+        return found
 
-def _sigmoid_steps(x: Tensor) -> Tensor:
-    return x.neg().exp_().add_(1).reciprocal_()
-
-
-def _silu_steps(x: Tensor) -> Tensor:
-    return x / x.neg().exp_().add_(1)
-
-
-def _gelu_steps(x: Tensor) -> Tensor:
-    return (x * math.sqrt(0.5)).erf_().add_(1).mul_(x).mul_(0.5)
+    return run
 
 
 def _gelu_tanh_steps(x: Tensor) -> Tensor:
@@ -181,34 +179,26 @@ def _gelu_tanh_steps(x: Tensor) -> Tensor:
     return inner.mul_(x).mul_(0.044715).add_(x).mul_(math.sqrt(2 / math.pi)).tanh_().add_(1).mul_(x).mul_(0.5)
 
 
-def _sigmoid_slope(grad: Tensor, x: Tensor) -> Tensor:
-    slope: Tensor = torch.ops.aten.sigmoid_backward(grad, x.sigmoid())
-    return slope
-
-
-def _gelu_tanh_slope(grad: Tensor, x: Tensor) -> Tensor:
-    slope: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
-    return slope
-
-
-def _silu(x: Tensor, inplace: bool = False) -> Tensor:
-    if x.device.type != "cpu":  # kernels of other devices treat every element alike
-        return functional.silu(x, inplace)
-    return _elementwise(x, _silu_steps, torch.ops.aten.silu_backward)
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    if x.device.type != "cpu":
-        return x.sigmoid()
-    return _elementwise(x, _sigmoid_steps, _sigmoid_slope)
+_silu = _in_steps(functional.silu, lambda x: x / x.neg().exp_().add_(1), torch.ops.aten.silu_backward)
+_sigmoid = _in_steps(
+    torch.sigmoid,
+    lambda x: x.neg().exp_().add_(1).reciprocal_(),
+    lambda grad, x: torch.ops.aten.sigmoid_backward(grad, x.sigmoid()),
+)
+_gelu_erf = _in_steps(
+    functional.gelu,
+    lambda x: (x * math.sqrt(0.5)).erf_().add_(1).mul_(x).mul_(0.5),
+    torch.ops.aten.gelu_backward,
+)
+_gelu_tanh = _in_steps(
+    partial(functional.gelu, approximate="tanh"),
+    _gelu_tanh_steps,
+    partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+)
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    if x.device.type != "cpu":
-        return functional.gelu(x, approximate=approximate)
-    tanh = approximate == "tanh"
-    steps, slope = (_gelu_tanh_steps, _gelu_tanh_slope) if tanh else (_gelu_steps, torch.ops.aten.gelu_backward)
-    return _elementwise(x, steps, slope)
+    return (_gelu_tanh if approximate == "tanh" else _gelu_erf)(x)
 
 
 def _addmm(bias: Tensor, rows: Tensor, weight_KO: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:

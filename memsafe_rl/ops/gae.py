@@ -7,7 +7,6 @@ between those of an agent): the next action is then the next one that counts, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -69,9 +68,7 @@ def generalized_advantages(
     next_values_BT = pad(wide_BT.masked_fill(holes_BT, 0.0), (0, 1)).gather(1, next_BT)
     advantages_BT = (rewards_BT.double() + gamma * next_values_BT - wide_BT).masked_fill(holes_BT, 0.0)
     decay_BT = torch.full_like(wide_BT, gamma * gae_lambda).masked_fill(holes_BT, 1.0)
-    reach = (
-        1  # errors that each sum holds by now; sums of so many and of as many behind them make sums of twice as many
-    )
+    reach = 1  # errors that each sum holds by now; so many and as many behind them make sums of twice as many
     while reach < columns:
         advantages_BT[:, :-reach].add_(decay_BT[:, :-reach] * advantages_BT[:, reach:])
         decay_BT[:, :-reach] = decay_BT[:, :-reach] * decay_BT[:, reach:]
@@ -141,7 +138,8 @@ def kl_estimates(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tens
     Returns:
         (...), nats.
     """
-    return KL_ESTIMATORS[estimator](logprobs - ref_logprobs)
+    gap = logprobs - ref_logprobs
+    return {"k1": gap, "k3": torch.expm1(-gap) + gap}[estimator]
 
 
 def value_loss(
@@ -211,18 +209,6 @@ def adaptive_kl_coef(coef: float, kl: float, *, target: float, rows: int, horizo
         return coef
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return coef * (1.0 + error * rows / horizon)
-
-
-def _k1(gap: Tensor) -> Tensor:
-    return gap
-
-
-def _k3(gap: Tensor) -> Tensor:
-    return torch.expm1(-gap) + gap
-
-
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k3": _k3}
-"""Every estimator by its name in the configuration, as a function of ``log pi - log pi_ref``."""
 
 
 def _moments(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:

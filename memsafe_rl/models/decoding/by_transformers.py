@@ -26,7 +26,13 @@ def generate_plainly(
     Rows have one length, so the network's padding does not matter. Rows that have ended are still read until
     the last one ends, as `generate` has it. The model's own generation config is put aside meanwhile.
     """
-    chooser = _Chooser(choose, len(ids_BL), ids_BL.device)
+    ended_B = torch.zeros(len(ids_BL), dtype=torch.bool, device=ids_BL.device)
+
+    def leave_no_choice(_ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
+        tokens_B, ends_B = choose(scores_BV)
+        ended_B.logical_or_(ends_B.to(ended_B.device))
+        return torch.full_like(scores_BV, -torch.inf).scatter_(1, tokens_B[:, None], 0.0)
+
     plain = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, use_cache=cached, disable_compile=True
     )
@@ -39,23 +45,7 @@ def generate_plainly(
             input_ids=ids_BL,
             attention_mask=torch.ones_like(ids_BL),
             generation_config=plain,
-            logits_processor=[chooser],
-            stopping_criteria=[chooser.ended],
+            logits_processor=[leave_no_choice],
+            stopping_criteria=[lambda *_, **__: ended_B],
             **begun,
         )
-
-
-class _Chooser:
-    """A processor that leaves the greedy search no choice, and the criterion that ends rows."""
-
-    def __init__(self, choose: Choose, rows: int, device: torch.device) -> None:
-        self._choose = choose
-        self._ended_B = torch.zeros(rows, dtype=torch.bool, device=device)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
-        tokens_B, ended_B = self._choose(scores)
-        self._ended_B |= ended_B.to(self._ended_B.device)
-        return torch.full_like(scores, -torch.inf).scatter_(1, tokens_B[:, None], 0.0)
-
-    def ended(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # noqa: ARG002
-        return self._ended_B

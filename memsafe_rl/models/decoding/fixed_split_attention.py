@@ -254,38 +254,23 @@ def _times(left_BHRNX: Tensor, right_BHXY: Tensor) -> Tensor:
 
 
 def fixed_split_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    is_causal: bool | None = None,
-    **_unused: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attends over rows whose slots are their positions, in the form in which transformers calls any attention."""
-    if dropout:
+    if options.get("dropout"):
         raise NotImplementedError("attention takes dropout, which has no form in fixed splits")
+    scaling, is_causal, bias = (options.get(name) for name in ("scaling", "is_causal", "position_bias"))
     visible = attention_mask
     if visible is not None and visible.dtype is not torch.bool:
-        position_bias = visible if position_bias is None else position_bias + visible
+        bias = visible if bias is None else bias + visible
         visible = None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     alone = attention_mask is None and causal and query.shape[2] > 1
-    sight = Sight(
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap,
-        visible,
-        key.shape[2] - query.shape[2] if alone else None,
-    )
-    if position_bias is not None:
-        position_bias = position_bias.expand(-1, query.shape[1], query.shape[2], -1)
-    return attend(query, key, value, sight, bias=position_bias, sinks=s_aux).transpose(1, 2).contiguous(), None
+    first = key.shape[2] - query.shape[2] if alone else None
+    sight = Sight(query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"), visible, first)
+    if bias is not None:
+        bias = bias.expand(-1, query.shape[1], query.shape[2], -1)
+    return attend(query, key, value, sight, bias=bias, sinks=options.get("s_aux")).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, fixed_split_attention)

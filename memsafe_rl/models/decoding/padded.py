@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -62,13 +62,8 @@ class PaddedState(DecodeState):
         with charge(Component.KV_CACHE):
             for layer in self.cache.layers:
                 _select(layer, on_device, trim)
-        return PaddedState(
-            cache=self.cache,
-            pads_B=self.pads_B.index_select(0, on_device) - trim,
-            pads=tuple(pad - trim for pad in pads),
-            width=self.width - trim,
-            trimmable=self.trimmable,
-        )
+        pads_B = self.pads_B.index_select(0, on_device) - trim
+        return replace(self, pads_B=pads_B, pads=tuple(pad - trim for pad in pads), width=self.width - trim)
 
     def join(self, other: PaddedState) -> PaddedState:
         """Refuses: rows of several caches have their padding in different places."""

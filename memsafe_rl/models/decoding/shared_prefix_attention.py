@@ -450,17 +450,7 @@ def _attend_heads(
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **_unused: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Has the reading in force attend; the form that transformers asks of an implementation."""
     reading: Reading | None = getattr(_active, "reading", None)
@@ -471,17 +461,16 @@ def _attention(
         )
     if attention_mask is not None:
         raise NotImplementedError(f"{type(module).__name__} attends in a way that grouped rows do not know")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    biased = _is_biased(module)
-    source = reading.source_layer(key)
+    scale, adds_bias = options.get("scaling"), options.get("position_bias") is not None
+    scoring = Scoring(query.shape[-1] ** -0.5 if scale is None else scale, options.get("softcap"), options.get("s_aux"))
+    biased, source = _is_biased(module), reading.source_layer(key)
     if source is not None and not biased:
-        return reading.attend_source(source, query, Scoring(scale, softcap, s_aux)), None
+        return reading.attend_source(source, query, scoring), None
     if biased and source is None:
         reading.bias = module
-    if (position_bias is not None and reading.bias is None) or (biased and source is not None):
+    if (adds_bias and reading.bias is None) or (biased and source is not None):
         raise NotImplementedError(f"{type(module).__name__} adds a bias to its scores that grouped rows do not know")
-    bias = None if position_bias is None else reading.bias
-    return reading.attend(query, key, value, Scoring(scale, softcap, s_aux, bias)), None
+    return reading.attend(query, key, value, scoring._replace(bias=reading.bias if adds_bias else None)), None
 
 
 def biased_modules(network: nn.Module) -> tuple[nn.Module, ...]:

@@ -18,9 +18,11 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from memsafe_rl.accounting import charge, claim
+from memsafe_rl.models.decoding.cache import is_trimmable
+from memsafe_rl.models.geometry import cache_windows
 from memsafe_rl.types import CACHE_SCALE_BYTES, Component, whole_blocks
 
 _LARGEST_INT8 = 127
@@ -238,7 +240,7 @@ class SharedPrefixState:
         """Keeps, drops, repeats or reorders rows; suffixes shrink to the longest that is left."""
         state = self._of(rows)
         if state.capacity:
-            state._refill([(self, torch.tensor(rows, device=self.device))])
+            state._refill([self], torch.tensor(rows, device=self.device))
         state.give_up_idle_prompts()
         return state
 
@@ -269,7 +271,7 @@ class SharedPrefixState:
             constants=self.constants,
         )
         if state.capacity:
-            state._refill([(self, None), (other, None)])
+            state._refill([self, other])
         return state
 
     def set_aside(self, leaving: Mapping[int, int], staying: Sequence[int]) -> tuple[SharedPrefixState, list[RowCache]]:
@@ -303,7 +305,7 @@ class SharedPrefixState:
         if self.keys:
             before = replace(self)
             self.keys, self.values = [], []
-            self._refill([(before, None)])
+            self._refill([before])
         for block in self.prompt_blocks():
             if not block.stays_whole:
                 block.trim(self.windows, self._least_drawn(block))
@@ -373,33 +375,29 @@ class SharedPrefixState:
             )
             self._segments = None
 
-    def _refill(self, sources: Sequence[tuple[SharedPrefixState | RowCache, Tensor | None]]) -> None:
-        """Moves suffixes, one behind the other, into stores of this state's size, a tensor at a time."""
-        layers = max(len(source.keys) for source, _ in sources)
+    def _refill(self, sources: Sequence[SharedPrefixState | RowCache], index: Tensor | None = None) -> None:
+        """Moves suffixes, one behind the other, or some rows of one state, to stores of this state's size.
+
+        A layer at a time, keys before values: no more is ever there twice.
+        """
         with charge(Component.KV_CACHE):
             for name in ("keys", "values"):
-                getattr(self, name).extend(self._moved(name, layer, sources) for layer in range(layers))
+                stores: list[list[Tensor]] = [getattr(source, name) for source in sources]
+                for layer in range(max(map(len, stores))):
+                    getattr(self, name).append(self._moved(layer, stores, [source.rows for source in sources], index))
 
-    def _moved(
-        self, name: str, layer: int, sources: Sequence[tuple[SharedPrefixState | RowCache, Tensor | None]]
-    ) -> Tensor:
-        like: Tensor = next(getattr(source, name)[layer] for source, _ in sources if source.keys)
-        slots = self.slots_of(layer)
-        if len(sources) == 1 and sources[0][1] is not None and slots <= like.shape[2]:
-            taken = like[:, :, :slots].index_select(0, sources[0][1])  # at once: rows taken apart would be there twice
-            getattr(sources[0][0], name)[layer] = like.new_empty(0)
-            return taken
+    def _moved(self, layer: int, stores: Sequence[list[Tensor]], rows: list[int], index: Tensor | None) -> Tensor:
+        slots, like = self.slots_of(layer), next(store[layer] for store in stores if store)
+        if index is not None:
+            moved = like[:, :, :slots].index_select(0, index)  # at once: rows taken apart would be there twice
+            stores[0][layer] = like.new_empty(0)
+            return moved
         moved = like.new_zeros((self.rows, like.shape[1], slots, like.shape[3]))
-        first = 0
-        for source, index in sources:
-            rows = source.rows if index is None else len(index)
-            if source.keys:
-                held = getattr(source, name)[layer]
-                used = min(held.shape[2], moved.shape[2])
-                part = held[:, :, :used]
-                moved[first : first + rows, :, :used] = part if index is None else part.index_select(0, index)
-                getattr(source, name)[layer] = held.new_empty(0)
-            first += rows
+        for part, store in zip(torch.split(moved, rows), stores, strict=True):
+            if store:
+                used = min(slots, store[layer].shape[2])
+                part[:, :, :used] = store[layer][:, :, :used]
+                store[layer] = like.new_empty(0)
         return moved
 
     def _segment(self, rows: list[int]) -> Segment:
@@ -479,10 +477,7 @@ class SourceMarks(Cache):  # type: ignore[misc]
 
 def layer_windows(config: Any) -> tuple[int | None, ...] | None:
     """Gives each layer's window, if all layers are plain or windowed attention."""
-    layers = DynamicCache(config=config).layers
-    if not layers or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
-        return None
-    return tuple(int(layer.sliding_window) if layer.is_sliding else None for layer in layers)
+    return cache_windows(config) if is_trimmable(DynamicCache(config=config)) else None
 
 
 def resumed(
@@ -505,7 +500,7 @@ def resumed(
     )
     if any(lengths):
         state.capacity = whole_blocks(max(length + count for length, count in zip(lengths, more, strict=True)))
-        state._refill([(row, None) for row in rows])
+        state._refill(rows)
     return state
 
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.functional import layer_norm
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.models.module_state import replaced
+from memsafe_rl.models.module_state import is_hooked, replaced
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -32,14 +32,9 @@ def norms_of(network: nn.Module) -> tuple[nn.Module, ...]:
 
 @contextmanager
 def short_norms(norms: Iterable[Any], constants: dict[Any, Any]) -> Iterator[None]:
-    """Has norms run in two kernels.
-
-    Args:
-        norms: of `norms_of`.
-        constants: where their weights are kept twice over, for as long as no weight moves.
-    """
+    """Has norms run in two kernels; their weights are kept, twice over, among constants while no weight moves."""
     if "norms" not in constants:
-        constants["norms"] = [(norm, _Short(norm)) for norm in norms if _is_free(norm)]
+        constants["norms"] = [(norm, _Short(norm)) for norm in norms if not is_hooked(norm)]
     with replaced([(norm, "forward", short) for norm, short in constants["norms"]]):
         yield
 
@@ -72,11 +67,6 @@ def _is_norm(module: nn.Module) -> bool:
     return (
         plain and isinstance(getattr(module, "variance_epsilon", None), float) and _agrees(cast(Hashable, type(module)))
     )
-
-
-def _is_free(module: nn.Module) -> bool:
-    """Whether calling a module does no more than its class's forward."""
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 @lru_cache

@@ -30,12 +30,8 @@ class DiffusionAdapter(StepNetwork):
 
     def __init__(self, model: nn.Module, *, reference_denoiser: nn.Module | None = None) -> None:
         policy = policy_of(model)
-        super().__init__(model, policy.denoiser, policy, policy.state_dtype)
+        super().__init__(model, policy.denoiser, policy, policy.state_dtype, policy, reference_denoiser)
         self.reference_denoiser = reference_denoiser
-
-    @property
-    def _weights(self) -> tuple[nn.Module, ...]:
-        return (self.policy,) if self.reference_denoiser is None else (self.policy, self.reference_denoiser)
 
     def first_step(self, states: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
         """Gives the means of the states after the first step."""

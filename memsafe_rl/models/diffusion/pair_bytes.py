@@ -31,22 +31,25 @@ class StepNetwork(ScoringAdapter, ABC):
 
     time_separable = True
 
-    def __init__(self, model: nn.Module, network: nn.Module, policy: DiffusionPolicy, state_dtype: torch.dtype) -> None:
-        """Takes what is trained, the module that reads states, and the type in which it is given them."""
+    def __init__(
+        self,
+        model: nn.Module,
+        network: nn.Module,
+        policy: DiffusionPolicy,
+        state_dtype: torch.dtype,
+        *weights: nn.Module | None,
+    ) -> None:
+        """Takes the module that reads states, and what holds weights: first what may be trained, then a frozen copy."""
         self.model = model
         self.network = network
         self.policy = policy
+        self._weights = [held for held in weights if held is not None]
         self._state_bytes = state_dtype.itemsize * math.prod(policy.sample_shape)
         self._geometry: ModelGeometry | None = None
 
     @abstractmethod
     def first_step(self, states: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
         """Runs the network on states before the first step, each after an embedded prompt."""
-
-    @property
-    @abstractmethod
-    def _weights(self) -> tuple[nn.Module, ...]:
-        """What holds weights: first what may be trained, then frozen copies."""
 
     @property
     def device(self) -> torch.device:

@@ -112,7 +112,6 @@ class DiffusionScheduler(LinearScheduler):
         _check("timestep_spacing", self.timestep_spacing, SPACINGS)
         if not isinstance(self.steps_offset, int) or self.steps_offset < 0:
             raise ConfigError(f"steps_offset is {self.steps_offset!r}. Set it to 0 or a whole number above.")
-        self._check_noise()
         self.alphas_cumprod = cumulative_alphas(
             self.num_train_timesteps, self.beta_start, self.beta_end, self.beta_schedule
         )
@@ -128,10 +127,6 @@ class DiffusionScheduler(LinearScheduler):
         alphas = [float(self.alphas_cumprod[timestep]) for timestep in visited]
         pairs = pairwise([*alphas, 1.0])
         self._lay_out(torch.tensor(visited), [self._step(alpha, after) for alpha, after in pairs])
-
-    @abstractmethod
-    def _check_noise(self) -> None:
-        """Refuses a noise that this kind does not have."""
 
     @abstractmethod
     def _step(self, alpha: float, after: float) -> Step:
@@ -162,7 +157,8 @@ class DDIMScheduler(DiffusionScheduler):
 
     eta: float = 1.0
 
-    def _check_noise(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         _check_positive("eta", self.eta)
 
     def _step(self, alpha: float, after: float) -> Step:
@@ -183,7 +179,8 @@ class DDPMScheduler(DiffusionScheduler):
 
     variance_type: str = "fixed_small"
 
-    def _check_noise(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         _check("variance_type", self.variance_type, VARIANCES)
 
     def _step(self, alpha: float, after: float) -> Step:

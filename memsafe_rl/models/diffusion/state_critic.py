@@ -91,12 +91,8 @@ class StateNetwork(StepNetwork):
 
     def __init__(self, adapter: DiffusionAdapter, model: nn.Module) -> None:
         dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
-        super().__init__(model, model, adapter.policy, dtype)
+        super().__init__(model, model, adapter.policy, dtype, model)
         self.adapter = adapter
-
-    @property
-    def _weights(self) -> tuple[nn.Module, ...]:
-        return (self.model,)
 
     def first_step(self, states: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
         """Gives hidden states, or values, of states before the first step."""

@@ -24,6 +24,18 @@ _ALONE = 3e-2
 """What a row's logits may differ by for company, relative to the largest: less than bfloat16 may."""
 
 
+def settle(adapter: LanguageAdapter, settle_decoding: Callable[[LanguageAdapter, Trajectory, Tensor], None]) -> None:
+    """Has an adapter, and its frozen reference copy, go ways that give its model's own logits of two short rows."""
+    with torch.no_grad(), eval_mode(adapter.model):
+        trajectory = probe_rows(known_tokens(adapter))
+        wanted_MV = adapter.row_logits(adapter.model, trajectory, range(2))
+        settle_path(adapter, trajectory, wanted_MV)
+        settle_decoding(adapter, trajectory, wanted_MV)
+    if adapter.reference_adapter is not None:
+        adapter.reference_adapter.path = adapter.path
+        adapter.reference_adapter.packs_prompts = adapter.packs_prompts
+
+
 def settle_path(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
     """Keeps the first scoring path that gives the logits wanted, and says so if it is not the leanest."""
     first, reasons = adapter.path, []

@@ -39,7 +39,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
 from memsafe_rl.models.decoding.short_norms import norms_of, short_norms
 from memsafe_rl.models.decoding.short_rotations import rotations_of
 from memsafe_rl.models.geometry import read_geometry
-from memsafe_rl.models.module_state import as_reference, attention_configs, keep_eager_masks_finite
+from memsafe_rl.models.module_state import as_reference, attention_configs, is_hooked, keep_eager_masks_finite
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import (
     CACHE_SCALE_BYTES,
@@ -445,7 +445,7 @@ def logit_maps(config: Any) -> tuple[LogitMap, ...]:
 def head_of(module: nn.Module, logit_map: LogitMap, bias_V: Tensor | None = None) -> LinearHead | ModuleHead:
     """Describes an output head as it is now (PEFT's adapters on or off)."""
     linear = _active(module)
-    if type(linear) is nn.Linear and not _hooked(module) and not _hooked(linear):
+    if type(linear) is nn.Linear and not is_hooked(module) and not is_hooked(linear):
         both = linear.bias if bias_V is None else bias_V if linear.bias is None else linear.bias + bias_V
         return LinearHead(linear.weight, both, logit_map.scale, logit_map.soft_cap)
     return ModuleHead(module, logit_map, bias_V)
@@ -482,8 +482,3 @@ def _active(module: Any) -> Any:
     if module.disable_adapters or not trained:
         return module.original_module
     return module.modules_to_save[trained[0]]
-
-
-def _hooked(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class's forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)

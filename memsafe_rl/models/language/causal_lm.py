@@ -33,14 +33,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     longer_block,
 )
 from memsafe_rl.models.decoding.short_rotations import short_rotations
-from memsafe_rl.models.language.agreement import (
-    difference,
-    known_tokens,
-    probe_rows,
-    sampling_disagreement,
-    settle_generate,
-    settle_path,
-)
+from memsafe_rl.models.language import agreement
 from memsafe_rl.models.language.base import (
     LanguageAdapter,
     Route,
@@ -52,7 +45,6 @@ from memsafe_rl.models.language.base import (
     predicting_states,
 )
 from memsafe_rl.models.language.packing import attending, pack_rows, padded_layout
-from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import Component, Trajectory
 
@@ -107,8 +99,8 @@ class CausalLMAdapter(LanguageAdapter):
         cache = SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits, lengths=lengths, windows=windows)
         with self._attending_alone(ids_PL):
             output = self.lm.base_model(input_ids=ids_PL.to(self.device), past_key_values=cache, use_cache=True)
-        last_PD = _last_hidden(output[0], lengths)
-        del output
+        last_PD = torch.stack([output[0][row, length - 1] for row, length in enumerate(lengths)])
+        del output  # of which a copy of the last states is enough
         state = SharedPrefixState.of_prompts(block_of(cache.read, lengths, windows), windows, self.device)
         del cache
         for start in range(chunk, max(int(prompt.shape[0]) for prompt in prompts), chunk):
@@ -117,8 +109,14 @@ class CausalLMAdapter(LanguageAdapter):
 
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Gives a model's own logits at completion tokens, row by row without padding."""
-        prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
-        return _row_logits(model, trajectory.token_rows(rows, self.pad_token_id, self.device), prompts, lengths)
+        prompts, lengths, pieces = trajectory.condition_lengths(rows), trajectory.action_lengths(rows), []
+        ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
+        for ids_L, prompt, length in zip(ids_BL, prompts, lengths, strict=True):
+            ids_1L = ids_L[None, : prompt + length]  # under a window, padding may see nothing and become NaN
+            logits_1LV = model(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L), use_cache=False).logits
+            claim(Component.LOGITS, [logits_1LV])
+            pieces.append(logits_1LV[0, prompt - 1 : prompt + length - 1])
+        return torch.cat(pieces)
 
     def decode_plainly(
         self,
@@ -204,15 +202,7 @@ def check_head(adapter: CausalLMAdapter) -> None:
     `generate` decodes instead, with a cache or without, which is logged too. The bytes of the cache go into the
     geometry.
     """
-    with torch.no_grad(), eval_mode(adapter.model):
-        trajectory = probe_rows(known_tokens(adapter))
-        wanted_MV = adapter.row_logits(adapter.model, trajectory, range(2))
-        settle_path(adapter, trajectory, wanted_MV)
-        _check_sampling(adapter, trajectory, wanted_MV)
-        _settle_packing(adapter)
-    if adapter.reference_adapter is not None:
-        adapter.reference_adapter.path = adapter.path
-        adapter.reference_adapter.packs_prompts = adapter.packs_prompts
+    agreement.settle(adapter, _settle_decoding)
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
@@ -248,10 +238,10 @@ def _first_route(lm: Any) -> Route:
     return Route.LEAN if plain else Route.MASKED
 
 
-def _settle_packing(adapter: CausalLMAdapter) -> None:
+def _settle_packing(adapter: LanguageAdapter) -> None:
     """Keeps the packed route if it gives the logits of rows alone, and says so if it does not."""
     # Rows of a prompt lie apart from each other and are unlike in length.
-    trajectory = probe_rows(known_tokens(adapter), (3, 6), (4, 3, 7, 1, 5), (0, 1, 0, 1, 0))
+    trajectory = agreement.probe_rows(agreement.known_tokens(adapter), (3, 6), (4, 3, 7, 1, 5), (0, 1, 0, 1, 0))
     wanted_MV = adapter.row_logits(adapter.model, trajectory, range(len(trajectory)))
     reason = _packing_disagreement(adapter, trajectory, wanted_MV)
     adapter.packs_prompts = reason is None
@@ -259,17 +249,17 @@ def _settle_packing(adapter: CausalLMAdapter) -> None:
         logger.info("%s learns from every row with its own copy of the prompt: %s.", type(adapter.lm).__name__, reason)
 
 
-def _packing_disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
+def _packing_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
     """Says why rows cannot share a prompt, or None; out-of-memory errors pass through."""
     if adapter.path.route is not Route.LEAN:
         return f"{adapter.path.route.value} has no packed form"
     if "position_ids" not in inspect.signature(adapter.lm.base_model.forward).parameters:
         return "positions cannot be given"
-    rows = range(len(trajectory))
     adapter.packs_prompts = True
     try:
         for packed in (True, False):  # padded rows may attend as packed ones do
-            found = difference(partial(adapter.distribution, trajectory, rows, packed=packed), adapter, wanted_MV)
+            route = partial(adapter.distribution, trajectory, range(len(trajectory)), packed=packed)
+            found = agreement.difference(route, adapter, wanted_MV)
             if found is not None:
                 return found
         return None
@@ -281,47 +271,27 @@ def _packing_disagreement(adapter: CausalLMAdapter, trajectory: Trajectory, want
         adapter.packs_prompts = False
 
 
-def _check_sampling(adapter: CausalLMAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
+def _settle_decoding(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
     """Decodes both prompts together; where shared prompts give other logits, each row gets its own."""
     adapter.joins = adapter.joins and adapter.path.route is Route.LEAN
-    if adapter.joins:
-        reason = sampling_disagreement(adapter, trajectory, wanted_MV)
-        if reason is None:
-            return
+    reason = agreement.sampling_disagreement(adapter, trajectory, wanted_MV)
+    if reason is not None and adapter.joins:
         adapter.joins = False
         logger.warning(
             "%s attends in a way of its own, so rollouts keep a prompt once per completion, in waves. %s",
             type(adapter.lm).__name__,
             reason,
         )
-    reason = sampling_disagreement(adapter, trajectory, wanted_MV)
+        reason = agreement.sampling_disagreement(adapter, trajectory, wanted_MV)
     if reason is not None:
-        settle_generate(adapter, trajectory, wanted_MV, reason)
+        agreement.settle_generate(adapter, trajectory, wanted_MV, reason)
+    _settle_packing(adapter)
 
 
 def _can_share_prompts(lm: Any, route: Route) -> bool:
     """Whether a model's structure allows a shared-prefix cache; the check at start tells whether it agrees."""
     accepted = inspect.signature(lm.base_model.forward).parameters
     return route is Route.LEAN and "position_ids" in accepted and layer_windows(lm.config) is not None
-
-
-def _row_logits(model: Any, ids_BL: Tensor, prompts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Gives a model's own logits (M, V) at completion tokens; only one row's (L, V) exist beside them.
-
-    A row goes without its padding: under a window, padding may have nothing to attend to and become NaN.
-    """
-    pieces = []
-    for ids_L, prompt, length in zip(ids_BL, prompts, lengths, strict=True):
-        ids_1L = ids_L[None, : prompt + length]
-        logits_1LV = model(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L), use_cache=False).logits
-        claim(Component.LOGITS, [logits_1LV])
-        pieces.append(logits_1LV[0, prompt - 1 : prompt + length - 1])
-    return torch.cat(pieces)
-
-
-def _last_hidden(hidden_PLD: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Copies the hidden state (P, D) of each row's last token, so that the others can go."""
-    return torch.stack([hidden_PLD[row, length - 1] for row, length in enumerate(lengths)])
 
 
 def _matches(model: Any) -> bool:

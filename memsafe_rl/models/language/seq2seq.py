@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -35,13 +36,7 @@ from memsafe_rl.models.decoding.shared_prefix_attention import (
 )
 from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of, layer_windows
 from memsafe_rl.models.geometry import decoder_config
-from memsafe_rl.models.language.agreement import (
-    known_tokens,
-    probe_rows,
-    sampling_disagreement,
-    settle_generate,
-    settle_path,
-)
+from memsafe_rl.models.language import agreement
 from memsafe_rl.models.language.base import (
     LanguageAdapter,
     Route,
@@ -52,7 +47,7 @@ from memsafe_rl.models.language.base import (
     logit_maps,
     predicting_states,
 )
-from memsafe_rl.models.module_state import attention_configs, eval_mode, replaced
+from memsafe_rl.models.module_state import attention_configs, replaced
 from memsafe_rl.types import Component, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -299,18 +294,16 @@ def check_seq2seq(adapter: Seq2SeqAdapter) -> None:
     reference copy takes the same path. The bytes of the cache go into the geometry. Where decoding differs,
     transformers' `generate` decodes instead, with a cache or without, which is logged too.
     """
-    with torch.no_grad(), eval_mode(adapter.model):
-        trajectory = probe_rows(known_tokens(adapter))
-        wanted_MV = adapter.row_logits(adapter.model, trajectory, range(len(trajectory)))
-        settle_path(adapter, trajectory, wanted_MV)
-        reason = sampling_disagreement(adapter, trajectory, wanted_MV)
-        if reason is not None:
-            adapter.joins = False
-            alike = probe_rows(known_tokens(adapter), (4, 4))
-            wanted_MV = adapter.row_logits(adapter.model, alike, range(len(alike)))
-            settle_generate(adapter, alike, wanted_MV, reason)
-    if adapter.reference_adapter is not None:
-        adapter.reference_adapter.path = adapter.path
+    agreement.settle(adapter, _settle_decoding)
+
+
+def _settle_decoding(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
+    reason = agreement.sampling_disagreement(adapter, trajectory, wanted_MV)
+    if reason is not None:
+        adapter.joins = False
+        alike = agreement.probe_rows(agreement.known_tokens(adapter), (4, 4))
+        alike_MV = adapter.row_logits(adapter.model, alike, range(len(alike)))
+        agreement.settle_generate(adapter, alike, alike_MV, reason)
 
 
 def seq2seq_of(model: nn.Module) -> Any:
@@ -323,24 +316,20 @@ def seq2seq_of(model: nn.Module) -> Any:
 
 def start_token_of(lm: Any) -> int:
     """Gives the token that the decoder reads before a completion."""
-    for name in ("decoder_start_token_id", "bos_token_id"):
-        for config in (lm.config, lm.generation_config):
-            start = getattr(config, name, None)
-            if start is not None:
-                return _checked_start(lm, name, start)
+    known = int(lm.get_decoder().get_input_embeddings().weight.shape[0])
+    for name, config in product(("decoder_start_token_id", "bos_token_id"), (lm.config, lm.generation_config)):
+        start = getattr(config, name, None)
+        if isinstance(start, int) and not isinstance(start, bool) and 0 <= start < known:
+            return start
+        if start is not None:
+            raise ConfigError(
+                f"{name} of {type(lm).__name__} is {start!r}, but its decoder knows the tokens 0 to {known - 1}, and "
+                f"reads one of them before a completion. Set model.config.{name}; for T5 it is the pad token, for BART "
+                "the eos token."
+            )
     raise ConfigError(
         f"{type(lm).__name__} names no decoder_start_token_id, so that nothing predicts a completion's first token. "
         "Set model.config.decoder_start_token_id; for T5 it is the pad token."
-    )
-
-
-def _checked_start(lm: Any, name: str, start: Any) -> int:
-    known = int(lm.get_decoder().get_input_embeddings().weight.shape[0])
-    if isinstance(start, int) and not isinstance(start, bool) and 0 <= start < known:
-        return start
-    raise ConfigError(
-        f"{name} of {type(lm).__name__} is {start!r}, but its decoder knows the tokens 0 to {known - 1}, and reads one "
-        f"of them before a completion. Set model.config.{name}; for T5 it is the pad token, for BART the eos token."
     )
 
 
