@@ -209,7 +209,8 @@ class DryRun:
             return None
         speed, counted = self.speed, count_step(setup, longest)
         phases = {
-            phase: sum(times * speed.seconds(work) for times, work in pieces) for phase, pieces in counted.items()
+            phase: sum(times * speed.seconds(work, phase) for times, work in pieces)
+            for phase, pieces in counted.items()
         }
         known = self.dataset is not None or self.config.max_steps > 0
         return StepSeconds(phases, setup.planned_steps if known else None, speed)

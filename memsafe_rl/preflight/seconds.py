@@ -13,8 +13,8 @@ from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.preflight.speed import DeviceSpeed, Work, WorkCounter
-from memsafe_rl.preflight.worst_case import Longest, longest_rollout, longest_rows, samples
-from memsafe_rl.preflight.worst_rows import tried_places, worst_step
+from memsafe_rl.preflight.worst_case import Longest, longest_rollout, longest_rows, samples, try_scoring
+from memsafe_rl.preflight.worst_rows import tried_places, widest_slices, worst_step
 from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.slices import measure_slices
 from memsafe_rl.training.algorithms.objectives import Controllers
@@ -86,9 +86,11 @@ class _Laps:
 def count_step(setup: TrainingSetup, longest: Longest) -> dict[Phase, list[tuple[float, Work]]]:
     """Counts the kernels of a step on fake weights, by phase: pieces of work, and how often each is done in it."""
     with every_turn():
-        pieces = {Phase.ROLLOUT: _rollout(setup, longest), Phase.UPDATE: _update(setup, longest)}
+        of_rollout = {Phase.ROLLOUT: _rollout(setup, longest), Phase.SCORE: _scoring(setup, longest)}
+        update = _update(setup, longest)
     served = setup.config.updates_per_epoch * setup.config.num_iterations
-    pieces[Phase.ROLLOUT] = [(times / served, work) for times, work in pieces[Phase.ROLLOUT]]
+    pieces = {phase: [(times / served, work) for times, work in parts] for phase, parts in of_rollout.items()}
+    pieces[Phase.UPDATE] = update
     return pieces
 
 
@@ -105,6 +107,15 @@ def _rollout(setup: TrainingSetup, longest: Longest) -> list[tuple[float, Work]]
         step = counter.lap()
     waves = len(rows) / len(first)
     return [(waves, laps.laps[0]), (waves * (tokens - 1), step)]
+
+
+def _scoring(setup: TrainingSetup, longest: Longest) -> list[tuple[float, Work]]:
+    """Counts the passes that precede updates, by the slices that hold most; nothing where a run has none."""
+    trajectory, counter = longest_rows(setup, longest), WorkCounter()
+    slices = widest_slices(setup, trajectory, [range(len(trajectory))], setup.memory.rollout_plan.score_tokens)
+    with counter:
+        try_scoring(setup, longest, trajectory, setup.memory.update_plan.logprob_tile)
+    return [(len(trajectory) / sum(map(len, slices)), counter.lap())] if counter.work.launches else []
 
 
 def _update(setup: TrainingSetup, longest: Longest) -> list[tuple[float, Work]]:

@@ -7,7 +7,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -15,19 +15,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.ledger import storages_of
+from memsafe_rl.models.language.factory import adapter_for, check_adapter
+from memsafe_rl.rollout.native.running_batch import generate
+from memsafe_rl.types import Phase, RolloutPlan, SamplingSettings, SequenceKey
 
 _WIDTHS = (1, 4, 16, 64, 256)
 """Narrowest sides of the products that are timed; a wide product is as fast as the widest of them."""
-_SIDE = 1024
+_SIDE, _MATRICES = 1024, 24
 _TIMED_SECONDS = 0.15
 _MOVED_ELEMENTS = 2**20
-_BLOCKS, _NARROW = 6, 32
+_NARROW, _DRAWN_TOKENS = 32, 16
 _SPANS = 7
 _TERA, _GIGA = 1e12, 1e9
 
@@ -60,12 +66,12 @@ class DeviceSpeed:
     source: str  # how its figures are known, for people
     flops: Mapping[int, float]  # operations a second of products, by their narrowest side, ascending
     bytes_per_second: float  # read and written by kernels that are no products
-    launch_seconds: float  # time from one kernel to the next where both do nearly nothing
+    launch_seconds: Mapping[Phase, float]  # from one kernel to the next where both do nearly nothing, in each phase
     waits: bool  # whether a kernel starts when the one before has ended, as on a CPU; else launches and work overlap
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Work, phase: Phase) -> float:
         """Estimates how long work takes: every kernel computes, moves bytes or is launched, whatever takes longest."""
-        launched = self.launch_seconds * work.launches
+        launched = self.launch_seconds[phase] * work.launches
         worked = sum(count * self._busy(kernel) for kernel, count in work.kernels.items())
         return launched + worked if self.waits else max(launched, worked)
 
@@ -145,11 +151,13 @@ def measured_speed(
     The clock is another one than the wall's where a machine is busy with other work.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.inference_mode(mode=False):
-        weights = torch.ones(_SIDE, _SIDE, device=device, dtype=dtype)
+        # as many as no cache holds: those of a network are read anew for every token
+        weights = [torch.ones(_SIDE, _SIDE, device=device, dtype=dtype) for _ in range(_MATRICES)]
         rates = {}
         for width in _WIDTHS:
             rows = torch.ones(width, _SIDE, device=device, dtype=dtype)
-            rates[width] = 2 * width * _SIDE**2 / _time(functools.partial(torch.mm, rows, weights), device, clock)
+            layers = functools.partial(_multiply, rows, weights)
+            rates[width] = 2 * width * _SIDE**2 * _MATRICES / _time(layers, device, clock)
         one, other = (torch.ones(_MOVED_ELEMENTS, device=device) for _ in range(2))
         moved = 3 * one.nbytes / _time(functools.partial(torch.add, one, other), device, clock)
         launch = _launch_seconds(device, clock)
@@ -157,31 +165,35 @@ def measured_speed(
     return DeviceSpeed(name, "measured here", rates, moved, launch, waits=device.type == "cpu")
 
 
-class _Block(nn.Module):
-    """A norm, a product and an activation: kernels as a network has them, over next to no numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.product = nn.Parameter(torch.ones(_NARROW)), nn.Linear(_NARROW, _NARROW, bias=False)
-
-    def forward(self, given: Tensor) -> Tensor:
-        """Runs the block."""
-        scale = torch.rsqrt(given.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return nn.functional.silu(self.product(self.norm * (given * scale)))
+def _multiply(rows: Tensor, weights: Sequence[Tensor]) -> None:
+    """Does what the linear layers of a network do."""
+    for weight in weights:
+        functional.linear(rows, weight)
 
 
-def _launch_seconds(device: torch.device, clock: Callable[[], float]) -> float:
-    """Times a small network, forward and backward, per kernel."""
-    network = nn.Sequential(*(_Block() for _ in range(_BLOCKS))).to(device)
-    given = torch.ones(8, _NARROW, device=device)
+def _launch_seconds(device: torch.device, clock: Callable[[], float]) -> dict[Phase, float]:
+    """Times a network of next to no numbers, per kernel: what takes time is the Python that stands around kernels."""
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": _NARROW // 2}
+    ids = {"vocab_size": _NARROW, "pad_token_id": 0}
+    config = Qwen3Config(hidden_size=_NARROW, intermediate_size=2 * _NARROW, **shape, **ids)
+    network = Qwen3ForCausalLM(config).to(device)
+    adapter, prompt = adapter_for(network, pad_token_id=0), torch.arange(8)
+    check_adapter(adapter)
+    settings = SamplingSettings(_DRAWN_TOKENS, eos_token_ids=())
 
-    def forward_and_backward() -> None:
-        network(given).sum().backward()
+    def draw() -> None:
+        generate(adapter, [prompt], [[SequenceKey(0, 0, 0, 0)]], settings, under(RolloutPlan()))
 
-    counter = WorkCounter()
-    with counter:
-        forward_and_backward()
-    return _time(forward_and_backward, device, clock) / counter.work.launches
+    def learn() -> None:
+        network(prompt[None].to(device), use_cache=False).logits.sum().backward()
+
+    found = {}
+    for phase, done in ((Phase.ROLLOUT, draw), (Phase.UPDATE, learn)):
+        counter = WorkCounter()
+        with counter:
+            done()
+        found[phase] = _time(done, device, clock) / counter.work.launches
+    return {**found, Phase.SCORE: found[Phase.UPDATE]}
 
 
 def _time(function: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
@@ -243,7 +255,7 @@ def speed_of_card(name: str, dtype: torch.dtype) -> DeviceSpeed:
         source="an estimate from its data sheet, not measured",
         flops={width: peak * share for width, share in assumed["share_of_peak_by_width"].items()},
         bytes_per_second=sheet["gigabytes_per_second"] * _GIGA * assumed["share_of_bandwidth"],
-        launch_seconds=assumed["launch_microseconds"] * 1e-6,
+        launch_seconds=dict.fromkeys(Phase, assumed["launch_microseconds"] * 1e-6),
         waits=False,
     )
 

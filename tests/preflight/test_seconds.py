@@ -35,8 +35,9 @@ from memsafe_rl.types import Phase
 from memsafe_rl.units import format_seconds
 from tests.tiny import tiny_model, tiny_tokenizer
 
-SLOW = DeviceSpeed("slow", "made up", {1: 100.0, 11: 200.0}, 10.0, 0.5, waits=True)
-GIGAFLOP = DeviceSpeed("one", "made up", {1: 1e9}, 1e30, 0.0, waits=True)
+EVERY_HALF = dict.fromkeys(Phase, 0.5)
+SLOW = DeviceSpeed("slow", "made up", {1: 100.0, 11: 200.0}, 10.0, EVERY_HALF, waits=True)
+GIGAFLOP = DeviceSpeed("one", "made up", {1: 1e9}, 1e30, dict.fromkeys(Phase, 0.0), waits=True)
 """Only products take time on it."""
 
 
@@ -71,19 +72,21 @@ class TestDeviceSpeed:
         work = Work()
         work.kernels[Kernel(6, 300, 5)] += 2  # 300 at 150 a second
         work.kernels[Kernel(0, 0, 40)] += 1
-        assert SLOW.seconds(work) == pytest.approx(3 * 0.5 + 2 * 2.0 + 4.0)
+        assert SLOW.seconds(work, Phase.UPDATE) == pytest.approx(3 * 0.5 + 2 * 2.0 + 4.0)
 
     def test_launches_hide_behind_work_where_a_device_does_not_wait(self) -> None:
         work = Work()
         work.kernels[Kernel(0, 0, 10)] += 4
-        assert DeviceSpeed("", "", {1: 1.0}, 10.0, 0.5, waits=False).seconds(work) == 4.0
-        assert DeviceSpeed("", "", {1: 1.0}, 10.0, 3.0, waits=False).seconds(work) == 12.0
+        for launch, seconds in ((0.5, 4.0), (3.0, 12.0)):
+            speed = DeviceSpeed("", "", {1: 1.0}, 10.0, {Phase.ROLLOUT: launch}, waits=False)
+            assert speed.seconds(work, Phase.ROLLOUT) == seconds
 
     def test_this_machine_is_measured(self) -> None:
         speed = measured_speed(torch.device("cpu"), torch.float32)
         assert speed.waits
         assert speed.flops[256] > speed.flops[1] > 1e8
-        assert 1e-7 < speed.launch_seconds < 1e-2
+        assert set(speed.launch_seconds) == {Phase.ROLLOUT, Phase.SCORE, Phase.UPDATE}
+        assert all(1e-7 < seconds < 1e-2 for seconds in speed.launch_seconds.values())
         assert speed.bytes_per_second > 1e8
         assert measured_speed(torch.device("cpu"), torch.float32) is speed
 
@@ -131,17 +134,28 @@ def forecast(tmp_path: Path, speed: DeviceSpeed | None, **settings: Any) -> Memo
     )
 
 
+SHAPE = tiny_model("qwen3", vocab_size=300, layers=2, hidden=64, positions=256)
+BLOCKS = sum(weight.numel() for layer in SHAPE.model.layers for weight in layer.parameters())
+HEAD, ACTIONS, TOKENS = SHAPE.lm_head.weight.numel(), 8 * 24, 8 * (12 + 24)
+FORWARD = 2 * (BLOCKS * TOKENS + HEAD * ACTIONS)
+"""Operations of the products of a forward over all rows, attention left out."""
+
+
 class TestStepSeconds:
     def test_products_of_an_update_are_three_forwards_of_its_tokens(self, tmp_path: Path) -> None:
         found = forecast(tmp_path, GIGAFLOP).step_seconds
         assert found is not None
-        model = tiny_model("qwen3", vocab_size=300, layers=2, hidden=64, positions=256)
-        blocks = sum(weight.numel() for layer in model.model.layers for weight in layer.parameters())
-        actions, tokens = 8 * 24, 8 * (12 + 24)
-        forward = 2 * (blocks * tokens + model.lm_head.weight.numel() * actions)
-        assert found.phases[Phase.UPDATE] * 1e9 == pytest.approx(3 * forward, rel=0.25)  # attention, the head again
-        decoded = 2 * (blocks + model.lm_head.weight.numel()) * 8 * 24
+        assert found.phases[Phase.UPDATE] * 1e9 == pytest.approx(3 * FORWARD, rel=0.25)  # attention, the head again
+        decoded = 2 * (BLOCKS + HEAD) * ACTIONS
         assert found.phases[Phase.ROLLOUT] * 1e9 == pytest.approx(decoded, rel=0.25)  # attention, the prompts
+
+    def test_a_reference_scores_by_one_forward_of_unique_tokens(self, tmp_path: Path) -> None:
+        plain, scored = (forecast(tmp_path, GIGAFLOP, beta=beta).step_seconds for beta in (0.0, 0.1))
+        assert plain is not None
+        assert scored is not None
+        assert plain.phases[Phase.SCORE] == 0
+        packed = 2 * (BLOCKS * (2 * 12 + ACTIONS) + HEAD * ACTIONS)  # each of the two prompts once
+        assert scored.phases[Phase.SCORE] * 1e9 == pytest.approx(packed, rel=0.15)
 
     def test_a_rollout_is_shared_by_the_steps_that_train_on_it(self, tmp_path: Path) -> None:
         once, thrice = (forecast(tmp_path, GIGAFLOP, num_iterations=count).step_seconds for count in (1, 3))
