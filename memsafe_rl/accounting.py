@@ -19,12 +19,9 @@ Turn = TypeVar("Turn")
 
 _listeners: list[Listener] = []
 _counters: list[Counter] = []
-_turns: int | None = None
-"""Turns of a loop that are worth running; None for all."""
-_UNHEARD: AbstractContextManager[None] = nullcontext()
-"""The mark that nobody hears."""
-_PLAIN = (Tensor, nn.Parameter)
-"""Types of tensors that have nothing beside their elements."""
+_turns: int | None = None  # turns of a loop that are worth running; None for all
+_UNHEARD: AbstractContextManager[None] = nullcontext()  # the mark that nobody hears
+_PLAIN = (Tensor, nn.Parameter)  # types of tensors that have nothing beside their elements
 
 
 class Listener(Protocol):
@@ -97,10 +94,7 @@ def charge(component: Component) -> AbstractContextManager[None]:
 
 
 def host_memory() -> AbstractContextManager[None]:
-    """Declares that what this thread allocates inside stands for host memory, which no device limit binds.
-
-    Only a simulated device needs to be told, for there both lie on the CPU.
-    """
+    """Declares that what this thread allocates inside stands for host memory, as a simulated device has to be told."""
     return _host_memory() if _counters else _UNHEARD
 
 
@@ -113,11 +107,7 @@ def claim(component: Component, tensors: Iterable[Tensor]) -> None:
 
 
 def hold(component: Component, tensors: Iterable[Tensor]) -> None:
-    """Declares that existing tensors lie on the device from now on, however their bytes came to be.
-
-    Weights mapped from a file, or made before anybody counted, were never allocated under the count; on a device they
-    would have been.
-    """
+    """Declares that existing tensors, such as weights mapped from a file, lie on the device from now on."""
     if _counters:
         found = list(tensors)
         for counter in _counters:

@@ -33,11 +33,7 @@ class SaveError(MemsafeError, OSError):
 
 
 class TrainingInterrupted(SystemExit, KeyboardInterrupt):
-    """A signal or a stop file has ended training; left alone, the process ends with code 75 ("try again later").
-
-    Args:
-        reason: which signal, or which file.
-    """
+    """A signal or a stop file has ended training; left alone, the process ends with code 75 ("try again later")."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(INTERRUPTED_CODE)

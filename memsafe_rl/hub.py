@@ -12,17 +12,12 @@ from huggingface_hub import constants, get_session
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_SECONDS = 3.0
-"""How long a hub may take to answer at all; loading itself then has the client's own patience."""
-_BELIEVED_SECONDS = 60
-"""How long an answer, or none, is believed."""
+_PATIENCE_SECONDS = 3.0  # how long a hub may take to answer at all; loading itself then has the client's own patience
+_BELIEVED_SECONDS = 60  # how long an answer, or none, is believed
 
 
 def places_for(name: str, **given: Any) -> dict[str, Any]:
-    """Adds to the arguments of ``from_pretrained`` what keeps it from asking a hub that does not answer.
-
-    The client tries for half a minute, file by file; what lies in its cache is found without the hub too.
-    """
+    """Adds to the arguments of ``from_pretrained`` what keeps it from asking a hub that does not answer."""
     if given.get("local_files_only") is not None or constants.HF_HUB_OFFLINE or Path(name).exists():
         return dict(given)
     if _answers(constants.ENDPOINT, int(time.monotonic() // _BELIEVED_SECONDS)):

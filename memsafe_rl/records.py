@@ -36,13 +36,9 @@ _TAIL = re.compile(rb'"run_id": "(\w*)"\}\Z')
 
 
 class Lineage(NamedTuple):
-    """Which start of a run did a step: a run that resumes leaves the later steps of earlier starts behind.
+    """Which start of a run did a step: a run that resumes leaves the later steps of earlier starts behind."""
 
-    Args:
-        starts: number of a start and the step it began from, oldest first.
-    """
-
-    starts: tuple[tuple[int, int], ...] = ((0, 0),)
+    starts: tuple[tuple[int, int], ...] = ((0, 0),)  # number of a start and the step it began from, oldest first
 
     def start_of(self, step: float) -> int:
         """Gives the start whose record of a step counts."""
@@ -57,10 +53,8 @@ class RecordLog(Sequence[Record]):
     """Records in the order they were appended, read-only but for `append` and `amend`.
 
     Records wait in memory until `flush` writes them: to a temporary file until `open` names the log's own. A disk that
-    is full loses nothing: what could not be written waits for the next flush.
-
-    Args:
-        restore: turns what JSON gives back into a record; non-finite numbers are stored as null.
+    is full loses nothing: what could not be written waits for the next flush. ``restore`` turns what JSON gives back
+    into a record; non-finite numbers are stored as null.
     """
 
     def __init__(self, restore: Callable[[Record], Record] | None = None) -> None:
@@ -90,16 +84,8 @@ class RecordLog(Sequence[Record]):
                 return [self._at(place) for place in range(*index.indices(len(self)))]
             return self._at(range(len(self))[index])
 
-    def __iter__(self) -> Iterator[Record]:
-        place = 0
-        while place < len(self):
-            yield self[place]
-            place += 1
-
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence) or len(self) != len(other):
-            return NotImplemented if not isinstance(other, Sequence) else False
-        return all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -140,11 +126,7 @@ class RecordLog(Sequence[Record]):
     def open(self, path: Path, stamp: Mapping[str, Any], lineage: Lineage | None = None, step: int = 0) -> None:
         """Goes on in a file, after what stands there; records that no file holds yet move into it.
 
-        Args:
-            path: the log; made where it does not exist.
-            stamp: the run's id and which of its starts writes.
-            lineage: of the run so far; its records up to `step` are what this log then begins with. None: no record.
-            step: where the run resumes; 0 for a new one.
+        The log then begins with the records of the run's lineage, if one is given, up to the step where it resumes.
         """
         with self._lock:
             if self._path is not None:
@@ -168,14 +150,7 @@ class RecordLog(Sequence[Record]):
             self._waiting = carried
 
     def flush(self, *, durable: bool = False) -> bool:
-        """Writes what waits; a full disk is said once, and what waits goes on waiting.
-
-        Args:
-            durable: also wait until the disk has it.
-
-        Returns:
-            Whether everything is written.
-        """
+        """Writes what waits, durably if asked; a full disk is said once, and what waits goes on waiting."""
         with self._lock:
             if self._path is None and len(self._waiting) <= RECENT:
                 return True  # few records need no file while they have none of their own
@@ -215,7 +190,6 @@ class RecordLog(Sequence[Record]):
             del self._waiting[0]
 
     def _put_back(self, old: _File, path: Path) -> None:
-        """Writes a log again that was deleted or moved away while it was open."""
         if not still_ours(path.parent, self._stamp.get("run_id", "")):
             raise OSError(errno.ESTALE, "its folder was moved or deleted, and is another run's now")
         path.parent.mkdir(parents=True, exist_ok=True)

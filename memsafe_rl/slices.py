@@ -14,8 +14,7 @@ _WORTHWHILE = 0.9
 """Share of the tokens of separate rows that packed ones may have and still be packed by default: a few copies of short
 prompts are not worth the extra pieces of attention."""
 
-_ALIKE = 0.99
-"""Share of the largest slice from which on another one counts as being like it."""
+_ALIKE = 0.99  # share of the largest slice from which on another one counts as being like it
 
 
 class Slices(NamedTuple):
@@ -67,8 +66,7 @@ def cut_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def cut_by_prompt(work: UpdateWork, budget: int) -> list[list[int]]:
     """Cuts rows into slices in which a prompt counts once; rows of a prompt stay together as far as they fit.
 
-    A prompt whose rows do not fit comes again with the next of them. Slices are filled first fit, the largest pieces
-    first (Johnson 1973, "Near-optimal bin packing algorithms").
+    Slices are filled first fit, the largest pieces first (Johnson 1973, "Near-optimal bin packing algorithms").
     """
     pieces = sorted(_pieces(work, budget), key=lambda piece: -piece[0])
     slices: list[list[int]] = []
@@ -166,11 +164,22 @@ def packed_tokens(work: UpdateWork, rows: Sequence[int]) -> int:
     return sum(prompts.values()) + sum(work.action_tokens[row] for row in rows)
 
 
+@lru_cache(maxsize=256)
 def measure_slices(work: UpdateWork, budget: int, *, packed: bool) -> Slices:
     """Measures the slices into which rows are cut."""
     if work.geometry.unit is not None:
-        return _measured_pairs(len(work.row_tokens), max(work.row_tokens, default=0), budget)
-    return _measured(work.row_tokens, work.action_tokens, work.prompts if packed else (), work.sources, budget)
+        columns = range(max(work.row_tokens, default=0))
+        tokens = [len(piece) * len(chosen) for piece, chosen in cut_columns(len(work.row_tokens), columns, budget)]
+        actions = tokens
+    else:
+        slices = cut_work(work, budget, packed=packed)
+        if packed and work.prompts:
+            tokens = [packed_tokens(work, rows) for rows in slices]
+        else:
+            tokens = [len(rows) * max(work.row_tokens[row] for row in rows) for rows in slices]
+        actions = [sum(work.action_tokens[row] for row in rows) for rows in slices]
+    found = max(tokens, default=1), max(actions, default=1), len(tokens), sum(tokens)
+    return Slices(*(max(1, count) for count in found))
 
 
 class SourceSlices(NamedTuple):
@@ -183,56 +192,23 @@ class SourceSlices(NamedTuple):
     number: int  # how many slices there are
 
 
+@lru_cache(maxsize=256)
 def measure_sources(work: UpdateWork, budget: int) -> SourceSlices:
     """Measures the groups and slices of rows whose prompts an encoder reads."""
-    return _measured_sources(work.row_tokens, work.action_tokens, work.sources, budget)
-
-
-@lru_cache(maxsize=256)
-def _measured_sources(
-    row_tokens: tuple[int, ...], action_tokens: tuple[int, ...], sources: tuple[int, ...], budget: int
-) -> SourceSlices:
-    work = UpdateWork(row_tokens, action_tokens, None, (), sources)  # type: ignore[arg-type]
     read, attended, tokens, actions, number = 1, 1, 1, 1, 0
     for group in cut_groups(work, budget, packed=False):
-        lengths = {sources[row]: _source_tokens(work, row) for part in group for row in part}
+        lengths = {work.sources[row]: _source_tokens(work, row) for part in group for row in part}
         read = max(read, len(lengths) * max(lengths.values()))
         for part in group:
             attended = max(attended, len(part) * max(_source_tokens(work, row) for row in part))
-            tokens = max(tokens, len(part) * max(action_tokens[row] for row in part))
-            actions = max(actions, sum(action_tokens[row] for row in part))
+            tokens = max(tokens, len(part) * max(work.action_tokens[row] for row in part))
+            actions = max(actions, sum(work.action_tokens[row] for row in part))
             number += 1
     return SourceSlices(read, attended, tokens, actions, max(1, number))
 
 
 def _source_tokens(work: UpdateWork, row: int) -> int:
     return work.row_tokens[row] - work.action_tokens[row]
-
-
-@lru_cache(maxsize=256)
-def _measured_pairs(rows: int, columns: int, budget: int) -> Slices:
-    sizes = [len(piece) * len(chosen) for piece, chosen in cut_columns(rows, range(columns), budget)]
-    found = max(sizes, default=1), max(sizes, default=1), len(sizes), sum(sizes)
-    return Slices(*(max(1, count) for count in found))
-
-
-@lru_cache(maxsize=256)
-def _measured(
-    row_tokens: tuple[int, ...],
-    action_tokens: tuple[int, ...],
-    prompts: tuple[int, ...],
-    sources: tuple[int, ...],
-    budget: int,
-) -> Slices:
-    work = UpdateWork(row_tokens, action_tokens, None, prompts, sources)  # type: ignore[arg-type]
-    slices = cut_work(work, budget, packed=True)
-    if prompts:
-        tokens = [packed_tokens(work, rows) for rows in slices]
-    else:
-        tokens = [len(rows) * max(row_tokens[row] for row in rows) for rows in slices]
-    actions = [sum(action_tokens[row] for row in rows) for rows in slices]
-    found = max(tokens, default=1), max(actions, default=1), len(slices), sum(tokens)
-    return Slices(*(max(1, count) for count in found))
 
 
 def _even(items: Sequence[int], pieces: int) -> list[list[int]]:

@@ -36,15 +36,9 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
         """Draws the bar, named after the algorithm."""
         if not state.is_world_process_zero:
             return
-        self._progress = Progress(
-            TextColumn(f"[bold]{args.algorithm}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-        )
+        name, facts = TextColumn(f"[bold]{args.algorithm}"), TextColumn("{task.fields[facts]}")
+        columns = name, BarColumn(), MofNCompleteColumn(), facts, TimeElapsedColumn(), TimeRemainingColumn()
+        self._progress = Progress(*columns, console=self._console)
         self._task = self._progress.add_task("train", total=state.max_steps, completed=state.global_step, facts="")
         self._progress.start()
 

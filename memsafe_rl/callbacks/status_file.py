@@ -1,16 +1,17 @@
-"""How a run stands, written once a second for `memsafe-rl monitor`."""
+"""What a run is, written once when it begins, and how it stands, written once a second for `memsafe-rl monitor`."""
 
 from __future__ import annotations
 
 import logging
 import os
+import platform
 import socket
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +19,55 @@ import torch
 from transformers import TrainerCallback
 
 from memsafe_rl.diagnostics.run_figures import phase_peaks
-from memsafe_rl.diagnostics.status import enter_index, process_started, status_file, write_json
+from memsafe_rl.diagnostics.status import enter_index, process_started, status_file, versions, write_json
 from memsafe_rl.memory.runtime.device_readings import allocator_counters, device_facts, driver_free_bytes
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
-from memsafe_rl.records import run_id_of, still_ours
+from memsafe_rl.records import RUN_FILE, read_json, run_id_of, still_ours
 
 logger = logging.getLogger(__name__)
 _ERROR_CHARACTERS = 4000
 _SHOWN_METRICS = (
-    "reward",
-    "kl",
-    "entropy",
-    "completions/mean_length",
-    "completions/clipped_ratio",
-    "step_time",
-    "num_tokens",
+    *("reward", "kl", "entropy", "completions/mean_length", "completions/clipped_ratio", "step_time", "num_tokens"),
 )
-
 """Metrics of the last step that a status file repeats."""
 
 
-class StatusFile(TrainerCallback):  # type: ignore[misc]
-    """Writes the run's status to `monitor.json` once a second while it trains.
+@dataclass(eq=False)
+class RunRecord(TrainerCallback):  # type: ignore[misc]
+    """Writes what a run is to `run.json`."""
 
-    A thread of its own reads counters and writes the file, so that long phases are covered too and the run never
-    waits. Only the run itself queries the driver, between steps.
-    """
+    output_dir: Path
+    tracker: MemoryTracker
+    device: torch.device
+    facts: Callable[[], Mapping[str, Any]] = dict  # further facts
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Writes down what the run is, beside whose it is."""
+        if not state.is_world_process_zero:
+            return
+        path = self.output_dir / RUN_FILE
+        known = read_json(path) or {}
+        now = {"began": time.time(), "first_step": state.global_step, "command": " ".join(sys.argv)}
+        content = {
+            **known,
+            **now,
+            "starts": [*known.get("starts", ()), {"start": known.get("start", 0), **now}],
+            "max_steps": state.max_steps,
+            "device": asdict(device_facts(self.tracker.meter, self.device)),
+            "budget_bytes": self.tracker.budget_bytes,
+            "counts_tensors": self.tracker.meter.is_exact,
+            "versions": {"python": platform.python_version(), **versions()},
+            "config": args.to_sanitized_dict(),
+            **self.facts(),
+        }
+        try:
+            write_json(path, content)
+        except OSError as error:
+            logger.warning("%s cannot be written (%s)", path, error.strerror)
+
+
+class StatusFile(TrainerCallback):  # type: ignore[misc]
+    """Writes the run's status to `monitor.json` once a second while it trains, in a thread, so that no phase waits."""
 
     def __init__(
         self,
@@ -162,7 +186,11 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
             peaks[str(name)] = max(peaks.get(name, 0), peak)
         plans = (tracker.rollout_plan, tracker.update_plan)
         predicted = {name: size for plan in plans for name, size in plan.predicted_bytes.items() if "/" not in name}
-        self._count_events()
+        events, end = tracker.events, len(tracker.events)
+        for event in events[self._seen : end]:
+            if event["event"] in self._counted:
+                self._counted[event["event"]] += 1
+        self._seen = end
         return {
             **self._fixed,
             **self._now,
@@ -179,13 +207,6 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
             "failures": self._counted["failure"],
             "retries": self._counted["retry"],
         }
-
-    def _count_events(self) -> None:
-        events, end = self._tracker.events, len(self._tracker.events)
-        for event in events[self._seen : end]:
-            if event["event"] in self._counted:
-                self._counted[event["event"]] += 1
-        self._seen = end
 
 
 def _keep_writing(watched: weakref.ref[StatusFile], over: threading.Event, every_seconds: float) -> None:

@@ -12,11 +12,7 @@ from memsafe_rl.errors import ConfigError
 
 
 def check_installed(trackers: Sequence[str]) -> None:
-    """Refuses trackers that are not installed, of which accelerate only warns.
-
-    Raises:
-        ConfigError: one is not installed.
-    """
+    """Refuses trackers that are not installed, of which accelerate only warns."""
     installed = {str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()}
     missing = [name for name in trackers if name not in installed]
     if missing:
@@ -33,18 +29,10 @@ class Trackers(TrainerCallback):  # type: ignore[misc]
         self._is_open = False
 
     def open(self, args: Any) -> None:
-        """Opens the trackers with the run's configuration, before hours are spent on a run that none can follow.
-
-        Raises:
-            ConfigError: one does not answer.
-        """
-        plain = {
-            name: value if isinstance(value, (bool, int, float, str)) else str(value)
-            for name, value in args.to_sanitized_dict().items()
-        }
+        """Opens the trackers with the run's configuration, before hours are spent on a run that none can follow."""
         options = {"wandb": {"name": self._run_name}} if self._run_name else {}
         try:
-            self._accelerator.init_trackers(self._project, config=plain, init_kwargs=options)
+            self._accelerator.init_trackers(self._project, config=args.to_sanitized_dict(), init_kwargs=options)
         except Exception as error:
             told = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             named = ", ".join(args.trackers)

@@ -11,7 +11,7 @@ from typing import Any
 
 from memsafe_rl.diagnostics.status import versions
 from memsafe_rl.errors import ConfigError, DamagedCheckpointError
-from memsafe_rl.records import Lineage
+from memsafe_rl.records import Lineage, read_json
 
 MANIFEST = "manifest.json"
 LOOP = "loop.json"
@@ -62,23 +62,22 @@ def write_manifest(folder: Path, mark: RunMark, step: int) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads what a checkpoint says of itself; checkpoints of earlier versions say nothing.
-
-    Raises:
-        DamagedCheckpointError: it is missing or torn.
-        ConfigError: a newer version wrote it.
-    """
+    """Reads what a checkpoint says of itself; checkpoints of earlier versions say nothing."""
     path = folder / MANIFEST
     try:
         if not path.exists():
-            if _format(folder) >= FORMAT:
+            if int((read_json(folder / LOOP) or {}).get("format", 1)) >= FORMAT:
                 raise FileNotFoundError("it is missing")
             return Manifest(RunMark())
         content = json.loads(path.read_text())
         if content.pop("seal") != _seal(content):
             raise ValueError("its seal does not fit its content")
         if content["format"] > _MANIFEST_FORMAT:
-            raise _newer(path, content)
+            by = dict(content.get("versions", {})).get("memsafe-rl", "unknown")
+            raise ConfigError(
+                f"{str(path)!r} has format {content['format']}, of a newer memsafe-rl ({by}); this one reads up to "
+                f"{_MANIFEST_FORMAT}. Upgrade memsafe-rl, or resume from a checkpoint that this version wrote."
+            )
         lineage = Lineage(tuple((int(start), int(step)) for start, step in content["lineage"]))
         mark = RunMark(str(content["run_id"]), int(content["start"]), lineage)
         return Manifest(mark, int(content["step"]), dict(content["versions"]), dict(content["files"]))
@@ -88,20 +87,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpointError(f"{str(path)!r} is damaged ({type(error).__name__}: {error})") from error
 
 
-def _newer(path: Path, content: Mapping[str, Any]) -> ConfigError:
-    by = dict(content.get("versions", {})).get("memsafe-rl", "unknown")
-    return ConfigError(
-        f"{str(path)!r} has format {content['format']}, of a newer memsafe-rl ({by}); this one reads up to "
-        f"{_MANIFEST_FORMAT}. Upgrade memsafe-rl, or resume from a checkpoint that this version wrote."
-    )
-
-
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Compares every file with what was written.
-
-    Raises:
-        DamagedCheckpointError: one is missing, longer, shorter or different.
-    """
+    """Compares every file with what was written."""
     for name, written in (manifest.files or {}).items():
         path = folder / name
         if not path.is_file():
@@ -113,15 +100,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             raise DamagedCheckpointError(f"{str(path)!r} differs from what was written (sha-256)")
 
 
-def _format(folder: Path) -> int:
-    try:
-        return int(json.loads((folder / LOOP).read_text()).get("format", 1))
-    except (OSError, ValueError, AttributeError):
-        return 1
-
-
 def _seal(content: Mapping[str, Any]) -> str:
-    """Hashes a manifest's own content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -29,14 +29,12 @@ from memsafe_rl.records import RUN_FILE, read_json, still_ours
 logger = logging.getLogger(__name__)
 
 _LOCK = ".run.lock"
-_WAIT_SECONDS = 600.0
-"""For another process that saves weights in the same folder."""
+_WAIT_SECONDS = 600.0  # for another process that saves weights in the same folder
 _MOVING = ".moving.json"
 """What is being moved aside, so that a start that is killed meanwhile splits no run: the next one goes on."""
 _DRAFT, _READY, _NAMES = ".weights.part", ".weights.new", ".names"
 """Weights being written, and written whole but not yet in their place; the second holds all their names."""
-_CARD = "README.md"
-"""Written beside an adapter; one that is there is the user's."""
+_CARD = "README.md"  # written beside an adapter; one that is there is the user's
 _STRAY = re.compile(rf"\.({PREFIX}\d+|weights)\.(part|old)|\.(run|monitor(-\d+)?|\.moving)\.json\.\d+")
 """Names of what a killed run leaves half written."""
 _LOGS = (
@@ -74,17 +72,7 @@ class RunFolder:
 def claim(path: Path, resume: bool | str | Path | None, *, overwrite: bool = False, own: str = "") -> RunFolder:
     """Takes a folder for a run, and moves an earlier run's files aside where that loses nothing.
 
-    Args:
-        path: the run's `output_dir`.
-        resume: what to resume from, as `find_checkpoint` takes it; None for a new run.
-        overwrite: move an earlier run aside even if it left checkpoints or weights.
-        own: id of a run that may be moved aside like that: the same trainer's earlier one.
-
-    Returns:
-        The folder with the run's id and the number of this start.
-
-    Raises:
-        ConfigError: the folder cannot be written, is in use, or holds another run's checkpoints or weights.
+    One that left checkpoints or weights is moved only with ``overwrite``, or if it is the same trainer's ``own``.
     """
     lock = _lock(path)
     try:
@@ -98,7 +86,8 @@ def claim(path: Path, resume: bool | str | Path | None, *, overwrite: bool = Fal
             if checkpoint is not None and not checkpoint.exists():
                 checkpoint = aside / checkpoint.name
             known, mark = {}, RunMark(uuid.uuid4().hex[:8], 0)
-        write_json(path / RUN_FILE, {**known, **mark.plain, **_holder()})
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "claimed": time.time()}
+        write_json(path / RUN_FILE, {**known, **mark.plain, **holder})
     except BaseException as error:
         lock.release()
         if isinstance(error, OSError):
@@ -108,11 +97,7 @@ def claim(path: Path, resume: bool | str | Path | None, *, overwrite: bool = Fal
 
 
 def check_writable(path: Path) -> None:
-    """Proves that a folder can be made and written.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Proves that a folder can be made and written."""
     probe = path / f".probe-{os.getpid()}"
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
@@ -148,10 +133,6 @@ def _lock(path: Path, *, wait_seconds: float = 0) -> BaseFileLock:
     except OSError as error:
         raise _unwritable(path, error) from error
     return lock
-
-
-def _holder() -> dict[str, object]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "claimed": time.time()}
 
 
 def _clean(path: Path) -> None:
@@ -241,16 +222,8 @@ def save_weights(
 ) -> None:
     """Writes weights into a folder, all of their files or none; none that another run left there is overwritten.
 
-    Args:
-        path: any folder; that of a run has to be this run's, or to hold no weights.
-        write: writes the files into a folder.
-        held: this run's own folder; None before it trains.
-        replace: whether weights in a folder that is no run's may be replaced rather than moved aside.
-        overwrite: move another run's weights aside rather than refuse.
-
-    Raises:
-        ConfigError: the folder holds another run's weights, or another run trains there.
-        SaveError: the weights cannot be written; those that were there stay.
+    ``held`` is this run's own folder, if it trains. ``replace`` is for weights in a folder that is no run's, which are
+    moved aside otherwise; ``overwrite`` moves another run's weights aside, which are refused otherwise.
     """
     here = held is not None and held.path.resolve() == path.resolve() and still_ours(path, held.mark.run_id)
     training = here and held is not None and held.lock.is_locked

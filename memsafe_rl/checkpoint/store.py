@@ -36,48 +36,32 @@ _SIGNS_OF_DAMAGE = (OSError, EOFError, LookupError, RuntimeError, TypeError, Val
 """What readers raise on torn files, whose bytes can look like anything."""
 CANNOT_WRITE = (OSError, RuntimeError, SafetensorError)
 """What writers raise on a disk that is full or gone."""
-_PLAIN_BYTES = 1 << 20
-"""Allowance for the files of a checkpoint that hold no tensors."""
+_PLAIN_BYTES = 1 << 20  # allowance for the files of a checkpoint that hold no tensors
 _UNKNOWN = RunMark("unknown", 1 << 30)
 """Of a checkpoint whose manifest is unreadable: it is taken for the newest, and passed over."""
 
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """What a checkpoint will hold, as it stood when the step ended.
+    """What a checkpoint will hold, as it stood when the step ended."""
 
-    Args:
-        step: optimizer steps done.
-        save_model: writes the weights in the form users load.
-        progress: transformers' trainer state, as JSON.
-        tensors: of optimizer, schedule and loss scale; None for weights alone.
-        loop: everything in plain values, as JSON.
-        trajectory: the rollout that is being trained on, if any.
-        tensor_bytes: bytes of all tensors that are going to be written.
-    """
-
-    step: int
-    save_model: Callable[[Path], None]
-    progress: str
-    tensors: dict[str, Any] | None
-    loop: str
-    trajectory: Trajectory | None
-    tensor_bytes: int
+    step: int  # optimizer steps done
+    save_model: Callable[[Path], None]  # writes the weights in the form users load
+    progress: str  # transformers' trainer state, as JSON
+    tensors: dict[str, Any] | None  # of optimizer, schedule and loss scale; None for weights alone
+    loop: str  # everything in plain values, as JSON
+    trajectory: Trajectory | None  # the rollout that is being trained on, if any
+    tensor_bytes: int  # bytes of all tensors that are going to be written
 
 
 def write_checkpoint(output_dir: Path, content: CheckpointContent, mark: RunMark) -> Path:
-    """Writes a checkpoint beside its final place and moves it there when it is complete.
-
-    Raises:
-        SaveError: it cannot be written; nothing of it stays, and earlier checkpoints are as they were.
-    """
+    """Writes a checkpoint beside its final place and moves it there when it is complete; else nothing of it stays."""
     final = checkpoint_folder(output_dir, content.step)
     draft = _draft_of(final)
     try:
         draft.parent.mkdir(parents=True, exist_ok=True)
         remove(draft)
-        wanted, free = content.tensor_bytes + _PLAIN_BYTES, shutil.disk_usage(output_dir).free
-        if free < wanted:
+        if shutil.disk_usage(output_dir).free < content.tensor_bytes + _PLAIN_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         draft.mkdir()
         _write_files(draft, content)
@@ -124,11 +108,7 @@ def _replace(final: Path, draft: Path, mark: RunMark) -> None:
 
 
 def make_aside(output_dir: Path, run_id: str) -> Path:
-    """Makes a folder for what another run, or the user, left in this one's.
-
-    Raises:
-        OSError: there can be none to which files are moved; it names `previous`.
-    """
+    """Makes a folder for what another run, or the user, left in this one's; an error names `previous`."""
     run_id = Path(run_id).name or _UNKNOWN.run_id  # a user's run.json may say anything
     aside, count = output_dir / PREVIOUS / run_id, 1
     while aside.exists():
@@ -207,15 +187,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any], Traje
 def find_checkpoint(output_dir: Path, wanted: bool | str | Path) -> Path | None:
     """Finds the checkpoint to resume from, and compares its files with what was written.
 
-    Args:
-        output_dir: of the run.
-        wanted: a folder; True for the newest sound one of the run in `output_dir`; "auto" for that one if there is any.
-
-    Returns:
-        A folder; None where "auto" found none.
-
-    Raises:
-        ConfigError: there is none, or the one that was named is damaged or lacks what a run needs.
+    ``wanted`` is a folder; True for the newest sound one of the run in `output_dir`; "auto" for that one, or None.
     """
     if not isinstance(wanted, (bool, str, Path)):
         raise ConfigError(f"resume_from_checkpoint is {wanted!r}; it must be True, 'auto', or a checkpoint's folder.")
@@ -300,11 +272,9 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def _marked(output_dir: Path) -> list[tuple[RunMark, Path]]:
-    """Lists checkpoints with whose they are, the one written last at the end.
-
-    A run that resumes from an earlier step writes lower numbers later, so starts count before steps.
-    """
+    """Lists checkpoints with whose they are, the one written last at the end."""
     marked = [(_mark_of(path), path) for path in output_dir.glob(f"{PREFIX}*") if path.is_dir() and is_checkpoint(path)]
+    # A run that resumes from an earlier step writes lower numbers later, so starts count before steps.
     return sorted(marked, key=lambda one: (one[0].start, int(one[1].name.removeprefix(PREFIX))))
 
 

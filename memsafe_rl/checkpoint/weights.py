@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,25 +31,10 @@ Weights = Mapping[str, Tensor]
 """Tensors by their name in a model's `state_dict`."""
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Weights in place of the module that they were copied from."""
-
-    weights: Weights
-
-    def state_dict(self) -> Weights:
-        """Gives the weights."""
-        return self.weights
-
-
 def write_weights(model: Any, tokenizer: Any, folder: Path, weights: Weights | None = None) -> None:
     """Writes a model (its adapter only, when it has one) and its tokenizer.
 
-    Args:
-        model: gives form and configuration, and its weights unless others are given.
-        tokenizer: None for none.
-        folder: made where it does not exist.
-        weights: copies, as `saved_weights` names them; the model itself may then move on.
+    ``weights`` are copies, as `saved_weights` names them, so that the model itself may move on.
     """
     if isinstance(model, PeftModel):
         model.save_pretrained(folder, selected_adapters=[model.active_adapter], state_dict=weights)
@@ -57,17 +42,14 @@ def write_weights(model: Any, tokenizer: Any, folder: Path, weights: Weights | N
         model.save_pretrained(folder, state_dict=weights)
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        save_model(model if weights is None else _Held(weights), str(folder / _PLAIN))
+        held = model if weights is None else SimpleNamespace(state_dict=lambda: weights)
+        save_model(held, str(folder / _PLAIN))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
 def check_savable(tokenizer: Any) -> None:
-    """Proves that a tokenizer's files can be written, which some only find out when the first checkpoint is due.
-
-    Raises:
-        ConfigError: they cannot.
-    """
+    """Proves that a tokenizer's files can be written, which some only find out when the first checkpoint is due."""
     if tokenizer is None:
         return
     try:
@@ -92,10 +74,7 @@ def saved_weights(model: Any) -> Weights:
 
 
 class HostCopies:
-    """Copies tensors to the host, time and again into the same memory.
-
-    Memory that a process has never touched costs many times as much to fill as memory it has.
-    """
+    """Copies tensors to the host, time and again into the same memory: to fill fresh memory costs many times more."""
 
     def __init__(self) -> None:
         self._made: list[Tensor] = []

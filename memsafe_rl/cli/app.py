@@ -49,26 +49,28 @@ def main(
     """Train models with GRPO and PPO within a memory budget, without changing the mathematics."""
 
 
-class TrainCommand(TyperCommand):
-    """A command whose help lists settings rather than options."""
+class RunCommand(TyperCommand):
+    """A command whose help is about the settings of a run rather than options."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  (the interface of a command)
         """Prints the help."""
-        show_train_help(Console())
+        (show_train_help if self.name == "train" else show_verify_help)(Console())
 
 
-class VerifyCommand(TyperCommand):
-    """A command that takes the settings of `train` and refers to them."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  (the interface of a command)
-        """Prints the help."""
-        show_verify_help(Console())
-
-
+_TAKES_SETTINGS: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
 Words = Annotated[list[str] | None, typer.Argument(metavar="", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Simulate = Annotated[
     str | None, typer.Option("--simulate", help="Run on a simulated device of this size, such as 2GiB, on the CPU.")
 ]
+
+
+def tell(module: Any, as_json: bool, found: Any) -> None:
+    """Prints what a command found, as JSON or as text."""
+    if as_json:
+        typer.echo(module.as_json(found))
+    else:
+        module.show(found, Console())
 
 
 @contextmanager
@@ -87,11 +89,7 @@ def plain_errors() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-@app.command(
-    cls=TrainCommand,
-    context_settings={"ignore_unknown_options": True},
-    options_metavar="[CONFIG.yaml] [--name value ...]",
-)
+@app.command(cls=RunCommand, **_TAKES_SETTINGS, options_metavar="[CONFIG.yaml] [--name value ...]")
 def train(
     words: Words = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved run and exit.")] = False,
@@ -110,11 +108,7 @@ def train(
             module.train(run, Console())
 
 
-@app.command(
-    cls=VerifyCommand,
-    context_settings={"ignore_unknown_options": True},
-    options_metavar="[CONFIG.yaml] [--name value ...]",
-)
+@app.command(cls=RunCommand, **_TAKES_SETTINGS, options_metavar="[CONFIG.yaml] [--name value ...]")
 def verify(words: Words = None, simulate: Simulate = None) -> None:
     """Prove on the run's own model that its memory plan changes neither tokens nor gradients; trains nothing."""
     with plain_errors():
@@ -126,7 +120,7 @@ def verify(words: Words = None, simulate: Simulate = None) -> None:
 
 @app.command(
     "plan",
-    context_settings={"ignore_unknown_options": True},
+    **_TAKES_SETTINGS,
     options_metavar="--model NAME --gpu 24GiB [CONFIG.yaml] [--name value ...]",
     no_args_is_help=True,
 )
@@ -168,7 +162,7 @@ def plan(
     find: Annotated[
         bool, typer.Option("--find", help="Also search cards, lengths, groups and ranks, and confirm the results.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Forecast a run's memory before it starts: no GPU, no weights, no hub.
 
@@ -181,15 +175,8 @@ def plan(
     with plain_errors():
         request = read_request(words or [])
         module = command("plan")
-        wish = module.wish(
-            request,
-            gpu=gpu,
-            prompt_tokens=prompt_tokens,
-            load_in_4bit=load_in_4bit,
-            reward_models=reward_model or (),
-            ranks=ranks,
-            sharding=sharding,
-        )
+        given = {"reward_models": reward_model or (), "ranks": ranks, "sharding": sharding}
+        wish = module.wish(request, gpu=gpu, prompt_tokens=prompt_tokens, load_in_4bit=load_in_4bit, **given)
         forecast, findings = module.plan(wish, None if as_json else Console(stderr=True), find=find)
         if as_json:
             typer.echo(module.as_json(forecast, findings))
@@ -197,9 +184,6 @@ def plan(
             module.show(wish, forecast, findings, Console())
         if not forecast.fits:
             raise typer.Exit(DIFFERENT)
-
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @app.command("explain-oom", no_args_is_help=True)
@@ -230,12 +214,8 @@ def explain_oom(
     """
     with plain_errors():
         module = command("explain_oom")
-        sizes = module.Sizes(vocab, batch, seq_len, hidden, heads, layers, dtype)
-        found = module.explain(source, config, sizes)
-        if as_json:
-            typer.echo(module.as_json(found))
-        else:
-            module.show(found, Console())
+        sizes = {"vocab": vocab, "batch": batch, "seq_len": seq_len, "hidden": hidden, "heads": heads, "layers": layers}
+        tell(module, as_json, module.explain(source, config, dtype, sizes))
 
 
 @app.command(epilog="Exit code: 0 if healthy, 1 if something is wrong or not as expected, 2 if a file cannot be read.")
@@ -278,10 +258,7 @@ def doctor(
             )
         module = command("doctor")
         found = module.examine(words[1] if words else None, config, script, expect or [])
-        if as_json:
-            typer.echo(module.as_json(found))
-        else:
-            module.show(found, Console())
+        tell(module, as_json, found)
         if not found.healthy:
             raise typer.Exit(DIFFERENT)
 

@@ -23,8 +23,7 @@ COLORS = 8
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 430, 186, 62, 6, 24, 20
 """Size and margins in pixels; small enough that a telephone shows the text at nine pixels."""
-_OFF_SCALE = 4.0
-"""How far above all values a limit may lie and still be drawn; a higher one would flatten them."""
+_OFF_SCALE = 4.0  # how far above all values a limit may lie and still be drawn; a higher one would flatten them
 _PAINT = (*(f"c{number}" for number in range(COLORS)), "bad", "warn", "plan", "lossy", "rule", "dim")
 _INK = {name: f"#ab00{number:02d}" for number, name in enumerate(_PAINT)}
 """A stand-in for each colour of the page, replaced by its CSS variable once matplotlib has drawn."""

@@ -15,8 +15,9 @@ from typing import Any
 
 import psutil
 import yaml
+from packaging.requirements import Requirement
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from memsafe_rl.cli.arguments import read_request, read_run_file
@@ -33,7 +34,7 @@ from memsafe_rl.diagnostics.environment_checks import (
 )
 from memsafe_rl.diagnostics.launch_checks import check_launch_file, check_launch_memory, check_run_file
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.runtime.cards import Card, read_cards
+from memsafe_rl.memory.runtime.cards import read_cards
 from memsafe_rl.units import format_bytes
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "datasets", "trl", "vllm")
@@ -81,7 +82,8 @@ def examine(launch: str | None, run: str | None, script: str | None, expect: Seq
         findings += check_script(read_log(script), script)
     distinct = tuple(dict.fromkeys(findings))
     # The rest of the environment stays private: it holds keys and tokens.
-    public = {key: value for key, value in facts.items() if key not in environment.variables or _is_of_interest(key)}
+    private = {key for key in environment.variables if not key.startswith(("PYTORCH_", "CUDA_", "OMP_", "MKL_"))}
+    public = {key: value for key, value in facts.items() if key not in private}
     return Examination(in_order(distinct), check_expectations(expect, facts), public, summary_of(environment))
 
 
@@ -156,15 +158,19 @@ def gather() -> Environment:
     """Reads the machine and its software; needs neither a GPU nor the optional ``nvidia-ml-py``."""
     memory = psutil.virtual_memory()
     required, optional = _requirements()
+    packages = (*PACKAGES, *(Requirement(written).name for written in (*required, *optional)))
     backend, usable = _torch()
     return Environment(
         variables=dict(os.environ),
-        versions={name: _version(name) for name in dict.fromkeys((*PACKAGES, *map(_bare, (*required, *optional))))},
+        versions={name: _version(name) for name in dict.fromkeys(packages)},
         requirements=required,
         optional=optional,
         backend=backend,
         usable_gpus=usable,
-        cards=tuple(_without(card, os.getpid()) for card in read_cards().cards),
+        cards=tuple(
+            replace(card, processes=tuple(process for process in card.processes if process.pid != os.getpid()))
+            for card in read_cards().cards
+        ),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         host_bytes=memory.total,
         host_free_bytes=memory.available,
@@ -185,10 +191,6 @@ def _requirements() -> tuple[tuple[str, ...], tuple[str, ...]]:
     return needed, tuple(line.partition(";")[0].strip() for line in written if "quantization" in line)
 
 
-def _bare(requirement: str) -> str:
-    return requirement.partition(">")[0].partition("=")[0].partition("<")[0].partition("~")[0].partition(";")[0].strip()
-
-
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -207,10 +209,6 @@ def _torch() -> tuple[str, int]:
     if hasattr(torch, "xpu") and torch.xpu.is_available():
         return "xpu", int(torch.xpu.device_count())
     return ("mps", 1) if torch.backends.mps.is_available() else ("cpu", 0)
-
-
-def _without(card: Card, pid: int) -> Card:
-    return replace(card, processes=tuple(process for process in card.processes if process.pid != pid))
 
 
 def facts_of(environment: Environment) -> Mapping[str, Any]:
@@ -247,19 +245,8 @@ def summary_of(environment: Environment) -> str:
 
 def as_json(found: Examination) -> str:
     """Writes an examination as JSON."""
-    return json.dumps(
-        {
-            "healthy": found.healthy,
-            "findings": [asdict(finding) for finding in found.findings],
-            "expectations": [asdict(expectation) for expectation in found.expectations],
-            "facts": dict(found.facts),
-        },
-        indent=2,
-    )
-
-
-def _is_of_interest(name: str) -> bool:
-    return name.startswith(("PYTORCH_", "CUDA_", "OMP_", "MKL_"))
+    content = {name: value for name, value in asdict(found).items() if name != "summary"}
+    return json.dumps({"healthy": found.healthy, **content}, indent=2)
 
 
 def show(found: Examination, console: Console) -> None:
@@ -270,9 +257,7 @@ def show(found: Examination, console: Console) -> None:
     for finding in found.findings:
         style = "bold red" if finding.severity is Severity.ERROR else "bold yellow"
         console.print(Text.assemble((f"{finding.severity} ", style), (finding.what, "bold")), highlight=False)
-        table = Table.grid(padding=(0, 1))
-        table.add_column(style="cyan", no_wrap=True, min_width=8, justify="right")
-        table.add_column()
+        table = Table.grid(Column(style="cyan", no_wrap=True, min_width=8, justify="right"), "", padding=(0, 1))
         for name, text in (("where", finding.where), ("why", finding.why), ("do", finding.remedy)):
             table.add_row(name, Text(text))
         console.print(table)
@@ -285,9 +270,7 @@ def show(found: Examination, console: Console) -> None:
 
 
 def _show_differences(differing: Sequence[Expectation], console: Console) -> None:
-    table = Table(title="Not as expected", title_justify="left")
-    for column in ("fact", "expected", "is"):
-        table.add_column(column)
+    table = Table("fact", "expected", "is", title="Not as expected", title_justify="left")
     for expectation in differing:
         relation = "" if expectation.relation == "=" else f"{expectation.relation} "
         there = "unknown" if expectation.actual is None else expectation.actual
@@ -297,11 +280,9 @@ def _show_differences(differing: Sequence[Expectation], console: Console) -> Non
 
 def _count(found: Examination, differing: int) -> str:
     errors = sum(finding.severity is Severity.ERROR for finding in found.findings)
-    warnings = len(found.findings) - errors
     named = (
         (errors, "error", "errors"),
-        (warnings, "warning", "warnings"),
+        (len(found.findings) - errors, "warning", "warnings"),
         (differing, "fact not as expected", "facts not as expected"),
     )
-    counts = [f"{count} {one if count == 1 else many}" for count, one, many in named if count]
-    return ", ".join(counts)
+    return ", ".join(f"{count} {one if count == 1 else many}" for count, one, many in named if count)

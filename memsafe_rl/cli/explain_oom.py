@@ -6,12 +6,12 @@ import importlib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from memsafe_rl.cli.arguments import read_run_file
@@ -41,23 +41,9 @@ _NAMES = {
 }
 """Names of the sizes in model configs."""
 
-_MOST_SHOWN = 4
-"""Remedies and tensors printed; --json has them all."""
+_MOST_SHOWN = 4  # remedies and tensors printed; --json has them all
 
 _DEFAULT_BATCH, _DEFAULT_COMPLETION = 8, 256
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes given as flags; None if not given."""
-
-    vocab: int | None = None
-    batch: int | None = None
-    seq_len: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    layers: int | None = None
-    dtype: str | None = None
 
 
 def read_log(source: str) -> str:
@@ -73,9 +59,9 @@ def read_log(source: str) -> str:
     return raw.decode(encoding, errors="replace").replace("\x00", "")
 
 
-def explain(source: str, config: str | None, sizes: Sizes) -> Explanation:
+def explain(source: str, config: str | None, dtype: str | None, sizes: Mapping[str, int | None]) -> Explanation:
     """Explains the last out-of-memory message of a log."""
-    configuration = configuration_from(config, sizes)
+    configuration = _configuration(config, dtype, sizes)
     log = read_log(source)
     message = find_message(log)
     if message is None:
@@ -88,26 +74,18 @@ def explain(source: str, config: str | None, sizes: Sizes) -> Explanation:
     return explain_message(message, configuration, log)
 
 
-def configuration_from(config: str | None, sizes: Sizes) -> Configuration:
-    """Combines the sizes from a configuration with those given as flags."""
-    for name, value in asdict(sizes).items():
-        if isinstance(value, int) and value < 1:
+def _configuration(config: str | None, dtype: str | None, sizes: Mapping[str, int | None]) -> Configuration:
+    given: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+    for name, value in given.items():
+        if value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; give a number of 1 or more.")
+    given |= {name: (given[name],) for name in ("batch", "seq_len") if name in given}
     known = Configuration() if config is None else _read_configuration(Path(config))
-    dtype = None if sizes.dtype is None else _SHORT.get(sizes.dtype, sizes.dtype)
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype is {sizes.dtype!r}; write one of {', '.join((*DTYPES, *_SHORT))}.")
-    names = ("vocab", "hidden", "heads", "layers")
-    given = {name: value for name in names if (value := getattr(sizes, name)) is not None}
-    return Configuration(
-        **{
-            **vars(known),
-            **given,
-            "batch": known.batch if sizes.batch is None else (sizes.batch,),
-            "seq_len": known.seq_len if sizes.seq_len is None else (sizes.seq_len,),
-            "dtypes": known.dtypes if dtype is None else DTYPES[dtype],
-        }
-    )
+    if dtype is not None:
+        if _SHORT.get(dtype, dtype) not in DTYPES:
+            raise ConfigError(f"--dtype is {dtype!r}; write one of {', '.join((*DTYPES, *_SHORT))}.")
+        given["dtypes"] = DTYPES[_SHORT.get(dtype, dtype)]
+    return replace(known, **given)
 
 
 def _read_configuration(path: Path) -> Configuration:
@@ -174,9 +152,7 @@ def _of_a_run(run: Mapping[str, Any]) -> Configuration:
     completion = _number(run, "max_completion_length", _DEFAULT_COMPLETION)
     prompt = run.get("max_prompt_length")
     whole = (completion + int(prompt),) if isinstance(prompt, int) else ()
-    return Configuration(
-        **{**vars(network), "batch": tuple(dict.fromkeys((batch, group))), "seq_len": (*whole, completion)}
-    )
+    return replace(network, batch=tuple(dict.fromkeys((batch, group))), seq_len=(*whole, completion))
 
 
 def _number(run: Mapping[str, Any], name: str, default: int) -> int:
@@ -220,9 +196,7 @@ def show(found: Explanation, console: Console) -> None:
     console.print(Text("\nWhat to change, best first", style="bold"))
     shown = found.remedies[:_MOST_SHOWN]
     for number, remedy in enumerate(shown, start=1):
-        table = Table.grid(padding=(0, 1))
-        table.add_column(no_wrap=True, justify="right", min_width=10)
-        table.add_column()
+        table = Table.grid(Column(no_wrap=True, justify="right", min_width=10), "", padding=(0, 1))
         table.add_row(Text(f"{number}.", style="bold green"), Text(remedy.action, style="bold green"))
         table.add_row(Text("memsafe_rl", style="cyan"), Text(remedy.here))
         table.add_row(Text("others", style="cyan"), Text(remedy.elsewhere))
@@ -240,10 +214,7 @@ def _heading(message: OutOfMemoryMessage) -> str:
 
 def _figures(found: Explanation) -> Table:
     message = found.message
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="cyan")
-    table.add_column(justify="right")
-    table.add_column(style="dim")
+    table = Table.grid(Column(style="cyan"), Column(justify="right"), Column(style="dim"), padding=(0, 2))
     share = found.stranded_share
     judged = "" if share is None else f"{share:.1%} of what PyTorch reserved"
     if share is not None:

@@ -17,11 +17,6 @@ def percent(value: float) -> str:
     return f"{100 * value:.3g}%"
 
 
-def in_seconds(value: float) -> str:
-    """Writes seconds."""
-    return f"{value:.3g} s"
-
-
 def scientific(value: float) -> str:
     """Writes a number that may be very small."""
     return "0" if value == 0 else f"{value:.2g}"

@@ -58,7 +58,8 @@ class _Curves:
 
     def __init__(self, records: Sequence[Record], unit: str) -> None:
         self.records = records
-        self.names = list(dict.fromkeys(name for record in records for name in record if _is_metric(record, name)))
+        numbers = (name for record in records for name in record if number(record.get(name)) is not None)
+        self.names = [name for name in dict.fromkeys(numbers) if name not in _NO_METRICS]
         self._unit = unit
         self._drawn: set[str] = set()
 
@@ -154,7 +155,3 @@ def _with_bands(plot: Plot, objectives: Any) -> Plot:
             if at is not None
         ]
     return Plot(plot.title, [*plot.series, *bands], plot.write, from_zero=plot.from_zero)
-
-
-def _is_metric(record: Record, name: str) -> bool:
-    return name not in _NO_METRICS and number(record.get(name)) is not None

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from memsafe_rl.checkpoint.store import own_checkpoints
@@ -26,15 +26,11 @@ from memsafe_rl.memory.runtime.headroom import SAFE_SHARE, Headroom, headroom_of
 from memsafe_rl.records import read_json
 from memsafe_rl.units import format_bytes
 
-_FRESH_SECONDS = 10.0
-"""Age of a status file from which on the run's process is checked; a live run writes every second."""
+_FRESH_SECONDS = 10.0  # age of a status file from which on the run's process is checked; a live run writes every second
 _REFRESH_SECONDS = 1.0
-_CROWDED_SHARE = 0.05
-"""Share of a card held by other processes that is worth advice."""
-_STRANDED_SHARE = 0.2
-"""Share of reserved bytes without a tensor that counts as fragmentation."""
-_ROOMY_SHARE = 0.5
-"""Share of the budget below which a larger model or longer completions would fit."""
+_CROWDED_SHARE = 0.05  # share of a card held by other processes that is worth advice
+_STRANDED_SHARE = 0.2  # share of reserved bytes without a tensor that counts as fragmentation
+_ROOMY_SHARE = 0.5  # share of the budget below which a larger model or longer completions would fit
 _BAR_CELLS = 24
 _STYLES = {Headroom.SAFE: "green", Headroom.EDGE: "yellow", Headroom.DANGER: "bold red"}
 
@@ -124,8 +120,6 @@ def _liveness(status: Mapping[str, Any], age_seconds: float) -> Liveness:
     """Decides by the file's age, and by the process if it is on this machine."""
     if status.get("state") != "training":
         return Liveness.ENDED
-    if age_seconds < _FRESH_SECONDS and status.get("host") != socket.gethostname():
-        return Liveness.ALIVE
     here = status.get("host") == socket.gethostname()
     if here and process_started(int(status.get("pid", -1))) != status.get("process_started"):
         return Liveness.GONE
@@ -198,13 +192,11 @@ def _advice_on_allocator(status: Mapping[str, Any], cards: Sequence[Card]) -> st
             f"The allocator emptied its cache {status['allocator_retries']} times to find a block, which costs "
             "speed: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start, or lower memory_budget."
         )
-    if (
-        reserved
-        and reserved - allocated >= max(_STRANDED_SHARE * reserved, _CROWDED_SHARE * total)
-        and (band(status) is not Headroom.SAFE)
-    ):
+    stranded = (reserved or 0) - allocated
+    worth_telling = reserved and stranded >= max(_STRANDED_SHARE * reserved, _CROWDED_SHARE * total)
+    if worth_telling and band(status) is not Headroom.SAFE:
         return (
-            f"{format_bytes(reserved - allocated)} are reserved but hold no tensor: set "
+            f"{format_bytes(stranded)} are reserved but hold no tensor: set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start."
         )
     return ""
@@ -258,18 +250,15 @@ def _plain(seen: Sighting) -> dict[str, Any]:
 def monitor(pid: int | None, run: str | None, *, json_output: bool, watch: bool, console: Console) -> None:
     """Shows a run once, or every second until Ctrl+C."""
     folder = find_run(pid, run)
-    if not watch:
-        view = look(folder)
-        if json_output:
-            print(as_json(view))
-        else:
-            console.print(render(view))
+    if not watch and not json_output:
+        console.print(render(look(folder)))
         return
     try:
-        if json_output:
-            while True:
-                print(as_json(look(folder)), flush=True)
-                time.sleep(_REFRESH_SECONDS)
+        while json_output:
+            print(as_json(look(folder)), flush=True)
+            if not watch:
+                return
+            time.sleep(_REFRESH_SECONDS)
         with Live(render(look(folder)), console=console, auto_refresh=False, transient=False) as live:
             while True:
                 time.sleep(_REFRESH_SECONDS)
@@ -284,9 +273,7 @@ def monitor(pid: int | None, run: str | None, *, json_output: bool, watch: bool,
 def render(view: View) -> RenderableType:
     """Renders a view as text."""
     run = view.run
-    parts: list[RenderableType] = [] if run is None else [*_about_run(run, view)]
-    if run is None:
-        parts.append(_about_others(view.runs))
+    parts = [_about_others(view.runs)] if run is None else _about_run(run, view)
     parts.append(_about_cards(view, run))
     if run is not None:
         style = _STYLES[band(run.status)] if run.liveness is Liveness.ALIVE else "bold"
@@ -294,7 +281,7 @@ def render(view: View) -> RenderableType:
     return Group(*parts)
 
 
-def _about_run(seen: Sighting, view: View) -> Sequence[RenderableType]:
+def _about_run(seen: Sighting, view: View) -> list[RenderableType]:
     status = seen.status
     parts: list[RenderableType] = [_heading(seen), _progress(seen), Text(""), _device(status)]
     parts += [Text(""), _phases(status), Text(""), _counters(status)]
@@ -342,10 +329,8 @@ def _progress(seen: Sighting) -> Text:
 
 
 def _device(status: Mapping[str, Any]) -> Table:
-    device, table = status.get("device", {}), Table.grid(padding=(0, 2))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
+    columns = Column(style="cyan", no_wrap=True), Column(justify="right", no_wrap=True), Column(style="dim")
+    device, table = status.get("device", {}), Table.grid(*columns, padding=(0, 2))
     capability = device.get("capability")
     about = device.get("name", "") if capability is None else f"{device.get('name')}, capability {capability}"
     table.add_row("device", format_bytes(int(device.get("total_bytes", 0))), about)
@@ -365,9 +350,7 @@ def _device(status: Mapping[str, Any]) -> Table:
 
 
 def _phases(status: Mapping[str, Any]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for title in ("phase", "highest peak", "last step", "planned", "of the budget"):
-        table.add_column(title, justify="left" if title in ("phase", "of the budget") else "right", no_wrap=True)
+    table = _table("phase", "highest peak", "last step", "planned", "of the budget", left=("phase", "of the budget"))
     last, planned = status.get("last_step_peak_bytes") or {}, status.get("predicted_bytes") or {}
     budget = max(1, int(status.get("budget_bytes", 1)))
     peaks = status.get("phase_peak_bytes") or {}
@@ -381,6 +364,11 @@ def _phases(status: Mapping[str, Any]) -> Table:
             _bar(peak / budget, _STYLES[headroom_of(int(peak), budget)]),
         )
     return table
+
+
+def _table(*titles: str, left: Sequence[str] = (), no_wrap: bool = True) -> Table:
+    columns = (Column(title, justify="left" if title in left else "right", no_wrap=no_wrap) for title in titles)
+    return Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
 
 
 def _bar(share: float, style: str) -> Text:
@@ -398,9 +386,7 @@ def _counters(status: Mapping[str, Any]) -> Text:
 
 
 def _ranks(ranks: Sequence[Sighting]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for title in ("rank", "process", "allocated", "last step's peak", "band"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _table("rank", "process", "allocated", "last step's peak", "band")
     for number, seen in enumerate(ranks):
         found = band(seen.status)
         state = Text(found.value, style=_STYLES[found]) if seen.liveness is Liveness.ALIVE else Text(seen.liveness)
@@ -410,7 +396,7 @@ def _ranks(ranks: Sequence[Sighting]) -> Table:
     return table
 
 
-def _about_others(runs: Sequence[tuple[int, str]]) -> Text:
+def _about_others(runs: Sequence[tuple[int, str]]) -> RenderableType:
     if not runs:
         return Text("You have no live run on this machine; --run DIR shows one that has ended.\n")
     listed = "\n".join(f"  --pid {pid}   {run_dir}" for pid, run_dir in runs)
@@ -425,10 +411,9 @@ def _about_cards(view: View, run: Sighting | None) -> RenderableType:
             "host": " The run's figures are those of host memory.",
         }.get(kind, "")
         return Text(f"\nNo card: {view.cards.source}.{counted}", style="dim")
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title="\nCards, by " + view.cards.source)
-    table.title_justify, table.title_style = "left", "dim"
-    for title in ("card", "name", "capability", "total", "used", "free", "busy", "processes"):
-        table.add_column(title, justify="left" if title in ("card", "name", "processes") else "right")
+    titles = ("card", "name", "capability", "total", "used", "free", "busy", "processes")
+    table = _table(*titles, left=("card", "name", "processes"), no_wrap=False)
+    table.title, table.title_justify, table.title_style = "\nCards, by " + view.cards.source, "left", "dim"
     own = None if run is None else card_of(run.status, view.cards.cards)
     for card in view.cards.cards:
         table.add_row(

@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,13 @@ from memsafe_rl.types import Component, Phase, UpdatePlan
 from memsafe_rl.units import format_bytes, parse_bytes
 
 _COMPONENTS = {
-    Component.WEIGHTS: "weights",
-    Component.GRADIENTS: "grads",
-    Component.OPTIMIZER: "optim",
-    Component.ACTIVATIONS: "activ",
-    Component.KV_CACHE: "cache",
-    Component.LOGITS: "logits",
+    **{Component.WEIGHTS: "weights", Component.GRADIENTS: "grads", Component.OPTIMIZER: "optim"},
+    **{Component.ACTIVATIONS: "activ", Component.KV_CACHE: "cache", Component.LOGITS: "logits"},
 }
-_PROOFS = 4
-"""Forecasts spent at most on confirming one answer of a search."""
-_RANK_PROOFS = 2
-"""The same for one rank of an adapter."""
-_PROVING_SECONDS = 40.0
-"""Time limit for confirming ranks, including the forecast then running."""
-_STEP_BACK = 0.85
-"""Factor by which a length that does not fit is lowered."""
+_PROOFS = 4  # forecasts spent at most on confirming one answer of a search
+_RANK_PROOFS = 2  # the same for one rank of an adapter
+_PROVING_SECONDS = 40.0  # time limit for confirming ranks, including the forecast then running
+_STEP_BACK = 0.85  # factor by which a length that does not fit is lowered
 _RANKS = (8, 16, 64, 256)
 
 
@@ -70,8 +62,9 @@ class Findings:
     longest_completion: int
     largest_group: int
     lever: str  # what would lower the peak most
-    cards: Mapping[int, tuple[int, bool]]  # estimated peak and whether the run fits, by GiB; empty without --find
-    frontier: Sequence[tuple[int, int | None, int]]  # group size, LoRA rank, longest completion; empty without --find
+    # estimated peak and whether the run fits, by GiB; empty without --find
+    cards: Mapping[int, tuple[int, bool]] = field(default_factory=dict)
+    frontier: Sequence[tuple[int, int | None, int]] = ()  # group, LoRA rank, longest completion; empty without --find
     proved: bool = False  # whether forecasts confirmed the longest completion
     smallest_card: int | None = None  # GiB of the smallest card that fits; None if none does, or without --find
     confirmed: frozenset[tuple[int, int | None]] = frozenset()  # entries of the frontier that forecasts confirmed
@@ -116,8 +109,13 @@ def plan(wanted: Wish, console: Console | None, *, find: bool) -> tuple[MemoryFo
         ingredients = _ingredients(wanted)
         forecast = _first_forecast(wanted, ingredients)
         bar.update(task, description="searching for what else fits")
-        scout = _scout(wanted, forecast)
-        findings = _findings(forecast, scout, wanted)
+        policy: MemoryPolicy = chosen_policy(wanted.run.fields.memory_policy, wanted.run.config)
+        scout = Scout(policy, "cuda", forecast.budget_bytes, dict(forecast.corrections), forecast.stranded_bytes)
+        findings = Findings(
+            longest_completion=scout.longest_completion(forecast.job),
+            largest_group=scout.largest_group(forecast.job),
+            lever=_lever(forecast, wanted),
+        )
         if find and forecast.refusal is None:
 
             def tell(text: str) -> None:
@@ -204,7 +202,6 @@ def _ingredients(wanted: Wish) -> dict[str, Any]:
 
 
 def _forecast(wanted: Wish, given: Mapping[str, Any], **changes: Any) -> MemoryForecast:
-    """Forecasts a run, or the same run with other settings."""
     config = copy.copy(wanted.run.config)
     for name, value in changes.pop("settings", {}).items():
         setattr(config, name, value)
@@ -229,28 +226,10 @@ def _first_forecast(wanted: Wish, given: Mapping[str, Any]) -> MemoryForecast:
         ) from error
 
 
-def _scout(wanted: Wish, forecast: MemoryForecast) -> Scout:
-    policy: MemoryPolicy = chosen_policy(wanted.run.fields.memory_policy, wanted.run.config)
-    return Scout(policy, "cuda", forecast.budget_bytes, dict(forecast.corrections), forecast.stranded_bytes)
-
-
-def _findings(forecast: MemoryForecast, scout: Scout, wanted: Wish) -> Findings:
-    return Findings(
-        longest_completion=scout.longest_completion(forecast.job),
-        largest_group=scout.largest_group(forecast.job),
-        lever=_lever(forecast, wanted),
-        cards={},
-        frontier=(),
-    )
-
-
 def _found(
     findings: Findings, forecast: MemoryForecast, scout: Scout, wanted: Wish, given: Mapping[str, Any], tell: Any
 ) -> Findings:
-    """Searches cards, groups and ranks by estimates, and confirms them by forecasts while time allows.
-
-    First the longest completion and the smallest card, then the frontier at the run's own group, rank by rank.
-    """
+    """Searches cards, groups and ranks by estimates, and confirms them by forecasts while time allows."""
     started = time.perf_counter()
     estimates = scout.cards(forecast.job)
     cards = {size: (found.peak_bytes, found.fits) for size, found in estimates.items()}

@@ -91,9 +91,6 @@ def page(folder: RunFolder) -> str:
     )
 
 
-# ---------------------------------------------------------------------- memory
-
-
 def _memory(folder: RunFolder, events: Sequence[Record]) -> list[Drawing]:
     """Draws each step's highest moment, the peak of each phase, and the two phases that plans cut."""
     records = folder.steps
@@ -116,7 +113,6 @@ def _memory(folder: RunFolder, events: Sequence[Record]) -> list[Drawing]:
 
 
 def _layers(folder: RunFolder, held: Sequence[Mapping[str, int]]) -> list[Series]:
-    """Gives a layer for each component."""
     counted = (folder.run.get("device") or {}).get("kind", "simulated") == "simulated"
     rest = "other" if counted else "the rest: activations, caches, logits, gradients"
     if not folder.run.get("counts_tensors", True):
@@ -143,9 +139,6 @@ def _phase_lines(records: Sequence[Record]) -> list[Series]:
         for color, name in enumerate(PHASES)
         if name != "load" or len(peaks) == 1
     ]
-
-
-# ---------------------------------------------------------------------- events
 
 
 def _placed(events: Sequence[Record]) -> list[Record]:
@@ -248,9 +241,8 @@ def plan_value(value: Any, name: str) -> str:
     """Writes a field of a plan."""
     if name.endswith("_bytes") and number(value) is not None:
         return format_bytes(int(value))
-    return (
-        {None: "-", True: "yes", False: "no"}[value] if value is None or value is True or value is False else str(value)
-    )
+    words = {None: "-", True: "yes", False: "no"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _plans(events: Sequence[Record]) -> list[tuple[str, Record, Record, list[str]]]:
@@ -261,9 +253,6 @@ def _plans(events: Sequence[Record]) -> list[tuple[str, Record, Record, list[str
         if plans:
             found.append((kind, plans[0], plans[-1], [name for name in plans[-1] if name not in _NOT_OF_THE_PLAN]))
     return found
-
-
-# ---------------------------------------------------------------------- forecast
 
 
 def _forecast(folder: RunFolder) -> dict[str, Any]:
@@ -297,9 +286,6 @@ def signed(share: float | None) -> str:
     return "-" if share is None else f"{share:+.1%}"
 
 
-# ---------------------------------------------------------------------- throughput
-
-
 def _throughput(folder: RunFolder, failures: Sequence[Record]) -> list[Drawing]:
     records = folder.steps
     lost = dict.fromkeys((float(record["step"]) for record in records), 0.0)
@@ -312,7 +298,7 @@ def _throughput(folder: RunFolder, failures: Sequence[Record]) -> list[Drawing]:
     ]
     waste = Series("lost to failed work", list(lost.values()) if any(lost.values()) else [], 1)
     plots = [
-        Plot("Seconds of each step, by phase", layers, formats.in_seconds, stacked=True, from_zero=True),
+        Plot("Seconds of each step, by phase", layers, "{:.3g} s".format, stacked=True, from_zero=True),
         Plot("Tokens a second", [Series("prompts and completions", _token_rates(records), 0)]),
         Plot("Seconds lost to memory", [waste]),
     ]
@@ -340,9 +326,6 @@ def _token_rates(records: Sequence[Record]) -> list[float | None]:
         if tokens > last:
             last, seconds = tokens, 0.0
     return rates
-
-
-# ---------------------------------------------------------------------- completions
 
 
 def _completions(folder: RunFolder) -> list[tuple[str, list[str], list[list[str]]]]:

@@ -17,7 +17,7 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 from peft import LoraConfig
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from transformers import BitsAndBytesConfig
 
 from memsafe_rl.checkpoint.run_folder import check_writable
@@ -56,7 +56,11 @@ class Run:
 def prepare(request: RunRequest, simulate: str | None = None) -> Run:
     """Checks a request and fills in every setting."""
     hints = get_type_hints(RunFields)
-    named = {name: _as_written(name, value, hints[name]) for name, value in request.run.items()}
+    for name, value in request.run.items():
+        # 'lora:16' and '4bit' are words, though these entries may be mappings too.
+        if name in ("peft", "quantization") and isinstance(value, str) and not value.lstrip().startswith("{"):
+            hints[name] = str | None
+    named = {name: read(name, value, hints[name]) for name, value in request.run.items()}
     size = None if simulate is None else _simulated_bytes(simulate)
     settings = dict(request.settings) if size is None else {**request.settings, "use_cpu": True}
     run = RunFields(**named)
@@ -75,12 +79,6 @@ def _simulated_bytes(text: str) -> int:
     if size < 1:
         raise ConfigError(f"--simulate is {text!r}; a device has more than 0 bytes. Write a size such as 2GiB.")
     return size
-
-
-def _as_written(name: str, value: Any, hint: Any) -> Any:
-    # 'lora:16' and '4bit' are words, though these entries may be mappings too.
-    words = name in ("peft", "quantization") and isinstance(value, str) and not value.lstrip().startswith("{")
-    return read(name, value, str | None if words else hint)
 
 
 def written(run: Run) -> str:
@@ -109,21 +107,15 @@ def trainer_of(run: Run) -> type[PolicyTrainer]:
 def ingredients(run: Run) -> dict[str, Any]:
     """Finds or loads everything a run names except the model."""
     chosen, config = run.fields, run.config
-    policy = chosen_policy(chosen.memory_policy, config)
-    rewards = [reward(entry) for entry in chosen.reward_funcs or ()]
-    peft_config, quantization_config = adapter(chosen.peft), quantization(chosen.quantization, bf16=bool(config.bf16))
-    train_dataset, eval_dataset = prompts(chosen)
-    return {
-        "model": chosen.model,
-        "reward_funcs": rewards,
-        "args": config,
-        "train_dataset": train_dataset,
-        "eval_dataset": eval_dataset,
-        "peft_config": peft_config,
-        "quantization_config": quantization_config,
-        "memory_policy": policy,
-        **({"critic": chosen.critic} if chosen.trainer == "ppo" else {}),
+    given: dict[str, Any] = {
+        "memory_policy": chosen_policy(chosen.memory_policy, config),
+        "reward_funcs": [reward(entry) for entry in chosen.reward_funcs or ()],
+        "peft_config": adapter(chosen.peft),
+        "quantization_config": quantization(chosen.quantization, bf16=bool(config.bf16)),
     }
+    given["train_dataset"], given["eval_dataset"] = prompts(chosen)
+    critic = {"critic": chosen.critic} if chosen.trainer == "ppo" else {}
+    return {"model": chosen.model, "args": config, **given, **critic}
 
 
 @contextmanager
@@ -246,10 +238,7 @@ def _split_of(saved: Dataset | DatasetDict, split: str, source: Any) -> Dataset:
     return saved[split]
 
 
-# ---------------------------------------------------------------------- what a simulated device held
-
-_LEAST_SHARE = 0.01
-"""Share of a peak below which a component is not listed."""
+_LEAST_SHARE = 0.01  # share of a peak below which a component is not listed
 
 
 def show_simulation(device: SimulatedMemory, console: Console) -> None:
@@ -272,11 +261,8 @@ def show_simulation(device: SimulatedMemory, console: Console) -> None:
 
 
 def _table(device: SimulatedMemory, peaks: Mapping[Phase, Mapping[Component, int]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("phase", no_wrap=True)
-    for title in ("times", "seconds", "peak"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("held by")
+    figures = (Column(title, justify="right", no_wrap=True) for title in ("times", "seconds", "peak"))
+    table = Table(Column("phase", no_wrap=True), *figures, "held by", box=None, padding=(0, 2, 0, 0))
     for phase, parts in peaks.items():
         records = [record for record in device.timeline if record.phase is phase]
         seconds = sum(record.end_seconds - record.start_seconds for record in records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -53,10 +54,10 @@ def comparison(found: Verification) -> Table:
     row("trajectory", lambda arm: f"on the {arm.update_plan.trajectory_device}")
     row("failures recovered from", lambda arm: f"{arm.failures:,}", ends=True)
     row("sampled tokens equal", _tokens)
-    row("gradient difference", _difference)
+    row("gradient difference", lambda arm: _or_dash(arm.gradient_difference, "{:.1e}".format))
     row("equal bit for bit", lambda arm: "yes" if arm.same_bits else "no", ends=True)
     for phase in found.plain.phase_peaks:
-        row(f"peak in {phase}", lambda arm, phase=phase: _peak(arm, phase))  # type: ignore[misc]
+        row(f"peak in {phase}", lambda arm, phase=phase: _or_dash(arm.phase_peaks.get(phase)))  # type: ignore[misc]
     row("peak" if found.exact_bytes else "peak of the process", lambda arm: format_bytes(arm.peak_bytes))
     if found.plain.name == "plain":
         row("saved", lambda arm: _saved(arm, found))
@@ -75,12 +76,8 @@ def _tokens(arm: PlanRun) -> str:
     return f"{equal}; {arm.rows_excused} of {arm.rows_differing} rows tied" if arm.rows_differing else equal
 
 
-def _difference(arm: PlanRun) -> str:
-    return "-" if arm.gradient_difference is None else f"{arm.gradient_difference:.1e}"
-
-
-def _peak(arm: PlanRun, phase: str) -> str:
-    return format_bytes(arm.phase_peaks[phase]) if phase in arm.phase_peaks else "-"
+def _or_dash(value: Any, write: Callable[[Any], str] = format_bytes) -> str:
+    return "-" if value is None else write(value)
 
 
 def _saved(arm: PlanRun, found: Verification) -> str:

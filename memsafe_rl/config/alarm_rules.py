@@ -42,18 +42,13 @@ def read_rules(given: Mapping[str, Any] | None, *, has_reference: bool) -> Alarm
     for name, value in (given or {}).items():
         if name not in ALARMS:
             raise unknown(name, ALARMS, "alarm")
-        limits[name] = _read_limit(name, None if value is False else value)
+        told = f"alarms['{name}']"
+        limits[name] = limit = AlarmRules.declared[name].read(None if value is False else value, told)
+        if name == "kl" and limit is not None and (len(limit) != 2 or not 0 <= limit[0] < limit[1] < math.inf):
+            raise ConfigError(f"{told} is {value!r}; it must be [low, high] in nats per token, such as [0.02, 0.15].")
     if limits.get("kl") is not None and not has_reference:
         raise ConfigError(
             f"alarms has kl={list(limits['kl'])}, but beta is 0, so that there is no reference to measure it to. Set "
             "beta above 0, or kl_stop for the KL to the model before an update."
         )
     return AlarmRules(**limits)
-
-
-def _read_limit(name: str, value: Any) -> Any:
-    told = f"alarms['{name}']"
-    limit = AlarmRules.declared[name].read(value, told)
-    if name == "kl" and limit is not None and (len(limit) != 2 or not 0 <= limit[0] < limit[1] < math.inf):
-        raise ConfigError(f"{told} is {value!r}; it must be [low, high] in nats per token, such as [0.02, 0.15].")
-    return limit

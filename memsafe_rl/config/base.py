@@ -8,7 +8,6 @@ import logging
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,15 +18,14 @@ from accelerate import PartialState
 from transformers.training_args import ParallelMode
 from transformers.utils import logging as transformers_logging
 
+from memsafe_rl.config import generation_options, views
 from memsafe_rl.config.alarm_rules import AlarmRules, read_rules
 from memsafe_rl.config.degradation import QUANTISED_CACHE
-from memsafe_rl.config.generation_options import sampling_settings
 from memsafe_rl.config.objectives import Objective
 from memsafe_rl.config.refusals import ALIASES, REFUSED, admit
 from memsafe_rl.config.settings import TrainerSettings
 from memsafe_rl.config.validation import validate
-from memsafe_rl.config.views import KLStop, loss_settings, read_kl_stop
-from memsafe_rl.types import LossSettings, SamplingSettings
+from memsafe_rl.config.views import KLStop, read_kl_stop
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +34,9 @@ _Config = TypeVar("_Config", bound="type[TrainerConfig]")
 
 @dataclass_transform()
 def configuration(cls: _Config) -> _Config:
-    """Makes a dataclass that refuses unknown names and describes its settings in its docstring.
-
-    Refused settings become fields at their off values, for parsers that read the fields of a dataclass.
-    """
+    """Makes a dataclass that refuses unknown names and describes its settings in its docstring."""
     for name, refusal in REFUSED.items():
-        if refusal.off:
+        if refusal.off:  # fields at their off values, for parsers that read the fields of a dataclass
             told = {"help": f"Refused: {refusal.reason}.".replace("%", "%%"), "nargs": "?", "const": "True"}
             cls.__annotations__[name] = str
             setattr(cls, name, field(default=refusal.off[0], metadata=told, repr=False, compare=False, kw_only=True))
@@ -59,10 +54,7 @@ def configuration(cls: _Config) -> _Config:
 
 
 class TrainerConfig(TrainerSettings, ABC):
-    """The settings of a trainer: mutable, filled in and checked when built and again by the trainer.
-
-    An algorithm's configuration is a dataclass under `configuration` that adds its settings and what is abstract here.
-    """
+    """The settings of a trainer: mutable, filled in and checked when built and again by the trainer."""
 
     algorithm: ClassVar[str]
     _world_size: int | None = None
@@ -132,11 +124,7 @@ class TrainerConfig(TrainerSettings, ABC):
             raise AttributeError(f"{type(self).__name__} has no setting {name!r}.")
 
     def validate(self) -> None:
-        """Reads every setting as its type, fills in what was left open, and checks all of it.
-
-        A configuration may be changed after it was made; the trainer calls this again, and what was filled in before is
-        filled in anew.
-        """
+        """Reads, fills in and checks every setting; after a change, what was filled in before is filled in anew."""
         for name, given in self._filled.items():
             object.__setattr__(self, name, given)
         self._filled.clear()
@@ -243,15 +231,8 @@ class TrainerConfig(TrainerSettings, ABC):
         """What `alarms` means."""
         return read_rules(cast(dict[str, Any] | None, self.alarms), has_reference=self.has_reference)
 
-    def loss_settings(self) -> LossSettings:
-        """Gives the part of the configuration that the loss reads."""
-        return loss_settings(self)
-
-    def sampling_settings(
-        self, eos_token_ids: Iterable[int], *, greedy: bool = False, tokenizer: Any = None, declared: Any = None
-    ) -> SamplingSettings:
-        """Gives the settings by which completions are drawn."""
-        return sampling_settings(self, eos_token_ids, greedy=greedy, tokenizer=tokenizer, declared=declared)
+    loss_settings = views.loss_settings
+    sampling_settings = generation_options.sampling_settings
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Counts the steps over which the learning rate rises."""

@@ -62,16 +62,13 @@ class Setting:
                 check_in(told, number, self.range or Range())
         if self.choices and result is not None:
             check_choice(told, result, self.choices)
-            if isinstance(self.choices, Mapping):
-                self._need(result, self.choices[result])
+            package = self.choices[result] if isinstance(self.choices, Mapping) else ""
+            if package and importlib.util.find_spec(package) is None:
+                raise ConfigError(
+                    f"{self.name} is {result!r}, which needs the package {package}. "
+                    f"Install it with `pip install {package}`, or set {self.name}={self.default!r}."
+                )
         return result
-
-    def _need(self, value: str, package: str) -> None:
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"{self.name} is {value!r}, which needs the package {package}. "
-                f"Install it with `pip install {package}`, or set {self.name}={self.default!r}."
-            )
 
 
 def setting(
@@ -93,13 +90,9 @@ def setting(
     """
     interval = None
     if any(bound is not None for bound in (low, high, above, below)):
-        interval = Range(
-            next((bound for bound in (low, above) if bound is not None), -math.inf),
-            next((bound for bound in (high, below) if bound is not None), math.inf),
-            open_low=above is not None,
-            open_high=below is not None,
-            none=none,
-        )
+        least = next((bound for bound in (low, above) if bound is not None), -math.inf)
+        most = next((bound for bound in (high, below) if bound is not None), math.inf)
+        interval = Range(least, most, open_low=above is not None, open_high=below is not None, none=none)
     return Setting(default, text, group, interval, **traits)
 
 

@@ -32,8 +32,7 @@ class Option:
 def generation_fields(given: Mapping[str, Any], declared: Any = None) -> dict[str, Any]:
     """Turns keys of transformers' `GenerationConfig` into fields of `SamplingSettings`.
 
-    A key that is None or missing is taken from the model's own generation config, as TRL's `generate` does it, and
-    where that has none either it is off.
+    A key that is None or missing is taken from the model's own generation config, as TRL's `generate` does it.
     """
     known = admit(given, [*OPTIONS, *APART, *HARMLESS], REFUSED_OPTIONS, "key of generation_kwargs")
     fields: dict[str, Any] = {}
@@ -180,11 +179,6 @@ def _decay(key: str, value: Any) -> tuple[int, float]:
     return int(pair[0]), float(pair[1])
 
 
-def _callables(value: Any) -> tuple[Any, ...]:
-    """Takes one processor, a list of them, or transformers' `LogitsProcessorList`, which is both."""
-    return tuple(value) if isinstance(value, Iterable) else (value,)
-
-
 OPTIONS: dict[str, Option] = {
     **_also_settings(float, "top_p", "min_p", "repetition_penalty"),
     **_numbers(float, Range(0, 1, open_low=True), "top_h", "typical_p"),
@@ -200,7 +194,8 @@ OPTIONS: dict[str, Option] = {
     "bad_words_ids": Option("bad_words_ids", _words),
     "sequence_bias": Option("sequence_bias", _biases),
     "exponential_decay_length_penalty": Option("exponential_decay_length_penalty", _decay),
-    "logits_processor": Option("logits_processor", lambda _, value: _callables(value)),
+    # one processor, a list of them, or transformers' `LogitsProcessorList`, which is both
+    "logits_processor": Option("logits_processor", lambda _, own: tuple(own) if isinstance(own, Iterable) else (own,)),
 }
 """Keys that set one field of `SamplingSettings`."""
 

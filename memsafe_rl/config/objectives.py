@@ -11,8 +11,7 @@ from memsafe_rl.config.declaring import Setting, declare, setting
 from memsafe_rl.config.values import unknown
 from memsafe_rl.errors import ConfigError
 
-_BOUNDS_SPAN = 10.0
-"""Without bounds, a steered beta stays within this factor of its first value, up or down."""
+_BOUNDS_SPAN = 10.0  # without bounds, a steered beta stays within this factor of its first value, up or down
 
 
 @declare(frozen=True)
@@ -53,12 +52,6 @@ def read_objectives(given: Mapping[str, Any] | None, *, beta: float) -> tuple[Ob
     if not given:
         raise ConfigError(f"objectives is {dict(given)!r}, which names none. Write {_EXAMPLE}, or leave it out.")
     objectives = tuple(_read_objective(name, settings, beta) for name, settings in given.items())
-    _refuse_twins(objectives)
-    return objectives
-
-
-def _refuse_twins(objectives: Sequence[Objective]) -> None:
-    """Refuses two objectives of the same rewards, whose rows and advantages would be the same."""
     seen: dict[frozenset[str], str] = {}
     for objective in objectives:
         rewards = frozenset(objective.rewards)
@@ -68,6 +61,7 @@ def _refuse_twins(objectives: Sequence[Objective]) -> None:
                 f"{list(objective.rewards)}, so that both would learn the same. Join them, or give one other rewards."
             )
         seen[rewards] = objective.name
+    return objectives
 
 
 def _read_objective(name: str, given: Any, beta: float) -> Objective:

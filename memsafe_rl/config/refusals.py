@@ -79,7 +79,9 @@ def admit(
                 )
             kept[target], written[target] = value, name
         elif target in refused:
-            _refuse(target, value, refused[target])
+            refusal = refused[target]
+            if not refusal.admits(value):
+                raise ConfigError(f"{target} is {value!r}, which is refused: {refusal.reason}. {refusal.remedy}")
         elif what == "setting" and target in DECLARED:
             algorithm = "GRPO" if target in GRPOSettings.declared else "PPO"
             raise ConfigError(
@@ -90,8 +92,3 @@ def admit(
             others = [alias for alias, meant in ALIASES.items() if meant in known]
             raise unknown(name, known, what, also=[*refused, *others])
     return kept
-
-
-def _refuse(name: str, value: Any, refusal: Refusal) -> None:
-    if not refusal.admits(value):
-        raise ConfigError(f"{name} is {value!r}, which is refused: {refusal.reason}. {refusal.remedy}")

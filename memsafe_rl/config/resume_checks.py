@@ -12,15 +12,13 @@ from memsafe_rl.errors import ConfigError
 
 
 def run_facts(config: TrainerConfig, examples: Sequence[Mapping[str, Any]], prompts: int | None) -> dict[str, Any]:
-    """Gives everything that decides what a run computes, as plain values.
-
-    How rows are laid out over ranks and accumulation steps may change; the rows of a step and of a rollout may not.
-    """
+    """Gives everything that decides what a run computes, as plain values."""
     written = config.to_dict()
     kept = {name: written[name] for name, one in config.declared.items() if one.resume == "must agree"}
     text = json.dumps([example.get("prompt") for example in examples], sort_keys=True, default=str)
     facts = {
         **kept,
+        # how rows are laid out over ranks and accumulation steps may change; these may not
         "rows of an optimizer step": config.step_rows,
         "rows of a rollout": config.rollout_rows,
         "prompts of an epoch": prompts,

@@ -24,10 +24,12 @@ else:  # what a user may write: text on a command line, None where a default is 
     Rules = dict[str, Any] | str | None
 
 run = partial(setting, group="Length, randomness, device", resume="may change")
+seeding = partial(run, low=0, below=2**63, resume="must agree")
 batch = partial(setting, group="Batches and groups")
 layout = partial(batch, low=1, resume="may change")
 """How rows are laid out; the rows of a step and of a rollout are compared in their place."""
 prompt = partial(setting, group="Prompts")
+token_prompt = partial(prompt, tokens_only=True)
 sampling = partial(setting, group="Sampling", tokens_only=True)
 engine = partial(setting, group="Rollout engine", tokens_only=True)
 reward = partial(setting, group="Rewards")
@@ -35,9 +37,11 @@ calls = partial(reward, resume="may change")
 objective = partial(setting, group="Several objectives")
 loss = partial(setting, group="Loss")
 reference = partial(setting, group="Reference and entropy")
+entropy = partial(reference, tokens_only=True)
 optimizer = partial(setting, group="Optimizer")
 precision = partial(setting, group="Precision and model")
 memory = partial(setting, group="Memory (never changes the result)", resume="may change")
+token_memory = partial(memory, tokens_only=True)
 evaluation = partial(setting, group="Evaluation", resume="may change")
 checkpoint = partial(setting, group="Checkpoints", resume="may change")
 log = partial(setting, group="Log", resume="may change")
@@ -47,8 +51,7 @@ _PANELS = (run, batch, prompt, sampling, engine, reward, objective, loss, refere
 GROUPS: tuple[str, ...] = tuple(panel.keywords["group"] for panel in (*_PANELS, evaluation, checkpoint, log))
 """The panels of help, what matters most first; PPO's own settings have one of their own."""
 
-_OFF = {False: "no", "false": "no"}
-"""YAML's reading of a bare ``no``."""
+_OFF = {False: "no", "false": "no"}  # YAML's reading of a bare ``no``
 _INTERVAL: dict[str, Any] = {"choices": ("no", "steps", "epoch"), "enum": "IntervalStrategy", "spellings": _OFF}
 _ALARM_WORDS = {
     **dict.fromkeys((False, "false", "off", "no"), json.dumps(dict.fromkeys(ALARMS))),
@@ -107,16 +110,8 @@ class RunSettings:
         "Checkpoint folder to resume from; 'true': the newest sound one in output_dir; 'auto': if there is one.",
         spellings={True: "true", False: "none"},
     )
-    seed: int = run(
-        42,
-        "Seed of all randomness; samples depend on it, never on how work is cut.",
-        low=0,
-        below=2**63,
-        resume="must agree",
-    )
-    data_seed: int | None = run(
-        None, "Seed of the order of prompts; None: seed.", low=0, below=2**63, resume="must agree"
-    )
+    seed: int = seeding(42, "Seed of all randomness; samples depend on it, never on how work is cut.")
+    data_seed: int | None = seeding(None, "Seed of the order of prompts; None: seed.")
     use_cpu: bool = run(False, "Train on the CPU even where a CUDA device is available.")
 
     learning_rate: float = optimizer(1e-6, "Highest learning rate.", low=0)
@@ -161,10 +156,7 @@ class RunSettings:
         "float32, and sums are rounded at random; false: on the weights themselves, which rounds small updates away; "
         "None: true where weights are in bfloat16 and optim names the optimizer.",
         choices=("on", "off", "stochastic_rounding"),
-        spellings={
-            **dict.fromkeys((True, "true", "yes"), "on"),
-            **dict.fromkeys((False, "false", "no"), "off"),
-        },
+        spellings={True: "on", "true": "on", "yes": "on", False: "off", "false": "off", "no": "off"},
         resume="may change",
     )
     trust_remote_code: bool = precision(
@@ -204,19 +196,15 @@ class RunSettings:
     auto_find_batch_size: bool = memory(
         False, "Hint without effect on results: a failed allocation makes the micro-batch smaller, never a group."
     )
-    cache_implementation: str | None = memory(
+    cache_implementation: str | None = token_memory(
         None,
         "Kind of key/value cache for rollouts, under transformers' names: 'quantized' keeps it in 8 bits, which is "
         "lossy and corrected by importance weights; others are hints without effect on results; None: the plan "
         "decides.",
         choices=CACHES,
-        tokens_only=True,
     )
-    pad_to_multiple_of: int | str | None = memory(
-        "auto",
-        "Hint without effect on results: multiple of tokens to pad rows to; 'auto': none.",
-        low=1,
-        tokens_only=True,
+    pad_to_multiple_of: int | str | None = token_memory(
+        "auto", "Hint without effect on results: multiple of tokens to pad rows to; 'auto': none.", low=1
     )
     memory_forecast: bool | None = memory(
         None,
@@ -224,17 +212,15 @@ class RunSettings:
         "run that cannot fit; costs a few seconds. None: for a model given by name, on a CUDA device or under an "
         "explicit budget.",
     )
-    verify_plan: bool = memory(
+    verify_plan: bool = token_memory(
         False,
         "Before the first step, prove on this model that the plan changes neither tokens nor gradient, failures "
         "included; costs about three rollouts and gradients of one step.",
-        tokens_only=True,
     )
-    probe_worst_case: bool = memory(
+    probe_worst_case: bool = token_memory(
         False,
         "Before the first step, try the longest prompt and completion once, so that a run that cannot fit fails in "
         "its first minute; costs a few long forward passes and two micro-batches.",
-        tokens_only=True,
     )
 
     eval_strategy: str = evaluation("no", "When to evaluate: 'no', 'steps' or 'epoch'.", **_INTERVAL)
@@ -343,20 +329,16 @@ class TrainerSettings(RunSettings):
 
     shuffle_dataset: bool = prompt(True, "Shuffle the prompts in every pass.")
     remove_unused_columns: bool = prompt(False, "Keep only the prompt; reward functions then see no other column.")
-    max_prompt_length: int | None = prompt(
-        None,
-        "Longest prompt, in tokens; None: what the context leaves beside max_completion_length.",
-        low=1,
-        tokens_only=True,
+    max_prompt_length: int | None = token_prompt(
+        None, "Longest prompt, in tokens; None: what the context leaves beside max_completion_length.", low=1
     )
-    overlong_prompts: str = prompt(
+    overlong_prompts: str = token_prompt(
         "error",
         "What to do with a longer prompt: 'error', 'filter' (drop it) or 'truncate' (keep its end).",
         choices=("error", "filter", "truncate"),
-        tokens_only=True,
     )
-    chat_template_kwargs: Settings = prompt(
-        None, 'Further arguments of the chat template, such as {"enable_thinking": false}.', tokens_only=True
+    chat_template_kwargs: Settings = token_prompt(
+        None, 'Further arguments of the chat template, such as {"enable_thinking": false}.'
     )
 
     max_completion_length: int = sampling(
@@ -471,18 +453,12 @@ class TrainerSettings(RunSettings):
     sync_ref_model: bool = reference(False, "Move the reference towards the model during training.")
     ref_model_mixup_alpha: float = reference(0.6, "Share of the model in the new reference.", low=0, high=1)
     ref_model_sync_steps: int = reference(512, "Optimizer steps between two moves of the reference.", low=1)
-    entropy_coef: float = reference(
-        0.0, "Coefficient of a bonus on the mean entropy per token, in nats; 0: none.", tokens_only=True
-    )
-    use_adaptive_entropy: bool = reference(False, "Adapt that coefficient towards entropy_target.", tokens_only=True)
-    entropy_coef_min: float = reference(0.0, "Least coefficient that it adapts to.", tokens_only=True)
-    entropy_coef_max: float = reference(1.0, "Greatest coefficient that it adapts to.", tokens_only=True)
-    entropy_coef_delta: float = reference(
-        0.005, "Change of the coefficient per optimizer step.", low=0, tokens_only=True
-    )
-    entropy_target: float = reference(
-        0.2, "Entropy per token, in nats, above which the bonus is off.", low=0, tokens_only=True
-    )
+    entropy_coef: float = entropy(0.0, "Coefficient of a bonus on the mean entropy per token, in nats; 0: none.")
+    use_adaptive_entropy: bool = entropy(False, "Adapt that coefficient towards entropy_target.")
+    entropy_coef_min: float = entropy(0.0, "Least coefficient that it adapts to.")
+    entropy_coef_max: float = entropy(1.0, "Greatest coefficient that it adapts to.")
+    entropy_coef_delta: float = entropy(0.005, "Change of the coefficient per optimizer step.", low=0)
+    entropy_target: float = entropy(0.2, "Entropy per token, in nats, above which the bonus is off.", low=0)
     use_bias_correction_kl: bool = reference(True, "Multiply the KL to the reference by the ratio.")
 
 

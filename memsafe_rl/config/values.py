@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
+import operator
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +83,14 @@ def _read_text(name: str, text: str, plain: Mapping[Any, Any]) -> Any:
     if NoneType in plain and stripped.lower() in _NONE:
         return None
     if stripped[:1] in ("{", "[") and {dict, list, tuple} & set(plain):
-        return read(name, _from_json(name, stripped), _union(plain))
+        try:
+            content = json.loads(stripped)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f'{name} is {stripped!r}, which is not JSON ({error}). Write it like {{"name": 1}} or [1, 2].'
+            ) from None
+        kinds = (kind for base, kind in plain.items() if base is not str)
+        return read(name, content, functools.reduce(operator.or_, kinds))
     if bool in plain and stripped.lower() in _TRUE | _FALSE:
         return stripped.lower() in _TRUE
     number = _number(stripped)
@@ -96,14 +105,6 @@ def _read_text(name: str, text: str, plain: Mapping[Any, Any]) -> Any:
     raise _wrong(name, text, plain)
 
 
-def _union(plain: Mapping[Any, Any]) -> Any:
-    kinds = [kind for base, kind in plain.items() if base is not str]
-    union = kinds[0]
-    for kind in kinds[1:]:
-        union = union | kind
-    return union
-
-
 def _number(text: str) -> int | float | None:
     for parse in (int, float):
         try:
@@ -111,15 +112,6 @@ def _number(text: str) -> int | float | None:
         except ValueError:
             continue
     return None
-
-
-def _from_json(name: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f'{name} is {text!r}, which is not JSON ({error}). Write it like {{"name": 1}} or [1, 2].'
-        ) from None
 
 
 def _read_items(name: str, items: Sequence[Any], plain: Mapping[Any, Any]) -> list[Any] | tuple[Any, ...]:
@@ -163,8 +155,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-_FEW = 40
-"""Names that an error lists; there are hundreds of settings."""
+_FEW = 40  # names that an error lists; there are hundreds of settings
 
 
 def unknown(name: object, names: Iterable[str], what: str = "setting", *, also: Iterable[str] = ()) -> ConfigError:

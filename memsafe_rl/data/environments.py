@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.data.external_rollout import ExternalRollout, Piece
+from memsafe_rl.data.external_rollout import ExternalRollout
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.ops.losses import LOSSES
@@ -29,8 +29,6 @@ EnvironmentFactory = Callable[[], Any]
 
 ENVIRONMENTS = "environments"
 """What reward functions know the environments of their completions by."""
-
-"""Losses whose denominator counts tokens alone."""
 
 
 class EnvironmentReward:
@@ -82,7 +80,11 @@ class EnvironmentPool:
     def __init__(
         self, config: TrainerConfig, tokenizer: Any, tools: Sequence[Tool] | None, environment_factory: Any
     ) -> None:
-        _check_config(config)
+        if config.partial_rollout_tokens is not None:
+            raise ConfigError(
+                f"partial_rollout_tokens is {config.partial_rollout_tokens} with tools or environments, whose episodes "
+                "are played to their ends. Leave one of the two out."
+            )
         self._config = config
         self._tokenizer = tokenizer
         self.caller = Caller()
@@ -134,16 +136,11 @@ class EnvironmentPool:
         self, agent: AgentDraw, user: UserDraw, *, completion_tokens: int, context_tokens: int | None
     ) -> EpisodeSettings:
         """Gives what episodes are played with."""
-        limits = EpisodeLimits(
-            completion_tokens=completion_tokens,
-            turn_tokens=self._config.max_turn_length,
-            turns=self._config.max_episode_turns,
-            tool_rounds=self._config.max_tool_calling_iterations,
-            context_tokens=context_tokens,
-        )
-        return EpisodeSettings(
-            self._tokenizer, limits, agent, user, self.caller, self._config.chat_template_kwargs, context_tokens
-        )
+        config = self._config
+        turns = config.max_turn_length, config.max_episode_turns, config.max_tool_calling_iterations
+        limits = EpisodeLimits(completion_tokens, *turns, context_tokens)
+        kwargs = config.chat_template_kwargs
+        return EpisodeSettings(self._tokenizer, limits, agent, user, self.caller, kwargs, context_tokens)
 
     def given(self, episodes: Sequence[Episode], *, external: bool) -> ExternalRollout:
         """Turns episodes into what the trainer learns from and reward functions see."""
@@ -153,12 +150,12 @@ class EnvironmentPool:
             whole = [_joined(episode.segments) for episode in episodes]
         own = {ENVIRONMENTS: [_own(episode.environment) for episode in episodes]} if self.has_environments else {}
         return ExternalRollout(
-            conditions=[piece.condition for piece in whole],
-            completions=[piece.completion for piece in whole],
-            masks=[piece.mask for piece in whole],
+            conditions=[one.condition for one in whole],
+            completions=[one.completion for one in whole],
+            masks=[one.mask for one in whole],
             extra=own,
             external=external,
-            pieces=[tuple(_piece(segment) for segment in episode.segments) for episode in episodes],
+            pieces=[episode.segments for episode in episodes],
             prompts=[_seen(episode.prompt, episode) for episode in episodes],
             texts=[_seen(episode.messages, episode) for episode in episodes],
             facts=episode_metrics(episodes),
@@ -244,14 +241,6 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def _check_config(config: TrainerConfig) -> None:
-    if config.partial_rollout_tokens is not None:
-        raise ConfigError(
-            f"partial_rollout_tokens is {config.partial_rollout_tokens} with tools or environments, whose episodes are "
-            "played to their ends. Leave one of the two out."
-        )
-
-
 def _check_factories(factories: Mapping[Any, Any], *, named: bool) -> None:
     if not factories:
         raise ConfigError("environment_factory is an empty mapping. Give it an environment's class by name.")
@@ -285,20 +274,16 @@ def _own(environment: Environment) -> Any:
     return environment.instance if isinstance(environment, MethodEnvironment) else environment
 
 
-def _piece(segment: Segment) -> Piece:
-    return Piece(segment.condition, segment.completion, segment.mask)
-
-
-def _joined(segments: Sequence[Segment]) -> Piece:
+def _joined(segments: Sequence[Segment]) -> Segment:
     """Lays an episode's sequences end to end, as one for counts and reward functions."""
     if len(segments) == 1:
-        return _piece(segments[0])
+        return segments[0]
     parts = [segment.completion for segment in segments]
     logprobs = torch.cat([part.logprobs for part in parts])
     own = torch.cat([part.model_logprobs for part in parts])
     ids, ties = torch.cat([part.ids for part in parts]), sum(part.ties for part in parts)
     completion = Completion(ids, logprobs, own, parts[-1].finished, ties)
-    return Piece(segments[0].condition, completion, torch.cat([segment.mask for segment in segments]))
+    return Segment(segments[0].condition, completion, torch.cat([segment.mask for segment in segments]))
 
 
 def _seen(messages: Sequence[Mapping[str, Any]], episode: Episode) -> Any:

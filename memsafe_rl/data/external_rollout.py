@@ -12,24 +12,15 @@ from torch import Tensor
 
 from memsafe_rl.errors import DataError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
+from memsafe_rl.rollout.multi_turn.episode import Segment
 from memsafe_rl.types import Completion, ModelGeometry
 
 RolloutFunction = Callable[[list[Any], Any], dict[str, Any]]
 """Called with prompts (each repeated for its group) and the trainer; gives "prompt_ids", "completion_ids", "logprobs",
 optionally "env_mask", and anything else for the reward functions; one entry a prompt."""
 
-_ROUNDING = 1e-3
-"""Most that rounding lifts the log-prob of a certain token above 0, in nats: half precision's."""
+_ROUNDING = 1e-3  # most that rounding lifts the log-prob of a certain token above 0, in nats: half precision's
 _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One of the sequences that a completion consists of."""
-
-    condition: Tensor  # (length,) int64, what it follows
-    completion: Completion  # its tokens
-    mask: Tensor  # (T,) uint8, 1 where the model itself chose the token
 
 
 @dataclass(frozen=True)
@@ -43,7 +34,7 @@ class ExternalRollout:
     extra: dict[str, Any] = field(default_factory=dict)  # further columns for the reward functions
     external: bool = False  # whether the sampler's own log-probs came with them
     # the sequences that each completion is learnt from; None where each is one
-    pieces: list[tuple[Piece, ...]] | None = None
+    pieces: list[tuple[Segment, ...]] | None = None
     prompts: list[Any] | None = None  # per row, what the reward functions see of the prompt; None for the dataset's
     # per row, what the reward functions see of the completion; None for its tokens as text
     texts: list[Any] | None = None

@@ -67,12 +67,9 @@ def begin_groups(
     prompts: Prompts, samples: int, *, position: int, rollout: int, first_prompt: int
 ) -> tuple[OpenGroup, ...]:
     """Begins a group for every prompt."""
-    columns = vars(prompts).values()
+    alone = [Prompts(*((value,) for value in row)) for row in zip(*vars(prompts).values(), strict=True)]
     return tuple(
-        OpenGroup(
-            position + i, rollout, first_prompt + i, Prompts(*((column[i],) for column in columns)), (None,) * samples
-        )
-        for i in range(len(prompts.ids))
+        OpenGroup(position + i, rollout, first_prompt + i, own, (None,) * samples) for i, own in enumerate(alone)
     )
 
 
@@ -114,9 +111,7 @@ def plain_groups(groups: Sequence[OpenGroup]) -> list[dict[str, Any]]:
     """Writes groups as plain values; prompts are left out, since the data has them."""
     return [
         {
-            "position": group.position,
-            "rollout": group.rollout,
-            "prompt": group.prompt,
+            **{name: getattr(group, name) for name in ("position", "rollout", "prompt")},
             "completions": [drawn and _plain(drawn) for drawn in group.completions],
         }
         for group in groups
@@ -125,16 +120,12 @@ def plain_groups(groups: Sequence[OpenGroup]) -> list[dict[str, Any]]:
 
 def groups_from(plain: Sequence[Mapping[str, Any]], read: Callable[[int], Prompts]) -> tuple[OpenGroup, ...]:
     """Reads what `plain_groups` wrote."""
-    return tuple(
-        OpenGroup(
-            entry["position"],
-            entry["rollout"],
-            entry["prompt"],
-            read(entry["position"]),
-            tuple(drawn and _completion(drawn) for drawn in entry["completions"]),
-        )
-        for entry in plain
-    )
+    groups = []
+    for entry in plain:
+        completions = tuple(drawn and _completion(drawn) for drawn in entry["completions"])
+        place = entry["position"], entry["rollout"], entry["prompt"]
+        groups.append(OpenGroup(*place, read(entry["position"]), completions))
+    return tuple(groups)
 
 
 def _cut(drawn: Completion, limit: int) -> Completion:
@@ -147,13 +138,8 @@ def _cut(drawn: Completion, limit: int) -> Completion:
 
 def _plain(drawn: Completion) -> dict[str, Any]:
     own = None if drawn.model_logprobs is drawn.logprobs else drawn.model_logprobs.tolist()
-    return {
-        "ids": drawn.ids.tolist(),
-        "logprobs": drawn.logprobs.tolist(),
-        "model_logprobs": own,
-        "finished": drawn.finished,
-        "ties": drawn.ties,
-    }
+    numbers = {"ids": drawn.ids.tolist(), "logprobs": drawn.logprobs.tolist(), "model_logprobs": own}
+    return {**numbers, "finished": drawn.finished, "ties": drawn.ties}
 
 
 def _completion(plain: Mapping[str, Any]) -> Completion:

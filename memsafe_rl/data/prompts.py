@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -14,10 +14,10 @@ from rich.progress import track
 from torch import Tensor
 
 from memsafe_rl.errors import DataError
+from memsafe_rl.rollout.multi_turn.chat import check_template
 
 _TOKENIZE_BATCH = 512
-_SHOW_PROGRESS_FROM = 20_000
-"""Prompts whose tokenization takes over two seconds."""
+_SHOW_PROGRESS_FROM = 20_000  # prompts whose tokenization takes over two seconds
 
 _PROMPT_STREAM = 1
 _ROW_STREAM = 2
@@ -137,25 +137,17 @@ class PromptReader(Protocol):
         """
 
 
+@dataclass
 class PromptTokenizer:
     """Turns plain or conversational prompts into token ids."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        template_kwargs: Mapping[str, Any] | None,
-        limit: int | None,
-        truncate: bool,
-        vocab_size: int | None = None,
-        why_limited: str = "the limit",
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._template_kwargs = dict(template_kwargs or {})
-        self.limit = limit
-        self.why_limited = why_limited
-        self._truncate = truncate
+    tokenizer: Any
+    _: KW_ONLY
+    template_kwargs: Mapping[str, Any] | None  # of the chat template
+    limit: int | None  # longest prompt, in tokens
+    truncate: bool  # whether a longer one keeps its end; it is refused otherwise
+    vocab_size: int | None = None  # of the model
+    why_limited: str = "the limit"
 
     def bound(self, limit: int | None, why: str) -> None:
         """Lowers the limit."""
@@ -168,15 +160,15 @@ class PromptTokenizer:
             return []
         _check_kind(prompts)
         if isinstance(prompts[0], str):
-            ids = self._tokenizer(text=list(prompts))["input_ids"]
+            ids = self.tokenizer(text=list(prompts))["input_ids"]
         else:
             ids = self._templated(prompts)
         for prompt, row in zip(prompts, ids, strict=True):
             if not row:
                 raise DataError(f"prompt {prompt!r} has no tokens. Remove empty prompts from the dataset.")
-            if self._vocab_size is not None and max(row) >= self._vocab_size:
+            if self.vocab_size is not None and max(row) >= self.vocab_size:
                 raise DataError(
-                    f"prompt {prompt!r:.100} has token id {max(row)}, but the model knows {self._vocab_size} tokens."
+                    f"prompt {prompt!r:.100} has token id {max(row)}, but the model knows {self.vocab_size} tokens."
                     " Pass the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
                 )
         return [list(row) for row in ids]
@@ -187,20 +179,17 @@ class PromptTokenizer:
         rows = self.ids(prompts)
         if self.limit is not None:
             longest = max(len(row) for row in rows)
-            if longest > self.limit and not self._truncate:
+            if longest > self.limit and not self.truncate:
                 raise DataError(overlong_message(longest, self, 1))
             rows = [row[-self.limit :] for row in rows]
         ids = tuple(torch.tensor(row, dtype=torch.int64) for row in rows)
         return Prompts(tuple(examples), tuple(prompts), ids)
 
     def _templated(self, prompts: Sequence[Any]) -> list[list[int]]:
-        if getattr(self._tokenizer, "chat_template", None) is None:
-            raise DataError(
-                "the prompts are conversations but the tokenizer has no chat template. Set "
-                "processing_class.chat_template, or pass prompts as plain text."
-            )
+        check_template(self.tokenizer)
+        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(self.template_kwargs or {})}
         try:
-            return self._rendered(prompts)
+            return list(self.tokenizer.apply_chat_template(list(prompts), **how)["input_ids"])
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             if len(prompts) == 1:
                 raise DataError(
@@ -208,12 +197,6 @@ class PromptTokenizer:
                     "'role' and a text 'content', and chat_template_kwargs what the template asks for."
                 ) from error
             return [row for prompt in prompts for row in self._templated([prompt])]
-
-    def _rendered(self, prompts: Sequence[Any]) -> list[list[int]]:
-        rendered = self._tokenizer.apply_chat_template(
-            list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True, **self._template_kwargs
-        )
-        return list(rendered["input_ids"])
 
 
 def check_dataset(dataset: Any, name: str) -> Dataset | IterableDataset:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import difflib
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -25,25 +27,15 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH
 _TRUTH, _SIZE, _SHARE, _WORD, _ANY = "True or False", "whole MB of 20 or more", "a share between 0 and 1", "", "a value"
 _WHOLE_SHARE = "a share between 0 and 1, or 1"
 ALLOCATOR_KEYS: Mapping[str, str] = {
-    "backend": _WORD,
-    "expandable_segments": _TRUTH,
-    "garbage_collection_threshold": _SHARE,
-    "graph_capture_record_stream_reuse": _TRUTH,
-    "large_segment_size_mb": _ANY,
-    "max_non_split_rounding_mb": _SIZE,
-    "max_split_size_mb": _SIZE,
-    "per_process_memory_fraction": _WHOLE_SHARE,
-    "pinned_max_cached_size_mb": _ANY,
-    "pinned_max_round_threshold_mb": _ANY,
-    "pinned_num_register_threads": _ANY,
-    "pinned_reserve_segment_size_mb": _ANY,
-    "pinned_use_background_threads": _TRUTH,
-    "pinned_use_cuda_host_register": _TRUTH,
-    "pinned_use_hip_host_register": _TRUTH,
-    "release_lock_on_cudamalloc": _TRUTH,
-    "release_lock_on_hipmalloc": _TRUTH,
-    "roundup_power2_divisions": _ANY,
-    "throw_on_cudamalloc_oom": _TRUTH,
+    **{"backend": _WORD, "garbage_collection_threshold": _SHARE, "per_process_memory_fraction": _WHOLE_SHARE},
+    **dict.fromkeys(("max_non_split_rounding_mb", "max_split_size_mb"), _SIZE),
+    **dict.fromkeys(("expandable_segments", "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom"), _TRUTH),
+    **dict.fromkeys(("release_lock_on_cudamalloc", "release_lock_on_hipmalloc"), _TRUTH),
+    **dict.fromkeys(("pinned_use_background_threads", "pinned_use_cuda_host_register"), _TRUTH),
+    **dict.fromkeys(("pinned_use_hip_host_register",), _TRUTH),
+    **dict.fromkeys(("pinned_max_cached_size_mb", "pinned_max_round_threshold_mb"), _ANY),
+    **dict.fromkeys(("pinned_num_register_threads", "pinned_reserve_segment_size_mb"), _ANY),
+    **dict.fromkeys(("large_segment_size_mb", "roundup_power2_divisions"), _ANY),
 }
 """Settings of PyTorch 2.13's allocator, each with the values it takes."""
 
@@ -52,19 +44,11 @@ _BACKENDS = ("native", "cudaMallocAsync")
 _NATIVE_ONLY = ("max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold", "expandable_segments")
 
 _BRINGS_TORCH = (
-    "torch",
-    "transformers",
-    "trl",
-    "peft",
-    "accelerate",
-    "bitsandbytes",
-    "memsafe_rl",
-    "vllm",
-    "deepspeed",
+    *("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "memsafe_rl", "vllm", "deepspeed"),
 )
-_LARGE_SHARE = 0.02
-"""Share of a card held by other processes that is worth a finding."""
+_LARGE_SHARE = 0.02  # share of a card held by other processes that is worth a finding
 
+_RELATIONS: Mapping[str, Callable[[Any, Any], Any]] = {"=": operator.eq, ">=": operator.ge, "<=": operator.le}
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -117,14 +101,8 @@ class Environment:
 
 def check_environment(environment: Environment) -> tuple[Finding, ...]:
     """Checks a machine and its software."""
-    return in_order(
-        (
-            *check_versions(environment),
-            *check_allocator(environment),
-            *check_devices(environment),
-            *check_threads(environment),
-        )
-    )
+    checks = (check_versions, check_allocator, check_devices, check_threads)
+    return in_order([found for check in checks for found in check(environment)])
 
 
 def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -212,15 +190,10 @@ def _fits(takes: str, value: str) -> bool:
     if takes == _SIZE:
         return value.isdigit() and int(value) >= _LEAST_SPLIT_MB
     if takes in (_SHARE, _WHOLE_SHARE):
-        return _is_share(value) or (takes == _WHOLE_SHARE and value in ("1", "1.0"))
-    return value in _BACKENDS if takes == _WORD else value != ""
-
-
-def _is_share(value: str) -> bool:
-    try:
-        return 0 < float(value) < 1
-    except ValueError:
+        with suppress(ValueError):
+            return 0 < float(value) < 1 or (takes == _WHOLE_SHARE and value in ("1", "1.0"))
         return False
+    return value in _BACKENDS if takes == _WORD else value != ""
 
 
 def check_devices(environment: Environment) -> Iterator[Finding]:
@@ -230,14 +203,8 @@ def check_devices(environment: Environment) -> Iterator[Finding]:
         used = card.total_bytes - card.free_bytes
         if card.processes and max(held, used) >= _LARGE_SHARE * card.total_bytes:
             listed = ", ".join(f"{process.pid} ({format_bytes(process.used_bytes or 0)})" for process in card.processes)
-            yield finding(
-                "card-shared",
-                listed=listed,
-                free=format_bytes(card.free_bytes),
-                total=format_bytes(card.total_bytes),
-                number=number,
-                card=card.name,
-            )
+            sizes = {"free": format_bytes(card.free_bytes), "total": format_bytes(card.total_bytes)}
+            yield finding("card-shared", listed=listed, **sizes, number=number, card=card.name)
     hidden = environment.variables.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
         yield from _visible(hidden, len(environment.cards))
@@ -268,14 +235,8 @@ def check_threads(environment: Environment, processes: int = 1) -> Iterator[Find
             yield finding("threads/unreadable", name=name, value=value, cores=environment.cores)
         elif int(value) * processes > environment.cores:
             many = f" in each of {processes} processes" if processes > 1 else ""
-            yield finding(
-                "threads/many",
-                name=name,
-                value=value,
-                many=many,
-                cores=environment.cores,
-                threads=max(1, environment.cores // processes),
-            )
+            cores = {"cores": environment.cores, "threads": max(1, environment.cores // processes)}
+            yield finding("threads/many", name=name, value=value, many=many, **cores)
 
 
 def check_script(text: str, name: str) -> tuple[Finding, ...]:
@@ -309,13 +270,13 @@ def _assignments(tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                if isinstance(target, ast.Subscript) and _is_environ(target.value):
+                if isinstance(target, ast.Subscript) and _last_name(target.value) == "environ":
                     yield from _named(node.lineno, target.slice, node.value)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            sets = node.func.attr == "putenv" or (node.func.attr == "setdefault" and _is_environ(node.func.value))
-            if sets and len(node.args) == 2:
+            called, of_environ = node.func.attr, _last_name(node.func.value) == "environ"
+            if len(node.args) == 2 and (called == "putenv" or (called == "setdefault" and of_environ)):
                 yield from _named(node.lineno, node.args[0], node.args[1])
-            elif node.func.attr == "update" and _is_environ(node.func.value):
+            elif called == "update" and of_environ:
                 yield from ((node.lineno, word.arg, _text(word.value)) for word in node.keywords if word.arg)
                 for entry in node.args:
                     if isinstance(entry, ast.Dict):
@@ -323,10 +284,8 @@ def _assignments(tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
                             yield from _named(node.lineno, key, value)
 
 
-def _is_environ(node: ast.expr) -> bool:
-    return (isinstance(node, ast.Attribute) and node.attr == "environ") or (
-        isinstance(node, ast.Name) and node.id == "environ"
-    )
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _named(line: int, key: ast.expr | None, value: ast.expr) -> Iterator[tuple[int, str, str | None]]:
@@ -359,47 +318,26 @@ def check_expectations(wanted: Sequence[str], facts: Mapping[str, object]) -> tu
             raise ConfigError(f"--expect {written!r} is not key=value. Write such as torch=2.13.0 or gpus>=1.")
         key, relation, value = parts.groups()
         actual = facts.get(key, facts.get(key.replace("-", "_")))
-        text = None if actual is None else _fact(actual)
+        text = str(actual).lower() if isinstance(actual, bool) else None if actual is None else str(actual)
         found.append(Expectation(key, relation, value, text, text is not None and _holds(text, relation, value)))
     return tuple(found)
 
 
-def _fact(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _holds(actual: str, relation: str, value: str) -> bool:
+    """Compares two texts as they are, as bytes or numbers, or as versions."""
     if relation == "=" and actual.strip().lower() == value.strip().lower():
         return True
-    first, second = _comparable(actual, value)
-    if first is None or second is None:
-        return False
-    if relation == "=":
-        return bool(first == second)
-    return bool(first >= second) if relation == ">=" else bool(first <= second)
+    for read in (_bytes, _versions):
+        with suppress(ConfigError, InvalidVersion):
+            return bool(_RELATIONS[relation](*read(actual, value)))
+    return False
 
 
-def _comparable(actual: str, value: str) -> tuple[Any, Any] | tuple[None, None]:
-    """Reads two texts as bytes or numbers, else as versions."""
-    sizes = _bytes(actual), _bytes(value)
-    if None not in sizes:
-        return sizes
-    there, wanted = _version(actual), _version(value)
-    if there is None or wanted is None:
-        return None, None
+def _bytes(actual: str, value: str) -> tuple[int, int]:
+    return parse_bytes(actual), parse_bytes(value)
+
+
+def _versions(actual: str, value: str) -> tuple[Version, Version]:
+    there, wanted = Version(actual), Version(value)
     # A local label, such as +cpu, counts only if the expectation has one.
-    return (there, wanted) if wanted.local else (Version(there.public), wanted)
-
-
-def _bytes(text: str) -> int | None:
-    try:
-        return parse_bytes(text)
-    except ConfigError:
-        return None
-
-
-def _version(text: str) -> Version | None:
-    try:
-        return Version(text)
-    except InvalidVersion:
-        return None
+    return (there if wanted.local else Version(there.public)), wanted

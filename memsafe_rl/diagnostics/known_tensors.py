@@ -10,7 +10,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
+from itertools import chain, product
+from typing import NamedTuple
 
 from memsafe_rl.diagnostics.oom_messages import Printed
 
@@ -18,25 +19,22 @@ _MIB = 2**20
 _PIECE_BYTES = 2 * _MIB
 """A caching allocator requests more than 10 MiB in multiples of this, and prints the rounded size."""
 
-VOCABULARIES: Mapping[int, tuple[str, str]] = MappingProxyType(
-    {
-        32_000: ("Llama 2, Mistral", r"llama-?2|mistral|zephyr|vicuna|alpaca"),
-        32_128: ("T5", r"\b(?:flan-?)?m?t5\b"),
-        40_960: ("ChatLM-mini", r"chatlm"),
-        49_152: ("SmolLM2", r"smollm"),
-        50_257: ("GPT-2", r"gpt-?2"),
-        128_256: ("Llama 3", r"llama-?3"),
-        151_936: ("Qwen2, Qwen3", r"qwen-?(?:2|3(?!\.5))|qwq"),
-        248_320: ("Qwen3.5", r"qwen-?3\.5"),
-        256_000: ("Gemma 1 and 2", r"gemma-?[12]?\b"),
-        262_144: ("Gemma 3", r"gemma-?3"),
-    }
-)
+VOCABULARIES: Mapping[int, tuple[str, str]] = {
+    32_000: ("Llama 2, Mistral", r"llama-?2|mistral|zephyr|vicuna|alpaca"),
+    32_128: ("T5", r"\b(?:flan-?)?m?t5\b"),
+    40_960: ("ChatLM-mini", r"chatlm"),
+    49_152: ("SmolLM2", r"smollm"),
+    50_257: ("GPT-2", r"gpt-?2"),
+    128_256: ("Llama 3", r"llama-?3"),
+    151_936: ("Qwen2, Qwen3", r"qwen-?(?:2|3(?!\.5))|qwq"),
+    248_320: ("Qwen3.5", r"qwen-?3\.5"),
+    256_000: ("Gemma 1 and 2", r"gemma-?[12]?\b"),
+    262_144: ("Gemma 3", r"gemma-?3"),
+}
 """Vocabularies of common models: whose, and how a log names them."""
 
 _LEAST_GUESSED_BYTES = 256 * _MIB
-_LEAST_ROUND = 32
-"""A guess needs a number of rows divisible by this: most batches and lengths are round."""
+_LEAST_ROUND = 32  # A guess needs a number of rows divisible by this: most batches and lengths are round
 
 _MOST_GUESSES = 4
 
@@ -100,26 +98,18 @@ class KnownTensor:
         return f"{self.name}, {self.shape} in {self.dtype}" + (f" ({self.note})" if self.note else "")
 
 
-@dataclass(frozen=True)
-class _Shape:
+class _Shape(NamedTuple):
     kind: Kind
     name: str
     axes: tuple[int, ...]
     note: str = ""
 
-    @property
-    def elements(self) -> int:
-        return math.prod(self.axes)
-
-    def __str__(self) -> str:
-        return " x ".join(f"{axis:,}" for axis in self.axes)
-
 
 def span_of(requested: Printed, *, rounded_up: bool) -> tuple[int, int]:
     """Bounds the bytes of the tensor that a printed request was for.
 
-    PyTorch's caching allocators print what they request from the driver: 2 MiB for a tensor of up to 1 MiB, 20 MiB for
-    one of up to 10 MiB, and above that the next multiple of 2 MiB.
+    Caching allocators print what they request from the driver: 2 MiB for a tensor of up to 1 MiB, 20 MiB for one of up
+    to 10 MiB, and above that the next multiple of 2 MiB.
     """
     low, high = requested.count - requested.slack, requested.count + requested.slack
     if not rounded_up:
@@ -136,15 +126,16 @@ def span_of(requested: Printed, *, rounded_up: bool) -> tuple[int, int]:
 def matching(span: tuple[int, int], configuration: Configuration) -> tuple[KnownTensor, ...]:
     """Lists the tensors of a configuration that have the bytes of a request.
 
-    Given a vocabulary and either batch or length, the other is inferred if the configured one does not fit: the last
-    batch of a dataset is smaller, and most sequences are shorter than the longest.
+    If no logits fit, batch or length is inferred: the last batch is smaller, and most sequences are shorter.
     """
     low, high = span
     fitting: dict[tuple[str, str], KnownTensor] = {}
-    for shape in _shapes(configuration):
+    batches = (_of_a_batch(configuration, *of) for of in product(configuration.batch, configuration.seq_len))
+    for shape in chain(*batches, _of_the_weights(configuration)):
         for name, size in configuration.dtypes:
-            if low <= shape.elements * size <= high:
-                tensor = KnownTensor(shape.kind, shape.name, str(shape), name, shape.elements * size, note=shape.note)
+            if low <= (count := math.prod(shape.axes) * size) <= high:
+                text = " x ".join(f"{axis:,}" for axis in shape.axes)
+                tensor = KnownTensor(shape.kind, shape.name, text, name, count, note=shape.note)
                 fitting.setdefault((shape.name, name), tensor)
     found = sorted(fitting.values(), key=lambda tensor: list(Kind).index(tensor.kind))
     if any(tensor.kind is Kind.LOGITS for tensor in found):
@@ -158,11 +149,7 @@ def named_vocabularies(log: str) -> tuple[int, ...]:
 
 
 def guesses(span: tuple[int, int], vocabularies: Collection[int] = ()) -> tuple[KnownTensor, ...]:
-    """Guesses which common vocabulary's logits have the bytes of a request.
-
-    Some number of rows fits nearly every vocabulary, so only round ones are kept, the most surprising first: those
-    whose largest power of two is large compared with the range that the printed rounding leaves open.
-    """
+    """Guesses which common vocabulary's logits have the bytes of a request, by a number of rows that is round."""
     low, high = span
     if low < _LEAST_GUESSED_BYTES:
         return ()
@@ -175,21 +162,14 @@ def guesses(span: tuple[int, int], vocabularies: Collection[int] = ()) -> tuple[
             continue
         rows = max(range(fewest, most + 1), key=_roundness)
         if vocabularies or _roundness(rows) >= _LEAST_ROUND:
+            # Some number fits nearly every vocabulary. It surprises if its power of two is large for the open range.
             surprise = _roundness(rows) / (most - fewest + 1)
             found.append((surprise, rows, vocab, whose))
-    best = sorted(found, reverse=True)[:_MOST_GUESSES]
-    return tuple(
-        KnownTensor(
-            Kind.LOGITS,
-            f"logits of V = {vocab:,} ({whose})",
-            f"B*T = {rows:,} rows{_as_batch(rows)}",
-            "float32",
-            4 * rows * vocab,
-            exact=False,
-            guessed=True,
-        )
-        for _, rows, vocab, whose in best
-    )
+    guessed = []
+    for _, rows, vocab, whose in sorted(found, reverse=True)[:_MOST_GUESSES]:
+        name, shape = f"logits of V = {vocab:,} ({whose})", f"B*T = {rows:,} rows{_as_batch(rows)}"
+        guessed.append(KnownTensor(Kind.LOGITS, name, shape, "float32", 4 * rows * vocab, exact=False, guessed=True))
+    return tuple(guessed)
 
 
 def _roundness(number: int) -> int:
@@ -201,13 +181,6 @@ def _as_batch(rows: int) -> str:
     """Writes rows as a batch of sequences, if a usual batch size divides them."""
     batch = next((size for size in (32, 16, 8, 4) if rows % size == 0 and rows // size >= 16), None)
     return "" if batch is None else f", such as {batch} x {rows // batch:,}"
-
-
-def _shapes(known: Configuration) -> Iterator[_Shape]:
-    for batch in known.batch:
-        for tokens in known.seq_len:
-            yield from _of_a_batch(known, batch, tokens)
-    yield from _of_the_weights(known)
 
 
 def _of_a_batch(known: Configuration, batch: int, tokens: int) -> Iterator[_Shape]:
@@ -249,16 +222,8 @@ def _solved_logits(span: tuple[int, int], known: Configuration) -> Iterator[Know
         fewest, most = -(-span[0] // (size * known.vocab)), span[1] // (size * known.vocab)
         solved = _rows_as(fewest, most, known)
         if solved is not None:
-            rows, shape = solved
-            yield KnownTensor(
-                Kind.LOGITS,
-                _LOGITS,
-                f"{shape} x {known.vocab:,}",
-                name,
-                rows * size * known.vocab,
-                exact=False,
-                note=_COPIES,
-            )
+            rows, shape = solved[0], f"{solved[1]} x {known.vocab:,}"
+            yield KnownTensor(Kind.LOGITS, _LOGITS, shape, name, rows * size * known.vocab, exact=False, note=_COPIES)
 
 
 def _rows_as(fewest: int, most: int, known: Configuration) -> tuple[int, str] | None:

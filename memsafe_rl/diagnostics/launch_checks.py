@@ -9,8 +9,7 @@ from typing import Any
 from memsafe_rl.diagnostics.environment_checks import Environment, Finding, check_threads, finding, in_order
 from memsafe_rl.units import format_bytes
 
-_OLD_KEYS = ("fp16", "dynamo_backend")
-"""Keys of earlier versions that accelerate still converts."""
+_OLD_KEYS = ("fp16", "dynamo_backend")  # keys of earlier versions that accelerate still converts
 
 _REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU")
 _SEVERAL = "MULTI_"
@@ -43,17 +42,10 @@ def check_launch_file(
     if not isinstance(content, Mapping):
         kind = "is empty" if content is None else f"holds {type(content).__name__}, not keys and values"
         return (finding("file", kind=kind, name=name),)
-    return in_order(
-        (
-            *_unknown_keys(content, name, keys),
-            *_distribution(content, name, distributed_types),
-            *_processes(content, name, environment),
-            *_gpu_ids(content, name, environment),
-            *_precision(content, name, precisions),
-            *_sections(content, name),
-            *check_threads(environment, _count(content)),
-        )
-    )
+    found = [*_unknown_keys(content, name, keys), *_distribution(content, name, distributed_types)]
+    found += (*_processes(content, name, environment), *_gpu_ids(content, name, environment))
+    found += (*_precision(content, name, precisions), *_sections(content, name))
+    return in_order([*found, *check_threads(environment, _count(content))])
 
 
 def _count(content: Mapping[Any, Any]) -> int:
@@ -156,13 +148,8 @@ def check_run_file(
     run: Mapping[str, Any], name: str, environment: Environment, *, parameters: int | None, processes: int = 1
 ) -> tuple[Finding, ...]:
     """Checks a run file for contradictions, and for what this machine cannot run."""
-    return in_order(
-        (
-            *_quantization(run, name, environment),
-            *_device_map(run, name, processes),
-            *_host_memory(run, name, environment, parameters, processes),
-        )
-    )
+    offloads = _host_memory(run, name, environment, parameters, processes)
+    return in_order((*_quantization(run, name, environment), *_device_map(run, name, processes), *offloads))
 
 
 def _model_arguments(run: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -172,14 +159,12 @@ def _model_arguments(run: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _bits(run: Mapping[str, Any]) -> str | None:
     """Gives the bits in which the base is loaded, wherever they are set; None if unquantised."""
-    arguments = _model_arguments(run)
+    arguments, given = _model_arguments(run), run.get("quantization")
+    places = [
+        place for place in (run, arguments, arguments.get("quantization_config"), given) if isinstance(place, Mapping)
+    ]
     for bits in ("4bit", "8bit"):
-        nested = arguments.get("quantization_config")
-        places = (run, arguments, nested if isinstance(nested, Mapping) else {})
-        given = run.get("quantization")
-        if given == bits or (isinstance(given, Mapping) and given.get(f"load_in_{bits}") in _TRUE):
-            return bits
-        if any(place.get(f"load_in_{bits}") in _TRUE for place in places):
+        if given == bits or any(place.get(f"load_in_{bits}") in _TRUE for place in places):
             return bits
     return None
 
@@ -194,9 +179,8 @@ def _quantization(run: Mapping[str, Any], name: str, environment: Environment) -
         yield finding("quantized-without-adapter", bits=bits, name=name)
     paged = any(part in str(run.get("optim", "")) for part in ("bnb", "paged", "8bit"))
     if (bits is not None or paged) and environment.versions.get("bitsandbytes", "") is None:
-        yield finding(
-            "package-missing/quantization", name=name, setting="quantization" if bits is not None else "optim"
-        )
+        setting = "quantization" if bits is not None else "optim"
+        yield finding("package-missing/quantization", name=name, setting=setting)
 
 
 def _device_map(run: Mapping[str, Any], name: str, processes: int) -> Iterator[Finding]:
@@ -210,19 +194,12 @@ def _device_map(run: Mapping[str, Any], name: str, processes: int) -> Iterator[F
 def _host_memory(
     run: Mapping[str, Any], name: str, environment: Environment, parameters: int | None, processes: int
 ) -> Iterator[Finding]:
-    if parameters is None or not environment.host_free_bytes:
-        return
+    free = environment.host_free_bytes
     for key, what, size in _offloads(run):
-        needed = size * parameters * processes
-        if needed > environment.host_free_bytes:
-            yield finding(
-                "host-memory",
-                what=what,
-                needed=format_bytes(needed),
-                free=format_bytes(environment.host_free_bytes),
-                name=name,
-                key=key,
-            )
+        needed = size * (parameters or 0) * processes
+        if needed > free > 0:
+            sizes = {"needed": format_bytes(needed), "free": format_bytes(free)}
+            yield finding("host-memory", what=what, **sizes, name=name, key=key)
 
 
 def _offloads(run: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
@@ -233,11 +210,10 @@ def _offloads(run: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
         yield "optim", f"the state of {optimizer}, when it is paged out,", _PAGED_BYTES[bits]
     if run.get("vllm_enable_sleep_mode") in _TRUE:
         yield "vllm_enable_sleep_mode", "vLLM's copy of the weights, while it sleeps,", _HALF_BYTES
-    sharded = run.get("deepspeed") if isinstance(run.get("deepspeed"), Mapping) else {}
+    sharded = run.get("deepspeed")
     zero = sharded.get("zero_optimization", sharded) if isinstance(sharded, Mapping) else {}
-    if isinstance(zero, Mapping) and "cpu" in str(
-        zero.get("offload_optimizer", zero.get("offload_optimizer_device", ""))
-    ):
+    where = zero.get("offload_optimizer", zero.get("offload_optimizer_device")) if isinstance(zero, Mapping) else None
+    if "cpu" in str(where):
         yield "deepspeed", "the optimizer's state, offloaded to the CPU,", _SHARDED_OPTIMIZER_BYTES
 
 
@@ -245,23 +221,12 @@ def check_launch_memory(
     content: Mapping[str, Any], name: str, environment: Environment, *, parameters: int | None
 ) -> tuple[Finding, ...]:
     """Checks that the RAM holds what an accelerate file offloads."""
-    found = []
+    # Sharded or not, the processes of a machine together hold one optimizer state.
+    needed, free, found = _SHARDED_OPTIMIZER_BYTES * (parameters or 0), environment.host_free_bytes, []
+    sizes = {"needed": format_bytes(needed), "free": format_bytes(free)}
     for section, key in (("deepspeed_config", "offload_optimizer_device"), ("fsdp_config", "fsdp_offload_params")):
         inside = content.get(section)
         asked = isinstance(inside, Mapping) and (inside.get(key) == "cpu" or inside.get(key) in _TRUE)
-        if not asked or parameters is None or not environment.host_free_bytes:
-            continue
-        # Sharded or not, the processes of a machine together hold one optimizer state.
-        needed = _SHARDED_OPTIMIZER_BYTES * parameters
-        if needed > environment.host_free_bytes:
-            found.append(
-                finding(
-                    "host-memory/offload",
-                    needed=format_bytes(needed),
-                    free=format_bytes(environment.host_free_bytes),
-                    name=name,
-                    section=section,
-                    key=key,
-                )
-            )
+        if asked and needed > free > 0:
+            found.append(finding("host-memory/offload", **sizes, name=name, section=section, key=key))
     return tuple(found)

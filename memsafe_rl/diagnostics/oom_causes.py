@@ -94,16 +94,9 @@ def explain_message(
 ) -> Explanation:
     """Explains an out-of-memory message."""
     tensors = _tensors(message, configuration or Configuration(), log)
-    reasons = _reasons(message, tensors)
-    return Explanation(
-        message,
-        _stranded_share(message),
-        _neighbours(message),
-        _outside(message),
-        tensors,
-        reasons,
-        _remedies(message, reasons, tensors),
-    )
+    reasons, share = _reasons(message, tensors), _stranded_share(message)
+    remedies = _remedies(message, reasons, tensors)
+    return Explanation(message, share, _neighbours(message), _outside(message), tensors, reasons, remedies)
 
 
 def _tensors(message: OutOfMemoryMessage, known: Configuration, log: str) -> tuple[KnownTensor, ...]:
@@ -131,8 +124,7 @@ def _reserved(message: OutOfMemoryMessage) -> int:
 def own_process(message: OutOfMemoryMessage) -> int | None:
     """Finds the process that failed among those that the driver lists by number.
 
-    In a container the driver reports the host's process numbers, and PyTorch does not know its own: it is the process
-    that holds as much as the allocator and a little more.
+    A container's driver reports the host's numbers: it is the one that holds as much as the allocator and a bit more.
     """
     if message.in_use is not None or message.allocated is None:
         return None
@@ -172,27 +164,22 @@ def _outside(message: OutOfMemoryMessage) -> int | None:
     return None if used is None or message.allocated is None else used - _reserved(message)
 
 
+def _because(cause: Cause, decisive: bool = False, case: str = "", **values: object) -> Reason:
+    """Writes a reason of `remedies.yaml`, whose cases are named after causes unless one has several."""
+    return Reason(cause, _TABLE["reasons"][case or cause.name].format(**values), decisive)
+
+
 def _reasons(message: OutOfMemoryMessage, tensors: tuple[KnownTensor, ...]) -> tuple[Reason, ...]:
     guessed = bool(tensors) and tensors[0].guessed
-    found = [
-        reason
-        for reason in (
-            _special(message),
-            _too_large(message),
-            _limit(message),
-            _neighbours_reason(message),
-            _fragments(message),
-            None if guessed else _tensor(tensors),
-            _pools(message),
-            _outside_reason(message),
-            _room_refused(message),
-        )
-        if reason is not None
-    ]
+    first = (_special, _too_large, _limit, _neighbours_reason, _fragments)
+    reasons = [*(find(message) for find in first), None if guessed else _tensor(tensors)]
+    reasons += (find(message) for find in (_pools, _outside_reason, _room_refused))
+    found = [reason for reason in reasons if reason is not None]
     if not any(reason.decisive for reason in found) and (full := _full(message)) is not None:
         found.append(full)
     if not found:
-        found.append(Reason(Cause.UNTOLD, _untold(message)))
+        asked = message.requested
+        found.append(_because(Cause.UNTOLD, case="" if asked is None else "UNTOLD_REST", asked=asked))
     if guessed and (guess := _tensor(tensors)) is not None:
         found.append(guess)
     # Decisive ones first.
@@ -201,78 +188,59 @@ def _reasons(message: OutOfMemoryMessage, tensors: tuple[KnownTensor, ...]) -> t
 
 def _special(message: OutOfMemoryMessage) -> Reason | None:
     """Gives the reason if something other than a device's caching allocator failed."""
-    asked = "" if message.requested is None else f" of {message.requested}"
+    asked, held, limit = message.requested, message.allocated, message.total
     match message.allocator:
         case Allocator.HOST:
-            return Reason(Cause.HOST, f"Host memory (RAM), not the card, had no room for an allocation{asked}.", True)
+            return _because(Cause.HOST, True, asked="" if asked is None else f" of {asked}")
         case Allocator.KERNEL:
-            held = "" if message.allocated is None else f" when it held {message.allocated}"
-            return Reason(Cause.HOST, f"The operating system ran out of RAM and killed the process{held}.", True)
+            return _because(Cause.HOST, True, "KERNEL", held="" if held is None else f" when it held {held}")
         case Allocator.SIMULATED:
-            chosen = "This simulated device was full, or a test made this allocation fail"
-            held = "" if message.allocated is None else f"; {message.allocated} were live"
-            return Reason(Cause.SIMULATED, f"{chosen}{held}.", True)
+            return _because(Cause.SIMULATED, True, held="" if held is None else f"; {held} were live")
         case Allocator.BUDGET:
             largest = max(message.held, key=lambda held: held[1].count, default=None)
             who = "" if largest is None else f" The largest share is held by {largest[0]}: {largest[1]}."
-            limit = "" if message.total is None else f" of {message.total}"
-            return Reason(Cause.BUDGET, f"Even the leanest plan needs more than the budget{limit}.{who}", True)
+            return _because(Cause.BUDGET, True, limit="" if limit is None else f" of {limit}", who=who)
         case Allocator.LIBRARY:
-            return Reason(
-                Cause.LIBRARY,
-                "A library (cuBLAS, cuDNN, NCCL ...) needed its own workspace, but PyTorch's allocator or another "
-                "process holds the whole card.",
-            )
+            return _because(Cause.LIBRARY)
         case Allocator.DRIVER:
-            return Reason(
-                Cause.LIBRARY,
-                "The driver itself had no memory left outside PyTorch's allocator: often other processes fill the "
-                "card before this one starts.",
-            )
+            return _because(Cause.LIBRARY, case="DRIVER")
     return None
 
 
 def _too_large(message: OutOfMemoryMessage) -> Reason | None:
     limit = message.total or (message.allowed if message.allocator is Allocator.MPS else None)
-    if message.requested is None or limit is None or message.allocator is Allocator.BUDGET:
+    asked = message.requested
+    if asked is None or limit is None or message.allocator is Allocator.BUDGET or asked.count <= limit.count:
         return None
-    if message.requested.count <= limit.count:
-        return None
-    return Reason(
-        Cause.TOO_LARGE,
-        f"A single tensor of {message.requested} was requested, and the whole device has {limit}: freeing memory "
-        "cannot make it fit.",
-        True,
-    )
+    return _because(Cause.TOO_LARGE, True, asked=asked, limit=limit)
 
 
 def _limit(message: OutOfMemoryMessage) -> Reason | None:
     if message.allowed is None or message.requested is None or message.allocated is None:
         return None
     held = message.in_use.count if message.allocator is Allocator.MPS and message.in_use else _reserved(message)
-    reached = held + message.requested.count > message.allowed.count - _REPORTING_GAP_BYTES // 8
-    if not reached:
+    if held + message.requested.count <= message.allowed.count - _REPORTING_GAP_BYTES // 8:
         return None
     spare = "" if message.free is None else f", though {message.free} of the device are free"
-    return Reason(Cause.LIMIT, f"This process may hold {message.allowed} and holds {format_bytes(held)}{spare}.", True)
+    return _because(Cause.LIMIT, True, allowed=message.allowed, held=format_bytes(held), spare=spare)
 
 
 def _neighbours_reason(message: OutOfMemoryMessage) -> Reason | None:
-    others = _neighbours(message)
+    others, asked, free = _neighbours(message), message.requested, message.free.count if message.free else 0
     if not others or message.total is None or others < _NEIGHBOURS_SHARE * message.total.count:
         return None
-    free = message.free.count if message.free else 0
-    if message.requested is not None and free > message.requested.count:
+    if asked is not None and free > asked.count:
         return None
-    decisive = message.requested is not None and free + others >= message.requested.count
+    decisive = asked is not None and free + others >= asked.count
     own = own_process(message)
-    listed = [f"process {number} {size}" for number, size in message.processes if number != own]
-    names = f" ({', '.join(listed)})" if listed else " (whatever is neither free nor held by this process)"
-    without = "; without them the request would fit" if decisive else ""
-    return Reason(
+    listed = ", ".join(f"process {number} {size}" for number, size in message.processes if number != own)
+    return _because(
         Cause.NEIGHBOURS,
-        f"Other processes hold {format_bytes(others)} of the device's {message.total}{names}{without}.",
         decisive,
+        others=format_bytes(others),
+        total=message.total,
+        names=listed or "whatever is neither free nor held by this process",
+        without="; without them the request would fit" if decisive else "",
     )
 
 
@@ -280,18 +248,8 @@ def _fragments(message: OutOfMemoryMessage) -> Reason | None:
     share, stranded, asked = _stranded_share(message), message.stranded, message.requested
     if share is None or stranded is None or share < STRANDED_SHARE or stranded.count < 64 * 2**20:
         return None
-    free = message.free.count if message.free else 0
-    fits = asked is not None and stranded.count + free >= asked.count
-    ending = (
-        ": enough for the request, but in pieces that are each too small"
-        if fits
-        else "; even in one piece they would not be enough"
-    )
-    return Reason(
-        Cause.FRAGMENTS,
-        f"{stranded} ({share:.1%} of what PyTorch reserved) are stranded: reserved, but used by no tensor{ending}.",
-        fits,
-    )
+    fits = asked is not None and stranded.count + (message.free.count if message.free else 0) >= asked.count
+    return _because(Cause.FRAGMENTS, fits, "FRAGMENTS" if fits else "FRAGMENTS_TOO_FEW", stranded=stranded, share=share)
 
 
 def _tensor(tensors: tuple[KnownTensor, ...]) -> Reason | None:
@@ -299,33 +257,25 @@ def _tensor(tensors: tuple[KnownTensor, ...]) -> Reason | None:
         return None
     best = tensors[0]
     if best.guessed:
-        return Reason(Cause.TENSOR, f"A guess, since the model is unknown: the size fits {best}.")
+        return _because(Cause.TENSOR, case="GUESS", best=best)
     solved = "" if best.exact else "; batch or length is inferred"
     others = f"; {len(tensors) - 1} others would fit too" if len(tensors) > 1 else ""
-    return Reason(Cause.TENSOR, f"The size is that of {best}{solved}{others}.")
+    return _because(Cause.TENSOR, best=best, solved=solved, others=others)
 
 
 def _pools(message: OutOfMemoryMessage) -> Reason | None:
-    if message.private_pools is None or message.total is None:
+    pools, total = message.private_pools, message.total
+    if pools is None or total is None or pools.count < _POOLS_SHARE * total.count:
         return None
-    if message.private_pools.count < _POOLS_SHARE * message.total.count:
-        return None
-    return Reason(
-        Cause.POOLS,
-        f"{message.private_pools} belong to private pools (CUDA graphs of vLLM or torch.compile), which nothing else "
-        "may use.",
-    )
+    return _because(Cause.POOLS, pools=pools)
 
 
 def _outside_reason(message: OutOfMemoryMessage) -> Reason | None:
-    outside = _outside(message)
-    of = message.total or message.allowed
+    outside, of = _outside(message), message.total or message.allowed
     if outside is None or of is None or outside < max(_OUTSIDE_SHARE * of.count, _GIB):
         return None
-    whose = (
-        "Metal and other libraries" if message.allocator is Allocator.MPS else "context, NCCL, vLLM, other libraries"
-    )
-    return Reason(Cause.OUTSIDE, f"This process holds {format_bytes(outside)} outside PyTorch's allocator ({whose}).")
+    case = "OUTSIDE_MPS" if message.allocator is Allocator.MPS else "OUTSIDE"
+    return _because(Cause.OUTSIDE, case=case, outside=format_bytes(outside))
 
 
 def _room_refused(message: OutOfMemoryMessage) -> Reason | None:
@@ -334,34 +284,16 @@ def _room_refused(message: OutOfMemoryMessage) -> Reason | None:
         return None
     if message.total is not None and asked.count > message.total.count:
         return None
-    if message.allocator is Allocator.XPU and asked.count > 4 * _GIB:
-        what = (
-            "Intel's drivers refuse single allocations above 4 GiB unless UR_L0_USE_RELAXED_ALLOCATION_LIMITS=1 is set"
-        )
-    else:
-        what = (
-            "something else limits the process (a vGPU or MIG share, WSL or Windows paging, shared memory of an "
-            "integrated GPU, a driver that does not match PyTorch's build)"
-        )
-    return Reason(Cause.ROOM_REFUSED, f"The driver refused {asked} although it reports {free} free: {what}.", True)
+    case = "ROOM_REFUSED_XPU" if message.allocator is Allocator.XPU and asked.count > 4 * _GIB else "ROOM_REFUSED"
+    return _because(Cause.ROOM_REFUSED, True, case, asked=asked, free=free)
 
 
 def _full(message: OutOfMemoryMessage) -> Reason | None:
-    of = message.total or message.allowed
-    if message.allocated is None or of is None or message.allocated.count < _FULL_SHARE * of.count:
+    held, of = message.allocated, message.total or message.allowed
+    if held is None or of is None or held.count < _FULL_SHARE * of.count:
         return None
-    share = message.allocated.count / of.count
-    if share > 1:
-        held = f"Live tensors hold {message.allocated}, more than the device's {of}: the driver has moved some to RAM"
-        return Reason(Cause.FULL, f"{held}, as it does under WSL and Windows, and that is full too.")
-    work = "the batch is too large for the device"
-    return Reason(Cause.FULL, f"Live tensors hold {message.allocated} of {of} ({share:.0%}): {work}.")
-
-
-def _untold(message: OutOfMemoryMessage) -> str:
-    if message.requested is None:
-        return "The message has no figures, so only general remedies can be named."
-    return f"{message.requested} were requested; the message does not say who holds the rest."
+    share = held.count / of.count
+    return _because(Cause.FULL, case="FULL_AND_MOVED" if share > 1 else "FULL", held=held, of=of, share=share)
 
 
 _TABLE = yaml.load(

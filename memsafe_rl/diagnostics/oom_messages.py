@@ -10,14 +10,11 @@ from enum import StrEnum
 from memsafe_rl.units import format_bytes
 
 _POWERS = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_IMPOSSIBLE_BYTES = 2**60
-"""More than any machine has; under WSL the driver reports such figures for a process."""
+_IMPOSSIBLE_BYTES = 2**60  # more than any machine has; under WSL the driver reports such figures for a process
 
-_REACH = 1_500
-"""Characters after the start of a message that hold its figures."""
+_REACH = 1_500  # characters after the start of a message that hold its figures
 
-_BEFORE = 6_000
-"""Characters before a message that are searched for its origin."""
+_BEFORE = 6_000  # characters before a message that are searched for its origin
 
 
 class Allocator(StrEnum):
@@ -142,32 +139,20 @@ _HOLDER = re.compile(r"(?P<name>[a-z_ ]+?) (?P<bytes>\d+(?:\.\d+)? (?:B|[KMGT]iB
 _QUANTITY = re.compile(r"(?P<number>\d+(?:\.(?P<decimals>\d+))?)[\s│┃]*(?P<unit>[A-Za-z]+)")
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
-_PLACES = (
-    (Place.OPTIMIZER, re.compile(r"optimizer\.step\(|/torch/optim/|_init_group|_foreach_(?:add|mul|lerp|addcdiv)")),
-    (
-        Place.LOGITS,
-        re.compile(
-            r"log_softmax|cross_entropy|logsumexp|\blogits\.(?:float|clone|to)\b|\blogits = |lm_head\(|"
-            r"logprobs?_from_logits|per_token_logps|compute_log_probs"
-        ),
-    ),
-    (
-        Place.ATTENTION,
-        re.compile(
-            r"matmul\(query|attn_weights|attention_scores|scaled_dot_product_attention|\bq(?:uery)? @ k(?:ey)?\b"
-        ),
-    ),
-    (Place.BACKWARD, re.compile(r"\.backward\(|_engine_run_backward|run_backward")),
-    (Place.ROLLOUT, re.compile(r"\.generate\(|_sample\(|past_key_values|DynamicCache|cache_utils|generate_sequences")),
-    (Place.LOAD, re.compile(r"from_pretrained|load_state_dict|\.to\(device\)|_load_pretrained_model|\.cuda\(\)")),
-)
+_PLACES = {
+    Place.OPTIMIZER: r"optimizer\.step\(|/torch/optim/|_init_group|_foreach_(?:add|mul|lerp|addcdiv)",
+    Place.LOGITS: r"log_softmax|cross_entropy|logsumexp|\blogits\.(?:float|clone|to)\b|\blogits = |lm_head\(|"
+    r"logprobs?_from_logits|per_token_logps|compute_log_probs",
+    Place.ATTENTION: r"matmul\(query|attn_weights|attention_scores|scaled_dot_product_attention|"
+    r"\bq(?:uery)? @ k(?:ey)?\b",
+    Place.BACKWARD: r"\.backward\(|_engine_run_backward|run_backward",
+    Place.ROLLOUT: r"\.generate\(|_sample\(|past_key_values|DynamicCache|cache_utils|generate_sequences",
+    Place.LOAD: r"from_pretrained|load_state_dict|\.to\(device\)|_load_pretrained_model|\.cuda\(\)",
+}
 
 
 def read_printed(text: str) -> Printed | None:
-    """Reads a byte count as PyTorch prints it, with the rounding it hides.
-
-    PyTorch divides by 1024 whether it writes ``MiB`` or, on MPS, ``MB``.
-    """
+    """Reads a byte count as PyTorch prints it (in powers of 1024, on MPS as ``MB``), with the rounding it hides."""
     found = _QUANTITY.fullmatch(text.strip())
     if found is None or found["unit"][0].lower() not in _POWERS:
         return None
@@ -185,11 +170,8 @@ def find_message(log: str) -> OutOfMemoryMessage | None:
         return None
     head = heads[-1]
     before = text[max(0, head.start() - _BEFORE) : head.start()]
-    facts: dict[str, object] = {
-        "line": text.count("\n", 0, head.start()) + 1,
-        "found": len(heads),
-        "place": _place(before),
-    }
+    line = text.count("\n", 0, head.start()) + 1
+    facts: dict[str, object] = {"line": line, "found": len(heads), "place": _place(before)}
     return OutOfMemoryMessage(**(facts | _read(head, text[head.start() : head.start() + _REACH])))  # type: ignore[arg-type]
 
 
@@ -209,21 +191,13 @@ def _read(head: re.Match[str], window: str) -> dict[str, object]:
     if given["budget"] is not None:
         return _read_budget(head)
     if given["simulated"] is not None:
-        live = Printed(int(given["live"]))
-        return _facts(
-            head, Allocator.SIMULATED, requested=given["simulated"], allocated=live, device="simulated device"
-        )
+        live, device = Printed(int(given["live"])), "simulated device"
+        return _facts(head, Allocator.SIMULATED, requested=given["simulated"], allocated=live, device=device)
     if given["mps"] is not None:
         held = [size for size in (read_printed(given["mps"]), read_printed(given["mps_other"])) if size is not None]
-        return _facts(
-            head,
-            Allocator.MPS,
-            requested=given["mps_requested"],
-            allocated=given["mps"],
-            in_use=Printed(sum(size.count for size in held), sum(size.slack for size in held)),
-            allowed=given["mps_allowed"],
-            device="MPS",
-        )
+        in_use = Printed(sum(size.count for size in held), sum(size.slack for size in held))
+        figures = {"requested": given["mps_requested"], "allocated": given["mps"], "allowed": given["mps_allowed"]}
+        return _facts(head, Allocator.MPS, **figures, in_use=in_use, device="MPS")
     if given["buffer"] is not None:
         return _facts(head, Allocator.MPS, requested=given["buffer"], device="MPS")
     if given["killed"] is not None:
@@ -251,17 +225,10 @@ def _plain(text: str) -> str:
 
 
 def _read_budget(head: re.Match[str]) -> dict[str, object]:
-    held = (
-        (found["name"].strip(), read_printed(found["bytes"])) for found in _HOLDER.finditer(_plain(head["holders"]))
-    )
-    facts = _facts(
-        head,
-        Allocator.BUDGET,
-        requested=_plain(head["budget"]),
-        total=head["limit"],
-        allocated=head["outside"],
-        held=tuple((name, size) for name, size in held if size is not None),
-    )
+    holders = _HOLDER.finditer(_plain(head["holders"]))
+    held = tuple((one["name"].strip(), size) for one in holders if (size := read_printed(one["bytes"])) is not None)
+    figures = {"requested": _plain(head["budget"]), "total": head["limit"], "allocated": head["outside"]}
+    facts = _facts(head, Allocator.BUDGET, **figures, held=held)
     # The allocator's own message comes last and adds nothing.
     return facts | {"text": str(facts["text"]).partition(" The allocator said:")[0]}
 
@@ -301,5 +268,5 @@ def _place(before: str) -> Place | None:
     """Gives what the program was doing, by the innermost frame of the traceback that shows it."""
     begun = before.rfind("Traceback")
     frames = before[begun:] if begun >= 0 else before
-    found = [(match.end(), place) for place, pattern in _PLACES for match in pattern.finditer(frames)]
+    found = [(match.end(), place) for place, pattern in _PLACES.items() for match in re.finditer(pattern, frames)]
     return max(found)[1] if found else None

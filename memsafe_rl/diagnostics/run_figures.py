@@ -53,7 +53,8 @@ def run_figures(
 ) -> RunFigures:
     """Summarises a run."""
     seconds = sum(number(step.get("step_time")) or 0.0 for step in steps)
-    peak, phase = _highest_peak(steps)
+    peaks = [(peak, phase) for step in steps for phase, peak in phase_peaks(step).items()]
+    peak, phase = max(peaks) if peaks else (None, None)
     rewards = known(steps, "reward")
     rollouts = len(known(steps, "completions/mean_length"))
     samples = None if rollout_rows is None else rollouts * rollout_rows
@@ -100,8 +101,3 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if abs(value) < float("inf") else None
-
-
-def _highest_peak(steps: Sequence[Mapping[str, Any]]) -> tuple[int | None, str | None]:
-    peaks = [(peak, phase) for step in steps for phase, peak in phase_peaks(step).items()]
-    return max(peaks) if peaks else (None, None)

@@ -1,25 +1,16 @@
 """Rewards: prompts and completions in, one number a completion out; never the trained model."""
 
-from memsafe_rl.rewards.accuracy import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
-from memsafe_rl.rewards.base import RewardRunner, RewardScores, RewardSource
-from memsafe_rl.rewards.calls import RewardFunction
-from memsafe_rl.rewards.registry import REWARD_FACTORIES, REWARD_FUNCTIONS, resolve_reward
-from memsafe_rl.rewards.scoring import RewardModel
-from memsafe_rl.rewards.shape import get_repetition_penalty_reward, get_soft_overlong_punishment, think_format_reward
-
-__all__ = [
-    "REWARD_FACTORIES",
-    "REWARD_FUNCTIONS",
-    "RewardFunction",
-    "RewardModel",
-    "RewardRunner",
-    "RewardScores",
-    "RewardSource",
-    "accuracy_reward",
-    "get_cosine_scaled_reward",
-    "get_repetition_penalty_reward",
-    "get_soft_overlong_punishment",
-    "reasoning_accuracy_reward",
-    "resolve_reward",
-    "think_format_reward",
-]
+from memsafe_rl.rewards.accuracy import accuracy_reward as accuracy_reward
+from memsafe_rl.rewards.accuracy import get_cosine_scaled_reward as get_cosine_scaled_reward
+from memsafe_rl.rewards.accuracy import reasoning_accuracy_reward as reasoning_accuracy_reward
+from memsafe_rl.rewards.base import RewardRunner as RewardRunner
+from memsafe_rl.rewards.base import RewardScores as RewardScores
+from memsafe_rl.rewards.base import RewardSource as RewardSource
+from memsafe_rl.rewards.calls import RewardFunction as RewardFunction
+from memsafe_rl.rewards.registry import REWARD_FACTORIES as REWARD_FACTORIES
+from memsafe_rl.rewards.registry import REWARD_FUNCTIONS as REWARD_FUNCTIONS
+from memsafe_rl.rewards.registry import resolve_reward as resolve_reward
+from memsafe_rl.rewards.scoring import RewardModel as RewardModel
+from memsafe_rl.rewards.shape import get_repetition_penalty_reward as get_repetition_penalty_reward
+from memsafe_rl.rewards.shape import get_soft_overlong_punishment as get_soft_overlong_punishment
+from memsafe_rl.rewards.shape import think_format_reward as think_format_reward

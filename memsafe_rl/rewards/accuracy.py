@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.rewards.texts import first_text
+from memsafe_rl.rewards.shape import first_text
 
 LogExtra = Callable[[str, list[Any]], None]
 
@@ -62,16 +62,25 @@ def reasoning_accuracy_reward(
 
 @dataclass(frozen=True)
 class CosineScaledReward:
-    """Scales a right or wrong answer's reward by the completion's length; see `get_cosine_scaled_reward`."""
+    r"""A reward that favours short right answers and long wrong ones.
+
+    ``r = r_long + (r_short - r_long) (1 + cos(π min(|y| / L, 1))) / 2``
+    (Yeo et al. 2025, "Demystifying Long Chain-of-Thought Reasoning", appendix C.1), where ``|y|`` counts the
+    completion's tokens.
+    """
 
     __name__: ClassVar[str] = "cosine_scaled_reward"
     required_packages: ClassVar[dict[str, str]] = _PACKAGES
 
     max_len: int
-    min_value_wrong: float
-    max_value_wrong: float
-    min_value_correct: float
-    max_value_correct: float
+    min_value_wrong: float = -1.0
+    max_value_wrong: float = -0.5
+    min_value_correct: float = 0.5
+    max_value_correct: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.max_len < 1:
+            raise ConfigError(f"max_len is {self.max_len} tokens; give the longest completion length, at least 1.")
 
     def __call__(
         self, completions: Sequence[Any], solution: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any
@@ -92,22 +101,8 @@ class CosineScaledReward:
         return float(longest + (shortest - longest) * share)
 
 
-def get_cosine_scaled_reward(
-    max_len: int,
-    min_value_wrong: float = -1.0,
-    max_value_wrong: float = -0.5,
-    min_value_correct: float = 0.5,
-    max_value_correct: float = 1.0,
-) -> CosineScaledReward:
-    r"""Makes a reward that favours short right answers and long wrong ones.
-
-    ``r = r_long + (r_short - r_long) (1 + cos(π min(|y| / L, 1))) / 2``
-    (Yeo et al. 2025, "Demystifying Long Chain-of-Thought Reasoning", appendix C.1), where ``|y|`` counts the
-    completion's tokens.
-    """
-    if max_len < 1:
-        raise ConfigError(f"max_len is {max_len} tokens; give the longest completion length, at least 1.")
-    return CosineScaledReward(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)
+get_cosine_scaled_reward = CosineScaledReward
+"""TRL's name."""
 
 
 def _judge(text: str, solution: str) -> _Verdict:

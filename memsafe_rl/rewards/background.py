@@ -16,8 +16,7 @@ from memsafe_rl.errors import MemsafeError
 
 _FIRST_STEP_SECONDS = 1.0
 """Longest wait for awaitables to have begun: requests are under way before the caller keeps the processor busy."""
-_FAREWELL_SECONDS = 1.0
-"""What is cancelled as its loop stops has so long to clear up."""
+_FAREWELL_SECONDS = 1.0  # what is cancelled as its loop stops has so long to clear up
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ class Running:
         self._ended = threading.Event()
         self._results: list[Any] = []
         self._error: BaseException | None = None
-        self.cancel: Callable[[], object] = lambda: None
+        self.cancel: Callable[[], object] = lambda: None  # if it has not ended, without waiting for it
 
     def settle(self, results: Sequence[Any] = (), error: BaseException | None = None) -> None:
         """Notes how it ended; the first to say so is believed."""
@@ -72,12 +71,8 @@ class BackgroundLoop:
         try:
             return running.ended(seconds)
         except BaseException:
-            self.stop(running)
+            running.cancel()
             raise
-
-    def stop(self, running: Running) -> None:
-        """Cancels what was started, if it has not ended, without waiting for it."""
-        running.cancel()
 
     def abandon(self) -> None:
         """Leaves a loop alone that no longer answers; its thread ends with the process, the next start has another."""

@@ -12,7 +12,7 @@ import numbers
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,7 @@ Attempt = Callable[[Callable[[int], Tensor]], Tensor]
 logger = logging.getLogger(__name__)
 
 _ENDLESS = TimeoutPolicy()
-_ROWS = 32
-"""Completions that a reward model scores in one forward pass where nobody says how many."""
+_ROWS = 32  # completions that a reward model scores in one forward pass where nobody says how many
 _GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 _NOTHING = torch.empty(0)
 _LARGEST = torch.finfo(torch.float32).max
@@ -64,16 +63,11 @@ class RewardScores:
     timeouts: Mapping[str, int] = field(default_factory=dict)
 
 
-class PendingScores:
+class PendingScores(NamedTuple):
     """Rewards of a rollout whose async functions may still be under way."""
 
-    def __init__(self, finish: Callable[[], RewardScores], cancel: Callable[[], None]) -> None:
-        self._finish = finish
-        self.cancel = cancel
-
-    def result(self) -> RewardScores:
-        """Waits for the functions that are under way."""
-        return self._finish()
+    result: Callable[[], RewardScores]  # waits for them
+    cancel: Callable[[], object]
 
 
 def _once(unit: Callable[[int], Tensor]) -> Tensor:
@@ -107,13 +101,8 @@ class RewardRunner:
             if isinstance(source, str):
                 source = load_reward_model(source, options, trust_remote_code)
             if isinstance(source, nn.Module):
-                source = RewardModel(
-                    source,
-                    tokenizer,
-                    chat_template_kwargs=chat_template_kwargs,
-                    revision=options.get("revision"),
-                    trust_remote_code=trust_remote_code,
-                )
+                code: dict[str, Any] = {"revision": options.get("revision"), "trust_remote_code": trust_remote_code}
+                source = RewardModel(source, tokenizer, chat_template_kwargs=chat_template_kwargs, **code)
             self._sources.append(source)
         self.names = _distinct([s.name if isinstance(s, RewardModel) else function_name(s) for s in self._sources])
         self._loop = BackgroundLoop()
@@ -182,8 +171,7 @@ class RewardRunner:
 
         Reward models come first, then the functions in their order, then the async ones together. Only what this
         library does itself may be repeated when memory runs out: a reward model's pass, and writing down what the
-        functions returned. What a function raises comes out as it is. An async function that takes longer than it may
-        is called again as often as the run's settings say.
+        functions returned.
         """
         columns = dict(columns or {})
         _check_rows(len(prompts), {"completions": completions, "completion_ids": completion_ids, **columns})
@@ -226,12 +214,12 @@ class RewardRunner:
                 name = self.names[index]
                 output = calls.first(name, function)
                 if inspect.iscoroutine(output):
-                    begun[name] = Begun(function, output)
+                    begun[name] = function, output
                 else:
                     found[index] = _numbers(name, output, calls.rows)
         except BaseException:
-            for waiting in begun.values():
-                waiting.coroutine.close()
+            for _, waiting in begun.values():
+                waiting.close()
             raise
         return calls.await_together(begun, self._loop)
 
@@ -240,15 +228,9 @@ class RewardRunner:
         if self._warned or not unscored:
             return
         self._warned = True
-        first = unscored[0]
-        logger.warning(
-            "%d of %d completions got no reward from any function, the first at row %d with prompt %.200r. They count "
-            "for nothing. This is said once.",
-            len(unscored),
-            len(prompts),
-            first,
-            prompts[first],
-        )
+        facts = len(unscored), len(prompts), unscored[0], prompts[unscored[0]]
+        told = "%d of %d completions got no reward from any function, the first at row %d with prompt %.200r. "
+        logger.warning(told + "They count for nothing. This is said once.", *facts)
 
 
 def _by_row(rewards_FB: Sequence[Sequence[float]], rows: int) -> Tensor:  # noqa: ARG001

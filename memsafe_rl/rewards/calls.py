@@ -8,9 +8,10 @@ import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -63,23 +64,16 @@ Patience = TimeoutPolicy
 """The name of `TimeoutPolicy` before 0.2."""
 
 
-@dataclass(frozen=True)
-class Begun:
-    """An async function and its first call."""
-
-    function: RewardFunction  # makes further calls
-    coroutine: Coroutine[Any, Any, Any]  # the first call, not yet run
+Begun = tuple[RewardFunction, Coroutine[Any, Any, Any]]
+"""An async function, which makes further calls, and its first call, not yet run."""
 
 
-class Awaited:
+class Awaited(NamedTuple):
     """Async functions under way."""
 
-    def __init__(
-        self, names: Sequence[str], result: Callable[[], list[Any]] = list, cancel: Callable[[], None] = lambda: None
-    ) -> None:
-        self.names = names
-        self.result = result
-        self.cancel = cancel
+    names: Sequence[str]
+    result: Callable[[], list[Any]] = list
+    cancel: Callable[[], object] = lambda: None
 
 
 class Calls:
@@ -94,9 +88,14 @@ class Calls:
         self._extras: dict[str, dict[str, list[Any]]] = {}
         self._metrics: dict[str, list[tuple[str, float]]] = {}
 
-    def timed(self, name: str) -> _Stopwatch:
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
         """Measures the wall time of a block for a function."""
-        return _Stopwatch(self.seconds, name)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def first(self, name: str, function: RewardFunction) -> Any:
         """Calls a function; gives what it returns, a coroutine if it is async."""
@@ -125,17 +124,22 @@ class Calls:
             left = None if limit is None else max(0.0, started + limit - time.monotonic())
             if not loop.ended(running, left):
                 loop.abandon()
-                raise self._blocked([name for name in begun if name not in answered])
+                silent = ", ".join(repr(name) for name in begun if name not in answered)
+                raise RewardTimeoutError(
+                    f"Reward function(s) {silent} did not answer within {limit:g} seconds and could not be stopped: "
+                    "something in an async function blocks its event loop. Call what blocks by "
+                    "`await asyncio.to_thread(...)`."
+                )
             try:
                 return running.result()
             except asyncio.CancelledError as error:
                 raise _cancelled([name for name in begun if name not in answered] or list(begun)) from error
 
-        return Awaited(tuple(begun), result, lambda: loop.stop(running))
+        return Awaited(tuple(begun), result, running.cancel)
 
     async def _answer(self, name: str, begun: Begun, answered: set[str]) -> Any:
         """Waits for an async function, and calls it again while it takes too long and may be."""
-        patience, coroutine = self._patience, begun.coroutine
+        patience, (function, coroutine) = self._patience, begun
         with self.timed(name):
             for left in reversed(range(patience.retries + 1)):
                 try:
@@ -148,7 +152,7 @@ class Calls:
                         raise
                 self.timeouts[name] += 1
                 self._tell_of_timeout(name, left)
-                coroutine = self._output(name, begun.function) if left else coroutine
+                coroutine = self._output(name, function) if left else coroutine
         answered.add(name)
         if patience.gives_none:
             return [None] * self.rows
@@ -166,19 +170,8 @@ class Calls:
             "Reward function %r did not answer within %g seconds. %s", name, self._patience.timeout_seconds, then
         )
 
-    def _blocked(self, names: Sequence[str]) -> RewardTimeoutError:
-        return RewardTimeoutError(
-            f"Reward function(s) {', '.join(map(repr, names))} did not answer within "
-            f"{self._patience.deadline_seconds:g} seconds and could not be stopped: something in an async function "
-            "blocks its event loop. Call what blocks by `await asyncio.to_thread(...)`."
-        )
-
     def _output(self, name: str, function: RewardFunction) -> Any:
-        """Calls a function with its keywords: all of them if it takes any, else those it names.
-
-        Lists are copied, and the tensors and arrays in them, so that a function that sorts, pops or computes in place
-        does not disturb the next one. What an earlier call of it logged is forgotten.
-        """
+        """Calls a function with its keywords, all or those it names; what an earlier call of it logged is forgotten."""
         extras: dict[str, list[Any]] = {}
         metrics: list[tuple[str, float]] = []
         self._extras[name], self._metrics[name] = extras, metrics
@@ -252,17 +245,6 @@ def _listed(name: str, column: str, values: Any) -> Iterable[Any]:
     return values
 
 
-class _Stopwatch:
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self._seconds, self._name, self._start = seconds, name, 0.0
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + time.perf_counter() - self._start
-
-
 def _unwrapped(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
@@ -304,6 +286,7 @@ def required_names(function: RewardFunction) -> set[str]:
 
 
 def _copied(value: Any) -> Any:
+    """Copies a list, so that a function that sorts, pops or computes in place does not disturb the next one."""
     if not isinstance(value, list):
         return value
     with host_memory():

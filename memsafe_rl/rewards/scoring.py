@@ -42,11 +42,7 @@ def reward_model_name(model: nn.Module) -> str:
 
 
 class RewardModel:
-    """A sequence classifier whose first logit is the reward of a prompt with its completion.
-
-    Without a pad token the tokenizer pads with its end-of-sequence token, and the classifier is told which token pads,
-    because it reads the reward at the last token that is not padding.
-    """
+    """A sequence classifier whose first logit is the reward of a prompt with its completion."""
 
     def __init__(
         self,
@@ -69,14 +65,12 @@ class RewardModel:
                     "token. Set its pad_token before passing it in reward_processing_classes."
                 )
             self.tokenizer.pad_token = self.tokenizer.eos_token
+        # told which token pads, because it reads the reward at the last one that is not padding
         if (config := getattr(model, "config", None)) is not None:
             config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
 
     def score(self, prompts: Sequence[Any], completions: Sequence[Any], reward_rows: int) -> Tensor:
-        """Scores every completion once, longest first, without gradient and without dropout.
-
-        Equal to scoring the rows one by one, up to the rounding of a padded batch.
-        """
+        """Scores every completion once, as one by one up to the rounding of padded batches, without dropout."""
         encoded = self.tokenizer(self._texts(prompts, completions), add_special_tokens=False)
         lengths = [len(ids) for ids in encoded["input_ids"]]
         if 0 in lengths:
@@ -90,7 +84,12 @@ class RewardModel:
         for start in range(0, len(order), reward_rows):
             rows = order[start : start + reward_rows]
             rewards_B[rows] = self._forward({key: [encoded[key][row] for row in rows] for key in encoded})
-        self._check_finite(rewards_B)
+        if not (finite := rewards_B.isfinite()).all():
+            row = int((~finite).nonzero()[0])
+            raise DataError(
+                f"Reward model {self.name!r} gave {rewards_B[row].item()} for row {row} of {len(rewards_B)}. Load it "
+                "in a wider type (dtype float32 or bfloat16), or check its weights."
+            )
         return rewards_B
 
     def rehearse(self, tokens: int, reward_rows: int) -> None:
@@ -153,14 +152,6 @@ class RewardModel:
                 "model gives logits of shape (rows, outputs), as AutoModelForSequenceClassification does."
             )
         return logits[:, 0].float().cpu()
-
-    def _check_finite(self, rewards_B: Tensor) -> None:
-        if not (finite := rewards_B.isfinite()).all():
-            row = int((~finite).nonzero()[0])
-            raise DataError(
-                f"Reward model {self.name!r} gave {rewards_B[row].item()} for row {row} of {len(rewards_B)}. Load it "
-                "in a wider type (dtype float32 or bfloat16), or check its weights."
-            )
 
 
 def _first_line(error: Exception) -> str:

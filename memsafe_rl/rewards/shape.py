@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.rewards.texts import first_text
 
 _ONE_THOUGHT = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
+
+
+def first_text(completion: Any) -> str:
+    """Gives the text that ready-made rewards judge."""
+    if isinstance(completion, str):
+        return completion
+    content = completion[0]["content"] if completion else ""
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content or ""
 
 
 def think_format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -20,12 +29,22 @@ def think_format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
 
 @dataclass(frozen=True)
 class SoftOverlongPunishment:
-    """Punishes completions near and past the longest length; see `get_soft_overlong_punishment`."""
+    """A reward that falls from 0 to -1 over the last tokens allowed.
+
+    ``r = 0`` up to ``L - c`` tokens, ``(L - c - |y|) / c`` up to L, -1 beyond (Yu et al. 2025, DAPO, eq. 13).
+    """
 
     __name__: ClassVar[str] = "soft_overlong_punishment_reward"
 
     max_completion_len: int
     soft_punish_cache: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.soft_punish_cache <= self.max_completion_len:
+            raise ConfigError(
+                f"soft_punish_cache is {self.soft_punish_cache} tokens; give 0 to max_completion_len "
+                f"({self.max_completion_len})."
+            )
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
         """Rewards every completion by its length."""
@@ -38,26 +57,24 @@ class SoftOverlongPunishment:
         return (free - length) / self.soft_punish_cache if length <= self.max_completion_len else -1.0
 
 
-def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> SoftOverlongPunishment:
-    """Makes a reward that falls from 0 to -1 over the last tokens allowed.
-
-    ``r = 0`` up to ``L - c`` tokens, ``(L - c - |y|) / c`` up to L, -1 beyond (Yu et al. 2025, DAPO, eq. 13).
-    """
-    if not 0 <= soft_punish_cache <= max_completion_len:
-        raise ConfigError(
-            f"soft_punish_cache is {soft_punish_cache} tokens; give 0 to max_completion_len ({max_completion_len})."
-        )
-    return SoftOverlongPunishment(max_completion_len, soft_punish_cache)
-
-
 @dataclass(frozen=True)
 class RepetitionPenalty:
-    """Punishes repeated n-grams of tokens; see `get_repetition_penalty_reward`."""
+    """A reward that falls with the share of repeated n-grams.
+
+    ``r = (1 - distinct n-grams / all n-grams) · max_penalty`` (Yeo et al. 2025, "Demystifying Long Chain-of-Thought
+    Reasoning", appendix C.2), over token ids; 0 for a completion shorter than one n-gram.
+    """
 
     __name__: ClassVar[str] = "repetition_penalty_reward"
 
-    ngram_size: int
-    max_penalty: float
+    ngram_size: int = 3
+    max_penalty: float = -1.0
+
+    def __post_init__(self) -> None:
+        if self.ngram_size < 1:
+            raise ConfigError(f"ngram_size is {self.ngram_size} tokens; give at least 1.")
+        if self.max_penalty > 0:
+            raise ConfigError(f"max_penalty is {self.max_penalty}; a penalty is 0 or negative, such as -1.0.")
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
         """Rewards every completion by its repetitions."""
@@ -71,14 +88,5 @@ class RepetitionPenalty:
         return (1 - distinct / total) * self.max_penalty if distinct < total else 0.0
 
 
-def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RepetitionPenalty:
-    """Makes a reward that falls with the share of repeated n-grams.
-
-    ``r = (1 - distinct n-grams / all n-grams) · max_penalty`` (Yeo et al. 2025, "Demystifying Long Chain-of-Thought
-    Reasoning", appendix C.2), over token ids; 0 for a completion shorter than one n-gram.
-    """
-    if ngram_size < 1:
-        raise ConfigError(f"ngram_size is {ngram_size} tokens; give at least 1.")
-    if max_penalty > 0:
-        raise ConfigError(f"max_penalty is {max_penalty}; a penalty is 0 or negative, such as -1.0.")
-    return RepetitionPenalty(ngram_size, max_penalty)
+get_soft_overlong_punishment, get_repetition_penalty_reward = SoftOverlongPunishment, RepetitionPenalty
+"""TRL's names."""

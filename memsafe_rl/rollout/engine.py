@@ -23,20 +23,13 @@ LiveKeys = Callable[[], Sequence[SequenceKey]]
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What an engine can do; nobody asks which engine it is.
+    """What an engine can do; nobody asks which engine it is."""
 
-    Args:
-        is_external: whether log-probs come from other kernels, another copy of the weights or a rounded cache, so that
-            the loss must correct for the difference.
-        kv_retention: whether a scope keeps keys and values between the turns of episodes; memory plans make room then.
-        int8_cache: whether `RolloutEngine.round_cache` works.
-        resumes_completions: whether `Generate` takes ``begun``.
-    """
-
+    # whether log-probs come from other kernels, another copy of the weights or a rounded cache: the loss corrects them
     is_external: bool = False
-    kv_retention: bool = False
-    int8_cache: bool = False
-    resumes_completions: bool = False
+    kv_retention: bool = False  # whether a scope keeps keys and values between turns; memory plans make room then
+    int8_cache: bool = False  # whether `RolloutEngine.round_cache` works
+    resumes_completions: bool = False  # whether `Generate` takes ``begun``
 
 
 class Generate(Protocol):

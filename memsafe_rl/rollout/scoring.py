@@ -103,9 +103,8 @@ def score_all(
 ) -> list[RowScores]:
     """Scores the actions of any number of rows without gradient, in eval mode, a slice at a time.
 
-    A slice is what is repeated when memory runs out; earlier slices are kept, on the host. Rows are packed behind one
-    copy of each of their prompts where the network can and they share enough of them. Where columns are scored one by
-    one, those in which no row counts are left out.
+    A slice is what is repeated when memory runs out. Rows are packed behind one copy of each of their prompts where
+    that saves enough; where columns are scored one by one, those in which no row counts are left out.
     """
 
     def score(chosen: Sequence[int], micro: MicroBatch, plan: RolloutPlan) -> tuple[Numbers, Sequence[int]]:
@@ -163,20 +162,24 @@ def _in_slices(
     run: Run,
     kinds: Sequence[str],
 ) -> list[Numbers]:
-    """Runs rows without gradient, in eval mode, a slice at a time.
-
-    A leaner plan cuts what is left anew. Columns that were not wanted have 0.
-    """
+    """Runs rows without gradient, in eval mode, a slice at a time; columns that were not wanted have 0."""
     packed = packing_saves(adapter.work(trajectory, rows))
     found: list[Numbers] = [{} for _ in rows]
     waiting: list[MicroBatch] = []
     cut_for = 0
 
+    def cut(places: Sequence[int], columns: Sequence[int] | None, tokens: int) -> list[MicroBatch]:
+        chosen = [rows[place] for place in places]
+        groups = adapter.micro_batches(trajectory, chosen, tokens, columns=columns, packed=packed)
+        slices = [micro for group in groups for micro in group.batches]
+        return [micro._replace(places=tuple(places[place] for place in micro.places)) for micro in slices]
+
     def run_next(plan: RolloutPlan) -> tuple[MicroBatch, dict[str, tuple[Tensor, ...]]] | None:
         nonlocal waiting, cut_for
         if plan.score_tokens != cut_for:
+            # A leaner plan cuts what is left anew.
             left = _merged(waiting) if cut_for else [(list(range(len(rows))), columns)]
-            waiting = [one for piece in left for one in _cut(adapter, trajectory, rows, *piece, plan, packed)]
+            waiting = [one for piece in left for one in cut(*piece, plan.score_tokens)]
             cut_for = plan.score_tokens
         if not waiting:
             return None
@@ -195,25 +198,6 @@ def _in_slices(
             if not numbers:  # no column of any row is wanted
                 numbers |= dict.fromkeys(kinds, torch.zeros(length, dtype=torch.float64))
     return found
-
-
-def _cut(
-    adapter: ScoringAdapter,
-    trajectory: Trajectory,
-    rows: Sequence[int],
-    places: Sequence[int],
-    columns: Sequence[int] | None,
-    plan: RolloutPlan,
-    packed: bool,
-) -> list[MicroBatch]:
-    """Cuts rows that wait into slices; these name the places of rows among all."""
-    chosen = [rows[place] for place in places]
-    groups = adapter.micro_batches(trajectory, chosen, plan.score_tokens, columns=columns, packed=packed)
-    return [
-        micro._replace(places=tuple(places[place] for place in micro.places))
-        for group in groups
-        for micro in group.batches
-    ]
 
 
 def _merged(waiting: Sequence[MicroBatch]) -> list[tuple[list[int], Sequence[int] | None]]:
@@ -277,7 +261,6 @@ def _values(distribution: Distribution, value_head: ValueHead) -> Tensor:
 def _reference_means(
     adapter: ScoringAdapter, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int] | None
 ) -> Tensor:
-    """Runs the reference on the same states, without gradient."""
     with torch.no_grad(), adapter.reference() as reference:
         distribution = reference.distribution(trajectory, rows, columns)
     if not isinstance(distribution, GaussianDistribution):

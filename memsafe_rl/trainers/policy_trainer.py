@@ -19,8 +19,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.callbacks.console import CompletionsTable, ProgressBar, banner
-from memsafe_rl.callbacks.logs import RunRecord
-from memsafe_rl.callbacks.status_file import StatusFile
+from memsafe_rl.callbacks.status_file import RunRecord, StatusFile
 from memsafe_rl.callbacks.trackers import Trackers, check_installed
 from memsafe_rl.checkpoint.run_folder import check_writable
 from memsafe_rl.checkpoint.weights import check_savable

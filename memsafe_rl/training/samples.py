@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import charge, claim, host_memory
-from memsafe_rl.data.external_rollout import Piece
 from memsafe_rl.data.partial_rollouts import Gathered, OpenGroup
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.host_memory import to_device, to_host
 from memsafe_rl.rewards.base import PendingScores
+from memsafe_rl.rollout.multi_turn.episode import Segment as Piece
 from memsafe_rl.training.algorithms.objectives import objective_advantages
 from memsafe_rl.types import AdvantageResult, Completion, Component, Phase, Ragged, Trajectory
 

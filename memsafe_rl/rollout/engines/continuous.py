@@ -24,15 +24,14 @@ from memsafe_rl.rollout.engine import Engine, EngineContext, Progress, register_
 from memsafe_rl.rollout.external.function_engine import FunctionEngine
 from memsafe_rl.rollout.external.kv_pool import pool_for
 from memsafe_rl.rollout.external.request import EngineRequest
-from memsafe_rl.rollout.external.sampling_support import check_options, is_filtered, refuse_encoder
+from memsafe_rl.rollout.external.sampling_support import check_options, is_filtered, quiet, refuse_encoder
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 
 HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", "top_p", "top_k"})
 """Sampling settings that continuous batching has; it drops the processors of others without a word."""
 
 _PAGE_TOKENS = 32
-_SPARE_BLOCKS = 2
-"""Blocks that the cache allocates for padding."""
+_SPARE_BLOCKS = 2  # blocks that the cache allocates for padding
 _BATCH_TOKENS = 1024
 """Tokens read in one forward at most: its attention masks have this many rows, each as wide as the cache."""
 _WAIT_SECONDS = 1.0
@@ -42,9 +41,8 @@ _LOG = "ContinuousBatchingLogger"
 def continuous_engine(context: EngineContext) -> FunctionEngine:
     """Makes an engine that draws with continuous batching; between two calls it holds nothing.
 
-    Its random numbers follow from the first key and from how requests fall into batches, so that a run repeats on the
-    same machine under the same plans; a sequence is no function of its own key, as it is in the library's engine. A
-    failed attempt is therefore drawn again as a whole: keeping what had ended would favour short completions.
+    A sequence is no function of its own key: random numbers follow from the first key and from how requests fall into
+    batches. A failed attempt is drawn again as a whole, since keeping what had ended would favour short completions.
     """
     refuse_encoder(context, "use_transformers_continuous_batching")
     options = context.config.transformers_continuous_batching_config or {}
@@ -63,7 +61,7 @@ class _Batching:
         """Draws one completion for every row."""
         model, settings = causal_lm_of(self.adapter.model), asked.settings
         generation, batching = _generation(settings), self._batching(asked, plan)
-        with _plain_attention(model), _quiet():
+        with _plain_attention(model), quiet(_LOG, logging.CRITICAL):  # failures are raised here
             outputs = _run(model, asked.prompts, generation, batching, asked.progress)
         if isinstance(outputs, _Failed):
             # a fresh error, whose traceback holds nothing of what failed
@@ -119,9 +117,7 @@ class _Failed:
 def _run(
     model: Any, ids: Sequence[list[int]], generation: Any, batching: Any, progress: Progress | None
 ) -> list[Any] | _Failed:
-    """Runs one manager from its first request to the end of its thread."""
-    manager: Any = None
-    finished = False
+    manager, finished = None, False
     try:
         manager = model.init_continuous_batching(
             generation_config=generation, continuous_batching_config=batching, workload_hints=None
@@ -138,12 +134,13 @@ def _run(
         return _failed(error, str(error))
     finally:
         if manager is not None:
-            _stop(manager, hard=not finished)
+            manager.stop(block=True, hard_stop=not finished)
+            manager.batch_processor = None  # which has the cache
+            manager.destroy()
     return _failed(manager.background_thread_status.fatal_error, told)
 
 
 def _collect(manager: Any, total: int, progress: Progress | None) -> dict[str, Any]:
-    """Waits for every request to end, or for the first to fail."""
     ended: dict[str, Any] = {}
     while len(ended) < total:
         output = manager.get_result(timeout=_WAIT_SECONDS)
@@ -157,13 +154,6 @@ def _collect(manager: Any, total: int, progress: Progress | None) -> dict[str, A
         if progress is not None:
             progress(len(ended), total)
     return ended
-
-
-def _stop(manager: Any, *, hard: bool) -> None:
-    """Ends the manager's thread and frees its cache."""
-    manager.stop(block=True, hard_stop=hard)
-    manager.batch_processor = None
-    manager.destroy()
 
 
 def _failed(error: BaseException | None, told: str) -> _Failed:
@@ -201,18 +191,6 @@ def _plain_attention(model: Any) -> Iterator[None]:
     finally:
         if model.config._attn_implementation != before:
             model.set_attn_implementation(before)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps continuous batching from logging failures, which are raised here."""
-    log = logging.getLogger(_LOG)
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 register_engine(Engine("continuous", continuous_engine))

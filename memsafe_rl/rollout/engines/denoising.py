@@ -36,10 +36,8 @@ from memsafe_rl.rollout.native.running_batch import opened
 from memsafe_rl.rollout.native.sequences import key_tensor
 from memsafe_rl.types import Completion, GaussianDistribution, RolloutPlan, SamplingSettings, SequenceKey
 
-_GROUP_SAMPLE = -1
-"""Stands for a sample's index in the key of noise that a whole group begins with."""
-_CHOICE_POSITION = -1
-"""Position in a rollout's stream that chooses the steps to train on; no step of a chain has it."""
+_GROUP_SAMPLE = -1  # stands for a sample's index in the key of noise that a whole group begins with
+_CHOICE_POSITION = -1  # position in a rollout's stream that chooses the steps to train on; no step of a chain has it
 
 
 class _Row(NamedTuple):
@@ -52,9 +50,8 @@ class _Row(NamedTuple):
 class DenoisingEngine:
     """Draws chains with the trained denoiser itself; holds nothing between two calls.
 
-    A wave of chains is what is repeated when memory runs out; earlier waves are kept, on the host. Noise is a function
-    of a chain's key and the step alone, so that any wave draws the same; a denoiser in float32 gives every chain the
-    same states up to rounding.
+    Noise is a function of a chain's key and the step alone, so that any wave draws the same; a denoiser in float32
+    gives every chain the same states up to rounding.
     """
 
     name = "denoising"
@@ -123,7 +120,6 @@ class DenoisingEngine:
         """Does nothing."""
 
     def _draw(self, rows: Sequence[_Row]) -> list[Completion]:
-        """Draws one wave, from noise to samples."""
         adapter, policy = self._adapter, self._adapter.policy
         device, steps = adapter.device, policy.num_inference_steps
         condition = adapter.condition([row.prompt for row in rows])
@@ -141,16 +137,10 @@ class DenoisingEngine:
         with host_memory():
             masks = {row.key[:2]: self._mask(row.key) for row in rows}
             noted = logprobs_BS.unbind()
+        together = zip(rows, states, noted, starts, strict=True)
         return [
-            Completion(
-                ids=states[place],
-                logprobs=noted[place],
-                model_logprobs=noted[place],
-                finished=True,
-                start=starts[place],
-                mask=masks[row.key[:2]],
-            )
-            for place, row in enumerate(rows)
+            Completion(ids, logprobs_S, logprobs_S, finished=True, start=start, mask=masks[row.key[:2]])
+            for row, ids, logprobs_S, start in together
         ]
 
     def _start(self, rows: Sequence[_Row]) -> Tensor:
@@ -194,7 +184,6 @@ class DenoisingEngine:
         return mask_S
 
     def _refuse_broken(self, states: Tensor, rows: Sequence[_Row]) -> None:
-        """Refuses samples that are not finite in what counts of them."""
         elements = self._adapter.policy.count_elements([row.prompt for row in rows])
         with host_memory():
             broken = ~states[:, -1].isfinite()

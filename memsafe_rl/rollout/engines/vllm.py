@@ -5,42 +5,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
-from memsafe_rl.memory.runtime.recovery import Attempt, capture_random_state, set_random_state
+from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.models.module_state import eval_mode
-from memsafe_rl.rollout.engine import (
-    Engine,
-    EngineCapabilities,
-    EngineContext,
-    LiveKeys,
-    Progress,
-    RolloutScope,
-    register_engine,
-)
+from memsafe_rl.rollout.engine import Engine, EngineCapabilities, EngineContext, register_engine
+from memsafe_rl.rollout.external.function_engine import ExternalEngine
 from memsafe_rl.rollout.external.kv_pool import Pool, pool_for
-from memsafe_rl.rollout.external.limits import drawn_by_limit
-from memsafe_rl.rollout.external.request import EngineRequest, Row, request_of
-from memsafe_rl.rollout.external.sampling_support import (
-    FILTERS,
-    is_filtered,
-    refuse_begun,
-    refuse_encoder,
-    refuse_missing_vllm,
-    refuse_rounding,
-    refuse_settings,
-)
-from memsafe_rl.rollout.external.seeds import seed_of
-from memsafe_rl.rollout.native.running_batch import opened
+from memsafe_rl.rollout.external.request import EngineRequest, Row, seed_of
+from memsafe_rl.rollout.external.sampling_support import FILTERS, is_filtered, refuse_encoder, refuse_missing_vllm
 from memsafe_rl.rollout.vllm.hosting import Hosted, build, failures_named, hand_over, shut_down
 from memsafe_rl.rollout.vllm.weights import named_weights, refuse_unmergeable
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
@@ -50,12 +29,9 @@ logger = logging.getLogger(__name__)
 HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", *FILTERS})
 """Sampling settings that vLLM has with the same meaning."""
 
-_BLOCK_TOKENS = {"cpu": 32}
-"""Tokens of a block of the pool, by kind of device; 16 elsewhere, as in vLLM."""
-_SPARE_BLOCKS = 1
-"""Blocks that vLLM never gives to a sequence."""
-_TOLERANCE = {"float32": 1e-3}
-"""Nats by which log-probs may differ from the model's own; coarser types: 0.3."""
+_BLOCK_TOKENS = {"cpu": 32}  # tokens of a block of the pool, by kind of device; 16 elsewhere, as in vLLM
+_SPARE_BLOCKS = 1  # blocks that vLLM never gives to a sequence
+_TOLERANCE = {"float32": 1e-3}  # nats by which log-probs may differ from the model's own; coarser types: 0.3
 _CHECKED_TOKENS = 8
 _GROWTH = 2
 """How many times its size a rollout may ask for before a larger engine is worth the seconds it takes to build."""
@@ -71,15 +47,12 @@ class VLLMSettings:
     max_model_length: int | None = None  # longest sequence, in tokens; None for what the network and the pool hold
 
 
-class VLLMEngine:
-    """Draws completions with vLLM; the engine is built at the first rollout, whose plan says how large its pool is.
-
-    A sequence's seed follows from its key, so that a run repeats and a repeated attempt draws the same.
-    """
+class VLLMEngine(ExternalEngine):
+    """Draws completions with vLLM; the engine is built at the first rollout, whose plan says how large its pool is."""
 
     name = "vllm"
     supports = EngineCapabilities(is_external=True)
-    cache_dtype: str | None = None
+    _honours = HONOURED
 
     def __init__(
         self, adapter: ModelAdapter, settings: VLLMSettings, *, total_bytes: int, room: Callable[[], int]
@@ -102,14 +75,6 @@ class VLLMEngine:
         self._asleep = False
         self._unchecked = False
 
-    def check(self, settings: SamplingSettings) -> None:
-        """Refuses sampling settings that vLLM does not have."""
-        refuse_settings(self.name, settings, HONOURED)
-
-    def round_cache(self) -> None:
-        """Refuses: the cache is the other library's."""
-        refuse_rounding(self.name)
-
     def synchronise(self, version: int) -> None:
         """Hands the weights over if they have moved; a later `generate` does it where nothing is built or awake."""
         if version == self._version:
@@ -123,38 +88,6 @@ class VLLMEngine:
                 raise
         self._version = version
 
-    def generate(
-        self,
-        prompts: Sequence[Tensor],
-        keys: Sequence[Sequence[SequenceKey]],
-        settings: SamplingSettings,
-        attempt: Attempt[RolloutPlan],
-        progress: Progress | None = None,
-        *,
-        limits: Sequence[int] | None = None,
-        begun: Sequence[Sequence[Completion | None]] | None = None,
-    ) -> list[Completion]:
-        """Draws one completion for every key.
-
-        A failure ends the engine; the next attempt builds it again, under the plan then in force.
-        """
-        refuse_begun(self.name, begun)
-
-        def draw(
-            some: Sequence[Tensor], names: Sequence[Sequence[SequenceKey]], own: SamplingSettings
-        ) -> list[Completion]:
-            asked = request_of(some, names, own, self._adapter.geometry, progress)
-            if not asked.rows:
-                return []
-            ended = attempt(partial(self._draw, asked))
-            return [ended[row] for row in asked.rows]
-
-        return drawn_by_limit(draw, prompts, keys, settings, limits)
-
-    def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
-        """Opens a scope; what vLLM keeps of earlier turns, its prefix cache holds."""
-        return opened(live_keys, lambda _: self.generate)
-
     def release(self) -> None:
         """Puts vLLM to sleep where the run asks for it: weights and pool leave the device; otherwise they stay."""
         if self._settings.sleeps and self._engine is not None and not self._asleep:
@@ -167,20 +100,20 @@ class VLLMEngine:
         self._end()
         self._version = None
 
-    def _draw(self, asked: EngineRequest, plan: RolloutPlan) -> dict[Row, Completion]:
+    def draw_rows(self, request: EngineRequest, plan: RolloutPlan) -> list[Completion]:
+        """Draws a completion for each row; a failure ends the engine, which the next attempt builds again."""
         random = capture_random_state()  # which vLLM draws from, though every sequence has its own seed
         try:
             with failures_named("failed while it drew completions"):
-                self._prepare(plan, asked.row_tokens, len(asked.rows))
-                self._check_weights(asked.ids[asked.rows[0][0]])
-                return _Run(self._engine, asked, plan).completions()
+                self._prepare(plan, request.row_tokens, len(request.rows))
+                self._check_weights(request.prompts[0])
+                ended = _Run(self._engine, request, plan).completions()
+                return [ended[row] for row in request.rows]
         except BaseException:
             self._end()
             raise
         finally:
             set_random_state(random)
-
-    # ------------------------------------------------------------------ the engine
 
     def _prepare(self, plan: RolloutPlan, row_tokens: int, rows: int) -> None:
         """Sees that an engine of the right size is there, awake, with the weights of the last `synchronise`."""
@@ -250,7 +183,6 @@ class VLLMEngine:
         return share - copied, self._room() - copied
 
     def _end(self) -> None:
-        """Ends the engine, whatever state it is in."""
         engine, self._engine, self._hosted, self._asleep = self._engine, None, None, False
         if engine is None:
             return
@@ -258,8 +190,6 @@ class VLLMEngine:
             shut_down(engine)
         except Exception as error:
             logger.warning("vLLM did not end cleanly: %s", error)
-
-    # ------------------------------------------------------------------ the check
 
     def _check_weights(self, prompt: Sequence[int]) -> None:
         """Compares the first token's log-probs with the model's own, once after every hand-over."""
@@ -378,21 +308,11 @@ def _sampling(settings: SamplingSettings, key: SequenceKey) -> Any:
 def vllm_engine(context: EngineContext) -> VLLMEngine:
     """Makes the engine that the configuration describes."""
     refuse_encoder(context, "use_vllm")
-    config = context.config
-    settings = VLLMSettings(
-        dtype=_forward_dtype(context),
-        memory_share=config.vllm_gpu_memory_utilization,
-        sleeps=config.vllm_enable_sleep_mode,
-        max_model_length=config.vllm_max_model_length,
-    )
+    config, weights = context.config, next(context.adapter.model.parameters())
+    computes_in = "bfloat16" if config.bf16 else "float16" if config.fp16 else str(weights.dtype).removeprefix("torch.")
+    share, sleeps = config.vllm_gpu_memory_utilization, config.vllm_enable_sleep_mode
+    settings = VLLMSettings(computes_in, share, sleeps, config.vllm_max_model_length)
     return VLLMEngine(context.adapter, settings, total_bytes=context.total_bytes, room=context.room)
-
-
-def _forward_dtype(context: EngineContext) -> str:
-    """Names the type in which forward passes compute."""
-    if context.config.bf16 or context.config.fp16:
-        return "bfloat16" if context.config.bf16 else "float16"
-    return str(next(context.adapter.model.parameters()).dtype).removeprefix("torch.")
 
 
 register_engine(Engine(VLLMEngine.name, vllm_engine))

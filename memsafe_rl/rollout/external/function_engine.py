@@ -1,7 +1,8 @@
-"""An engine made of one function that draws completions whole."""
+"""What engines of other libraries have in common, and an engine made of one function."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from memsafe_rl.errors import DataError
 from memsafe_rl.memory.runtime.recovery import Attempt, capture_random_state, set_random_state
+from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout.engine import EngineCapabilities, EngineContext, LiveKeys, Progress, RolloutScope
 from memsafe_rl.rollout.external.limits import drawn_by_limit
@@ -26,58 +28,29 @@ PLAIN = frozenset({"max_new_tokens", "eos_token_ids", "temperature"})
 """Sampling settings that every engine must honour."""
 
 
-class FunctionEngine:
-    """An engine that holds nothing between two calls but what its function does.
+class ExternalEngine(ABC):
+    """An engine that draws completions whole, and keeps whatever cache it has itself."""
 
-    The function runs in eval mode, without gradients and with the random state put back afterwards. It is repeated as
-    a whole where memory runs out in it, first under the same plan.
-
-    Args:
-        context: what the engine is made from.
-        draw: gives a completion for each of a request's rows, in their order, on the host.
-        honours: names of the `SamplingSettings` that it keeps to, besides length, eos and temperature; others are
-            refused. Where one of them shapes the distribution, ``model_logprobs`` must be the model's own, or NaN.
-        synchronise: called before each rollout with the optimizer steps done, for engines with a copy of the weights.
-        is_external: whether log-probs come from other kernels or weights than the model's, so that the loss must
-            correct for the difference.
-    """
-
+    name: str
     cache_dtype: str | None = None
+    _adapter: ModelAdapter
+    _honours: Collection[str]
 
-    def __init__(
-        self,
-        context: EngineContext,
-        draw: DrawRows,
-        *,
-        honours: Collection[str] = (),
-        synchronise: Callable[[int], object] = lambda _: None,
-        is_external: bool = True,
-    ) -> None:
-        self.name, self.supports = context.name, EngineCapabilities(is_external=is_external)
-        self._adapter, self._draw, self._honours = context.adapter, draw, PLAIN.union(honours)
-        self._synchronise = synchronise
+    @abstractmethod
+    def draw_rows(self, request: EngineRequest, plan: RolloutPlan) -> list[Completion]:
+        """Draws a completion for each of a request's rows, which is what is repeated when memory runs out."""
 
     def check(self, settings: SamplingSettings) -> None:
-        """Refuses sampling settings that the function would drop."""
+        """Refuses sampling settings that the engine would drop."""
         refuse_settings(self.name, settings, self._honours)
 
     def round_cache(self) -> None:
-        """Refuses: the cache is the function's own."""
+        """Refuses: the cache is the engine's own."""
         refuse_rounding(self.name)
 
-    def synchronise(self, version: int) -> None:
-        """Has the engine take over weights that have moved."""
-        self._synchronise(version)
-
     def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
-        """Opens a scope in which every turn is read anew."""
+        """Opens a scope; what is kept between turns, if anything, is the engine's own affair."""
         return opened(live_keys, lambda _: self.generate)
-
-    def release(self) -> None:
-        """Does nothing: every call gives its bytes back."""
-
-    def close(self) -> None:
-        """Does nothing: nothing outlives a call."""
 
     def generate(
         self,
@@ -97,11 +70,52 @@ class FunctionEngine:
             some: Sequence[Tensor], names: Sequence[Sequence[SequenceKey]], own: SamplingSettings
         ) -> list[Completion]:
             request = request_of(some, names, own, self._adapter.geometry, progress)
-            return attempt(partial(self._drawn, request)) if request.rows else []
+            return attempt(partial(self.draw_rows, request)) if request.rows else []
 
         return drawn_by_limit(draw, prompts, keys, settings, limits)
 
-    def _drawn(self, request: EngineRequest, plan: RolloutPlan) -> list[Completion]:
+
+class FunctionEngine(ExternalEngine):
+    """An engine that holds nothing between two calls but what its function does.
+
+    The function runs in eval mode, without gradients and with the random state put back afterwards. It is repeated as
+    a whole where memory runs out in it, first under the same plan.
+
+    Args:
+        context: what the engine is made from.
+        draw: gives a completion for each of a request's rows, in their order, on the host.
+        honours: names of the `SamplingSettings` that it keeps to, besides length, eos and temperature; others are
+            refused. Where one of them shapes the distribution, ``model_logprobs`` must be the model's own, or NaN.
+        synchronise: called before each rollout with the optimizer steps done, for engines with a copy of the weights.
+        is_external: whether log-probs come from other kernels or weights than the model's, so that the loss must
+            correct for the difference.
+    """
+
+    def __init__(
+        self,
+        context: EngineContext,
+        draw: DrawRows,
+        *,
+        honours: Collection[str] = (),
+        synchronise: Callable[[int], object] = lambda _: None,
+        is_external: bool = True,
+    ) -> None:
+        self.name, self.supports = context.name, EngineCapabilities(is_external=is_external)
+        self._adapter, self._draw, self._honours = context.adapter, draw, PLAIN.union(honours)
+        self._synchronise = synchronise
+
+    def synchronise(self, version: int) -> None:
+        """Has the engine take over weights that have moved."""
+        self._synchronise(version)
+
+    def release(self) -> None:
+        """Does nothing: every call gives its bytes back."""
+
+    def close(self) -> None:
+        """Does nothing: nothing outlives a call."""
+
+    def draw_rows(self, request: EngineRequest, plan: RolloutPlan) -> list[Completion]:
+        """Calls the function, and refuses what it gives where that cannot be scored."""
         random = capture_random_state()
         try:
             with torch.no_grad(), eval_mode(self._adapter.model):
@@ -118,7 +132,6 @@ class FunctionEngine:
         return drawn
 
     def _refuse_broken(self, row: int, completion: Completion, longest: int) -> None:
-        """Refuses a completion that could not be scored."""
         told = f"The rollout engine {self.name!r} gave row {row}"
         if not isinstance(completion, Completion):
             raise DataError(f"{told} a {type(completion).__name__}. Give a memsafe_rl.Completion.")

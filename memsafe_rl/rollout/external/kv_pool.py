@@ -15,7 +15,7 @@ class Pool:
     blocks: int  # blocks, those that the engine keeps for itself included
     spare: int  # blocks that the engine keeps for itself
     block_tokens: int  # tokens of a block
-    block_bytes: int  # int, bytes of a block, over all layers
+    block_bytes: int  # bytes of a block, over all layers
 
     @property
     def bytes(self) -> int:
@@ -38,10 +38,8 @@ def pool_for(
     rows: int,
     kv_bytes: int | None,
 ) -> Pool:
-    """Sizes a pool: as many rows as may be in flight, within the plan's bytes, and one row in any case.
-
-    A window of attention is not counted on: engines differ in what they free behind it.
-    """
+    """Sizes a pool: as many rows as may be in flight, within the plan's bytes, and one row in any case."""
+    # A window of attention is not counted on: engines differ in what they free behind it.
     token_bytes = 2 * element_bytes * geometry.kv_heads * geometry.head_dim * geometry.layers
     block_bytes = token_bytes * block_tokens
     row_blocks = math.ceil(row_tokens / block_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from memsafe_rl.errors import DataError
 from memsafe_rl.rollout.engine import Progress
-from memsafe_rl.rollout.external.seeds import seed_of
 from memsafe_rl.types import ModelGeometry, SamplingSettings, SequenceKey
 
 Row = tuple[int, int]
@@ -55,19 +55,22 @@ def request_of(
     progress: Progress | None = None,
 ) -> EngineRequest:
     """Reads prompts and keys."""
-    ids = [prompt.tolist() for prompt in prompts]
+    ids, limit = [prompt.tolist() for prompt in prompts], geometry.max_positions
     for index, tokens in enumerate(ids):
-        _refuse(index, len(tokens), settings.max_new_tokens, geometry.max_positions)
+        whole = len(tokens) + settings.max_new_tokens
+        if not tokens:
+            raise DataError(f"Prompt {index} has 0 tokens; give it at least one, such as the bos token.")
+        if limit is not None and whole > limit:
+            raise DataError(
+                f"Prompt {index} needs {whole} tokens with its completion, but the network has {limit} positions. "
+                "Shorten it, or lower max_completion_length."
+            )
     rows = [(prompt, sample) for prompt, group in enumerate(keys) for sample in range(len(group))]
     row_tokens = max(map(len, ids), default=0) + settings.max_new_tokens
     return EngineRequest(ids, rows, keys, settings, row_tokens, progress)
 
 
-def _refuse(index: int, length: int, max_new_tokens: int, max_positions: int | None) -> None:
-    if length < 1:
-        raise DataError(f"Prompt {index} has {length} tokens; give it at least one, such as the bos token.")
-    if max_positions is not None and length + max_new_tokens > max_positions:
-        raise DataError(
-            f"Prompt {index} needs {length + max_new_tokens} tokens with its completion, but the network has "
-            f"{max_positions} positions. Shorten it, or lower max_completion_length."
-        )
+def seed_of(key: SequenceKey) -> int:
+    """Turns a sequence's key into a seed."""
+    digest = hashlib.blake2b(repr(tuple(key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

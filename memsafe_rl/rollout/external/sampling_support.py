@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
@@ -82,6 +84,18 @@ def refuse_rounding(engine: str) -> NoReturn:
         f"cache_implementation='quantized' with the engine {engine!r}, which keeps its own cache. Leave one of the two "
         "out."
     )
+
+
+@contextmanager
+def quiet(logger: str, level: int) -> Iterator[None]:
+    """Keeps another library from logging what is below a level."""
+    log = logging.getLogger(logger)
+    before = log.level
+    log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def is_filtered(settings: SamplingSettings) -> bool:

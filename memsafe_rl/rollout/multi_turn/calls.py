@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from memsafe_rl.rewards.background import BackgroundLoop
 
-_THREADS = 32
-"""Blocking calls at the same time."""
+_THREADS = 32  # blocking calls at the same time
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,10 @@ class Caller:
             for future in begun.values():
                 future.exception()
         results |= {place: future.result() for place, future in begun.items()}
-        waiting = {place: value for place, value in results.items() if inspect.isawaitable(value)}
-        results |= dict(zip(waiting, self._together(list(waiting.values())), strict=True))
+        if waiting := {place: value for place, value in results.items() if inspect.isawaitable(value)}:
+            running = self._loop.start(list(waiting.values()))
+            self._loop.ended(running, None)
+            results |= dict(zip(waiting, running.result(), strict=True))
         return [results[place] for place in range(len(calls))]
 
     def close(self) -> None:
@@ -53,10 +54,3 @@ class Caller:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="memsafe-rl-episodes")
         return self._pool.submit(call.function)
-
-    def _together(self, awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-        if not awaitables:
-            return []
-        running = self._loop.start(awaitables)
-        self._loop.ended(running, None)
-        return running.result()

@@ -6,15 +6,14 @@ import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import TemplateError
 
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.rollout.multi_turn.protocol import Action, Message, ToolCall
 
-_MARK = "\u241fturn\u241f"
-"""Stands for what a turn said while its surroundings are rendered; nobody writes this."""
+_MARK = "\u241fturn\u241f"  # stands for what a turn said while its surroundings are rendered; nobody writes this
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 """How Qwen, SmolLM3 and Hermes write a call: JSON with "name" and "arguments"."""
 
@@ -23,48 +22,6 @@ _DEEPEST_TURN = 64
 
 Conversation = str | Sequence[Message]
 """A prompt, plain or conversational."""
-
-
-class TurnFormat(Protocol):
-    """Between messages and token ids."""
-
-    def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Gives the ids of a whole conversation, up to where the next turn begins.
-
-        Args:
-            messages: the conversation.
-            schemas: tools that the model may call.
-
-        Returns:
-            Token ids.
-        """
-
-    def following(
-        self, turn: Message, last_id: int, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
-    ) -> list[int] | None:
-        """Gives the ids that stand between a turn that the model drew and its next one.
-
-        Args:
-            turn: the turn as a message.
-            last_id: its last token.
-            messages: what was said after it.
-            schemas: tools that the model may call.
-
-        Returns:
-            Token ids; None where the conversation is rendered otherwise once these messages follow.
-        """
-
-    def read(self, context: Sequence[int], ids: Sequence[int], schemas: Sequence[Mapping[str, Any]]) -> Action:
-        """Reads a turn that the model drew.
-
-        Args:
-            context: ids before it.
-            ids: its ids.
-            schemas: tools that the model may call.
-
-        Returns:
-            What it said and which tools it calls.
-        """
 
 
 class UnrenderableError(DataError):
@@ -78,48 +35,42 @@ class PlainText:
         self._tokenizer = tokenizer
 
     def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Gives the ids of a whole text; see `TurnFormat.first`."""
+        """Gives the ids of a whole text."""
         if schemas:
             raise ConfigError("Tools need conversational prompts, but a prompt is plain text. Pass lists of messages.")
         return list(self._tokenizer(text="".join(message["content"] for message in messages))["input_ids"])
 
-    def following(
-        self,
-        turn: Message,  # noqa: ARG002
-        last_id: int,  # noqa: ARG002
-        messages: Sequence[Message],
-        schemas: Sequence[Mapping[str, Any]],  # noqa: ARG002
-    ) -> list[int]:
-        """Gives the ids of a text that follows; see `TurnFormat.following`."""
+    def following(self, _turn: Message, _last_id: int, messages: Sequence[Message], _schemas: object) -> list[int]:
+        """Gives the ids of a text that follows."""
         text = "".join(message["content"] for message in messages)
         return list(self._tokenizer(text=text, add_special_tokens=False)["input_ids"])
 
-    def read(
-        self,
-        context: Sequence[int],  # noqa: ARG002
-        ids: Sequence[int],
-        schemas: Sequence[Mapping[str, Any]],  # noqa: ARG002
-    ) -> Action:
-        """Reads a turn; see `TurnFormat.read`."""
+    def read(self, _context: Sequence[int], ids: Sequence[int], _schemas: object) -> Action:
+        """Reads a turn that the model drew."""
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return Action(text, message={"role": "assistant", "content": text})
+
+
+def check_template(tokenizer: Any) -> None:
+    """Refuses conversations without a chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise DataError(
+            "the prompts are conversations but the tokenizer has no chat template. Set "
+            "processing_class.chat_template, or pass prompts as plain text."
+        )
 
 
 class Chat:
     """Conversations in a tokenizer's chat template."""
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise DataError(
-                "the prompts are conversations but the tokenizer has no chat template. Set "
-                "processing_class.chat_template, or pass prompts as plain text."
-            )
+        check_template(tokenizer)
         self._tokenizer = tokenizer
         self._kwargs = dict(template_kwargs or {})
         self._closing: str | None = None
 
     def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Gives the ids of a whole conversation; see `TurnFormat.first`."""
+        """Gives the ids of a whole conversation, up to where the next turn begins."""
         rendered = self._rendered(messages, schemas, add_generation_prompt=True, return_dict=True)
         ids = list(rendered["input_ids"])
         if not ids:
@@ -132,14 +83,15 @@ class Chat:
     def following(
         self, turn: Message, last_id: int, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
     ) -> list[int] | None:
-        """Gives the ids between two turns; see `TurnFormat.following`.
+        """Gives the ids between a turn that the model drew and its next one; None if they depend on the turn.
 
         They are found in how a stand-in for the turn is rendered, with and without what follows: if the one is the
         beginning of the other, the rest is what follows any turn. A template that refuses the stand-in may still take
         the conversation itself.
         """
         asked = {"role": "user", "content": "?"}
-        stand_in = {"role": "assistant", "content": _MARK, **_calls_only(turn)}
+        calls = {"tool_calls": turn["tool_calls"]} if turn.get("tool_calls") else {}
+        stand_in = {"role": "assistant", "content": _MARK, **calls}
         try:
             before = self._text([asked, stand_in], schemas)
             after = self._text([asked, stand_in, *messages], schemas, goes_on=True)
@@ -160,7 +112,7 @@ class Chat:
         return self._closing if rendered.endswith(self._closing) else ""
 
     def read(self, context: Sequence[int], ids: Sequence[int], schemas: Sequence[Mapping[str, Any]]) -> Action:
-        """Reads a turn; see `TurnFormat.read`."""
+        """Reads a turn that the model drew: what it said, and which tools it calls."""
         if not schemas:
             text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
             return Action(text, message={"role": "assistant", "content": text})
@@ -168,14 +120,12 @@ class Chat:
             if getattr(self._tokenizer, "response_template", None) is not None:
                 message = self._tokenizer.parse_response(list(ids), prefix=list(context), tools=list(schemas))
             else:
-                message = _read_calls(self._tokenizer.decode(list(ids), skip_special_tokens=False), self._ends())
+                ends = [token for token in self._tokenizer.all_special_tokens if "tool_call" not in token]
+                message = _read_calls(self._tokenizer.decode(list(ids), skip_special_tokens=False), ends)
             return _action(message)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
             return Action(text, message={"role": "assistant", "content": text}, malformed=True)
-
-    def _ends(self) -> list[str]:
-        return [token for token in self._tokenizer.all_special_tokens if "tool_call" not in token]
 
     def _text(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], *, goes_on: bool = False) -> str:
         return str(self._rendered(messages, schemas, add_generation_prompt=goes_on, tokenize=False))
@@ -190,6 +140,10 @@ class Chat:
                 "processing_class.chat_template to one that can, or have prompts, environments and users give messages "
                 "whose roles and contents it takes."
             ) from error
+
+
+TurnFormat = PlainText | Chat
+"""Between messages and token ids."""
 
 
 def encodable(value: Any) -> Any:
@@ -217,10 +171,6 @@ def check_tools(chat: Chat, schemas: Sequence[Mapping[str, Any]]) -> None:
                 f"The chat template leaves out {what}, so the model could not use {name!r}. Set "
                 "processing_class.chat_template to one that renders `tools` and messages of the role 'tool'."
             )
-
-
-def _calls_only(turn: Message) -> Message:
-    return {"tool_calls": turn["tool_calls"]} if turn.get("tool_calls") else {}
 
 
 def _read_calls(text: str, ends: Sequence[str]) -> Message:

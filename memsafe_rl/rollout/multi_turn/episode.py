@@ -23,18 +23,12 @@ _TURN_MULTIPLIER = 0x9E3779B97F4A7C15
 class Ending(StrEnum):
     """Why an episode is over."""
 
-    DONE = "done"
-    """The environment, the agent or the user ended it."""
-    TOOL_CALLS = "max_tool_calling_iterations"
-    """The agent called tools once more than it may."""
-    TURN = "turn cut"
-    """A turn reached its longest length, or the episode's."""
-    TURNS = "max_episode_turns"
-    """The agent has had all its turns."""
-    CONTEXT = "no room"
-    """What was observed left no room for another turn."""
-    USER = "user"
-    """The user gave no answer, or its context is full."""
+    DONE = "done"  # the environment, the agent or the user ended it
+    TOOL_CALLS = "max_tool_calling_iterations"  # the agent called tools once more than it may
+    TURN = "turn cut"  # a turn reached its longest length, or the episode's
+    TURNS = "max_episode_turns"  # the agent has had all its turns
+    CONTEXT = "no room"  # what was observed left no room for another turn
+    USER = "user"  # the user gave no answer, or its context is full
 
 
 _BY_ITSELF = (Ending.DONE, Ending.TOOL_CALLS)
@@ -77,7 +71,7 @@ class Segment:
     condition: Tensor  # (length,) int64, the prompt of the first of them
     completion: Completion  # everything behind it, as one; log-probs are 0 where ``mask`` is
     mask: Tensor  # (T,) uint8, 1 where the agent drew the token
-    turns: int  # how many turns it holds
+    turns: int = 1  # how many turns it holds
 
 
 @dataclass(frozen=True)
@@ -168,7 +162,7 @@ class LiveEpisode:
     user: User | None = None
     instructions: str = ""
     schemas: list[dict[str, Any]] = field(default_factory=list)
-    action: Action | None = None
+    action: Action = field(default_factory=lambda: Action(""))
     users_turn: bool = False
     ending: Ending | None = None
     turns: int = 0
@@ -210,10 +204,8 @@ class LiveEpisode:
 
 
 def _nothing(context: Sequence[int]) -> Segment:
-    """Stands for an episode in which the agent had no turn: one token that counts for nothing.
-
-    Of the context it keeps one token, for the whole may be longer than any network that scores it can read.
-    """
+    """Stands for an episode in which the agent had no turn: one token that counts for nothing."""
     ids, zero = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+    # of the context one token, for the whole may be longer than any network that scores it can read
     condition = torch.tensor(list(context[:1]) or [0], dtype=torch.int64)
     return Segment(condition, Completion(ids, zero, zero, finished=False), torch.zeros(1, dtype=torch.uint8), 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ class EpisodeBatch:
 
     def reset(self, prompts: Sequence[Any]) -> None:
         """Resets every environment once."""
-        calls = [Call(_bound(one.environment.reset, one.example), one.environment.blocking) for one in self._all]
+        calls = [Call(partial(one.environment.reset, one.example), one.environment.blocking) for one in self._all]
         for one, prompt, seen in zip(self._all, prompts, self._table.caller(calls), strict=True):
             one.user = one.environment.user
             one.schemas = tool_schemas(one.environment.tools)
@@ -135,7 +136,6 @@ class EpisodeBatch:
                 self._open(one)
 
     def _open(self, one: LiveEpisode) -> None:
-        """Reads an agent's first prompt."""
         one.context = self._dialect.first(one.messages, one.schemas)
         one.opening, one.first_tokens = len(one.messages), len(one.context)
         if self._room(one) < 1:
@@ -154,43 +154,35 @@ class EpisodeBatch:
 
     def _draw_turns(self, speaking: Sequence[LiveEpisode]) -> None:
         """Draws one turn of every agent in one call; equal prompts of a group are read once."""
-        limits = [self._room(one) for one in speaking]
-        asked = _grouped([one.context for one in speaking], limits)
+        rounds = self._table.limits.tool_rounds
         keys = [turn_key(one.key, one.turns) for one in speaking]
-        drawn = _drawn(self._table.agent, asked, keys)
+        contexts, limits = [one.context for one in speaking], [self._room(one) for one in speaking]
+        drawn = _drawn(self._table.agent, contexts, limits, keys)
         for one, completion in zip(speaking, drawn, strict=True):
             one.take(completion)
             one.action = action = self._dialect.read(one.context, completion.ids.tolist(), one.schemas)
             one.messages.append(action.message)
             one.malformed += action.malformed
-            one.ending = self._ending_of_turn(one, completion)
+            if not completion.finished:
+                one.ending = Ending.TURN
+            elif action.calls and rounds is not None and one.tool_rounds >= rounds:
+                one.ending = Ending.TOOL_CALLS
             one.users_turn = one.ending is None and one.user is not None and not action.calls
-
-    def _ending_of_turn(self, one: LiveEpisode, completion: Completion) -> Ending | None:
-        rounds = self._table.limits.tool_rounds
-        if not completion.finished:
-            return Ending.TURN
-        if one.action is not None and one.action.calls and rounds is not None and one.tool_rounds >= rounds:
-            return Ending.TOOL_CALLS
-        return None
 
     def _spent(self, one: LiveEpisode) -> bool:
         return self._table.limits.turns is not None and one.turns >= self._table.limits.turns
 
     def _move(self, moved: Sequence[LiveEpisode]) -> None:
-        """Carries every action out, once."""
-        calls = [Call(_bound(one.environment.step, one.action), one.environment.blocking) for one in moved]
+        calls = [Call(partial(one.environment.step, one.action), one.environment.blocking) for one in moved]
         for one, step in zip(moved, self._table.caller(calls), strict=True):
             if not isinstance(step, Step):
-                raise DataError(
-                    f"{one.environment.name}.step returned {step!r:.100} ({type(step).__name__}). Return a Step."
-                )
+                returned = f"{step!r:.100} ({type(step).__name__})"
+                raise DataError(f"{one.environment.name}.step returned {returned}. Return a Step.")
             self._observe(one, step)
 
     def _observe(self, one: LiveEpisode, step: Step) -> None:
-        calls = 0 if one.action is None else len(one.action.calls)
-        one.tool_calls += calls
-        one.tool_rounds += bool(calls)
+        one.tool_calls += len(one.action.calls)
+        one.tool_rounds += bool(one.action.calls)
         one.tool_failures += step.failures
         seen = observed(step.observation)
         if step.done:
@@ -228,45 +220,34 @@ class EpisodeBatch:
         for one in [one for one in waiting if one.turns and self._spent(one)]:
             one.ending = Ending.TURNS
         waiting = [one for one in waiting if one.ending is None]
-        answers = self._called([one for one in waiting if isinstance(one.user, CallableUser)])
-        answers |= self._drawn_by_models([one for one in waiting if isinstance(one.user, ModelUser)])
+        answers = self._called([(one, one.user) for one in waiting if isinstance(one.user, CallableUser)])
+        alike: dict[ModelUser, list[LiveEpisode]] = {}
+        for one in waiting:
+            if isinstance(one.user, ModelUser):
+                alike.setdefault(one.user.manner(), []).append(one)
+        for user, group in alike.items():
+            answers |= self._drawn_by_model(user, group)
         for one in waiting:
             if id(one) not in answers:
-                raise ConfigError(
-                    f"{one.environment.name}.user is {one.user!r:.100}. Use a CallableUser or a ModelUser."
-                )
+                named = f"{one.environment.name}.user is {one.user!r:.100}"
+                raise ConfigError(f"{named}. Use a CallableUser or a ModelUser.")
             self._hear(one, answers[id(one)])
 
-    def _called(self, asking: Sequence[LiveEpisode]) -> dict[int, Any]:
-        calls = []
-        for one in asking:
-            if not isinstance(one.user, CallableUser):
-                raise AssertionError("only these are called")
-            calls.append(Call(_bound(one.user.answer, as_seen_by_user(one.messages)), one.user.blocking))
-        return {id(one): answer for one, answer in zip(asking, self._table.caller(calls), strict=True)}
+    def _called(self, asking: Sequence[tuple[LiveEpisode, CallableUser]]) -> dict[int, Any]:
+        calls = [Call(partial(user.answer, as_seen_by_user(one.messages)), user.blocking) for one, user in asking]
+        return {id(one): answer for (one, _), answer in zip(asking, self._table.caller(calls), strict=True)}
 
-    def _drawn_by_models(self, asking: Sequence[LiveEpisode]) -> dict[int, Any]:
-        """Draws the answers of users that are models, those of one role and one manner in one call."""
-        kinds: dict[ModelUser, list[LiveEpisode]] = {}
-        for one in asking:
-            if isinstance(one.user, ModelUser):
-                kinds.setdefault(one.user.manner(), []).append(one)
-        answers: dict[int, Any] = {}
-        for user, group in kinds.items():
-            answers |= self._drawn_by_one(user, group)
-        return answers
-
-    def _drawn_by_one(self, user: ModelUser, asking: Sequence[LiveEpisode]) -> dict[int, Any]:
+    def _drawn_by_model(self, user: ModelUser, asking: Sequence[LiveEpisode]) -> dict[int, Any]:
+        """Draws the answers of users of one role and one manner in one call."""
         if self._table.user is None:
             raise ConfigError(f"The user is a model in the role {user.role!r}, but nothing draws for users here.")
         contexts = [self._seen_by(one) for one in asking]
         most = self._table.user_context
         rooms = [user.max_tokens if most is None else min(user.max_tokens, most - len(ids)) for ids in contexts]
         able = [place for place, room in enumerate(rooms) if room > 0]
-        asked = _grouped([contexts[place] for place in able], [rooms[place] for place in able])
         keys = [turn_key(asking[place].key, asking[place].user_turns, user=True) for place in able]
-        draw = self._table.user
-        drawn = _drawn(lambda *work: draw(user, *work), asked, keys) if able else []
+        work = [contexts[place] for place in able], [rooms[place] for place in able], keys
+        drawn = _drawn(partial(self._table.user, user), *work) if able else []
         answers: dict[int, Any] = {id(one): NO_ANSWER for one in asking}
         for place, completion in zip(able, drawn, strict=True):
             text = self._table.tokenizer.decode(completion.ids.tolist(), skip_special_tokens=True)
@@ -327,32 +308,15 @@ def _copied(messages: Any) -> list[Message]:
     return [encodable(message) for message in messages or ()]
 
 
-def _bound(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    return lambda: function(*arguments)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """Different prompts, and which of them each row follows."""
-
-    prompts: list[Tensor]  # (length,) int64 each, on the host
-    rows: list[list[int]]  # for each prompt, the rows that follow it
-    limits: list[int]  # for each prompt, its longest completion
-
-
-def _grouped(contexts: Sequence[Sequence[int]], limits: Sequence[int]) -> _Asked:
-    """Puts rows of equal prompts and equal limits together, in the order in which prompts first appear."""
-    places: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+def _drawn(
+    draw: AgentDraw, contexts: Sequence[Sequence[int]], limits: Sequence[int], keys: Sequence[SequenceKey]
+) -> list[Completion]:
+    """Draws one completion a row; rows of equal contexts and limits follow one prompt, in order of appearance."""
+    rows: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for row, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
-        places.setdefault((limit, tuple(context)), []).append(row)
+        rows.setdefault((limit, tuple(context)), []).append(row)
     with host_memory():
-        prompts = [torch.tensor(ids, dtype=torch.int64) for _, ids in places]
-    return _Asked(prompts, list(places.values()), [limit for limit, _ in places])
-
-
-def _drawn(draw: AgentDraw, asked: _Asked, keys: Sequence[SequenceKey]) -> list[Completion]:
-    """Draws one completion a row, in the order of the rows."""
-    drawn = draw(asked.prompts, [[keys[row] for row in rows] for rows in asked.rows], asked.limits)
-    order = [row for rows in asked.rows for row in rows]
-    found = dict(zip(order, drawn, strict=True))
+        prompts = [torch.tensor(ids, dtype=torch.int64) for _, ids in rows]
+    drawn = draw(prompts, [[keys[row] for row in alike] for alike in rows.values()], [limit for limit, _ in rows])
+    found = dict(zip((row for alike in rows.values() for row in alike), drawn, strict=True))
     return [found[row] for row in range(len(keys))]

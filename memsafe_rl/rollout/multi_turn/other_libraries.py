@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
-from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, Observation, Step, Tool
+from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, Observation, Step
 from memsafe_rl.rollout.multi_turn.users import STOPS, CallableUser
 
 
@@ -25,6 +25,7 @@ def said(action: Action) -> str:
     return action.text.strip()
 
 
+@dataclass(eq=False)
 class GymEnvironment(Environment):
     """Plays an environment of gymnasium's shape: the agent's text is the action, the sum of rewards the reward.
 
@@ -36,43 +37,34 @@ class GymEnvironment(Environment):
         blocking: whether it is called in a thread.
     """
 
-    def __init__(
-        self,
-        env: GymLike,
-        read: Callable[[Action], Any] = said,
-        show: Callable[[Any], str] = str,
-        *,
-        seed_column: str | None = "seed",
-        blocking: bool = True,
-    ) -> None:
-        self._env = env
-        self._read = read
-        self._show = show
-        self._seed_column = seed_column
-        self._total = 0.0
-        self.blocking = blocking
+    env: GymLike
+    read: Callable[[Action], Any] = said
+    show: Callable[[Any], str] = str
+    _: KW_ONLY
+    seed_column: str | None = "seed"
+    blocking: bool = True
+    _total = 0.0
 
     @property
     def name(self) -> str:
         """Names the column of its rewards: the environment's class."""
-        return type(self._env).__name__
+        return type(self.env).__name__
 
     def reset(self, example: Mapping[str, Any]) -> Observation:
         """Begins an episode; the whole task is passed as `options`."""
         self._total = 0.0
-        seed = None if self._seed_column is None else example.get(self._seed_column)
-        seen, _ = self._env.reset(seed=seed, options=dict(example))
-        return self._show(seen)
+        seed = None if self.seed_column is None else example.get(self.seed_column)
+        return self.show(self.env.reset(seed=seed, options=dict(example))[0])
 
     def step(self, action: Action) -> Step:
         """Carries an action out; what cannot be read as one moves nothing."""
         try:
-            chosen = self._read(action)
+            chosen = self.read(action)
         except ValueError as error:
             return Step(str(error))
-        seen, reward, terminated, truncated, _ = self._env.step(chosen)
+        seen, reward, terminated, truncated, _ = self.env.step(chosen)
         self._total += float(reward)
-        return Step(self._show(seen), done=bool(terminated or truncated))
+        return Step(self.show(seen), done=bool(terminated or truncated))
 
     def reward(self) -> float:
         """Gives the sum of the rewards since `reset`."""
@@ -114,6 +106,7 @@ class DuplexMessage:
     requestor: str = "assistant"  # who calls
 
 
+@dataclass(eq=False)
 class HalfDuplex(Environment):
     """Plays a domain of tau2-bench's shape: greeting, then user and agent in turn, the agent's tool calls in between.
 
@@ -128,31 +121,22 @@ class HalfDuplex(Environment):
         blocking: whether domain and user block, as calls of remote models do.
     """
 
-    def __init__(
-        self,
-        make: Callable[[Mapping[str, Any]], tuple[DuplexDomain, DuplexUser]],
-        judge: Callable[[Mapping[str, Any], DuplexDomain, list[Message]], float],
-        *,
-        greeting: str = "Hi! How can I help you today?",
-        stops: Sequence[str] = STOPS,
-        blocking: bool = True,
-    ) -> None:
-        self._make = make
-        self._judge = judge
-        self._greeting = greeting
-        self._stops = stops
-        self._calls = 0
-        self.blocking = blocking
+    make: Callable[[Mapping[str, Any]], tuple[DuplexDomain, DuplexUser]]
+    judge: Callable[[Mapping[str, Any], DuplexDomain, list[Message]], float]
+    _: KW_ONLY
+    greeting: str = "Hi! How can I help you today?"
+    stops: Sequence[str] = STOPS
+    blocking: bool = True
 
     def reset(self, example: Mapping[str, Any]) -> Observation:
         """Makes domain and user of a task; gives the domain's policy and the greeting."""
         self._example = example
-        self._domain, self._simulator = self._make(example)
+        self._domain, self._simulator = self.make(example)
         self._state = self._simulator.get_init_state()
         self._calls = 0
-        self.tools = [_schema_of(tool) for tool in self._domain.get_tools()]
-        self.user = CallableUser(self._answer, stops=self._stops, blocking=self.blocking)
-        greeting = {"role": "assistant", "content": self._greeting}
+        self.tools = [getattr(tool, "openai_schema", None) or tool for tool in self._domain.get_tools()]
+        self.user = CallableUser(self._answer, stops=self.stops, blocking=self.blocking)
+        greeting = {"role": "assistant", "content": self.greeting}
         return [{"role": "system", "content": self._domain.get_policy()}, greeting]
 
     def step(self, action: Action) -> Step:
@@ -173,14 +157,9 @@ class HalfDuplex(Environment):
 
     def reward(self) -> float:
         """Judges the conversation."""
-        return self._judge(self._example, self._domain, self._conversation)
+        return self.judge(self._example, self._domain, self._conversation)
 
     def _answer(self, messages: list[Message]) -> str:
         heard = DuplexMessage(content=messages[-1]["content"])
         answer, self._state = self._simulator.generate_next_message(heard, self._state)
         return str(answer.content)
-
-
-def _schema_of(tool: Any) -> Tool | Mapping[str, Any]:
-    schema: Mapping[str, Any] | None = getattr(tool, "openai_schema", None)
-    return tool if schema is None else schema

@@ -45,10 +45,7 @@ def key_of(model: nn.Module) -> ModelKey:
 
 
 class ModelRoles:
-    """Serves every role of a run from as few weights as there are different models.
-
-    The state of PEFT adapters is global: one role acts at a time, and no cache is read under another than its own.
-    """
+    """Serves every role from as few weights as there are models; one at a time, for the state of PEFT is global."""
 
     def __init__(self, agent: ModelAdapter) -> None:
         self._agent = agent

@@ -12,8 +12,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, Observation, Step, Tool, ToolCall, User
 
-_OWN = ("reset", "get_reward")
-"""Methods of an environment in TRL's form that the trainer calls, not the model."""
+_OWN = ("reset", "get_reward")  # methods of an environment in TRL's form that the trainer calls, not the model
 
 
 def tool_schemas(tools: Sequence[Tool | Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -190,14 +189,11 @@ def _told(calls: Sequence[ToolCall], results: Sequence[Any]) -> Step:
 
 def _shown(result: Any) -> Any:
     """A result as the content of a message; one that cannot be shown as text is a failure."""
-    if isinstance(result, _Failed) or _is_content(result):
+    # the parts of a message already
+    parts = isinstance(result, list) and result and all(isinstance(one, dict) and "type" in one for one in result)
+    if isinstance(result, _Failed) or parts:
         return result
     try:
         return str(result)
     except Exception as error:
         return _failed(error)
-
-
-def _is_content(result: Any) -> bool:
-    """Whether a result is the parts of a message already."""
-    return isinstance(result, list) and bool(result) and all(isinstance(one, dict) and "type" in one for one in result)

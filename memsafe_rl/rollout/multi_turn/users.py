@@ -22,7 +22,6 @@ Reply = Callable[[list[Message]], str | Awaitable[str | None] | None]
 STOPS = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
 """What a simulated user says to end the conversation, as in tau2-bench."""
 
-
 _ENDLESS = TimeoutPolicy()
 
 
@@ -62,14 +61,7 @@ class CallableUser(User):
         object.__setattr__(self, "stops", _checked_stops(self.stops))
 
     def answer(self, messages: list[Message]) -> Any:
-        """Calls the function.
-
-        Args:
-            messages: the conversation as the user sees it.
-
-        Returns:
-            The user's words, None, or a coroutine of them.
-        """
+        """Calls the function with the conversation as the user sees it."""
         output = self.reply(messages)
         return self._awaited(output, messages) if inspect.isawaitable(output) else output
 
@@ -128,28 +120,14 @@ class ModelUser(User):
         object.__setattr__(self, "stops", _checked_stops(self.stops))
 
     def instructions(self, example: Mapping[str, Any]) -> str:
-        """Gives what the user is told in an episode.
-
-        Args:
-            example: the task.
-
-        Returns:
-            A system message.
-
-        Raises:
-            DataError: the function gave no text.
-        """
+        """Gives what the user is told in an episode, as a system message."""
         told = self.system if isinstance(self.system, str) else self.system(example)
         if not isinstance(told, str):
             raise DataError(f"ModelUser's system gave {told!r:.100} ({type(told).__name__}). Have it give a text.")
         return told
 
     def manner(self) -> ModelUser:
-        """Gives what users must have in common to draw in one call.
-
-        Returns:
-            This user without its instructions; users whose ones are equal draw together.
-        """
+        """Gives what users must have in common to draw in one call: all but their instructions."""
         return replace(self, system="", stops=())
 
 

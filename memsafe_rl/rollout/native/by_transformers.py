@@ -38,12 +38,10 @@ def generate_by_transformers(
     begun: Sequence[Sequence[Completion | None]] | None = None,
     limits: Sequence[int] | None = None,
 ) -> list[Completion]:
-    """Samples completions by `generate`; `native.engine` calls it, in eval mode, with what it checked.
+    """Samples completions by `generate`, in waves of one length, for such a network's own padding is not trusted.
 
-    A wave holds rows of one length, since such a network's own way with padding is what could not be trusted. A wave is
-    what is repeated when memory runs out; tokens drawn before it failed are kept. They come from the same counter-based
-    draws as elsewhere, so the waves change none. Each row has its own copy of the prompt, and rows that have ended stay
-    until the longest ends: that is `generate`, and why it is the last resort.
+    Each row has its own copy of the prompt, and rows that have ended stay until the longest ends: that is `generate`,
+    and why it is the last resort.
     """
     limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
     draw = Drawer(settings, adapter.start_token_id)

@@ -40,12 +40,8 @@ class _Waiting:
     cache: RowCache  # the keys and values
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Who can read a row on."""
-
-    adapter: ModelAdapter  # the network
-    adapters: tuple[str, ...]  # names of its PEFT adapters that are on
+_Reader = tuple[ModelAdapter, tuple[str, ...]]
+"""Who can read a row on: a network, and the names of its PEFT adapters that are on."""
 
 
 class KeptCaches:
@@ -65,7 +61,7 @@ class KeptCaches:
         """Gives the rows that a network can resume as it is now, and frees those of episodes that are over."""
         if not adapter.kv_retention:
             return None
-        reader, weights = _Reader(adapter, adapter.peft_adapters_on()), adapter.weights_mark()
+        reader, weights = (adapter, adapter.peft_adapters_on()), adapter.weights_mark()
         if self._weights.get(reader) != weights:
             self._rows.setdefault(reader, {}).clear()
         self._weights[reader] = weights
@@ -79,17 +75,14 @@ class KeptCaches:
         return sum(row.cache.nbytes() for row in self._all()) + sum(block.nbytes() for block in blocks.values())
 
     def shrink(self, most_bytes: int, in_flight: Sequence[PromptBlock]) -> None:
-        """Frees rows until the others hold at most so many bytes: of episodes that are over, then the longest.
-
-        Freeing the longest leaves the fewest to be read anew. Freeing the oldest would free all in turn, since turns
-        go round.
-        """
+        """Frees rows until the others hold at most so many bytes: of episodes that are over, then the longest."""
         if self.nbytes(in_flight) > max(0, most_bytes):
             self._give_up_ended()
         while self.nbytes(in_flight) > max(0, most_bytes):
             found = [(rows, name) for rows in self._rows.values() for name in rows]
             if not found:
                 return
+            # The longest, to leave the fewest to be read anew; the oldest would go all in turn, since turns go round.
             rows, name = max(found, key=lambda one: one[0][one[1]].cache.tokens)
             del rows[name]
 

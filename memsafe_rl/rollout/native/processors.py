@@ -27,8 +27,7 @@ from memsafe_rl.types import SamplingSettings
 
 _CERTAIN = 1e18
 """What is added to a score at most, nats: it leaves nothing to other tokens, and stays finite in float32."""
-_LIKELIEST = 1024
-"""Tokens among which a nucleus is looked for before all are sorted."""
+_LIKELIEST = 1024  # tokens among which a nucleus is looked for before all are sorted
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,7 @@ class Processor:
 
 
 def processors_of(settings: SamplingSettings) -> tuple[Processor, ...]:
-    """Builds the processors of some settings, the temperature left out where it is the only one.
-
-    The order is that of transformers' `generate`: biases, penalties and bans, forced tokens, suppressed ones, the
-    user's own processors, and, unless decoding is greedy, the temperature and the filters that narrow a distribution.
-    """
+    """Builds the processors of some settings in `generate`'s order; the temperature not where it is the only one."""
     chosen = [*_history(settings), *_ends(settings), *_forced(settings), *_suppressed(settings)]
     chosen = _with_own(chosen, settings.logits_processor)
     if settings.temperature == 0:
@@ -214,7 +209,6 @@ def _with_own(chosen: list[Processor], given: Sequence[Callable[..., Tensor]]) -
 
 
 def _own(processor: Callable[..., Tensor]) -> Processor:
-    """Checks a user's processor."""
     if not callable(processor):
         raise ConfigError(
             f"logits_processor holds {processor!r}, which cannot be called. Give objects that take (input_ids, scores) "
@@ -246,7 +240,6 @@ def _on_prompts(build: Callable[[Tensor], Callable[..., Tensor]], scores_BV: Ten
 
 
 def _check_parameters(processor: Callable[..., Tensor]) -> None:
-    """Refuses a processor that cannot be called with input_ids and scores alone."""
     name = getattr(processor, "__name__", type(processor).__name__)
     try:
         signature = inspect.signature(processor)
@@ -355,10 +348,7 @@ def _bias(sequences: dict[tuple[int, ...], float], kind: type) -> Processor:
 
 
 def _top_h(share: float) -> Processor:
-    """Keeps the likeliest tokens while their entropy is at most a share of that of the 100 likeliest.
-
-    transformers' own reads tensors on the way, to check them; this one does not.
-    """
+    """Keeps the likeliest tokens while their entropy is at most a share of that of the 100 likeliest."""
     if not 0 < share <= 1:
         raise ConfigError(f"top_h is {share}; it must be above 0 and at most 1.")
 
@@ -375,12 +365,10 @@ def _top_h(share: float) -> Processor:
 
 
 def _top_p(mass: float) -> Processor:
-    """Keeps the likeliest tokens that hold a mass (Holtzman et al. 2019, eq. 2), as transformers does.
-
-    On a CPU a whole sort takes longer than the network's step: rows whose nucleus lies among their likeliest tokens,
-    nearly all, are cut there. Elsewhere asking which those are would cost a trip to the host.
-    """
+    """Keeps the likeliest tokens that hold a mass (Holtzman et al. 2019, eq. 2), as transformers does."""
     sorting = _theirs(theirs.TopPLogitsWarper, mass)
+    # On a CPU a whole sort takes longer than the network's step: rows whose nucleus lies among their likeliest tokens,
+    # nearly all, are cut there. Elsewhere asking which those are would cost a trip to the host.
 
     def apply(scores_BV: Tensor, rows: Rows) -> Tensor:
         if scores_BV.device.type != "cpu" or scores_BV.shape[1] <= _LIKELIEST:
@@ -399,10 +387,7 @@ def _top_p(mass: float) -> Processor:
 
 
 def _eta(epsilon: float) -> Processor:
-    """Keeps tokens of probability at least ``min(e, sqrt(e) exp(-entropy))`` (Hewitt et al. 2022, eq. 4), one always.
-
-    transformers' own reads tensors on the way, to check them; this one does not.
-    """
+    """Keeps tokens of probability at least ``min(e, sqrt(e) exp(-entropy))`` (Hewitt et al. 2022, eq. 4), or one."""
     if not 0 < epsilon < 1:
         raise ConfigError(f"eta_cutoff is {epsilon}; it must be above 0 and below 1.")
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout.engine import Generate, LiveKeys, Progress
 from memsafe_rl.rollout.native.by_transformers import generate_by_transformers
-from memsafe_rl.rollout.native.kv_retention import KeptCaches, name_of
+from memsafe_rl.rollout.native.kv_retention import KeptCaches, KeptRows, name_of
 from memsafe_rl.rollout.native.sequences import (
     Candidate,
     Drawer,
@@ -38,10 +40,8 @@ from memsafe_rl.rollout.native.sequences import (
 )
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 
-_SPAN_STEPS = 32
-"""Steps that are repeated together when memory runs out."""
-_COMPACT_SHARE = 8
-"""An ended row costs its share of every step to come; dropping rows copies the cache once."""
+_SPAN_STEPS = 32  # steps that are repeated together when memory runs out
+_COMPACT_SHARE = 8  # an ended row costs its share of every step to come; dropping rows copies the cache once
 
 
 def generate(
@@ -57,9 +57,6 @@ def generate(
     kept: KeptCaches | None = None,
 ) -> list[Completion]:
     """Samples completions for every prompt, without gradient, in eval mode, in a running batch that fits the plan.
-
-    A span of steps is what is repeated when memory runs out. Tokens drawn before it are on the host and are kept: the
-    batch is dropped and read back, as many rows at a time as the plan then in force allows.
 
     A sequence depends on its prompt, its key and the settings; the plan and the other sequences change it only where
     a draw is marked in `Completion.ties`. That holds for networks that compute in float32. In bfloat16 another batch
@@ -168,7 +165,7 @@ class _RunningBatch:
         if not waiting or (self._rows and not self._adapter.joins):
             return []
         if self._kept is not None and self._common(waiting[0]):
-            return self._next_kept(waiting, plan)
+            return self._next_kept(waiting, self._kept, plan)
         alike = [one for one in waiting if bool(one.ids) == bool(waiting[0].ids)]
         for one in alike:
             one.base = len(one.prompt_ids)  # it may have been less, of what was kept and is not there any more
@@ -181,11 +178,8 @@ class _RunningBatch:
         count = admit(candidates, plan, self._adapter.geometry, rows=len(self._rows), prompt_bytes=held)
         return alike[:count]
 
-    def _next_kept(self, waiting: Sequence[LiveSequence], plan: RolloutPlan) -> list[LiveSequence]:
+    def _next_kept(self, waiting: Sequence[LiveSequence], kept: KeptRows, plan: RolloutPlan) -> list[LiveSequence]:
         """Chooses what joins the batch from what was kept; what does not fit an empty batch is read anew."""
-        if self._kept is None:
-            raise AssertionError("called only where something was kept")
-        kept = self._kept
         alike = [one for one in waiting if self._common(one)]
         for one in alike:
             one.base = min(kept.waiting(name_of(one.key)).base, self._common(one))
@@ -205,7 +199,6 @@ class _RunningBatch:
         return alike[:count]
 
     def _blocks(self) -> list[PromptBlock]:
-        """Gives the prompts that the rows of the batch follow."""
         return [] if self._state is None else self._state.prompt_blocks()
 
     def _widest(self, joining: Sequence[LiveSequence]) -> int:
@@ -271,7 +264,6 @@ class _RunningBatch:
         return self._kept is not None and plan.kept_limit_bytes > 0
 
     def _without_ended(self, state: DecodeState, rows: Sequence[LiveSequence]) -> DecodeState:
-        """Takes rows that have ended out of a cache, and keeps them for a later turn."""
         if self._kept is None:
             raise AssertionError("called only where something is kept")
         with host_memory():
@@ -312,7 +304,6 @@ class _RunningBatch:
         state.keep_whole(parted)
 
     def _step(self) -> None:
-        """Decodes one token of every row."""
         if self._state is None or self._tokens_B is None:
             raise AssertionError("a step follows the rows' first tokens")
         if self._streams is None:
@@ -385,29 +376,12 @@ def _too_long(index: int, length: int, new_tokens: int, limit: int, one_sequence
 # ------------------------------------------------------------------ between turns
 
 
-class LocalScope:
+class LocalScope(NamedTuple):
     """Draws the agent's turns by a given function, and those of other roles by this library's own loop."""
 
-    def __init__(self, draw: Generate, kept: KeptCaches) -> None:
-        self.generate = draw
-        self._kept = kept
-
-    def generate_as(
-        self,
-        adapter: ModelAdapter,
-        prompts: Sequence[Tensor],
-        keys: Sequence[Sequence[SequenceKey]],
-        settings: SamplingSettings,
-        attempt: Attempt[RolloutPlan],
-        *,
-        limits: Sequence[int] | None = None,
-    ) -> list[Completion]:
-        """Draws with another network; see `RolloutScope.generate_as`."""
-        return generate(adapter, prompts, keys, settings, attempt, limits=limits, kept=self._kept)
-
-    def drop(self) -> None:
-        """Frees every cache."""
-        self._kept.clear()
+    generate: Generate
+    generate_as: Callable[..., list[Completion]]
+    drop: Callable[[], None]
 
 
 @contextmanager
@@ -415,6 +389,6 @@ def opened(live_keys: LiveKeys | None, drawing: Callable[[KeptCaches], Generate]
     """Opens a scope; ``drawing`` gives what draws the agent's turns, with the caches or, in other engines, without."""
     kept = KeptCaches(live_keys)
     try:
-        yield LocalScope(drawing(kept), kept)
+        yield LocalScope(drawing(kept), partial(generate, kept=kept), kept.clear)
     finally:
         kept.clear()

@@ -11,6 +11,7 @@ import math
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -125,16 +126,9 @@ class Noise(NamedTuple):
     noise_BS: Tensor  # (B, S) float64, nats
     columns_S: Tensor | None = None  # 0, 1, … on the device; None to be counted anew
 
-    def of(self, rows: slice) -> Noise:
-        """Gives that of some rows."""
-        return self._replace(noise_BS=self.noise_BS[rows])
-
 
 class Streams:
-    """The random streams of rows that draw together: where each stands, and its noise of some draws to come.
-
-    A draw's noise takes as many operators as all the rest of it; made for several draws at once, it takes few for each.
-    """
+    """The random streams of rows that draw together: where each stands, and its noise of several draws to come."""
 
     def __init__(self, keys_B4: Tensor, positions_B: Tensor) -> None:
         self.keys_B4, self._positions_B = keys_B4, positions_B
@@ -178,10 +172,7 @@ class Streams:
 def draw_next(
     draw: Drawer, logits_BV: Tensor, rows: Sequence[LiveSequence], streams: Streams, eos: Collection[int]
 ) -> Tensor:
-    """Draws a token of every row (B,), and notes it for those that have not ended.
-
-    The one place where a rollout reads tensor values, all of them at once.
-    """
+    """Draws a token of every row (B,), notes it for those that go on: the one place that reads values, all at once."""
     positions = [len(one.ids) for one in rows]
     histories = None
     if draw.needs_history:
@@ -231,11 +222,10 @@ class Candidate(NamedTuple):
 def admit(
     waiting: Sequence[Candidate], plan: RolloutPlan, geometry: ModelGeometry, *, rows: int, prompt_bytes: int
 ) -> int:
-    """Counts how many of the first candidates may join.
+    """Counts how many of the first candidates may join, each as long as it can become, so that none has to leave.
 
-    Every row counts as long as it can become, so that no row ever has to leave for others. At least one joins a batch
-    that is empty, unless it was kept: it may be smaller when it is read anew. Where the network keeps a prompt once for
-    its group, only a group that does not fit whole is parted, and goes alone.
+    At least one joins a batch that is empty, unless it was kept: it may be smaller when it is read anew. Where the
+    network keeps a prompt once for its group, only a group that does not fit whole is parted, and goes alone.
     """
     most = _most_rows(waiting, plan, geometry, rows, prompt_bytes)
     if most < 1:
@@ -287,11 +277,9 @@ def row_bytes(one: Candidate, geometry: ModelGeometry) -> int:
 
 
 class Drawer:
-    """Turns logits into tokens as the settings say; holds no state of any row.
+    """Turns logits into tokens as the settings say; what a row is given depends on nothing of the rows around it.
 
-    A batch's rows may stand at different positions, have prompts of different lengths, and join or leave between two
-    calls: what a row is given depends on its own logits, key, position and history alone. Rows are processed a few at a
-    time, so that no second (B, V) tensor of all rows is ever made.
+    Rows are processed a few at a time, so that no second (B, V) tensor of all rows is ever made.
     """
 
     def __init__(self, settings: SamplingSettings, start_token_id: int | None = None) -> None:
@@ -329,7 +317,7 @@ class Drawer:
         parts = [
             self._draw_processed(
                 logits_BV[tile],
-                None if noise is None else noise.of(tile),
+                None if noise is None else noise._replace(noise_BS=noise.noise_BS[tile]),
                 self._rows(positions_B[tile], (prompt_lengths or ())[tile], (histories or ())[tile]),
             )
             for tile in tiles
@@ -351,10 +339,7 @@ class Drawer:
         return self._process(logits_BV, self._rows(positions_B, prompt_lengths or (), histories or ()))
 
     def ends_by_text(self, histories: Sequence[Tensor]) -> list[bool]:
-        """Tells which rows' last token completed a stop string; eos tokens are not its concern.
-
-        As in transformers' `generate`, a string may begin in the prompt, and the last token may reach past its end.
-        """
+        """Tells which rows' last token completed a stop string, which may begin in the prompt, as in `generate`."""
         if self._stops is None or not histories:
             return [False] * len(histories)
         tails = [history[-self._stops.window :] for history in histories]
@@ -430,18 +415,7 @@ def text_stops(strings: Sequence[str], tokenizer: Any) -> TextStops:
         criteria = StopStringCriteria(tokenizer, list(strings))
     except ValueError as error:
         raise ConfigError(f"stop_strings is {list(strings)!r}: {error}") from None
-    return TextStops(tuple(strings), _TextEnds(criteria), criteria.maximum_token_len)
-
-
-class _TextEnds:
-    """Asks transformers' criterion, which wants scores that it does not look at."""
-
-    def __init__(self, criteria: StopStringCriteria) -> None:
-        self.criteria = criteria
-
-    def __call__(self, ids_BL: Tensor) -> Tensor:
-        ended: Tensor = self.criteria(ids_BL, None)
-        return ended
+    return TextStops(tuple(strings), partial(criteria, scores=None), criteria.maximum_token_len)
 
 
 # ------------------------------------------------------------------ what may be asked

@@ -20,13 +20,13 @@ from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state
 from memsafe_rl.rollout.external.kv_pool import Pool
+from memsafe_rl.rollout.external.sampling_support import quiet
 
 PACKAGE = "vllm"
 
 _OURS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 """In this process, so that weights pass by reference and no process can be left behind; and quiet."""
-_UNSET = ("VLLM_CPU_KVCACHE_SPACE",)
-"""Variables that would overrule the plan."""
+_UNSET = ("VLLM_CPU_KVCACHE_SPACE",)  # variables that would overrule the plan
 _TOO_SMALL = re.compile(
     r"No available memory for the cache blocks|less than (?:desired|requested)[^\n]*memory"
     r"|(?:larger|more) than the available KV cache memory|KV cache is needed"
@@ -57,15 +57,10 @@ def build(model: Any, hosted: Hosted, device: torch.device) -> Any:
     with contained(), tempfile.TemporaryDirectory() as folder, failures_named("could not be started"):
         from vllm import EngineArgs, LLMEngine
 
-        _describe(model).save_pretrained(folder)
+        config = copy.deepcopy(model.config)
+        config.architectures = config.architectures or [type(model).__name__]  # by which vLLM finds its own form of it
+        config.save_pretrained(folder)
         return LLMEngine.from_engine_args(EngineArgs(model=folder, **_arguments(hosted, device)))
-
-
-def _describe(model: Any) -> Any:
-    """Gives the config by which vLLM finds its own form of the network."""
-    config = copy.deepcopy(model.config)
-    config.architectures = config.architectures or [type(model).__name__]
-    return config
 
 
 def _arguments(hosted: Hosted, device: torch.device) -> dict[str, Any]:
@@ -92,7 +87,7 @@ def _arguments(hosted: Hosted, device: torch.device) -> dict[str, Any]:
 
 def hand_over(engine: Any, weights: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
     """Puts weights in the place of those that vLLM has, and forgets the prompts it read with those."""
-    with quiet(), failures_named("did not take the model's weights"):
+    with quiet(PACKAGE, logging.ERROR), failures_named("did not take the model's weights"):
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         if device.type == "cpu":
             engine.apply_model(_repack)
@@ -100,10 +95,7 @@ def hand_over(engine: Any, weights: Iterable[tuple[str, Tensor]], device: torch.
 
 
 def _repack(model: nn.Module) -> None:
-    """Packs weights for the kernels of vLLM's CPU build where reloading does not: tied output heads, and experts.
-
-    Runs where vLLM's own model is.
-    """
+    """Packs weights for the kernels of vLLM's CPU build where reloading does not: tied output heads, and experts."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if type(module).__name__ == "ParallelLMHead" and method is not None:
@@ -134,7 +126,8 @@ def contained() -> Iterator[None]:
     for name in _UNSET:
         os.environ.pop(name, None)
     try:
-        with quiet():
+        # of what is meant here: no tokenizer, weights that are tied, thread counts
+        with quiet(PACKAGE, logging.ERROR):
             yield
     finally:
         for name in os.environ.keys() - variables.keys():
@@ -146,18 +139,6 @@ def contained() -> Iterator[None]:
         torch.set_default_dtype(default)
         set_random_state(random)
         gc.unfreeze()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps vLLM from warning of what is meant here: no tokenizer, weights that are tied, thread counts."""
-    log = logging.getLogger(PACKAGE)
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 @contextmanager

@@ -41,10 +41,7 @@ def refuse_unmergeable(model: nn.Module) -> None:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Gives every weight once, as the model computes with it now.
-
-    An adapter is merged one layer at a time, into a copy; the base weights are never written.
-    """
+    """Gives every weight once, as the model computes with it now: an adapter is merged into a copy of one layer."""
     yield from _walk(_base(model), "", set())
 
 
