@@ -23,6 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from memsafe_rl.accounting import device_type_of
+
 TILE_ROWS = 16
 """Rows of every product: few enough that decoding a handful of rows wastes little, enough to fill a kernel."""
 
@@ -192,19 +194,19 @@ def _gelu_tanh_slope(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _silu(x: Tensor, inplace: bool = False) -> Tensor:
-    if x.device.type != "cpu":  # kernels of other devices treat every element alike
+    if device_type_of(x) != "cpu":  # kernels of other devices treat every element alike
         return functional.silu(x, inplace)
     return _elementwise(x, _silu_steps, torch.ops.aten.silu_backward)
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    if x.device.type != "cpu":
+    if device_type_of(x) != "cpu":
         return x.sigmoid()
     return _elementwise(x, _sigmoid_steps, _sigmoid_slope)
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    if x.device.type != "cpu":
+    if device_type_of(x) != "cpu":
         return functional.gelu(x, approximate=approximate)
     tanh = approximate == "tanh"
     steps, slope = (_gelu_tanh_steps, _gelu_tanh_slope) if tanh else (_gelu_steps, torch.ops.aten.gelu_backward)
