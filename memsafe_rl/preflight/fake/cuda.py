@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -43,9 +44,9 @@ class CudaFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             return _attend(*args, **kwargs)
-        if func is Tensor.backward:
-            with self:  # for blocks that are recomputed in it
-                return torch.autograd.backward(*args, **kwargs)
+        if func is torch.autograd.backward:
+            with self:  # for blocks that are recomputed; edges do not come here again, as tensors would
+                return func(tuple(map(get_gradient_edge, args[0])), *args[1:], **kwargs)
         name = getattr(func, "__name__", "")
         if (name in _IN_FLOAT32 or name in _INTO_FLOAT32) and torch.is_autocast_enabled("cpu"):
             if name in _IN_FLOAT32:
