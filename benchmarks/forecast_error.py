@@ -1,19 +1,22 @@
 """How far is a forecast from what the run then holds?
 
     python -m benchmarks.forecast_error [--families qwen3 gpt2] [--quick]
-    python -m benchmarks.forecast_error --random 200 --seed 0 [--first 0] [--device cpu]
+    python -m benchmarks.forecast_error --random 200 --seed 0 [--first 0] [--device cpu|pretend]
 
 Writes ``benchmarks/results/forecast_error.json``, or of 200 or more runs drawn at random ``forecast_random.json``; with
 those, the command ends with 1 where one of `Limits` is passed. Every setting is forecast on fake tensors, then really
-run, under an allocator that counts every byte, with completions forced to their full length. Networks are small, so
+run, under an allocator that counts every byte or on the pretend CUDA device (docs/device.md), with completions forced
+to their full length. Networks are small, so
 that a run takes seconds; what is left out or counted wrongly weighs more in them than in large ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -45,6 +48,8 @@ from benchmarks.machine import describe_machine
 from benchmarks.random_runs import draw_run
 from benchmarks.small import EOS_ID, PAD_ID, byte_tokenizer
 from memsafe_rl import GRPOConfig, GRPOTrainer, SimulatedMemory
+from memsafe_rl.diagnostics.run_figures import phase_peaks
+from tests.device import build, pretend
 
 RESULTS = Path(__file__).parent / "results" / "forecast_error.json"
 RANDOM_RESULTS = RESULTS.with_name("forecast_random.json")
@@ -155,14 +160,17 @@ def measure(setting: Setting, folder: Path) -> dict[str, Any]:
 def _beside(setting: object, make: Callable[[], Any]) -> dict[str, Any]:
     """Makes a trainer, which forecasts its run, and trains; gives bytes of every phase, forecast and held."""
     started = time.perf_counter()
-    with SimulatedMemory(DEVICE_BYTES) as memory:
-        trainer = make()
-        forecast = trainer.forecast
-        if forecast is None:
-            raise SystemExit(f"{setting}: there was no forecast; see the warning above")
-        trainer.train()
-        held = {phase.value: sum(parts.values()) for phase, parts in memory.phase_peaks().items()}
-        state = memory.live_bytes
+    if pretend.is_loaded():
+        trainer, held, state = peaks_on_device(make)
+    else:
+        with SimulatedMemory(DEVICE_BYTES) as memory:
+            trainer = make()
+            trainer.train()
+            held = {phase.value: sum(parts.values()) for phase, parts in memory.phase_peaks().items()}
+            state = memory.live_bytes
+    forecast = trainer.forecast
+    if forecast is None:
+        raise SystemExit(f"{setting}: there was no forecast; see the warning above")
     failed = [event for event in trainer.memory_events if event["event"] in ("retry", "failure", "fallback")]
     foreseen = {phase.value: size for phase, size in forecast.phase_bytes.items()}
     return {
@@ -175,6 +183,22 @@ def _beside(setting: object, make: Callable[[], Any]) -> dict[str, Any]:
         "forecast_seconds": forecast.seconds,
         "seconds": time.perf_counter() - started,
     }
+
+
+def peaks_on_device(make: Callable[[], Any]) -> tuple[Any, dict[str, int], int]:
+    """Makes a trainer on the current CUDA device, and trains.
+
+    Returns:
+        The trainer, and int, bytes that it held in every phase and holds now.
+    """
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    trainer = make()
+    held = dict(trainer.setup.memory.phase_peaks)
+    trainer.train()
+    for phase, size in (pair for record in trainer.history for pair in phase_peaks(record).items()):
+        held[phase] = max(held.get(phase, 0), size)
+    return trainer, {str(phase): size - before for phase, size in held.items()}, torch.cuda.memory_allocated() - before
 
 
 def _trainer(setting: Setting, folder: Path, budget: int | None) -> GRPOTrainer:
@@ -240,8 +264,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.random is not None and given.random < 1:
         parser.error(f"--random is {given.random}; draw at least 1 run.")
-    if given.device == "pretend":
-        parser.error("--device pretend needs the pretend CUDA device, which is not part of this checkout. Use cpu.")
+    if given.device == "pretend" and given.random is None:
+        parser.error("--device pretend is for random runs; write --random N too.")
+    if given.device == "pretend" and not pretend.is_loaded():
+        if reason := build.missing():
+            parser.error(f"--device pretend: {reason}. Use cpu.")
+        own = sys.argv[1:] if arguments is None else arguments
+        sys.exit(subprocess.call([sys.executable, "-m", "tests.device", "benchmarks.forecast_error", *own]))
     if given.random is not None:
         sys.exit(_run_random(given))
     wanted = settings(given.families[:1])[:2] if given.quick else settings(given.families)
@@ -309,7 +338,7 @@ def _run_random(given: argparse.Namespace) -> int:
         run = draw_run(given.seed, index)
         with tempfile.TemporaryDirectory() as folder:
             _save(run.network_config(), folder)
-            found = _beside(run, partial(run.trainer, Path(folder)))
+            found = _beside(run, partial(run.trainer, Path(folder), use_cpu=not pretend.is_loaded()))
         errors = dict(_errors(found))
         results[f"{given.seed}/{index}"] = {"setting": asdict(run), **found, "errors": errors}
         shown = ", ".join(f"{name} {100 * size:+.2f}" for name, size in errors.items())

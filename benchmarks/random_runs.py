@@ -193,11 +193,12 @@ class RandomRun:
         """Gives the config of the run's network."""
         return FAMILIES[self.family](self.sizes)
 
-    def trainer(self, folder: Path) -> Any:
+    def trainer(self, folder: Path, use_cpu: bool = True) -> Any:
         """Makes the run's trainer, which forecasts it first.
 
         Args:
             folder: of the saved network.
+            use_cpu: whether it runs on the CPU, whatever else there is.
 
         Returns:
             The trainer.
@@ -212,7 +213,7 @@ class RandomRun:
             "peft_config": adapter,
             "memory_policy": AdaptivePolicy(checkpointing=self.checkpointing, pack_prompts=self.packing),
         }
-        out, settings = str(folder / "run"), self._settings()
+        out, settings = str(folder / "run"), {**self._settings(), "use_cpu": use_cpu}
         if self.ppo:
             config = PPOConfig(out, kl_coef=self.beta, **settings)
             return PPOTrainer(str(folder), alternating, config, critic=self.critic, **given)
@@ -238,7 +239,6 @@ class RandomRun:
             "report_to": "none",
             "disable_tqdm": True,
             "alarms": False,
-            "use_cpu": True,
         }
 
 

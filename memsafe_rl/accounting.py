@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from itertools import islice
 from typing import Protocol, TypeVar
 
@@ -22,6 +23,7 @@ _counters: list[Counter] = []
 _turns: int | None = None  # turns of a loop that are worth running; None for all
 _UNHEARD: AbstractContextManager[None] = nullcontext()  # the mark that nobody hears
 _PLAIN = (Tensor, nn.Parameter)  # types of tensors that have nothing beside their elements
+_STANDS_FOR: ContextVar[str | None] = ContextVar("type of the device that CPU tensors stand for", default=None)
 
 
 class Listener(Protocol):
@@ -117,6 +119,22 @@ def hold(component: Component, tensors: Iterable[Tensor]) -> None:
 def is_on_host(tensor: Tensor) -> bool:
     """Whether a tensor on the CPU stands for host memory of a simulated device."""
     return any(counter.is_on_host(tensor) for counter in _counters)
+
+
+@contextmanager
+def standing_for(device_type: str) -> Iterator[None]:
+    """Has CPU tensors inside stand for those of a device, so that code takes the branches it takes there."""
+    token = _STANDS_FOR.set(device_type)
+    try:
+        yield
+    finally:
+        _STANDS_FOR.reset(token)
+
+
+def device_type_of(tensor: Tensor) -> str:
+    """Gives the type of the device that a tensor is on or stands for."""
+    own = tensor.device.type
+    return _STANDS_FOR.get() or own if own == "cpu" else own
 
 
 def only_bytes_matter() -> AbstractContextManager[None]:

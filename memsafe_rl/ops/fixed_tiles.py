@@ -24,6 +24,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from memsafe_rl.accounting import device_type_of
+
 TILE_ROWS = 16
 """Rows of every product: few enough that decoding a handful of rows wastes little, enough to fill a kernel."""
 
@@ -166,7 +168,7 @@ def _in_steps(
     """Has a function take these steps on a CPU; kernels of other devices treat every element alike."""
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if x.device.type != "cpu":
+        if device_type_of(x) != "cpu":
             return own(x, *args, **kwargs)
         found: Tensor = _Elementwise.apply(x, steps, slope)  # type: ignore[no-untyped-call]
         return found

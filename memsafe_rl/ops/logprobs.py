@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from memsafe_rl.accounting import charge, worth_running
+from memsafe_rl.accounting import charge, device_type_of, worth_running
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.ops.fixed_tiles import TILE_ROWS, fixed_tiles, fixed_tiles_on, tiled_linear
 from memsafe_rl.ops.sampling import taken_logprobs
@@ -393,10 +393,10 @@ class _HeadGradients:
                 bias_sum[block] += part.sum(0)
 
     def _add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        dtype = self._recipe.product_dtype
-        if total.device.type == "cuda" and dtype.itemsize == 2:
+        dtype, device = self._recipe.product_dtype, device_type_of(total)
+        if device == "cuda" and dtype.itemsize == 2:
             torch.addmm(total, left.to(dtype), right.to(dtype), out_dtype=total.dtype, out=total)
-        elif total.device.type == "cpu" and len(left) < _LEAST_ROWS:
+        elif device == "cpu" and len(left) < _LEAST_ROWS:
             padded = torch.cat([left, left.new_zeros(_LEAST_ROWS - len(left), left.shape[1])])
             total += (padded @ right.to(total.dtype))[: len(left)]
         else:

@@ -128,7 +128,8 @@ def _kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result:
     count = flop_registry.get(func.overloadpacket)
     if count is None:
         return Kernel(0, 0, moved)
-    flops = int(count(*args, **kwargs, out_val=result))
+    shaped = [value for value in args if not isinstance(value, torch.dtype)]  # PyTorch's counts know no type of results
+    flops = int(count(*shaped, **kwargs, out_val=result))
     matrices = [tensor.shape[-2:] for tensor in given if tensor.dim() > 1]
     return Kernel(min((side for shape in matrices[-2:] for side in shape), default=1), flops, moved)
 

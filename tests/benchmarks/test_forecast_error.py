@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.forecast_error import Limits, main
 from benchmarks.random_runs import FAMILIES, RandomRun, draw_run
+from tests.device import build
 
 
 def test_limits_by_hand() -> None:
@@ -34,7 +35,16 @@ def test_a_run_is_cut_into_whole_batches(run: RandomRun) -> None:
     assert run.sizes.hidden % run.sizes.heads == 0
 
 
-def test_a_pretend_device_is_refused_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pretend_device_is_refused_where_there_is_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "missing", lambda: "no g++")
     with pytest.raises(SystemExit):
         main(["--random", "1", "--device", "pretend"])
-    assert "--device pretend needs the pretend CUDA device" in capsys.readouterr().err
+    assert "--device pretend: no g++. Use cpu." in capsys.readouterr().err
+
+
+def test_settings_made_by_hand_run_on_the_cpu_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--device", "pretend"])
+    assert "write --random N too" in capsys.readouterr().err

@@ -6,4 +6,4 @@ pretend.load()
 
 from tests.models.language.cuda_kernels import give_to_cuda  # noqa: E402 - the device has to be there before torch is
 
-_KERNELS = give_to_cuda()
+KERNELS = give_to_cuda()

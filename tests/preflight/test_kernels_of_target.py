@@ -9,7 +9,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsafe_rl import FixedPolicy, RolloutPlan, UpdatePlan, forecast_memory
-from memsafe_rl.models.language.kernels import kernels_of
+from memsafe_rl.accounting import standing_for
 from memsafe_rl.types import Phase
 from tests.models.language.cuda_kernels import cuda_kernels
 from tests.preflight.beside import ROOM, config_for, prompts, run
@@ -47,7 +47,7 @@ def test_a_forecast_for_cuda_attends_as_a_run_on_it(tmp_path: Path, bf16: bool) 
             processing_class=tiny_tokenizer(),
             memory_policy=packed,
         )
-    with kernels_of("cuda"), cuda_kernels() as ran:
+    with standing_for("cuda"), cuda_kernels() as ran:
         _, held = run(tmp_path, given={"train_dataset": rows, "memory_policy": packed}, **settings)
     assert (
         {one for one in ran if "backward" in one} == attention.ran == {f"{'flash' if bf16 else 'efficient'} backward"}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from memsafe_rl.accounting import device_type_of
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.models.decoding import fixed_split_attention as fixed_split
 from memsafe_rl.models.decoding.shared_prefix_cache import (
@@ -31,7 +32,6 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     SourceMarks,
     as_floats,
 )
-from memsafe_rl.models.language.kernels import target_of
 from memsafe_rl.models.module_state import implementation, replaced
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import SCORE_ELEMENTS, whole_blocks
@@ -386,7 +386,7 @@ def _has_kernel(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> 
     kinds = {query.dtype, key.dtype, value.dtype}
     alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
     alike = alike and kinds in ({torch.float32}, {torch.float64})
-    return target_of(query).device_type == "cpu" and alike and scoring.soft_cap is None and scoring.sinks is None
+    return device_type_of(query) == "cpu" and alike and scoring.soft_cap is None and scoring.sinks is None
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor]:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from memsafe_rl.accounting import device_type_of
 
 _SCORES = 2**24
 """Most scores that exist together where no kernel keeps them to itself."""
@@ -82,16 +82,6 @@ def kernel_for(
     return Kernel.BLOCKS if dtype is torch.bfloat16 and capability < _AMPERE else Kernel.EFFICIENT
 
 
-@contextmanager
-def kernels_of(device_type: str) -> Iterator[None]:
-    """Has attention inside take the kernels of a device for which CPU tensors stand, as those of a forecast do."""
-    token = _STANDS_FOR.set(device_type)
-    try:
-        yield
-    finally:
-        _STANDS_FOR.reset(token)
-
-
 class Target(NamedTuple):
     """The device whose kernels attend."""
 
@@ -101,10 +91,7 @@ class Target(NamedTuple):
 
 def target_of(tensor: Tensor) -> Target:
     """Gives the device that a tensor is on or stands for."""
-    stands_for = _STANDS_FOR.get()
-    if stands_for is not None and tensor.device.type == "cpu":
-        return Target(stands_for)
-    return Target("cuda", _capability(tensor.device)) if tensor.device.type == "cuda" else Target(tensor.device.type)
+    return Target("cuda", _capability(tensor.device)) if tensor.is_cuda else Target(device_type_of(tensor))
 
 
 class Part(NamedTuple):
@@ -427,4 +414,3 @@ _BACKWARD = {
     Kernel.EFFICIENT: _efficient_backward,
     Kernel.BLOCKS: _by_matmul_backward,
 }
-_STANDS_FOR: ContextVar[str | None] = ContextVar("device whose kernels attend", default=None)

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memsafe_rl.accounting import among_ourselves, host_memory, only_bytes_matter
+from memsafe_rl.accounting import among_ourselves, host_memory, only_bytes_matter, standing_for
 from memsafe_rl.memory.simulated.caching_allocator import AllocatorSettings, CachingAllocator
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.models.language.kernels import kernels_of
+from memsafe_rl.preflight.fake.cuda import CudaFunctions
 from memsafe_rl.preflight.fake.memo import Memo
 
 _COMPOSED = ("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise")
@@ -136,8 +136,9 @@ def nothing_differs() -> AbstractContextManager[Any]:
 def fake_device(capacity_bytes: int | None = None, *, stands_for: str = "cpu") -> Iterator[SimulatedMemory]:
     """Has all tensors made inside be fake ones on a simulated device.
 
-    They are CPU tensors to PyTorch, so that operators choose the CPU's kernels; attention takes those of the device
-    stood for. Temporaries inside kernels are taken from a table (`memsafe_rl.memory.simulated.workspaces`).
+    They are CPU tensors to PyTorch, whose CPU builds cannot differentiate fake CUDA tensors, so that operators choose
+    the CPU's kernels. This library takes its branches for the device stood for, `CudaFunctions` PyTorch's; temporaries
+    inside kernels are taken from a table (`memsafe_rl.memory.simulated.workspaces`).
     """
     told = logging.getLogger("torch._subclasses.fake_tensor")  # prints what it also raises
     level = told.level
@@ -145,7 +146,8 @@ def fake_device(capacity_bytes: int | None = None, *, stands_for: str = "cpu") -
     memory = SimulatedMemory(capacity_bytes, exact=False, allocator=allocator)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     answers = _Answers(composed=stands_for != "cuda", memory=memory)
-    with among_ourselves(), only_bytes_matter(), kernels_of(stands_for), fake, memory, answers:
+    functions = CudaFunctions() if stands_for == "cuda" else nullcontext()
+    with among_ourselves(), only_bytes_matter(), standing_for(stands_for), functions, fake, memory, answers:
         told.setLevel(logging.CRITICAL)
         try:
             yield memory

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as theirs
 
+from memsafe_rl.accounting import device_type_of
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.types import SamplingSettings
 
@@ -371,7 +372,7 @@ def _top_p(mass: float) -> Processor:
     # nearly all, are cut there. Elsewhere asking which those are would cost a trip to the host.
 
     def apply(scores_BV: Tensor, rows: Rows) -> Tensor:
-        if scores_BV.device.type != "cpu" or scores_BV.shape[1] <= _LIKELIEST:
+        if device_type_of(scores_BV) != "cpu" or scores_BV.shape[1] <= _LIKELIEST:
             return sorting.apply(scores_BV, rows)
         best_BK, tokens_BK = scores_BV.topk(_LIKELIEST, dim=1)
         probs_BK = (best_BK - scores_BV.logsumexp(1, keepdim=True)).double().exp()

@@ -6,13 +6,14 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, get_scheduler
 
-from memsafe_rl.accounting import charge
+from memsafe_rl.accounting import charge, device_type_of
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.runtime.holdings import optimizer_tensors
 from memsafe_rl.training.optim.half_weights import ClipFactors, HalfWeights
@@ -83,6 +84,8 @@ def build_optimizer(model: nn.Module, config: Any, half: HalfWeights | None = No
         optimizer_class, arguments = Trainer.get_optimizer_cls_and_kwargs(config, model)
         if optimizer_class is torch.optim.SGD and all(_has_fused_sgd(parameter) for _, parameter in trained):
             arguments = {**arguments, "fused": True}  # the only form whose step allocates nothing
+        if device_type_of(trained[0][1]) == "cuda" and not arguments.get("fused") and _has_foreach(optimizer_class):
+            arguments = {"foreach": True, **arguments}  # as PyTorch chooses on CUDA, but not for fake tensors
         optimizer: torch.optim.Optimizer = optimizer_class([group for group in groups if group["params"]], **arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(
@@ -92,11 +95,16 @@ def build_optimizer(model: nn.Module, config: Any, half: HalfWeights | None = No
     return optimizer
 
 
+def _has_foreach(optimizer_class: Any) -> bool:
+    return optimizer_class.__module__.startswith("torch.") and "foreach" in signature(optimizer_class).parameters
+
+
 def _has_fused_sgd(parameter: nn.Parameter) -> bool:
     """Whether there is a fused SGD that can be trusted: on a CPU, PyTorch's goes wrong in half precision."""
-    if parameter.device.type == "cpu":
+    device = device_type_of(parameter)
+    if device == "cpu":
         return parameter.dtype in (torch.float32, torch.float64)
-    return parameter.device.type in ("cuda", "mps", "xpu") and parameter.is_floating_point()
+    return device in ("cuda", "mps", "xpu") and parameter.is_floating_point()
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: Any, max_steps: int) -> Any:

@@ -8,6 +8,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
@@ -392,12 +393,30 @@ Tensor& addmm_dtype_out(const Tensor& self, const Tensor& a, const Tensor& b, at
   return copy_(out, addmm_dtype(self, a, b, type, beta, alpha), false);
 }
 
-int64_t attention_by_products(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool) {
-  return 0;  // "math": the CPU's fused kernels know no CUDA tensors
+// CUDA counts whole numbers too.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& least, const at::Scalar& most) {
+  const c10::DeviceGuard guard(self.device());
+  count(operators(), "aten::histc");
+  launch("aten::histc", {self}, {});
+  const Tensor numbers = host_alias(self);
+  const bool is_whole = at::isIntegralType(self.scalar_type(), false);
+  return to_device(at::histc(is_whole ? numbers.to(at::kDouble) : numbers, bins, least, most).to(self.scalar_type()));
+}
+
+// The kernel that CUDA's `scaled_dot_product_attention` takes on an Ampere card without cuDNN (`sdp_utils.cpp`).
+int64_t attention_kernel(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+                         double, bool is_causal, std::optional<double>, bool enable_gqa) {
+  constexpr int64_t kMath = 0, kFlash = 1, kEfficient = 2;
+  const bool is_half = query.itemsize() == 2, is_rectangle = query.size(-2) != key.size(-2);
+  const int64_t head = query.size(-1), value_head = value.size(-1), aligned = is_half ? 8 : 4;
+  const bool equal_heads = query.size(1) == key.size(1);
+  if (query.dim() != 4 || query.scalar_type() == at::kDouble || (is_causal && is_rectangle)) return kMath;
+  if (is_half && !mask && head == value_head && head <= 256 && (equal_heads || enable_gqa)) return kFlash;
+  return equal_heads && head % aligned == 0 && value_head % aligned == 0 ? kEfficient : kMath;
 }
 
 const bool attends = [] {
-  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention_by_products);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention_kernel);
   return true;
 }();
 
@@ -421,6 +440,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("copy_", &copy_);
   m.impl("record_stream", &record_stream);
   m.impl("addmm.dtype", &addmm_dtype);
+  m.impl("histc", &histc);
   m.impl("addmm.dtype_out", &addmm_dtype_out);
 }
 

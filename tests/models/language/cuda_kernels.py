@@ -1,4 +1,4 @@
-"""What CUDA's attention kernels take and give, by plain products of matrices: their arguments, layouts and refusals.
+"""What kernels that only CUDA has take and give, by plain products of matrices: their arguments, layouts and refusals.
 
 They stand in for kernels that the CPU build does not have. Each refuses what the real one refuses or reads otherwise:
 heads that are not whole multiples of 16 bytes, causality over a rectangle, a log-sum-exp without its padding.
@@ -22,13 +22,14 @@ def _check(*wholes: Tensor) -> None:
     for whole in wholes:
         assert whole.dim() == 4
         assert whole.dtype == wholes[0].dtype
-        assert whole.shape[-1] % 8 == 0
+        aligned = 16 // max(whole.itemsize, 2)
+        assert whole.shape[-1] % aligned == 0
         assert whole.stride(-1) == 1
-        assert not any(place % 8 for place in (*whole.stride()[:3], whole.storage_offset()))
+        assert not any(place % aligned for place in (*whole.stride()[:3], whole.storage_offset()))
 
 
 def _seen(query: Tensor, key: Tensor, causal: bool, scale: float, bias: Tensor | None = None) -> Tensor:
-    scores = query.double() @ key.double().mT * scale
+    scores = query.double() @ _per_head(key, query).mT * scale
     if bias is not None:
         scores = scores + bias
     if causal:
@@ -37,16 +38,24 @@ def _seen(query: Tensor, key: Tensor, causal: bool, scale: float, bias: Tensor |
     return scores
 
 
+def _per_head(whole: Tensor, query: Tensor) -> Tensor:
+    """Gives every query head keys or values of its own."""
+    return whole.double().repeat_interleave(query.shape[1] // whole.shape[1], 1)
+
+
 def _wide(whole: Tensor) -> torch.dtype:
     return torch.float64 if whole.dtype is torch.float64 else torch.float32
 
 
 def _gradients(grad: Tensor, inputs: tuple[Tensor, ...], out: Tensor, lse: Tensor, scores: Tensor, scale: float) -> Any:
-    query, key, value = (whole.double() for whole in inputs)
+    query, *given = (whole.double() for whole in inputs)
+    key, value = (_per_head(whole, query) for whole in given)
     weights = (scores - lse.double()[..., None]).exp()
     means = (grad.double() * out.double()).sum(-1, keepdim=True)
     d_scores = weights * (grad.double() @ value.mT - means) * scale
-    return d_scores @ key, d_scores.mT @ query, weights.mT @ grad.double()
+    found = (d_scores.mT @ query, weights.mT @ grad.double())
+    own = (one.unflatten(1, (like.shape[1], -1)).sum(2) for one, like in zip(found, given, strict=True))
+    return d_scores @ key, *own
 
 
 def _laid(values: Tensor, like: Tensor) -> Tensor:
@@ -68,9 +77,8 @@ def flash(
     assert query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
     assert dropout_p == 0.0
     assert not return_debug_mask
-    assert scale is not None
-    scores = _seen(query, key, is_causal, scale)
-    out = _laid(scores.softmax(-1) @ value.double(), query)
+    scores = _seen(query, key, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
+    out = _laid(scores.softmax(-1) @ _per_head(value, query), query)
     seed = torch.empty(2, dtype=torch.uint64)
     unused = torch.empty((), dtype=torch.uint64)
     lse = scores.logsumexp(-1).to(_wide(query))
@@ -102,7 +110,7 @@ def flash_backward(
     assert logsumexp.shape == query.shape[:3]
     assert logsumexp.is_contiguous()
     assert dropout_p == 0.0
-    assert scale is not None
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = _seen(query, key, is_causal, scale)
     found = _gradients(grad_out, (query, key, value), out, logsumexp, scores, scale)
     dq, dk, dv = (torch.empty_like(whole).copy_(one) for whole, one in zip((query, key, value), found, strict=True))
@@ -122,13 +130,12 @@ def efficient(
 ) -> tuple[Tensor, ...]:
     _check(query, key, value)
     _check_bias(query, key, attn_bias)
-    assert compute_log_sumexp
     assert dropout_p == 0.0
-    assert scale is not None
     assert not (is_causal and attn_bias is not None)
-    scores = _seen(query, key, is_causal, scale, attn_bias)
-    lse = torch.full((*query.shape[:2], _padded(query.shape[2])), torch.inf, dtype=_wide(query), device=query.device)
-    lse[..., : query.shape[2]] = scores.logsumexp(-1)
+    scores = _seen(query, key, is_causal, query.shape[-1] ** -0.5 if scale is None else scale, attn_bias)
+    width = query.shape[2] if compute_log_sumexp else 0
+    lse = torch.full((*query.shape[:2], _padded(width)), torch.inf, dtype=_wide(query), device=query.device)
+    lse[..., :width] = scores.logsumexp(-1)[..., :width]
     seed, offset = torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.int64)
     return _laid(scores.softmax(-1) @ value.double(), query), lse, seed, offset
 
@@ -155,9 +162,9 @@ def efficient_backward(
     assert logsumexp.shape == (*query.shape[:2], _padded(width))
     assert not any(place % 8 for place in logsumexp.stride()[:2])
     assert bool((logsumexp[..., width:] == torch.inf).all())
-    assert list(grad_input_mask) == [True, True, True, False]
+    assert list(grad_input_mask[:3]) == [True, True, True]
     assert dropout_p == 0.0
-    assert scale is not None
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = _seen(query, key, is_causal, scale, attn_bias)
     found = _gradients(grad_out_, (query, key, value), out, logsumexp[..., :width], scores, scale)
     dq, dk, dv = (_laid(one, query) for one in found)
@@ -202,9 +209,28 @@ def _efficient_workspace(_: Tensor, query: Tensor, *__: Any) -> tuple[tuple[int,
 WORKSPACES = {"flash backward": _flash_workspace, "efficient backward": _efficient_workspace}
 
 
+_STAND_INS = {
+    "flash": flash,
+    "flash backward": flash_backward,
+    "efficient": efficient,
+    "efficient backward": efficient_backward,
+}
+
+
+def _operator(name: str) -> str:
+    kind, *backward = name.split()
+    return "_".join(["_scaled_dot_product", kind, "attention", *backward])
+
+
+def _wide_sum(total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    """A product of half-precision matrices, added up in float32."""
+    with host_memory():
+        return out.copy_(torch.addmm(total, left.to(out_dtype), right.to(out_dtype)))
+
+
 @contextmanager
 def cuda_kernels() -> Iterator[list[str]]:
-    """Gives the CPU the attention kernels of CUDA; the list names those that ran, in order."""
+    """Gives the CPU these kernels; the list names those of attention that ran, in order."""
     ran: list[str] = []
     library = torch.library.Library("aten", "IMPL")
 
@@ -220,23 +246,34 @@ def cuda_kernels() -> Iterator[list[str]]:
 
         return run
 
-    for name, stand_in in (("flash", flash), ("efficient", efficient)):
-        library.impl(f"_scaled_dot_product_{name}_attention", noted(name, stand_in), "CPU")
-    for name, stand_in in (("flash", flash_backward), ("efficient", efficient_backward)):
-        library.impl(f"_scaled_dot_product_{name}_attention_backward", noted(f"{name} backward", stand_in), "CPU")
+    for name, stand_in in _STAND_INS.items():
+        library.impl(_operator(name), noted(name, stand_in), "CPU")
+    library.impl("addmm.dtype_out", _wide_sum, "CPU")
     try:
         yield ran
     finally:
         library._destroy()
 
 
-def give_to_cuda() -> torch.library.Library:
-    """Gives a pretend CUDA device these kernels, for as long as what is returned is held."""
-    library = torch.library.Library("aten", "IMPL")
-    for name, forward, backward in (
-        ("flash", flash, flash_backward),
-        ("efficient", efficient, efficient_backward),
-    ):
-        library.impl(f"_scaled_dot_product_{name}_attention", forward, "CUDA")
-        library.impl(f"_scaled_dot_product_{name}_attention_backward", backward, "CUDA")
-    return library
+def give_to_cuda() -> list[torch.library.Library]:
+    """Gives a pretend CUDA device these kernels, for as long as what is returned is held.
+
+    Their arithmetic runs as its other operators do, on the host; only results and workspaces are held on the device.
+    """
+    own, aten = torch.library.Library("pretend", "DEF"), torch.library.Library("aten", "IMPL")
+
+    def on_device(name: str, kernel: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            workspace = [torch.empty(size, device=args[0].device) for size in WORKSPACES.get(name, _none)(*args)]
+            found = kernel(*args, **kwargs)
+            del workspace
+            return found
+
+        return run
+
+    for name, stand_in in _STAND_INS.items():
+        asked = _operator(name)
+        own.define(str(getattr(torch.ops.aten, asked).default._schema).removeprefix("aten::"))
+        own.impl(asked, stand_in, "CPU")
+        aten.impl(asked, on_device(name, getattr(torch.ops.pretend, asked)), "CUDA")
+    return [own, aten]

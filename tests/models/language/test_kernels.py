@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from memsafe_rl.accounting import standing_for
 from memsafe_rl.models.language import kernels
 from memsafe_rl.models.language.kernels import (
     Joined,
@@ -17,7 +18,6 @@ from memsafe_rl.models.language.kernels import (
     attend,
     attend_backward,
     kernel_for,
-    kernels_of,
     target_of,
 )
 from tests.models.language.cuda_kernels import cuda_kernels
@@ -61,7 +61,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setattr(kernels, "_HALF", (FP64,))
         monkeypatch.setattr(kernels, "_FLASH_WIDEST", 0)
     name = {"cpu": "cpu", "blocks": "mps"}.get(request.param, "cuda")
-    with kernels_of(name), cuda_kernels() as ran:
+    with standing_for(name), cuda_kernels() as ran:
         yield request.param, ran
 
 

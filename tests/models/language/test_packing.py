@@ -26,12 +26,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from memsafe_rl.accounting import standing_for
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.host_memory import offloaded
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language import kernels
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.models.language.kernels import kernels_of
 from memsafe_rl.models.language.packing import pack_rows
 from memsafe_rl.models.module_state import attention_configs
 from memsafe_rl.types import Ragged, Trajectory
@@ -167,7 +167,7 @@ def test_without_a_kernel_matrices_do(family: str, monkeypatch: pytest.MonkeyPat
     rows = range(len(trajectory))
     logprobs, gradient = learn(adapter, trajectory, rows, packed=True)
     monkeypatch.setattr(kernels, "_SCORES", 100)
-    with kernels_of("mps"):
+    with standing_for("mps"):
         plain_logprobs, plain_gradient = learn(adapter, trajectory, rows, packed=True)
     assert distance(plain_logprobs, logprobs) < 1e-6
     assert distance(plain_gradient, gradient) < 2e-6
@@ -201,7 +201,7 @@ def test_no_plan_holds_a_mask_or_scores_of_all_tokens(
     adapter = adapter_of(model_of(family, **({"positions": 1024} if family in ARCHS else {})))
     trajectory = grouped_rows((300, 270), ((280, 265), (260,)))
     rows = range(len(trajectory))
-    with kernels_of(device), cuda_kernels() as ran, NothingSquare(260):
+    with standing_for(device), cuda_kernels() as ran, NothingSquare(260):
         for packed in (False, True):
             learn(adapter, trajectory, rows, packed=packed)
             learn(adapter, trajectory, rows, packed=packed, recompute=True)

@@ -1,0 +1,10 @@
+"""`python -m tests.device MODULE ...`: runs a module in a process that has the pretend CUDA device."""
+
+import runpy
+import sys
+
+from tests.device.plugin import KERNELS
+
+if __name__ == "__main__" and KERNELS:
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

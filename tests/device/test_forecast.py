@@ -1,0 +1,46 @@
+"""Forecasts for CUDA beside what runs hold on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+
+from benchmarks.forecast_error import peaks_on_device
+from memsafe_rl import FixedPolicy, GRPOTrainer, RolloutPlan, UpdatePlan
+from tests.device.pretend import Pretend
+from tests.preflight.beside import alternating, config_for, prompts
+from tests.tiny import tiny_model, tiny_tokenizer
+
+CASES: dict[str, dict[str, Any]] = {
+    "float32, packed": {"packs": True},
+    "bf16, packed, own heads": {"packs": True, "bf16": True, "arch": "gpt2"},
+    "bf16, recomputed, LoRA": {"packs": False, "bf16": True, "rank": 4, "beta": 0.1, "num_iterations": 2},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_holds_what_was_said(name: str, tmp_path: Path, cuda: Pretend) -> None:
+    case = dict(CASES[name])
+    packs = case.pop("packs")
+    tiny_model(case.pop("arch", "qwen3"), vocab_size=2000, layers=2, hidden=128, positions=512).save_pretrained(
+        tmp_path
+    )
+    tiny_tokenizer().save_pretrained(tmp_path)
+    given = {
+        "train_dataset": prompts(length=100),
+        "peft_config": LoraConfig(r=case.pop("rank"), target_modules="all-linear") if "rank" in case else None,
+        "memory_policy": FixedPolicy(
+            RolloutPlan(rows_in_flight=16),
+            UpdatePlan(micro_batch_tokens=8192, pack_prompts=packs, checkpointing=not packs),
+        ),
+    }
+    settings = {"max_completion_length": 60, "bf16": False, "use_cpu": False, "alarms": False, **case}
+    trainer, held, _ = peaks_on_device(
+        lambda: GRPOTrainer(str(tmp_path), alternating, config_for(tmp_path, **settings), **given)
+    )
+    errors = {phase.value: size / held[phase.value] - 1 for phase, size in trainer.forecast.phase_bytes.items()}
+    assert {"load", "rollout", "update", "optimizer"} <= set(errors)
+    assert max(map(abs, errors.values())) < 0.01, errors
