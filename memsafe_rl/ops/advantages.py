@@ -1,7 +1,6 @@
 """From rewards to advantages, over whole groups and whole rollouts, before anything is cut.
 
-Axes: ``P`` groups, ``G`` rows of a group, ``B`` = P·G rows, ``F`` reward functions. NaN means "not scored". Estimators
-take rewards (P, G) and give advantages (P, G).
+Axes: ``P`` groups, ``G`` rows of a group, ``B`` = P·G rows, ``F`` reward functions. NaN means "not scored".
 """
 
 from __future__ import annotations
@@ -67,7 +66,20 @@ def group_advantages(
 
     Departure from TRL: computed in float64, and equal rewards give exactly 0 instead of a rounding error over 1e-4.
 
-    For its arguments, results and refusals see `estimated_advantages`.
+    Args:
+        rewards_BF: (B, F), groups one after the other; NaN where a function gave None.
+        weights_F: (F,).
+        group_size: rows G of a group; B is a multiple of it.
+        scale_rewards: "group", "batch" or "none"; what divides in ``sum_then_normalize``.
+        aggregation: "sum_then_normalize" or "normalize_then_sum".
+
+    Returns:
+        Advantages, rewards, deviations (NaN where fewer than two scores gave one; 0 for groups of one) and which rows
+        have no score.
+
+    Raises:
+        ConfigError: If ``scale_rewards`` or ``aggregation`` is unknown.
+        DataError: If B is not a multiple of ``group_size``.
     """
     return estimated_advantages(rewards_BF, weights_F, group_size, scale_rewards=scale_rewards, aggregation=aggregation)
 
@@ -125,6 +137,12 @@ def normalised_in_group(rewards_PG: Tensor) -> Tensor:
     """Compares each row with its group: ``A_i = (r_i - mean r) / (std r + 1e-4)``.
 
     GRPO (arXiv:2402.03300, section 4.1.2); `group_advantages` has its other scales and aggregations.
+
+    Args:
+        rewards_PG: (P, G), NaN for a row that was not scored.
+
+    Returns:
+        (P, G).
     """
     return _centred(rewards_PG) / (_nanstd(rewards_PG) + _EPSILON)
 
@@ -132,8 +150,13 @@ def normalised_in_group(rewards_PG: Tensor) -> Tensor:
 def leave_one_out(rewards_PG: Tensor) -> Tensor:
     """Compares each row with the mean of the others of its group: ``A_i = r_i - mean_{j != i} r_j``.
 
-    RLOO (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8); equal to ``G / (G - 1) (r_i - mean r)``, and 0 for the only
-    scored row of a group.
+    RLOO (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8); equal to ``G / (G - 1) (r_i - mean r)``.
+
+    Args:
+        rewards_PG: (P, G), NaN for a row that was not scored, which counts for nothing.
+
+    Returns:
+        (P, G); 0 for the only scored row of a group.
     """
     scored_P1 = rewards_PG.isnan().logical_not().sum(-1, keepdim=True)
     return _centred(rewards_PG) * scored_P1 / (scored_P1 - 1).clamp(min=1)
@@ -143,6 +166,12 @@ def centred_in_group(rewards_PG: Tensor) -> Tensor:
     """Compares each row with the mean of its group and divides by nothing: ``A_i = r_i - mean r``.
 
     Dr. GRPO (Liu et al. 2025, arXiv:2503.20783); `group_advantages` with ``scale_rewards="none"`` is the same.
+
+    Args:
+        rewards_PG: (P, G), NaN for a row that was not scored.
+
+    Returns:
+        (P, G).
     """
     return _centred(rewards_PG)
 
@@ -151,13 +180,26 @@ def normalised_in_batch(rewards_PG: Tensor) -> Tensor:
     """Compares each row with the whole rollout: ``A = (r - mean r) / (std r + 1e-4)`` over all rows of all ranks.
 
     REINFORCE++ (Hu et al. 2025, arXiv:2501.03262); with ``beta`` the KL is a term of the loss, as in GRPO.
+
+    Args:
+        rewards_PG: (P, G), NaN for a row that was not scored.
+
+    Returns:
+        (P, G).
     """
     rewards_B = rewards_PG.reshape(-1)
     return (_centred(rewards_B) / (_nanstd(rewards_B) + _EPSILON)).view(rewards_PG.shape)
 
 
 def group_baseline_normalised_in_batch(rewards_PG: Tensor) -> Tensor:
-    """Compares each row with its group, and then with the whole rollout: REINFORCE++-baseline (arXiv:2501.03262)."""
+    """Compares each row with its group, and then with the whole rollout: REINFORCE++-baseline (arXiv:2501.03262).
+
+    Args:
+        rewards_PG: (P, G), NaN for a row that was not scored.
+
+    Returns:
+        (P, G).
+    """
     return normalised_in_batch(_centred(rewards_PG))
 
 

@@ -96,8 +96,13 @@ def pcgrad_weights(gram_KK: Tensor, orders: Sequence[Sequence[int]] | None = Non
     ``g_i <- g_i - <g_i, g_j> / |g_j|^2 g_j`` where ``<g_i, g_j> < 0``; the merged gradient is the sum. With two
     objectives the order does not matter, and the result conflicts with neither.
 
-    ``orders`` has for each objective all objectives in the order in which it looks at them, where it leaves itself out;
-    None for theirs. The paper draws them at random.
+    Args:
+        gram_KK: (K, K) float64.
+        orders: for each objective, all objectives in the order in which it looks at them; itself is left out. None for
+            theirs. The paper draws them at random.
+
+    Returns:
+        (K,) float64.
     """
     count = len(gram_KK)
     projected_KK = torch.eye(count, dtype=torch.float64)
@@ -115,7 +120,16 @@ def cagrad_weights(gram_KK: Tensor, c: float) -> Tensor:
     The merged gradient is the one nearest the mean ``g_0``, ``|d - g_0| <= c |g_0|``, under which the objective that
     gains least gains most: ``d = g_0 + c |g_0| g_w / |g_w|``, with ``g_w = sum_k w_k g_k`` and w on the simplex
     minimising ``<g_w, g_0> + c |g_0| |g_w|``. Where no direction serves all objectives (``g_w = 0``) it is ``g_0``.
-    At c = 0 it is the mean; below 1 the mean loss goes down.
+
+    Args:
+        gram_KK: (K, K) float64.
+        c: from 0 (the mean) on; below 1 the mean loss goes down.
+
+    Returns:
+        (K,) float64.
+
+    Raises:
+        ConfigError: If K is above `MOST_CAGRAD_OBJECTIVES`.
     """
     count = len(gram_KK)
     if count > MOST_CAGRAD_OBJECTIVES:
@@ -139,7 +153,15 @@ def simplex_minimum(gram_KK: Tensor, slopes_K: Tensor, radius: float) -> Tensor:
     inverse of the face's part of G, that is ``w ~ M (lambda - b)``, and the sum of 1 leaves
     ``a lambda = h + sqrt(h^2 - a (k - r^2))`` for ``a = 1M1, h = 1Mb, k = bMb``. F is convex, so that the least of all
     faces' minima that lie on the simplex is its minimum. A face whose gradients depend on each other has its minimum
-    on a smaller face as well, and is left out. G are the gradients' dot products, b the slopes, r the radius.
+    on a smaller face as well, and is left out.
+
+    Args:
+        gram_KK: (K, K) float64, the gradients' dot products G.
+        slopes_K: (K,) float64, b.
+        radius: r, at least 0.
+
+    Returns:
+        (K,) float64.
     """
     count = len(gram_KK)
     sizes = range(1, count + 1)

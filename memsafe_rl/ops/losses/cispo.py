@@ -9,7 +9,14 @@ from memsafe_rl.ops.losses.core import Loss, LossTraits, Measures, Ratios, regis
 
 
 def cispo_surrogate(ratios: Ratios) -> Tensor:
-    """CISPO, (B, T): ``-sg(min(r, e_high)) A log pi`` (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5), bound by e_high."""
+    """CISPO, ``-sg(min(r, e_high)) A log pi`` (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5), the bound itself is e_high.
+
+    Args:
+        ratios: the micro-batch.
+
+    Returns:
+        (B, T).
+    """
     bounded = ratios.ratio.detach().clamp(max=ratios.settings.epsilon_high)
     return -bounded * ratios.advantages * ratios.logprobs_BT
 

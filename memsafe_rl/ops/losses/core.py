@@ -109,6 +109,16 @@ def reference_kl(inputs: LossInputs, ratios: Ratios) -> Tensor:
     ``exp(d) - d - 1`` with ``d = log pi_ref - log pi`` (Schulman 2020, "Approximating KL Divergence"); the ratio makes
     it and its gradient unbiased when the old network sampled (DeepSeek-V3.2, arXiv:2512.02556). A KL in closed form
     is an expectation already, so that it takes the place of both as it is.
+
+    Args:
+        inputs: the micro-batch.
+        ratios: its ratios.
+
+    Returns:
+        (B, T), nats, with gradient.
+
+    Raises:
+        ConfigError: If there are neither reference log-probs nor a KL in closed form.
     """
     if inputs.kl_BT is not None:
         return inputs.kl_BT
@@ -123,8 +133,16 @@ def reference_kl(inputs: LossInputs, ratios: Ratios) -> Tensor:
 def off_policy_mask(inputs: LossInputs, ratios: Ratios, threshold: float) -> Tensor:
     """Drops rows of negative advantage that the model has moved away from (DeepSeek-V3.2, arXiv:2512.02556).
 
-    ``keep = A >= 0 or mean_t(log pi_sampler - log pi) <= threshold``, nats per action; 1 where kept, (B, 1) or (B, T)
-    like the advantages. A NaN log-prob of the sampler counts as no difference; without any the old ones serve.
+    ``keep = A >= 0 or mean_t(log pi_sampler - log pi) <= threshold``. A NaN log-prob of the sampler counts as no
+    difference.
+
+    Args:
+        inputs: the micro-batch; without the sampler's log-probs the old ones serve.
+        ratios: its ratios.
+        threshold: nats per action.
+
+    Returns:
+        (B, 1) or (B, T) like the advantages, 1 where kept.
     """
     if inputs.sampling_logprobs_BT is None:
         gap_BT = -ratios.log_ratio_BT.detach()
@@ -192,7 +210,18 @@ def _row_counts(inputs: LossInputs) -> Tensor:
 
 
 def entropy_bonus(inputs: LossInputs, denominators: Denominators) -> Tensor:
-    """Gives a micro-batch's share, nats, of the step's mean entropy over the actions that the policy loss acts on."""
+    """Gives a micro-batch's share of the step's mean entropy over the actions that the policy loss acts on.
+
+    Args:
+        inputs: the micro-batch, with entropies.
+        denominators: counts over the whole step.
+
+    Returns:
+        Scalar, nats, with gradient.
+
+    Raises:
+        ConfigError: If there are no entropies.
+    """
     if inputs.entropies_BT is None:
         raise ConfigError(
             f"`entropy_coef` is {inputs.entropy_coef} but entropies were not computed. Compute them, or set it to 0."
@@ -324,8 +353,18 @@ def aggregate(
     - ``token-mean``: ``sum l / N_tokens`` (DAPO, arXiv:2503.14476, eq. 8);
     - ``seq-mean-token-mean``: ``sum_b (1 / |o_b|) sum_t l / N_rows`` (GRPO, arXiv:2402.03300, eq. 3);
     - ``seq-mean-token-sum``: ``sum l / N_rows`` (LUSPO, arXiv:2602.05261: a row of one ratio weighs by its length);
-    - ``seq-mean-token-sum-norm``: ``sum l / (N_rows · slots)``, slots what a row has room for (Dr. GRPO,
-      arXiv:2503.20783).
+    - ``seq-mean-token-sum-norm``: ``sum l / (N_rows · slots)`` (Dr. GRPO, arXiv:2503.20783).
+
+    Args:
+        how: one of `AGGREGATIONS`.
+        losses: (B, T|1).
+        mask_BT: (B, T), 1 where an action counts.
+        counts_B: (B,), counted actions of each whole row.
+        denominators: counts over the whole step and all ranks.
+        slots: actions that a row has room for.
+
+    Returns:
+        Scalar.
     """
     rows, tokens = max(denominators.rows, 1), max(denominators.tokens, 1)
     if how == "seq-mean-token-mean":
@@ -349,10 +388,16 @@ def total(values: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def clipped_surrogate(ratios: Ratios) -> Tensor:
-    """PPO's clipped objective, (B, T|1): ``-min(min(r, delta) A, clip(r, 1 - e_low, 1 + e_high) A)``.
+    """PPO's clipped objective, ``-min(min(r, delta) A, clip(r, 1 - e_low, 1 + e_high) A)``.
 
     PPO, arXiv:1707.06347, eq. 7; the two ranges are DAPO's (arXiv:2503.14476, eq. 8), ``delta`` is INTELLECT-2's
     (arXiv:2505.07291).
+
+    Args:
+        ratios: the micro-batch.
+
+    Returns:
+        (B, T|1).
     """
     settings = ratios.settings
     clipped = ratios.ratio.clamp(1 - settings.epsilon_low, 1 + settings.epsilon_high)
@@ -392,5 +437,10 @@ def _row_shares(marks: Tensor, mask_BT: Tensor, if_empty: float) -> Tensor:
 
 
 def register_clipped_loss(name: str, traits: LossTraits) -> None:
-    """Makes known a loss of PPO's clipped objective, which differs from the others by its traits alone."""
+    """Makes known a loss of PPO's clipped objective, which differs from the others by its traits alone.
+
+    Args:
+        name: its name in the configuration.
+        traits: levels, separability and aggregation.
+    """
     register_loss(Loss(name, clipped_surrogate, traits, measure_clipping, CLIPPING_METRICS))

@@ -8,7 +8,14 @@ from memsafe_rl.ops.losses.core import Loss, LossTraits, Ratios, by_sign, regist
 
 
 def sapo_surrogate(ratios: Ratios) -> Tensor:
-    """SAPO, (B, T|1): ``-(4 / tau) sigmoid(tau (r - 1)) A``, tau by the sign of A (arXiv:2511.20347)."""
+    """SAPO, ``-(4 / tau) sigmoid(tau (r - 1)) A``, tau by the sign of A (arXiv:2511.20347).
+
+    Args:
+        ratios: the micro-batch.
+
+    Returns:
+        (B, T|1).
+    """
     settings = ratios.settings
     tau = by_sign(ratios.advantages > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg, ratios)
     return -(tau * (ratios.ratio - 1)).sigmoid() * 4 / tau * ratios.advantages

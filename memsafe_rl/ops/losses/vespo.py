@@ -14,15 +14,27 @@ _LOG_FLOOR, _LOG_CEILING = math.log(1e-8), 20.0
 
 
 def vespo_surrogate(ratios: Ratios) -> Tensor:
-    """VESPO, (B, T): ``-sg(phi(w)) A log pi``, w a whole row's importance weight (arXiv:2602.10693)."""
+    """VESPO, ``-sg(phi(w)) A log pi``, w a whole row's importance weight (arXiv:2602.10693).
+
+    Args:
+        ratios: the micro-batch.
+
+    Returns:
+        (B, T).
+    """
     return -vespo_weights(ratios) * ratios.advantages * ratios.logprobs_BT
 
 
 def vespo_weights(ratios: Ratios) -> Tensor:
     """Gives ``phi(w) = e^lambda w^k e^(-lambda w)``, 1 at w = 1; k and lambda by the sign of A.
 
-    ``log w`` sums a row's clamped log-ratios and log importance weights; everything is done in logarithms. Gives
-    (B, 1) or (B, T) like the advantages, without gradient.
+    ``log w`` sums a row's clamped log-ratios and log importance weights; everything is done in logarithms.
+
+    Args:
+        ratios: the micro-batch.
+
+    Returns:
+        (B, 1) or (B, T) like the advantages, without gradient.
     """
     settings = ratios.settings
     log_ratio_BT = ratios.log_ratio_BT.detach().clamp(-_LOG_CEILING, _LOG_CEILING)
