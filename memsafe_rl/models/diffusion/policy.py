@@ -251,16 +251,17 @@ class DiffusionPolicy(nn.Module):
         return torch.stack([self._counted(self.elements(embedding.cpu())) for embedding in embeddings])
 
     def _counted(self, mask: Tensor) -> Tensor:
+        wanted = self.sample_shape
+        if isinstance(mask, Tensor):
+            mask = mask.reshape((1,) * (len(wanted) - mask.dim()) + tuple(mask.shape)).float()
+            if mask.dim() == len(wanted) and all(
+                have in (1, want) for have, want in zip(mask.shape, wanted, strict=True)
+            ):
+                return mask
         shown = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
-        sizes = tuple(mask.shape) if isinstance(mask, Tensor) else ()
-        wanted = self.sample_shape[max(0, len(self.sample_shape) - len(sizes)) :]
-        fits = len(sizes) == len(wanted) and all(have in (1, want) for have, want in zip(sizes, wanted, strict=True))
-        if not isinstance(mask, Tensor) or not fits:
-            raise DataError(
-                f"elements gave a mask of {shown} for states of shape {self.sample_shape}. Give a tensor that can be "
-                "broadcast to them."
-            )
-        return mask.reshape((1,) * (len(self.sample_shape) - len(sizes)) + sizes).float()
+        raise DataError(
+            f"elements gave a mask of {shown} for states of shape {wanted}. Give a tensor that can be broadcast to them."
+        )
 
     def _check_counts(self, embedding_LD: Tensor, name: str) -> None:
         """Refuses weights that count nothing; the synthetic embeddings of probes do not come here."""
