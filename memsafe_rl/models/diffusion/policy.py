@@ -254,9 +254,8 @@ class DiffusionPolicy(nn.Module):
         wanted = self.sample_shape
         if isinstance(mask, Tensor):
             mask = mask.reshape((1,) * (len(wanted) - mask.dim()) + tuple(mask.shape)).float()
-            if mask.dim() == len(wanted) and all(
-                have in (1, want) for have, want in zip(mask.shape, wanted, strict=True)
-            ):
+            pairs = list(zip(mask.shape, wanted, strict=False))
+            if mask.dim() == len(wanted) and all(have in (1, want) for have, want in pairs):
                 return mask
         shown = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
         raise DataError(
