@@ -259,7 +259,8 @@ class DiffusionPolicy(nn.Module):
                 return mask
         shown = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
         raise DataError(
-            f"elements gave a mask of {shown} for states of shape {wanted}. Give a tensor that can be broadcast to them."
+            f"elements gave a mask of {shown} for states of shape {wanted}. Give a tensor that can be broadcast to "
+            "them."
         )
 
     def _check_counts(self, embedding_LD: Tensor, name: str) -> None:
