@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memsafe_rl.errors import ConfigError
 
@@ -147,3 +149,20 @@ def implementation(configs: Iterable[Any], name: str) -> Iterator[None]:
     # Not through the public setter, which writes to the configs of parts of the model too, and would not give back.
     with _switch, replaced([(config, "_attn_implementation_internal", name) for config in configs]):
         yield
+
+
+def lay_single_biases_densely() -> None:
+    """Has a position bias of one query and one key lie densely, for every network of this process.
+
+    T5 makes its bias with heads innermost. Of one query and one key that passes for channels-last; PyTorch then pads it
+    for CUDA's efficient attention with heads innermost too, and the kernel refuses it: "last dimension must be
+    contiguous".
+    """
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", _attention_with_dense_bias)
+
+
+def _attention_with_dense_bias(*args: Any, **kwargs: Any) -> Any:
+    bias = kwargs.get("position_bias")
+    if bias is not None and bias.shape[-2:] == (1, 1):
+        kwargs["position_bias"] = bias.clone(memory_format=torch.contiguous_format)
+    return sdpa_attention_forward(*args, **kwargs)

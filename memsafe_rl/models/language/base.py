@@ -39,7 +39,13 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
 from memsafe_rl.models.decoding.short_norms import norms_of, short_norms
 from memsafe_rl.models.decoding.short_rotations import rotations_of
 from memsafe_rl.models.geometry import read_geometry
-from memsafe_rl.models.module_state import as_reference, attention_configs, is_hooked, keep_eager_masks_finite
+from memsafe_rl.models.module_state import (
+    as_reference,
+    attention_configs,
+    is_hooked,
+    keep_eager_masks_finite,
+    lay_single_biases_densely,
+)
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import (
     CACHE_SCALE_BYTES,
@@ -121,6 +127,7 @@ class LanguageAdapter(ModelAdapter, ABC):
         self._norms, self._rotations = norms_of(lm), rotations_of(lm)
         self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
         keep_eager_masks_finite()
+        lay_single_biases_densely()
         _switch_off_checkpointing(lm)
         _keep_gradient_of_4bit_layers(lm)
 

@@ -52,10 +52,11 @@ def _gradients(grad: Tensor, inputs: tuple[Tensor, ...], out: Tensor, lse: Tenso
     key, value = (_per_head(whole, query) for whole in given)
     weights = (scores - lse.double()[..., None]).exp()
     means = (grad.double() * out.double()).sum(-1, keepdim=True)
-    d_scores = weights * (grad.double() @ value.mT - means) * scale
+    d_bias = weights * (grad.double() @ value.mT - means)
+    d_scores = d_bias * scale
     found = (d_scores.mT @ query, weights.mT @ grad.double())
     own = (one.unflatten(1, (like.shape[1], -1)).sum(2) for one, like in zip(found, given, strict=True))
-    return d_scores @ key, *own
+    return d_scores @ key, *own, d_bias
 
 
 def _laid(values: Tensor, like: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ def flash_backward(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = _seen(query, key, is_causal, scale)
     found = _gradients(grad_out, (query, key, value), out, logsumexp, scores, scale)
-    dq, dk, dv = (torch.empty_like(whole).copy_(one) for whole, one in zip((query, key, value), found, strict=True))
+    dq, dk, dv = (torch.empty_like(whole).copy_(one) for whole, one in zip((query, key, value), found, strict=False))
     return dq, dk, dv
 
 
@@ -162,13 +163,13 @@ def efficient_backward(
     assert logsumexp.shape == (*query.shape[:2], _padded(width))
     assert not any(place % 8 for place in logsumexp.stride()[:2])
     assert bool((logsumexp[..., width:] == torch.inf).all())
-    assert list(grad_input_mask[:3]) == [True, True, True]
+    assert len(grad_input_mask) == 4  # of the first three, all are computed, wanted or not
     assert dropout_p == 0.0
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = _seen(query, key, is_causal, scale, attn_bias)
-    found = _gradients(grad_out_, (query, key, value), out, logsumexp[..., :width], scores, scale)
+    *found, d_bias = _gradients(grad_out_, (query, key, value), out, logsumexp[..., :width], scores, scale)
     dq, dk, dv = (_laid(one, query) for one in found)
-    return dq, dk, dv, None
+    return dq, dk, dv, d_bias.to(query.dtype) if attn_bias is not None and grad_input_mask[3] else None
 
 
 def _padded(width: int) -> int:

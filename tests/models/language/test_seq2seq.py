@@ -224,6 +224,24 @@ def test_a_measured_cache_agrees_with_the_config(family: str) -> None:
     assert (told.layers, told.hidden_size, told.shares_prompts) == (2, 32, True)
 
 
+def test_a_bias_of_one_query_and_one_key_stays_dense_when_it_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's efficient attention refuses another; PyTorch pads what it is given, by ``functional.pad``."""
+    attention, padded = torch.nn.functional.scaled_dot_product_attention, []
+
+    @wraps(attention)
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("attn_mask") is not None:
+            padded.append(torch.nn.functional.pad(kwargs["attn_mask"], (0, 7)).stride(-1))
+        return attention(*args, **kwargs)
+
+    model = adapter_of("t5").lm
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    one = torch.tensor([[5]])
+    model(input_ids=one, attention_mask=torch.ones_like(one), decoder_input_ids=one)
+    assert padded
+    assert set(padded) == {1}
+
+
 def test_a_stretched_cache_is_as_wide_as_rows_that_were_read() -> None:
     adapter = adapter_of("t5", torch.float32)
     _, state = adapter.prefill(prompts_of((5, 9)))
