@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -48,7 +48,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.random_runs import draw_run
 from benchmarks.small import EOS_ID, PAD_ID, byte_tokenizer
 from memsafe_rl import GRPOConfig, GRPOTrainer, SimulatedMemory
-from memsafe_rl.diagnostics.run_figures import phase_peaks
+from memsafe_rl.diagnostics.run_figures import by_phase
 from tests.device import build, pretend
 
 RESULTS = Path(__file__).parent / "results" / "forecast_error.json"
@@ -160,8 +160,9 @@ def measure(setting: Setting, folder: Path) -> dict[str, Any]:
 def _beside(setting: object, make: Callable[[], Any]) -> dict[str, Any]:
     """Makes a trainer, which forecasts its run, and trains; gives bytes of every phase, forecast and held."""
     started = time.perf_counter()
+    reserved: Mapping[str, int] = {}
     if pretend.is_loaded():
-        trainer, held, state = peaks_on_device(make)
+        trainer, held, reserved, state = peaks_on_device(make)
     else:
         with SimulatedMemory(DEVICE_BYTES) as memory:
             trainer = make()
@@ -176,6 +177,8 @@ def _beside(setting: object, make: Callable[[], Any]) -> dict[str, Any]:
     return {
         "forecast_bytes": foreseen,
         "held_bytes": held,
+        "forecast_reserved_bytes": {phase.value: size for phase, size in forecast.reserved_bytes.items()},
+        "reserved_bytes": reserved,
         "forecast_peak_bytes": max(foreseen.values()),
         "held_peak_bytes": max(held.values()),
         "state_bytes": state,
@@ -185,20 +188,29 @@ def _beside(setting: object, make: Callable[[], Any]) -> dict[str, Any]:
     }
 
 
-def peaks_on_device(make: Callable[[], Any]) -> tuple[Any, dict[str, int], int]:
-    """Makes a trainer on the current CUDA device, and trains.
+class OnDevice(NamedTuple):
+    """A run on a CUDA device."""
 
-    Returns:
-        The trainer, and int, bytes that it held in every phase and holds now.
-    """
+    trainer: Any
+    held_bytes: dict[str, int]  # by phase
+    reserved_bytes: dict[str, int]  # by phase, cached ones included
+    state_bytes: int  # held at the end
+
+
+def peaks_on_device(make: Callable[[], Any]) -> OnDevice:
+    """Makes a trainer on the current CUDA device, and trains."""
     gc.collect()
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     trainer = make()
-    held = dict(trainer.setup.memory.phase_peaks)
+    held, reserved = dict(trainer.setup.memory.phase_peaks), dict(trainer.setup.memory.reserved_peaks)
     trainer.train()
-    for phase, size in (pair for record in trainer.history for pair in phase_peaks(record).items()):
-        held[phase] = max(held.get(phase, 0), size)
-    return trainer, {str(phase): size - before for phase, size in held.items()}, torch.cuda.memory_allocated() - before
+    for record in trainer.history:
+        for found, name in ((held, "_peak_bytes"), (reserved, "_reserved_bytes")):
+            for phase, size in by_phase(record, name).items():
+                found[phase] = max(found.get(phase, 0), size)
+    held = {str(phase): size - before for phase, size in held.items()}
+    return OnDevice(trainer, held, {**reserved}, torch.cuda.memory_allocated() - before)
 
 
 def _trainer(setting: Setting, folder: Path, budget: int | None) -> GRPOTrainer:

@@ -3,8 +3,9 @@
 import runpy
 import sys
 
-from tests.device.plugin import KERNELS
+from tests.device import pretend
 
-if __name__ == "__main__" and KERNELS:
+if __name__ == "__main__":
+    pretend.load()
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

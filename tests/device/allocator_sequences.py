@@ -6,7 +6,8 @@ segments of 2 MiB. Under 10 MiB: segments of 20 MiB. From 10 MiB on: a segment o
 block is cut if what is left is at least 512 bytes (small pool, or expandable) or over 1 MiB (large pool). The smallest
 free block that is large enough serves, the lowest in memory among equals. Free neighbours merge. What is uncut and free
 goes back when a request finds no room, and at `empty_cache`. Under `expandable_segments`, pages are mapped in units of
-2 MiB (small pool) or 20 MiB (large pool) behind those that are there.
+2 MiB (small pool) or 20 MiB (large pool), at the lowest addresses where there is room; the end of a segment counts as
+large as it may become, and serves after all holes.
 """
 
 from __future__ import annotations
@@ -194,6 +195,30 @@ SEQUENCES = (
             _empty(4 * MiB, 20 * MiB),  # the second unit; of the first, a holds a part
             _free("a", 0, 20 * MiB),
             _empty(0, 0),
+        ),
+        expandable=True,
+    ),
+    Sequence(
+        "expandable: the end of a segment is left for what fits nowhere else",
+        (
+            _allocate("a", 12 * MiB, 12 * MiB, 20 * MiB),
+            _allocate("b", 6 * MiB, 18 * MiB, 20 * MiB),
+            _allocate("c", 17 * MiB, 35 * MiB, 40 * MiB),  # 2 MiB were free, one unit more; 5 are left
+            _free("a", 23 * MiB, 40 * MiB),
+            _allocate("d", 4 * MiB, 27 * MiB, 40 * MiB),  # from a's 12, although the 5 at the end are a better fit
+            _allocate("e", 25 * MiB, 52 * MiB, 60 * MiB),  # these 5, and one unit more
+        ),
+        expandable=True,
+    ),
+    Sequence(
+        "expandable: pages that went back are mapped again before others are added",
+        (
+            _allocate("a", 25 * MiB, 25 * MiB, 40 * MiB),
+            _allocate("b", 30 * MiB, 55 * MiB, 60 * MiB),
+            _free("a", 30 * MiB, 60 * MiB),
+            _empty(30 * MiB, 40 * MiB),  # the first unit; 5 MiB of the second stay free before b, and 5 of the third
+            _allocate("c", 22 * MiB, 52 * MiB, 60 * MiB),  # the first unit and 2 of the 5
+            _allocate("d", 5 * MiB, 57 * MiB, 60 * MiB),
         ),
         expandable=True,
     ),

@@ -129,6 +129,7 @@ class Pretend:
         self.library = library
         self.devices = [PretendDevice(library, index) for index in range(library.pretend_devices())]
         self.counts = Counts(library)
+        self.kernels: Any = None  # what holds the kernels that only CUDA has
 
     def draw_from_host(self, draws: bool) -> None:
         """Lets the device draw the CPU generator's random numbers, so that a run can be compared with one there."""
@@ -166,4 +167,7 @@ def load() -> Pretend:
     from tests.device import cuda
 
     cuda.complete(_loaded[0])
+    from tests.models.language.cuda_kernels import give_to_cuda  # `memsafe_rl` wants a whole `torch.cuda`
+
+    _loaded[0].kernels = give_to_cuda()
     return _loaded[0]

@@ -6,14 +6,23 @@ import gc
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import TrainerCallback
 
-from tests.device.pretend import PretendDevice
 from tests.faults.scenes import Reward, Scene, make_trainer
 from tests.faults.storms import NEVER, WEIGHT_TOLERANCE, Findings, Storm
+
+
+class Refusing(Protocol):
+    """A device that refuses an allocation on demand, such as `tests.device.pretend.PretendDevice`."""
+
+    allocations: int  # asked for so far
+    refusals: int  # of these, refused
+
+    def fail_after(self, more: int) -> None:
+        """Refuses the `more`-th allocation from now on."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class Tally:
 def train(
     scene: Scene,
     output_dir: Path,
-    device: PretendDevice | None = None,
+    device: Refusing | None = None,
     first: int | None = None,
     seed: int = 0,
     **settings: Any,
@@ -92,7 +101,7 @@ def train(
     )
 
 
-def storm(scene: Scene, device: PretendDevice, runs: int, seed: int, output_dir: Path) -> Tally:
+def storm(scene: Scene, device: Refusing, runs: int, seed: int, output_dir: Path) -> Tally:
     """Trains a scene under faults at random places, again and again, and compares each run with a calm one."""
     tally, rng = Tally(), random.Random(seed)
     train(scene, output_dir, device)  # some things are made once in a process

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from memsafe_rl.memory.simulated.caching_allocator import AllocatorSettings, CachingAllocator
 from tests.device.allocator_sequences import SEQUENCES, MiB, Sequence
 from tests.device.pretend import NEVER, Pretend, PretendDevice
 
@@ -49,6 +51,52 @@ def test_a_sequence_leaves_what_the_rules_say(sequence: Sequence, device: Preten
         expected = (event.allocated_bytes, event.reserved_bytes)
         assert (device.allocated, device.reserved) == expected, (number, event)
     held.clear()
+
+
+@pytest.mark.parametrize("expandable", [False, True], ids=["plain", "expandable"])
+@pytest.mark.parametrize("seed", range(4))
+def test_it_and_the_forecasts_allocator_agree_on_random_requests(
+    seed: int, expandable: bool, device: PretendDevice
+) -> None:
+    """Two allocators that were written apart, byte for byte after every request, under a limit that binds."""
+    dice, limit = random.Random(seed), 120 * MiB
+    device.set_capacity(2 * limit)
+    torch.cuda.set_per_process_memory_fraction(0.5, 1)
+    device.set_expandable(expandable)
+    before = torch.cuda.memory_stats(1)["num_alloc_retries"]
+    other = CachingAllocator(AllocatorSettings(expandable_segments=expandable), limit_bytes=limit)
+    held = []
+    for number in range(800):
+        if held and dice.random() < 0.42:
+            tensor, block = held.pop(dice.randrange(len(held)))
+            del tensor
+            other.free(block)
+        elif dice.random() < 0.01:
+            torch.cuda.empty_cache()
+            other.empty_cache()
+        else:
+            size = int(2 ** dice.uniform(4, 26))
+            try:
+                block = other.allocate(size)
+            except torch.OutOfMemoryError:
+                with pytest.raises(torch.OutOfMemoryError):
+                    request(size)
+            else:
+                held.append((request(size), block))
+        expected = (other.allocated_bytes, other.reserved_bytes)
+        assert (device.allocated, device.reserved) == expected, (seed, number)
+    assert other.refusals > 0
+    assert torch.cuda.memory_stats(1)["num_alloc_retries"] - before == other.retries
+
+
+def test_blocks_of_expandable_segments_serve_no_more_once_they_are_turned_off(device: PretendDevice) -> None:
+    device.set_expandable(True)
+    first, second = request(12 * MiB), request(MiB)
+    del first
+    device.set_expandable(False)
+    third = request(12 * MiB)
+    assert device.reserved == (20 + 2 + 12) * MiB
+    del second, third
 
 
 def test_the_statistics_are_those_of_torch(device: PretendDevice) -> None:

@@ -38,7 +38,7 @@ def test_a_run_holds_what_was_said(name: str, tmp_path: Path, cuda: Pretend) -> 
         ),
     }
     settings = {"max_completion_length": 60, "bf16": False, "use_cpu": False, "alarms": False, **case}
-    trainer, held, _ = peaks_on_device(
+    trainer, held, *_ = peaks_on_device(
         lambda: GRPOTrainer(str(tmp_path), alternating, config_for(tmp_path, **settings), **given)
     )
     errors = {phase.value: size / held[phase.value] - 1 for phase, size in trainer.forecast.phase_bytes.items()}

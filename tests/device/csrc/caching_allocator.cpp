@@ -24,14 +24,22 @@ int64_t segment_bytes(int64_t bytes) {
   return bytes < kOwnSegment ? kLargeSegment : up(bytes, kSegmentStep);
 }
 
-bool leaves_a_block(const Block& block, int64_t bytes) {
+bool leaves_a_block(const Block& block, int64_t bytes, bool is_expandable) {
   const int64_t rest = block.bytes - bytes;
-  return block.pool->is_small || block.range ? rest >= kBlock : rest > kSmallRequest;
+  return block.pool->is_small || is_expandable ? rest >= kBlock : rest > kSmallRequest;
 }
 
+// How large a free block may become: the end of an expandable segment counts with the addresses behind it.
+int64_t room(const Block* block) {
+  return block->bytes + (block->after && !block->after->is_mapped ? block->after->bytes : 0);
+}
+
+// Later segments lie higher, so that which of two equal blocks serves, and with it every run, is always the same.
 char* pages(int64_t bytes) {
-  void* start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  static char* next = reinterpret_cast<char*>(int64_t{1} << 44);
+  void* start = mmap(next, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (start == MAP_FAILED) throw std::runtime_error("the pretend device found no address space on the host");
+  next = static_cast<char*>(start) + bytes;
   return static_cast<char*>(start);
 }
 
@@ -58,7 +66,7 @@ Block* CachingAllocator::allocate(int64_t requested, int stream) {
     block = new_segment(bytes, stream, pool);
   }
   if (block == nullptr) refuse(requested);
-  if (leaves_a_block(*block, bytes)) cut(block, bytes);
+  if (leaves_a_block(*block, bytes, is_expandable)) cut(block, bytes);
   block->in_use = true;
   block->requested_bytes = requested;
   for (auto name : {"allocation", "active"}) note(name, pool, 1);
@@ -114,13 +122,20 @@ void CachingAllocator::merge(Block* into, Block* neighbour) {
   delete neighbour;
 }
 
-// Best fit: the smallest free block of the stream that is large enough, at the lowest address.
+// Best fit: the smallest free block of the stream that is large enough, at the lowest address. While segments may expand,
+// what may grow serves after larger blocks that may not; later, blocks of expandable segments serve no more.
 Block* CachingAllocator::take_free(int64_t bytes, int stream, Pool& pool) {
   Block wanted;
   wanted.stream = stream;
   wanted.bytes = bytes;
   auto found = pool.free.lower_bound(&wanted);
-  if (found == pool.free.end() || (*found)->stream != stream) return nullptr;
+  auto serves = [&](auto at) { return at != pool.free.end() && (*at)->stream == stream; };
+  if (is_expandable) {
+    while (serves(found) && (*found)->range && serves(std::next(found)) && room(*std::next(found)) < room(*found)) ++found;
+  } else {
+    while (serves(found) && (*found)->range) ++found;
+  }
+  if (!serves(found)) return nullptr;
   Block* block = *found;
   pool.free.erase(found);
   return block;
@@ -137,14 +152,17 @@ void CachingAllocator::cut(Block* block, int64_t bytes) {
   (rest->is_mapped ? (void)block->pool->free.insert(rest) : (void)block->pool->unmapped.insert(rest));
 }
 
+bool CachingAllocator::is_allowed(int64_t bytes) const {
+  return fraction >= 1 || reserved_bytes() + bytes <= static_cast<int64_t>(fraction * static_cast<double>(capacity_bytes));
+}
+
 bool CachingAllocator::has_room_for(int64_t bytes) const {
-  const int64_t held = reserved_bytes() + bytes;
-  const auto allowed = static_cast<int64_t>(fraction * static_cast<double>(capacity_bytes));
-  return held <= allowed && held + elsewhere_bytes <= capacity_bytes;
+  return reserved_bytes() + bytes + elsewhere_bytes <= capacity_bytes;
 }
 
 Block* CachingAllocator::new_segment(int64_t requested, int stream, Pool& pool) {
   const int64_t bytes = segment_bytes(requested);
+  if (!is_allowed(bytes)) return nullptr;  // the same segment where less is mapped, or more: pages only ask the card
   if (is_expandable) return expand(requested, stream, pool);
   if (!has_room_for(bytes)) return nullptr;
   auto* block = new Block;

@@ -114,7 +114,8 @@ class CachingAllocator {
   Block* room_to_expand(int64_t bytes, int stream, Pool& pool);
   bool map(Block* block, int64_t bytes);
   void unmap(Block* block);
-  bool has_room_for(int64_t bytes) const;
+  bool is_allowed(int64_t bytes) const;    // by the fraction
+  bool has_room_for(int64_t bytes) const;  // on the card
   void cut(Block* block, int64_t bytes);
   void release(Block* block);  // back among the free
   void merge(Block* into, Block* neighbour);

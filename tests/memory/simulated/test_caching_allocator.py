@@ -11,6 +11,8 @@ import torch
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.caching_allocator import AllocatorSettings, Block, CachingAllocator
+from tests.device.allocator_sequences import SEQUENCES as SHARED
+from tests.device.allocator_sequences import Sequence
 
 KIB, MIB = 2**10, 2**20
 PLAIN, GROWING = AllocatorSettings(), AllocatorSettings(expandable_segments=True)
@@ -89,6 +91,25 @@ def test_sequences_worked_out_by_hand(name: str) -> None:
     run(steps, allocator)
     found = (allocator.reserved_bytes, allocator.needed_bytes, allocator.allocated_bytes)
     assert [size / KIB for size in found] == [reserved, needed, allocated]
+
+
+@pytest.mark.parametrize("sequence", SHARED, ids=lambda sequence: sequence.name)
+def test_a_sequence_leaves_what_the_rules_say(sequence: Sequence) -> None:
+    """The same sequences as the pretend CUDA device's allocator, which was written apart."""
+    settings = AllocatorSettings(expandable_segments=sequence.expandable)
+    allocator, held = CachingAllocator(settings, limit_bytes=sequence.capacity_bytes), {}
+    for number, event in enumerate(sequence.events):
+        if event.action == "allocate":
+            held[event.name] = allocator.allocate(event.requested_bytes)
+        elif event.action == "refuse":
+            with pytest.raises(torch.OutOfMemoryError):
+                allocator.allocate(event.requested_bytes)
+        elif event.action == "free":
+            allocator.free(held.pop(event.name))
+        else:
+            allocator.empty_cache()
+        expected = (event.allocated_bytes, event.reserved_bytes)
+        assert (allocator.allocated_bytes, allocator.reserved_bytes) == expected, (number, event)
 
 
 LIMITED = {
