@@ -191,7 +191,7 @@ def theirs(model: Any, prompts: Sequence[Tensor], group: int, tokens: int) -> No
         group: completions of each.
         tokens: of each completion.
     """
-    ids_PL = torch.stack(list(prompts))
+    ids_PL = torch.stack(list(prompts)).to(model.device)
     with torch.no_grad():
         model.generate(
             ids_PL,

@@ -1,0 +1,58 @@
+"""Reserved bytes: forecasts of random runs beside what the device's allocator, written apart from theirs, reserves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.forecast_error import peaks_on_device, save
+from benchmarks.random_runs import RandomRun, draw_run
+from memsafe_rl.preflight.speed import measured_speed
+from tests.device.pretend import Pretend
+
+NEAR = 0.03
+"""Largest error of a run's highest count of reserved bytes."""
+MANY_SEGMENTS = 60 * 2**20
+"""Bytes of which a segment of the allocator is a small share."""
+
+
+def drawn(seed: int) -> RandomRun:
+    """Draws a run of one rollout whose weights fill many segments."""
+    run, dice = draw_run(seed, 0), random.Random(seed)
+    sizes = replace(run.sizes, vocab=dice.randint(20_000, 40_000), heads=4, key_heads=2, head_dim=48, layers=2)
+    steps = run.parts * run.iterations
+    return replace(run, sizes=sizes, steps=steps, prompts=4, group=4, completion_tokens=dice.randint(8, 24))
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "expandable"])
+def expandable(request: pytest.FixtureRequest, cuda: Pretend, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Both ways of cutting segments, on the device and in forecasts."""
+    torch.cuda.empty_cache()
+    if request.param:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    cuda.devices[0].set_expandable(request.param)
+    yield request.param
+    cuda.devices[0].set_expandable(False)
+
+
+@pytest.mark.parametrize("seed", [11, 12])
+def test_a_run_reserves_what_was_said(seed: int, expandable: bool, tmp_path: Path, cuda: Pretend) -> None:
+    run = drawn(2 * seed + expandable)
+    print(f"seed {seed}: {run}")
+    save(run.network_config(), str(tmp_path))
+    trainer, _, reserved, _ = peaks_on_device(lambda: run.trainer(tmp_path, use_cpu=False))
+    told, most = trainer.forecast.reserved_peak_bytes, max(reserved.values())
+    assert most >= MANY_SEGMENTS
+    assert told == pytest.approx(most, rel=NEAR), (reserved, trainer.forecast.reserved_bytes)
+
+
+def test_timing_the_device_leaves_nothing_reserved(cuda: Pretend) -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    measured_speed.__wrapped__(torch.device("cuda"), torch.float32)
+    assert torch.cuda.memory_reserved() == before
