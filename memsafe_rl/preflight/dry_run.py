@@ -129,6 +129,7 @@ class DryRun:
         """Builds a setup of a named network and tries its longest rows; where they do not fit, says why."""
         checked = _check_shallow(network(shallow=True), self.config, memory)
         gc.collect()  # some networks hold themselves, and the shallow one would count beside the whole
+        memory.empty_cache()
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, reference = network(), network(frozen=True) if copies else None
         checked = checked._replace(extra_bytes=checked.extra_bytes + _narrow_bytes(model, self.config))

@@ -24,7 +24,7 @@ from memsafe_rl.errors import ConfigError, DataError, MemoryBudgetError, Memsafe
 from memsafe_rl.memory.runtime.first_use import flush_autograd
 from memsafe_rl.memory.runtime.interrupts import StopRequest, uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter
-from memsafe_rl.memory.runtime.recovery import capture_random_state
+from memsafe_rl.memory.runtime.recovery import capture_random_state, empty_caches
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.training.checkpoints import Checkpoints, best_folder
 from memsafe_rl.training.collector import Collector
@@ -349,6 +349,7 @@ class TrainingLoop:
                 )
             logger.warning("%s; the run ends as it would have then", told)
         self._before_training(self)
+        empty_caches()  # of what loading and checks left there: a budget holds reserved bytes, and forecasts begin so
         self.files.prepare(setup, self.checkpoints, max_steps)
         self.report.fire("on_train_begin", self.state)
         self.report.fire("on_epoch_begin", self.state)

@@ -119,7 +119,7 @@ class Recovery:
             if not is_out_of_memory(error):
                 raise
             failed = _Failed.of(error)
-        _empty_caches()
+        empty_caches()
         self.record_failure(failed, live, 1, time.perf_counter() - began)
         raise Attempts(self, stage, None, None).verdict(failed)
 
@@ -134,7 +134,7 @@ class Recovery:
                 if not is_out_of_memory(error):
                     raise
                 failed = _Failed.of(error)
-            _empty_caches()
+            empty_caches()
             tries += 1
             self.record_failure(failed, live, tries, time.perf_counter() - began)
             if tries == UNPLANNED_TRIES:
@@ -251,10 +251,10 @@ def _clear(start: _Start, undo: Callable[[], None] | None) -> None:
             undo()
         set_random_state(start.random)
     flush_autograd()
-    _empty_caches()
+    empty_caches()
 
 
-def _empty_caches() -> None:
+def empty_caches() -> None:
     """Has allocators give back what they keep for later, those of simulated devices too."""
     clear_device_cache()
     for device in open_simulations():
