@@ -86,7 +86,7 @@ def trained_under(allowed: int | None, name: str, size: Size) -> Record:
             memory_forecast=allowed is not None,
             **({} if kind.ppo else {"beta": 0.02}),
         )
-        network = kind.network(size.vocab_size, hidden=size.width, layers=4, head_dim=size.head_dim)
+        network = kind.network(size.vocab_size, hidden=size.width, layers=size.layers, head_dim=size.head_dim)
         network.save_pretrained(folder)
         start = _flat(network)
         trainer: Any = trainer_class(

@@ -65,7 +65,7 @@ def _proved(
             max_steps=1,
         )
         trainer = trainer_class(
-            network(size.vocab_size, hidden=size.width, layers=4, head_dim=size.head_dim),
+            network(size.vocab_size, hidden=size.width, layers=size.layers, head_dim=size.head_dim),
             Spread(),
             args=config,
             train_dataset=prompts(16, 12),

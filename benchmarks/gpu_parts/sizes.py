@@ -51,23 +51,24 @@ class Size:
     Args:
         dtype: in which networks of `forecast`, `rollout` and `step` compute.
         width: of the small networks of `prove` and `budget`.
+        layers: blocks of them.
         head_dim: of a head of them.
         vocab_size: of the small networks.
         new_tokens: longest completion of the small networks, in tokens.
         cases: of `forecast`.
         beside: the network of `rollout` and `step`, a name that the library knows.
-        shrunk: whether the networks of `forecast`, `rollout` and `step` keep their family but not their size.
+        shrunk: whether the networks of `forecast`, `rollout`, `step` and `launches` keep their family but not their size.
         rollout_tokens: tokens of every completion of `rollout` and `step`.
         prompt_tokens: of every prompt of `rollout`, `step` and `forecast`.
         scenes: of `storm`, by name.
         random_runs: of `random`.
         families: of `invariance`.
         sampled_tokens: of each of them.
-        layers: of the networks of `launches`; None for as many as the models have that they stand for.
     """
 
     dtype: torch.dtype
     width: int
+    layers: int
     head_dim: int
     vocab_size: int
     new_tokens: int
@@ -80,12 +81,12 @@ class Size:
     random_runs: int
     families: tuple[str, ...]
     sampled_tokens: int
-    layers: int | None
 
 
 CARD = Size(
     dtype=torch.bfloat16,
     width=512,
+    layers=4,
     head_dim=64,
     vocab_size=32_000,
     new_tokens=128,
@@ -112,11 +113,11 @@ CARD = Size(
     random_runs=5,
     families=("qwen3", "gemma3", "gpt2", "t5", "moe"),
     sampled_tokens=4_000,
-    layers=None,
 )
 REHEARSAL = Size(
     dtype=torch.float32,
     width=64,
+    layers=2,
     head_dim=16,
     vocab_size=8192,
     new_tokens=32,
@@ -129,7 +130,6 @@ REHEARSAL = Size(
     random_runs=1,
     families=("qwen3",),
     sampled_tokens=640,
-    layers=2,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -66,6 +67,7 @@ def test_a_run_reserves_what_was_said(seed: int, expandable: bool, tmp_path: Pat
 
 
 def test_timing_the_device_leaves_nothing_reserved(cuda: Pretend) -> None:
+    gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     measured_speed.__wrapped__(torch.device("cuda"), torch.float32)
