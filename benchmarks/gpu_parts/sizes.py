@@ -57,7 +57,7 @@ class Size:
         new_tokens: longest completion of the small networks, in tokens.
         cases: of `forecast`.
         beside: the network of `rollout` and `step`, a name that the library knows.
-        shrunk: whether the networks of `forecast`, `rollout`, `step` and `launches` keep their family but not their size.
+        shrunk: whether networks of real size (`forecast`, `rollout`, `step`, `launches`) keep their family only.
         rollout_tokens: tokens of every completion of `rollout` and `step`.
         prompt_tokens: of every prompt of `rollout`, `step` and `forecast`.
         scenes: of `storm`, by name.

@@ -166,6 +166,7 @@ class DryRun:
             sharding=self.shared.sharding.value,
             host_bytes=_host_bytes(setup, self.device),
             reserved=memory.reserved_peaks(),
+            failures=setup.memory.state().failures,
         )
         return found if settled is None else replace(found, step_seconds=self._seconds(settled, longest))
 

@@ -316,7 +316,7 @@ def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast 
         logger.warning("forecast: %s; the run starts, since allow_lossy names remedies", found.sentence())
     else:
         raise MemoryBudgetError(f"Forecast before loading weights: the run {found.sentence()}")
-    tracker.expect(found.corrections, found.stranded_bytes)
+    tracker.expect(found.corrections, found.stranded_bytes, found.failures)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from memsafe_rl.memory.simulated.caching_allocator import Reserved
 from memsafe_rl.preflight.search import Job
 from memsafe_rl.preflight.seconds import StepSeconds
-from memsafe_rl.types import Component, Phase, RolloutPlan, UpdatePlan
+from memsafe_rl.types import Component, MemoryFailure, Phase, RolloutPlan, UpdatePlan
 from memsafe_rl.units import format_bytes
 
 
@@ -34,6 +34,7 @@ class MemoryForecast:
     ranks: int = 1  # ranks of the run, of which this is one
     sharding: str = "none"  # what they share, see `memsafe_rl.preflight.fake.sharding.Sharding`
     reserved: Mapping[Phase, Reserved] = field(default_factory=dict)  # what a card's allocator holds; empty on a CPU
+    failures: tuple[MemoryFailure, ...] = ()  # of plans that were given up, so that the run does not try them again
     # of the host's memory for a copy of what a checkpoint holds, where checkpoints are written in the background
     host_bytes: int = 0
     step_seconds: StepSeconds | None = None  # how long a step takes; None where nobody knows how fast the device is

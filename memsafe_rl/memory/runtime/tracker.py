@@ -172,10 +172,16 @@ class MemoryTracker:
         optimizer_bytes, parked_bytes = self._optimizer_bytes()
         return optimizer_bytes - parked_bytes
 
-    def expect(self, corrections: Mapping[str, float], stranded_bytes: Mapping[str, int] | None = None) -> None:
-        """Begins with what a forecast has learnt of estimates and allocator, as if a step had measured it."""
+    def expect(
+        self,
+        corrections: Mapping[str, float],
+        stranded_bytes: Mapping[str, int] | None = None,
+        failures: Iterable[MemoryFailure] = (),
+    ) -> None:
+        """Begins with what a forecast has learnt of estimates, allocator and plans that fail, as if a step had."""
         self._corrections.update(corrections)
         self._stranded.update(stranded_bytes or {})
+        self._failures = (*self._failures, *failures)
 
     def record(self, event: str, **details: Any) -> None:
         """Adds an event."""
