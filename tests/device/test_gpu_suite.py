@@ -11,15 +11,21 @@ from tests.device.pretend import Pretend
 
 
 @pytest.mark.parametrize("name", budgets.KINDS)
-def test_a_budget_of_reserved_bytes_is_kept_without_a_failure(name: str, cuda: Pretend) -> None:
-    free, run = budgets.beside(name, REHEARSAL, [budgets.WITHOUT_FAILURE]).values()
+def test_budgets_of_reserved_bytes_are_kept_with_the_same_tokens_and_weights(name: str, cuda: Pretend) -> None:
+    shares = budgets.KINDS[name].shares
+    free, *limited = budgets.beside(name, REHEARSAL, shares).values()
     above_state = free["reserved_bytes"] - free["state_bytes"]
-    assert run["budget_bytes"] == pytest.approx(free["state_bytes"] + 0.4 * above_state, abs=1)
-    assert run["reserved_bytes"] <= run["budget_bytes"] < free["peak_bytes"]
-    assert run["failures"] == 0
-    assert run["same_tokens"]
-    assert run["weights_apart"] < 1e-4
-    assert run["passed"]
+    assert 0.4 in shares
+    for share, run in zip(shares, limited, strict=True):
+        assert run["budget_bytes"] == pytest.approx(free["state_bytes"] + share * above_state, abs=1)
+        assert run["reserved_bytes"] <= run["budget_bytes"] < free["peak_bytes"]
+        assert run["failures"] == 0 or share < 0.4
+        assert run["same_tokens"]
+        assert run["weights_apart"] < 1e-4
+        assert run["passed"]
+    peaks = [run["peak_bytes"] for run in (free, *limited)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < peaks[0] / 2
 
 
 def test_a_forecast_is_what_the_run_holds_and_reserves(cuda: Pretend) -> None:

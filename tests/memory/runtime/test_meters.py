@@ -10,7 +10,7 @@ from memsafe_rl.memory.runtime.meters import CudaMeter, HostMeter, SimulatedMete
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.simulated.caching_allocator import CachingAllocator
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.types import Component, Phase
+from memsafe_rl.types import Component, MemoryFailure, Phase, RolloutPlan
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -165,6 +165,14 @@ def test_plans_leave_what_the_forecast_says_the_allocator_needs_and_no_more_than
     metrics = tracker.drain()
     assert (metrics["memory/update_reserved_bytes"], metrics["memory/reserved_bytes"]) == (6000, 6000)
     assert "memory/update_reserved_bytes" not in tracker.drain()
+
+
+def test_a_run_knows_the_plans_that_failed_in_its_forecast() -> None:
+    plan = RolloutPlan(score_tokens=4096)
+    failed = MemoryFailure(phase=Phase.SCORE, requested_bytes=100, attempt=1, message="", plan=plan)
+    tracker = MemoryTracker("cuda", CardMeter(), 10_000)
+    tracker.expect({}, {}, (failed,))
+    assert tracker.state().failures == (failed,)
 
 
 def test_a_card_that_is_only_counted_tells_what_its_allocator_needed() -> None:
