@@ -277,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = {}
     for setting in track(wanted, "forecasting and running", console=Console(stderr=True)):
         with tempfile.TemporaryDirectory() as folder:
-            _save(FAMILIES[setting.family], folder)
+            save_network(FAMILIES[setting.family], folder)
             found = measure(setting, Path(folder))
         results[str(setting)] = {**found, "errors": dict(_errors(found))}
     _show(results)
@@ -285,8 +285,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _write(given.out or RESULTS, results)
 
 
-def _save(config: PretrainedConfig, folder: str) -> None:
-    """Saves a network with random weights."""
+def save_network(config: PretrainedConfig, folder: str) -> None:
+    """Saves a network with random weights.
+
+    Args:
+        config: of the network.
+        folder: where it goes.
+    """
     torch.manual_seed(0)
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     kind.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -337,7 +342,7 @@ def _run_random(given: argparse.Namespace) -> int:
     for index in range(given.first, given.first + given.random):
         run = draw_run(given.seed, index)
         with tempfile.TemporaryDirectory() as folder:
-            _save(run.network_config(), folder)
+            save_network(run.network_config(), folder)
             found = _beside(run, partial(run.trainer, Path(folder), use_cpu=not pretend.is_loaded()))
         errors = dict(_errors(found))
         results[f"{given.seed}/{index}"] = {"setting": asdict(run), **found, "errors": errors}
