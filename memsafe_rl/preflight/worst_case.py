@@ -439,7 +439,7 @@ class _AtTheEnd:
         told = 0 if self._anew else min(self._reads // state.rows, slots // 2)
         more, filled = max(0, drawn - told - bool(self._reads)), whole_blocks(drawn + 1) - KV_BLOCK_SLOTS
         ahead = self._noise_ahead(state.rows) if self._draws_ahead else None
-        if self._adapter.joins and filled > 0 and not self._reads:
+        if filled > 0 and not self._reads and self._grows_beyond_logits(filled):
             state.stretch(filled - 1)
             self._adapter.decode_step(state, tokens_B)
             more -= filled
@@ -453,6 +453,12 @@ class _AtTheEnd:
         logits_BV = self._adapter.decode_step(state, tokens_B)
         del ahead
         return logits_BV
+
+    def _grows_beyond_logits(self, slots: int) -> bool:
+        """Whether a layer's old store, beside the new ones, may hold more than the logits of the step that follows."""
+        geometry = self._adapter.geometry
+        store_bytes = replace(geometry, windows=(None,)).kv_bytes(slots) // 2
+        return self._adapter.joins and store_bytes > geometry.vocab_size * geometry.compute_bytes
 
     def _noise_ahead(self, rows: int) -> Tensor:
         vocab, device = self._adapter.geometry.vocab_size, self._adapter.device
