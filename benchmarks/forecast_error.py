@@ -308,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = {}
     for setting in track(wanted, "forecasting and running", console=Console(stderr=True)):
         with tempfile.TemporaryDirectory() as folder:
-            save(FAMILIES[setting.family], folder)
+            save_network(FAMILIES[setting.family], folder)
             found = measure(setting, Path(folder))
         results[str(setting)] = {**found, "errors": dict(errors_of(found))}
     _show(results)
@@ -316,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _write(given.out or RESULTS, results)
 
 
-def save(config: PretrainedConfig, folder: str) -> None:
+def save_network(config: PretrainedConfig, folder: str) -> None:
     """Saves a network with random weights.
 
     Args:
@@ -374,7 +374,7 @@ def _run_random(given: argparse.Namespace) -> int:
     for index in range(given.first, given.first + given.random):
         run = draw_run(given.seed, index)
         with tempfile.TemporaryDirectory() as folder:
-            save(run.network_config(), folder)
+            save_network(run.network_config(), folder)
             on_device = pretend.is_loaded()
             found = beside(run, partial(run.trainer, Path(folder), use_cpu=not on_device), on_device=on_device)
         errors = dict(errors_of(found))

@@ -274,9 +274,10 @@ def _check_shallow(model: Any, settings: Any, memory: SimulatedMemory) -> Checke
 
 
 def _narrow_bytes(model: Any, settings: Any) -> int:
-    """Counts the narrow copies that autocast keeps of trained weights until a forward is over."""
-    dtype = settings.autocast_dtype
-    kept = [weight.numel() for weight in model.parameters() if weight.requires_grad and weight.dim() > 1]
+    """Counts the narrow copies that autocast keeps of trained weights, not of experts', until a forward is over."""
+    dtype, named = settings.autocast_dtype, model.named_parameters()
+    matrices = [weight for name, weight in named if name.endswith("weight") and weight.dim() > 1]
+    kept = [weight.numel() for weight in matrices if weight.requires_grad]
     return 0 if dtype is None else dtype.itemsize * sum(kept)
 
 

@@ -13,10 +13,10 @@ from heapq import nlargest
 from memsafe_rl.preflight.fake.device import true_numbers
 from memsafe_rl.preflight.worst_case import Longest, longest_rows, work_of_rollout
 from memsafe_rl.preflight.worst_rows import Step, steps_of
-from memsafe_rl.slices import measure_slices, measure_sources
+from memsafe_rl.slices import cut_work, measure_slices, measure_sources, packed_tokens, packing_saves
 from memsafe_rl.training.collector import served_by
 from memsafe_rl.training.setup import TrainingSetup
-from memsafe_rl.types import Phase, RolloutPlan, RolloutWork, UpdatePlan
+from memsafe_rl.types import Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 
 _PROMPTS = 8192
 """Prompts that are tokenized to know a run's rollouts; of later ones, those of the longest prompts stand for all."""
@@ -30,7 +30,15 @@ class Candidate:
 
     longest: Longest  # its rows
     work: RolloutWork  # its shape
+    rows: UpdateWork  # the shape of its rows, as they are scored
     steps: tuple[Step, ...]  # its optimizer steps
+
+    @classmethod
+    def of(cls, setup: TrainingSetup, longest: Longest) -> Candidate:
+        """Gives a rollout of these rows."""
+        laid = longest_rows(setup, longest)
+        rows = setup.adapter.work(laid, range(0, len(laid), setup.config.world_size))
+        return cls(longest, work_of_rollout(setup, longest), rows, tuple(steps_of(setup, laid, longest.rollout)))
 
 
 @dataclass(frozen=True)
@@ -65,10 +73,7 @@ def own_rollouts(setup: TrainingSetup, longest: Longest) -> list[Longest]:
 
 def candidates(setup: TrainingSetup, longest: Longest) -> list[Candidate]:
     """Gives the rollouts of a run with their optimizer steps."""
-    return [
-        Candidate(one, work_of_rollout(setup, one), tuple(steps_of(setup, longest_rows(setup, one), one.rollout)))
-        for one in own_rollouts(setup, longest)
-    ]
+    return [Candidate.of(setup, one) for one in own_rollouts(setup, longest)]
 
 
 def worst_trials(setup: TrainingSetup, among: Sequence[Candidate], *, grows: bool) -> list[Trial]:
@@ -88,7 +93,7 @@ def worst_trials(setup: TrainingSetup, among: Sequence[Candidate], *, grows: boo
 
 def _worst_of(drawn: Sequence[_Planned], learnt: Sequence[_Planned]) -> list[Trial]:
     """Chooses what holds most among rollouts that are drawn and scored, and among those that are learnt from."""
-    widest = [one for phase in (Phase.ROLLOUT, Phase.SCORE) for one in nlargest(1, drawn, key=_bytes_of(phase))]
+    widest = [one for phase in (Phase.ROLLOUT, Phase.SCORE) for one in nlargest(1, drawn, key=_sizes_in(phase))]
     steps = [(one, step) for one in learnt for step in one.steps]
     kinds = range(len(steps[0][1].sizes))
     chosen = [found for kind in kinds for found in nlargest(1, steps, key=_size_of(kind))]
@@ -115,14 +120,21 @@ class _PlannedStep:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What a step may hold most of: bytes as the policy expects them, then tokens of its largest slice."""
+        """What a step may hold most of: bytes as the policy expects them, then tokens of its largest slices."""
         work, plan = self.step.work, self.plan
-        measured = (
-            measure_sources(work, plan.micro_batch_tokens)[:-1]
-            if work.sources
-            else measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts)[:2]
-        )
-        return plan.predicted_bytes.get(Phase.UPDATE, 0), *measured
+        measured = _measured(work, plan.micro_batch_tokens, packed=plan.pack_prompts)
+        return plan.predicted_bytes.get(Phase.UPDATE, 0), *measured, self._meeting
+
+    @property
+    def _meeting(self) -> int:
+        """Tokens of the largest slice that meets the gradients of others."""
+        work, packed = self.step.work, self.plan.pack_prompts
+        if work.geometry.unit is not None:
+            return 0
+        later = cut_work(work, self.plan.micro_batch_tokens, packed=packed)[1:]
+        if packed and work.prompts:
+            return max((packed_tokens(work, rows) for rows in later), default=0)
+        return max((len(rows) * max(work.row_tokens[row] for row in rows) for rows in later), default=0)
 
 
 @dataclass(frozen=True)
@@ -132,13 +144,15 @@ class _Planned:
     longest: Longest
     plan: RolloutPlan
     steps: tuple[_PlannedStep, ...]
+    scored: tuple[int, ...]  # tokens of its largest slices as they are scored
 
     @classmethod
     def of(cls, setup: TrainingSetup, one: Candidate) -> _Planned:
         policy, state = setup.memory_policy, setup.memory.state()
         plan = served_by(setup.engine, policy.before_rollout(one.work, state))
         steps = (_PlannedStep(step, policy.before_update(step.work, state)) for step in one.steps)
-        return cls(one.longest, plan, tuple(steps))
+        scored = _measured(one.rows, plan.score_tokens, packed=packing_saves(one.rows))
+        return cls(one.longest, plan, tuple(steps), scored)
 
     @property
     def largest(self) -> _PlannedStep:
@@ -154,9 +168,16 @@ class _Planned:
         return replace(self, steps=self.steps[:1]), replace(self, steps=others)
 
 
-def _bytes_of(phase: Phase) -> Callable[[_Planned], int]:
-    return lambda one: one.plan.predicted_bytes.get(phase, 0)
+def _measured(work: UpdateWork, budget: int, *, packed: bool) -> tuple[int, ...]:
+    """Measures the largest slices of some rows."""
+    return measure_sources(work, budget)[:-1] if work.sources else measure_slices(work, budget, packed=packed)[:2]
 
 
-def _size_of(kind: int) -> Callable[[tuple[_Planned, _PlannedStep]], int]:
-    return lambda one: one[1].sizes[kind]
+def _sizes_in(phase: Phase) -> Callable[[_Planned], tuple[int, ...]]:
+    """Compares rollouts by the bytes that the policy expects of a phase, and where these are alike, by tokens."""
+    return lambda one: (one.plan.predicted_bytes.get(phase, 0), *one.scored)
+
+
+def _size_of(kind: int) -> Callable[[tuple[_Planned, _PlannedStep]], tuple[int, ...]]:
+    """Compares steps by one of their sizes, and where this is alike, by all."""
+    return lambda one: (one[1].sizes[kind], *one[1].sizes)

@@ -22,10 +22,11 @@ from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.module_state import eval_mode
+from memsafe_rl.ops.sampling import noise_slots
 from memsafe_rl.preflight.synthetic import chains, embedded_prompts, lay_down
 from memsafe_rl.preflight.worst_rows import later_rows, steps_of, tried_places, widest_slices, worst_step
 from memsafe_rl.rollout.native.running_batch import generate
-from memsafe_rl.rollout.native.sequences import Candidate, admit
+from memsafe_rl.rollout.native.sequences import Candidate, admit, noise_steps
 from memsafe_rl.rollout.scoring import score_all, value_all
 from memsafe_rl.training.algorithms.objectives import Controllers
 from memsafe_rl.training.collector import Collector, by_reward_rows
@@ -34,6 +35,7 @@ from memsafe_rl.training.loop import TrainingLoop
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import (
+    KV_BLOCK_SLOTS,
     Phase,
     Ragged,
     RolloutPlan,
@@ -42,6 +44,7 @@ from memsafe_rl.types import (
     SequenceKey,
     Trajectory,
     UpdatePlan,
+    whole_blocks,
 )
 from memsafe_rl.units import format_bytes
 
@@ -332,7 +335,7 @@ def _try_wave(setup: TrainingSetup, drawing: Drawing) -> None:
         first = rows[: _together(adapter, ids, rows, sampling, plan)]
         context = longest.ids(longest.row_tokens - 2)
         several = collector.episodes.several_turns and longest.completion_tokens > 2
-        ending = _AtTheEnd(adapter, longest, plan.prefill_tokens if several and plan.kept_kv_bytes else 0)
+        ending = _AtTheEnd(adapter, longest, sampling, plan.prefill_tokens if several and plan.kept_kv_bytes else 0)
         # The cache that transformers' generate keeps, where that decodes, is out of reach.
         tried = cast(ModelAdapter, ending) if adapter.decodes else adapter
         generate(tried, *samples(ids, first), two_tokens, under(plan))
@@ -400,7 +403,7 @@ def _read_again(
     context = longest.ids(longest.row_tokens - 2)
     together = min(len(rows), max(1, plan.prefill_tokens // len(context)))
     if adapter.joins and len(rows) > together:
-        others = _AtTheEnd(adapter, longest, plan.prefill_tokens, [context] * together)
+        others = _AtTheEnd(adapter, longest, settings, plan.prefill_tokens, [context] * together)
         generate(cast(ModelAdapter, others), *samples(ids, rows[together:]), settings, under(plan))
     else:
         once = replace(settings, max_new_tokens=2)
@@ -409,11 +412,22 @@ def _read_again(
 
 
 class _AtTheEnd:
-    """An adapter as a rollout sees it whose first decoding step is its last: the cache is widened before it."""
+    """An adapter as a rollout sees it whose first decoding step is its last: the cache is widened before it.
 
-    def __init__(self, adapter: ModelAdapter, longest: Longest, reads: int = 0, anew: Sequence[Tensor] = ()) -> None:
+    Where nothing is read meanwhile, the cache is full before and grows a last time, beside random numbers drawn ahead.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        longest: Longest,
+        settings: SamplingSettings,
+        reads: int = 0,
+        anew: Sequence[Tensor] = (),
+    ) -> None:
         self.stretched = False
         self._adapter, self._longest, self._reads, self._anew = adapter, longest, reads, anew
+        self._draws_ahead = settings.temperature > 0 and longest.completion_tokens > 2
 
     def __getattr__(self, name: str) -> Any:
         """Gives everything else as the adapter does."""
@@ -423,14 +437,32 @@ class _AtTheEnd:
         """Appends one token to every row of the widened cache."""
         drawn, slots = self._longest.completion_tokens - 2, self._longest.row_tokens - 2
         told = 0 if self._anew else min(self._reads // state.rows, slots // 2)
-        self.stretched = state.stretch(max(0, drawn - told - bool(self._reads)))
+        more, filled = max(0, drawn - told - bool(self._reads)), whole_blocks(drawn + 1) - KV_BLOCK_SLOTS
+        ahead = self._noise_ahead(state.rows) if self._draws_ahead else None
+        if filled > 0 and not self._reads and self._grows_beyond_logits(filled):
+            state.stretch(filled - 1)
+            self._adapter.decode_step(state, tokens_B)
+            more -= filled
+        self.stretched = state.stretch(more)
         if self._reads and self.stretched and self._adapter.joins:
             self._adapter.decode_step(state, tokens_B)  # makes room for all that the cache now stands for
             if self._anew:
                 self._adapter.prefill(self._anew, self._reads)
             elif told:
                 self._adapter.extend(state, [torch.zeros(told, dtype=torch.int64)] * state.rows, self._reads)
-        return self._adapter.decode_step(state, tokens_B)
+        logits_BV = self._adapter.decode_step(state, tokens_B)
+        del ahead
+        return logits_BV
+
+    def _grows_beyond_logits(self, slots: int) -> bool:
+        """Whether a layer's old store, beside the new ones, may hold more than the logits of the step that follows."""
+        geometry = self._adapter.geometry
+        store_bytes = replace(geometry, windows=(None,)).kv_bytes(slots) // 2
+        return self._adapter.joins and store_bytes > geometry.vocab_size * geometry.compute_bytes
+
+    def _noise_ahead(self, rows: int) -> Tensor:
+        vocab, device = self._adapter.geometry.vocab_size, self._adapter.device
+        return torch.empty(noise_steps(rows, vocab), rows, noise_slots(vocab), dtype=torch.float64, device=device)
 
 
 def samples(prompts: Sequence[Tensor], rows: Sequence[tuple[int, int]]) -> tuple[list[Tensor], list[list[SequenceKey]]]:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 
-from benchmarks.forecast_error import peaks_on_device
+from benchmarks.forecast_error import peaks_on_device, save_network
+from benchmarks.random_runs import FAMILIES, Sizes
 from memsafe_rl import FixedPolicy, GRPOTrainer, RolloutPlan, UpdatePlan
 from tests.device.pretend import Pretend
 from tests.preflight.beside import alternating, config_for, prompts
@@ -18,23 +19,30 @@ CASES: dict[str, dict[str, Any]] = {
     "float32, packed": {"packs": True},
     "bf16, packed, own heads": {"packs": True, "bf16": True, "arch": "gpt2"},
     "bf16, recomputed, LoRA": {"packs": False, "bf16": True, "rank": 4, "beta": 0.1, "num_iterations": 2},
+    "bf16, packed, experts": {"packs": True, "bf16": True, "family": "qwen3_moe"},
+    "float32, position bias": {"packs": False, "checkpoints": False, "family": "t5"},
 }
+SIZES = Sizes(vocab=600, heads=4, key_heads=2, head_dim=32, inner=256, layers=1, tied=True)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_holds_what_was_said(name: str, tmp_path: Path, cuda: Pretend) -> None:
     case = dict(CASES[name])
     packs = case.pop("packs")
-    tiny_model(case.pop("arch", "qwen3"), vocab_size=2000, layers=2, hidden=128, positions=512).save_pretrained(
-        tmp_path
-    )
+    checkpoints = case.pop("checkpoints", not packs)
+    if (family := case.pop("family", None)) is not None:
+        save_network(FAMILIES[family](SIZES), str(tmp_path))
+    else:
+        tiny_model(case.pop("arch", "qwen3"), vocab_size=2000, layers=2, hidden=128, positions=512).save_pretrained(
+            tmp_path
+        )
     tiny_tokenizer().save_pretrained(tmp_path)
     given = {
         "train_dataset": prompts(length=100),
         "peft_config": LoraConfig(r=case.pop("rank"), target_modules="all-linear") if "rank" in case else None,
         "memory_policy": FixedPolicy(
             RolloutPlan(rows_in_flight=16),
-            UpdatePlan(micro_batch_tokens=8192, pack_prompts=packs, checkpointing=not packs),
+            UpdatePlan(micro_batch_tokens=8192, pack_prompts=packs, checkpointing=checkpoints),
         ),
     }
     settings = {"max_completion_length": 60, "bf16": False, "use_cpu": False, "alarms": False, **case}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.forecast_error import peaks_on_device, save
+from benchmarks.forecast_error import peaks_on_device, save_network
 from benchmarks.random_runs import RandomRun, draw_run
 from memsafe_rl.preflight.speed import measured_speed
 from tests.device.pretend import Pretend
@@ -59,7 +59,7 @@ def expandable(request: pytest.FixtureRequest, cuda: Pretend, monkeypatch: pytes
 def test_a_run_reserves_what_was_said(seed: int, expandable: bool, tmp_path: Path, cuda: Pretend) -> None:
     run = drawn(seed, ragged=expandable)
     print(f"seed {seed}: {run}")
-    save(run.network_config(), str(tmp_path))
+    save_network(run.network_config(), str(tmp_path))
     trainer, _, reserved, _ = peaks_on_device(lambda: run.trainer(tmp_path, use_cpu=False))
     told, most = trainer.forecast.reserved_peak_bytes, max(reserved.values())
     assert most >= MANY_SEGMENTS

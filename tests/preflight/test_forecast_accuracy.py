@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import T5Config, T5ForConditionalGeneration
 
 from memsafe_rl.data.prompts import permutation
@@ -93,5 +94,9 @@ def test_shuffled_steps_hold_no_more_than_was_said(folder: Path) -> None:
 
 def test_a_random_order_is_that_of_the_run_on_tensors_without_numbers() -> None:
     wanted = permutation(9, 1, 2)
-    with fake_device(), true_numbers():
-        assert permutation(9, 1, 2) == wanted
+    with fake_device():
+        for made in (1, 2):
+            assert isinstance(torch.arange(3), FakeTensor), made
+            with true_numbers():
+                assert torch.arange(3).tolist() == [0, 1, 2], made
+                assert permutation(9, 1, 2) == wanted

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def config_for(folder: Path) -> PPOConfig:
+def config_for(folder: Path, **settings: Any) -> PPOConfig:
     return PPOConfig(
         str(folder / "run"),
         per_device_train_batch_size=16,
@@ -40,12 +40,15 @@ def config_for(folder: Path) -> PPOConfig:
         disable_tqdm=True,
         use_cpu=True,
         alarms=False,
+        **settings,
     )
 
 
-@pytest.mark.parametrize("critic", ["trunk", "adapter", "model"])
+@pytest.mark.parametrize(
+    ("critic", "settings"), [("trunk", {}), ("adapter", {}), ("adapter", {"kl_coef": 0.0}), ("model", {})]
+)
 @pytest.mark.slow
-def test_peaks_are_what_the_run_then_holds(folder: Path, critic: str) -> None:
+def test_peaks_are_what_the_run_then_holds(folder: Path, critic: str, settings: dict[str, Any]) -> None:
     given: dict[str, Any] = {"trunk": None, "adapter": "adapter", "model": str(folder / "critic")}
     lora = LoraConfig(r=8, target_modules="all-linear") if critic == "adapter" else None
     prompts = Dataset.from_dict({"prompt": [f"{index:02d}".ljust(20, ".") for index in range(32)]})
@@ -53,7 +56,7 @@ def test_peaks_are_what_the_run_then_holds(folder: Path, critic: str) -> None:
         trainer = PPOTrainer(
             str(folder),
             lambda completions, **_: [float(len(text) % 2) for text in completions],
-            config_for(folder),
+            config_for(folder, **settings),
             prompts,
             peft_config=lora,
             critic=given[critic],

@@ -75,9 +75,9 @@ def test_the_first_step_comes_before_an_optimizer_that_makes_its_state_in_it(fol
     check(trainer, held)
 
 
-def setup_of(folder: Path, **settings: Any) -> Any:
+def setup_of(folder: Path, lengths: tuple[int, ...] = LENGTHS, policy: Any = None, **settings: Any) -> Any:
     config = beside.config_for(folder, memory_forecast=False, per_device_train_batch_size=12, **settings)
-    return GRPOTrainer(str(folder), beside.alternating, config, ragged(*LENGTHS)).setup
+    return GRPOTrainer(str(folder), beside.alternating, config, ragged(*lengths), memory_policy=policy).setup
 
 
 def test_rollouts_are_those_that_the_run_will_draw(folder: Path) -> None:
@@ -122,6 +122,14 @@ def test_a_run_that_grows_begins_with_its_first_step(folder: Path) -> None:
     assert (first.longest.rollout, first.draws, len(first.steps)) == (0, True, 1)
     assert all(one.longest.rollout != 0 for one in others)
     assert sum(len(one.steps) for one in worst_trials(setup, among[:1], grows=True)) == 1
+
+
+def test_among_rollouts_that_the_policy_expects_to_be_alike_lengths_decide(folder: Path) -> None:
+    """The largest slice is the same in both; the second one, which meets gradients, and what is scored are not."""
+    policy = FixedPolicy(RolloutPlan(), UpdatePlan(micro_batch_tokens=256, pack_prompts=False))
+    setup = setup_of(folder, (40, 5, 5, 40, 39, 5), policy, max_steps=2, shuffle_dataset=False)
+    trials = worst_trials(setup, candidates(setup, find_longest(setup)), grows=False)
+    assert {one.longest.rollout: (one.scores, len(one.steps)) for one in trials} == {0: (True, 1), 1: (True, 1)}
 
 
 def test_a_rollout_that_stands_for_all_is_tried_before_and_after_the_run_has_grown(folder: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_rollout_that_cannot_fit_is_found_without_decoding(tmp_path: Path, mon
             trainer.adapter, "decode_step", lambda state, tokens: steps.append(state.rows) or original(state, tokens)
         )
         peaks = check_worst_case(trainer.loop)
-        assert steps == [8]
+        assert steps == [8, 8]  # the one before the cache grows for the last time, and the last
         # The update's peak is higher, so the rollout alone is refused by refusing all its caches.
         device.set_capacity(peaks["rollout"] - 2**12)
         with pytest.raises(MemoryBudgetError, match="The rollout does not fit"):
@@ -115,6 +115,23 @@ def test_the_last_moment_is_as_high_as_the_rollouts_own_peak(tmp_path: Path, pro
     (step,) = trainer.history
     assert probed["rollout"] == pytest.approx(step["memory/rollout_peak_bytes"], rel=0.02)
     assert probed["update"] == pytest.approx(step["memory/update_peak_bytes"], rel=0.02)
+
+
+def test_a_rollout_holds_most_as_its_cache_grows(tmp_path: Path) -> None:
+    """With one block and a small vocabulary, the old store and random numbers are a third of what the new cache is."""
+    with SimulatedMemory():
+        trainer = late_run(
+            tmp_path,
+            model=tiny_model(layers=1),
+            train_dataset=Dataset.from_dict({"prompt": ["1" * 8] * 8}),
+            max_completion_length=100,
+            generation_kwargs={"eos_token_id": []},
+            probe_worst_case=True,
+            max_steps=1,
+        )
+        trainer.train()
+    (probed,) = [event["peak_bytes"] for event in trainer.memory_events if event["event"] == "probe"]
+    assert probed["rollout"] == pytest.approx(trainer.history[0]["memory/rollout_peak_bytes"], rel=0.001)
 
 
 def test_mixed_lengths_are_padded_as_in_the_run(tmp_path: Path) -> None:

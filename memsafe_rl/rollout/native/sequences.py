@@ -155,18 +155,21 @@ class Streams:
         """Gives what the next draw needs beside logits."""
         if self._ahead is None or self._used == len(self._ahead):
             self._positions_B, self._used, self._ahead = self.positions(), 0, None  # not there beside what is made now
-            step_bytes = 8 * noise_slots(vocab) * len(self.keys_B4)
-            most_bytes = max(_LEAST_NOISE_BYTES, 4 * vocab * len(self.keys_B4) // _NOISE_SHARE)
-            steps = max(1, min(_NOISE_STEPS, most_bytes // step_bytes))
             if self._words_B is None:
                 self._words_B = hash_keys(self.keys_B4)
                 self._columns_S = torch.arange(noise_slots(vocab), device=self.keys_B4.device)
-            self._ahead = noise_ahead(self._words_B, self._positions_B, vocab, steps)
+            self._ahead = noise_ahead(self._words_B, self._positions_B, vocab, noise_steps(len(self.keys_B4), vocab))
         return Noise(self._ahead[self._used], self._columns_S)
 
     def advance(self) -> None:
         """Counts a draw."""
         self._used += 1
+
+
+def noise_steps(rows: int, vocab: int) -> int:
+    """Counts the draws whose noise is made together."""
+    step_bytes, most_bytes = 8 * noise_slots(vocab) * rows, max(_LEAST_NOISE_BYTES, 4 * vocab * rows // _NOISE_SHARE)
+    return max(1, min(_NOISE_STEPS, most_bytes // step_bytes))
 
 
 def draw_next(

@@ -50,9 +50,7 @@ class CriticAdvantages:
     def needs(self) -> ScoringNeeds:
         """Values, and log-probs or a closed-form KL where rewards pay for the KL."""
         columns = self.critic.judged_columns
-        return ScoringNeeds(
-            logprobs=self._pays_kl or columns is None, columns=columns, with_kl=columns is not None and self._pays_kl
-        )
+        return ScoringNeeds(self._pays_kl, columns, with_kl=columns is not None and self._pays_kl)
 
     @property
     def _pays_kl(self) -> bool:
