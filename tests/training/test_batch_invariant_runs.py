@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from memsafe_rl.memory.planning.policies import FixedPolicy
+from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.training.optim.optimizer import Committer
 from memsafe_rl.types import RolloutPlan, UpdatePlan
 from tests.tiny import tiny_model
 from tests.trainers.helpers import make_trainer
 from tests.trainers.test_encoder_decoder import tiny_t5
+from tests.trainers.test_episodes import trainer_of
 
 
 def plan(rows: int, tokens: int) -> FixedPolicy:
@@ -40,6 +43,56 @@ def test_rollouts_in_half_precision_are_the_plans_only_without_the_mode(
     (ids, logprobs), (other_ids, other) = drawn
     same = torch.equal(ids, other_ids) and logprobs is not None and torch.equal(logprobs, other)
     assert same == invariant
+
+
+GAP = "sampling/sampling_logp_difference"
+
+
+def gaps(trainer: GRPOTrainer) -> list[float]:
+    """Trains, and gives the mean and greatest difference of the sampler's log-probs from the trainer's, each step."""
+    trainer.train()
+    return [record[f"{GAP}/{name}"] for record in trainer.history for name in ("mean", "max")]
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("network", ["qwen3", "gemma3", "t5"])
+def test_sampler_and_trainer_agree_to_the_bit_in_the_mode(
+    tmp_path: Path, network: str, precision: str, invariant: bool
+) -> None:
+    model = tiny_t5() if network == "t5" else tiny_model(network, scale=4.0)
+    settings = {precision: True, "batch_invariant": invariant, "max_steps": 4, "max_completion_length": 12}
+    policy = FixedPolicy(RolloutPlan(rows_in_flight=5), UpdatePlan(micro_batch_tokens=40, logprob_tile=7))
+    found = gaps(make_trainer(tmp_path, model=model, policy=policy, num_iterations=2, **settings))
+    assert len(found) == 8
+    assert not any(found) if invariant else all(found)
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_they_agree_over_turns_whose_caches_are_kept(tmp_path: Path, invariant: bool) -> None:
+    policy = FixedPolicy(RolloutPlan(rows_in_flight=3, kept_kv_bytes=2**24), UpdatePlan(micro_batch_tokens=300))
+    model = tiny_model(positions=512, scale=4.0)
+    trainer = trainer_of(tmp_path, model=model, memory_policy=policy, bf16=True, batch_invariant=invariant)
+    found = gaps(trainer)
+    assert trainer.history[0]["episodes/mean_turns"] > 1
+    assert not any(found) if invariant else all(found)
+
+
+def test_another_samplers_difference_is_logged_where_it_is_known(tmp_path: Path) -> None:
+    def drawn(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = trainer.processing_class(text=prompts)["input_ids"]
+        completions = [[20 + place, 48 + place, 1] for place in range(len(prompts))]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[-5.0, None, -6.0] for _ in prompts]}
+
+    trainer = make_trainer(tmp_path, rollout_func=drawn, max_steps=1, num_iterations=2)
+    mean, most = gaps(trainer)
+    trajectory = trainer.loop.state.rollout.trajectory
+    run = [row for row in range(len(trajectory)) if trajectory.has_advantage[row]]
+    own = trajectory.old_logprobs.pad(run, 0)[:, [0, 2]]
+    expected = (own - torch.tensor([-5.0, -6.0])).abs()
+    assert len(run) > 1
+    assert mean == pytest.approx(float(expected.mean()), rel=1e-5)
+    assert most == pytest.approx(float(expected.max()), rel=1e-5)
 
 
 def test_no_plan_moves_the_mask_by_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
