@@ -152,12 +152,43 @@ def tiled_experts(rows_MK: Tensor, weight_EKO: Tensor, *, offs: Tensor, **unknow
     slot_M = (last_E - tiles_E)[expert_M] * TILE_ROWS + place_M - starts_E[expert_M]
     expert_T = torch.searchsorted(last_E, torch.arange(tiles, device=rows_MK.device), right=True)
     laid = rows_MK.new_zeros(tiles * TILE_ROWS, rows_MK.shape[1]).index_copy(0, slot_M, rows_MK)
-    expert_T = expert_T.clamp_max(experts - 1)
-    products = [
-        tiled_linear(tile_NK, weight_EKO.index_select(0, expert_T[tile : tile + 1])[0].mT)
-        for tile, tile_NK in enumerate(torch.split(laid, TILE_ROWS))
-    ]
-    return torch.cat(products).index_select(0, slot_M)
+    tiles_MO: Tensor = _TiledExperts.apply(laid, weight_EKO, expert_T.clamp_max(experts - 1))  # type: ignore[no-untyped-call]
+    return tiles_MO.index_select(0, slot_M)
+
+
+class _TiledExperts(torch.autograd.Function):
+    """Each tile's product with its expert's weight; no copy of a weight outlives its tile."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MK: Tensor, weight_EKO: Tensor, expert_T: Tensor) -> Tensor:
+        tiles = zip(torch.split(rows_MK, TILE_ROWS), torch.split(expert_T, 1), strict=True)
+        out_MO = torch.cat([tile_NK @ weight_EKO.index_select(0, expert)[0] for tile_NK, expert in tiles])
+        ctx.save_for_backward(rows_MK.to(out_MO.dtype), weight_EKO, expert_T)
+        ctx.kind = rows_MK.dtype
+        return out_MO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor | None, ...]:
+        rows_MK, weight_EKO, expert_T = ctx.saved_tensors
+        of_rows, of_weight, _ = ctx.needs_input_grad
+        wide = torch.promote_types(weight_EKO.dtype, torch.float32)
+        rows_grad_MK = torch.empty_like(rows_MK) if of_rows else None
+        total_EKO = torch.zeros_like(weight_EKO, dtype=wide) if of_weight else None
+        with torch.autocast(grad_MO.device.type, enabled=False):
+            for tile, expert in enumerate(torch.split(expert_T, 1)):
+                part = slice(tile * TILE_ROWS, (tile + 1) * TILE_ROWS)
+                if rows_grad_MK is not None:
+                    weight_KO = weight_EKO.index_select(0, expert)[0].to(grad_MO.dtype)
+                    rows_grad_MK[part] = grad_MO[part] @ weight_KO.mT
+                if total_EKO is not None:
+                    share_KO = rows_MK[part].mT.to(wide) @ grad_MO[part].to(wide)
+                    total_EKO.index_add_(0, expert, share_KO[None])
+        return (
+            None if rows_grad_MK is None else rows_grad_MK.to(ctx.kind),
+            None if total_EKO is None else total_EKO.to(weight_EKO.dtype),
+            None,
+        )
 
 
 # ------------------------------------------------------------------ activation functions

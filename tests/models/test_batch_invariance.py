@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import functional
 from benchmarks.batch_invariance import (
     FAMILIES,
     FORMS,
+    RESULTS,
     adapter_of,
     compare,
     converse,
@@ -25,7 +27,7 @@ from benchmarks.batch_invariance import (
 )
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.recovery import under
-from memsafe_rl.models.batch_invariance import require
+from memsafe_rl.models.batch_invariance import STEP_COST, is_default, require
 from memsafe_rl.models.decoding.fixed_split_attention import Sight, attend
 from memsafe_rl.ops.fixed_tiles import TILE_ROWS, fixed_tiles
 from memsafe_rl.rollout.native.kv_retention import KeptCaches
@@ -170,6 +172,18 @@ def test_attention_is_softmax_attention(shape: tuple[int, int]) -> None:
     assert (ours - plain).abs().max() < 1e-12
     for one, other in zip(torch.autograd.grad(ours, wide, slope), torch.autograd.grad(plain, wide, slope), strict=True):
         assert (one - other).abs().max() < 1e-12
+
+
+def test_the_mode_is_on_by_default_where_the_committed_measurement_says_that_it_is_cheap() -> None:
+    measured = json.loads(RESULTS.read_text())["summary"]["step_ratio"]
+    for kind, ratio in measured.items():
+        assert STEP_COST["cpu", kind] == ratio
+        assert is_default(torch.device("cpu"), getattr(torch, kind)) == (ratio < 1.1)
+        assert not is_default(torch.device("cuda"), getattr(torch, kind))  # not yet measured
+    assert {kind for device, kind in STEP_COST if device == "cpu"} == measured.keys()
+    whole = json.loads(RESULTS.read_text())["summary"]["invariant"]
+    assert whole["tokens_drawn"] >= 50_000
+    assert whole["tokens_after_a_difference"] == whole["logprobs_that_differ"] == 0
 
 
 def test_networks_that_pad_rows_beside_each_other_are_refused() -> None:
