@@ -1,11 +1,13 @@
 """Do tokens, log-probs or gradients depend on how work is cut, in half precision, and what does it cost that not?
 
-    python -m benchmarks.batch_invariance [--tokens 50000] [--models qwen3 gpt2] [--dtypes bfloat16 float16]
+    python -m benchmarks.batch_invariance [--tokens 50000] [--models qwen3 gpt2] [--quick] [--resume]
 
-Writes ``benchmarks/results/batch_invariance.json``. For each tiny random model, each type, with `batch_invariant` and
-without: the same sequences in waves of 1, 7, 32 and 64, in three turns with and without kept caches, scored as a whole,
-row by row, in slices of a budget, and packed. Counts the tokens and log-probs that differ from those of the widest
-wave, takes gradients of the cuts apart, and measures seconds of processor time and bytes of both.
+Writes ``benchmarks/results/batch_invariance.json``, a piece at a time; `--resume` keeps the pieces it holds. Pieces are
+tiny random models in bf16 and fp16, as weights and by autocast, with `batch_invariant` and, on fewer tokens, without:
+the same sequences in waves of 1, 7, 32 and 64, in three turns with and without kept caches, scored as a whole, row by
+row, in slices of a budget, and packed. Each counts the tokens and log-probs that differ from those of the widest wave,
+and takes the gradients of several cuts apart. Pieces of cost time a rollout and an update of wider networks with the
+mode and without, turn by turn, in seconds of processor time, and count their bytes.
 """
 
 from __future__ import annotations
@@ -13,13 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -44,6 +50,10 @@ from memsafe_rl.types import Completion, Ragged, RolloutPlan, SamplingSettings, 
 RESULTS = Path(__file__).parent / "results" / "batch_invariance.json"
 WAVES = (64, 1, 7, 32)
 GROUP = 4
+LENGTH = 40
+FAMILIES = ("qwen3", "gemma3", "gpt2", "t5", "moe")
+FORMS = ("weights", "autocast")
+"""Whether the weights themselves are in half precision, or float32 and narrowed by autocast."""
 IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
 
 
@@ -57,7 +67,7 @@ def make(family: str, dtype: torch.dtype, hidden: int = 64, vocab: int = 512) ->
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": hidden // 4,
         "max_position_embeddings": 512,
         **IDS,
     }
@@ -77,7 +87,7 @@ def make(family: str, dtype: torch.dtype, hidden: int = 64, vocab: int = 512) ->
         sizes = {"n_embd": hidden, "n_layer": 2, "n_head": 4, "n_positions": 512}
         model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab, **sizes, **IDS))
     else:
-        sizes = {"d_model": hidden, "d_kv": 16, "d_ff": 3 * hidden, "num_layers": 2, "num_heads": 4}
+        sizes = {"d_model": hidden, "d_kv": hidden // 4, "d_ff": 3 * hidden, "num_layers": 2, "num_heads": 4}
         known = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
         model = T5ForConditionalGeneration(
             T5Config(vocab_size=vocab, **sizes, feed_forward_proj="gated-gelu", dropout_rate=0.0, **known)
@@ -170,14 +180,22 @@ def score(adapter: Any, trajectory: Trajectory, tokens: int) -> Tensor:
     return torch.cat([row.logprobs for row in found])
 
 
-def gradient(adapter: Any, trajectory: Trajectory, cut: int, *, packed: bool) -> tuple[Tensor, Tensor]:
+def narrowed(kind: torch.dtype | None) -> torch.autocast:
+    """Gives the context of a forward pass, by autocast in a type or without."""
+    return torch.autocast("cpu", kind, enabled=kind is not None)
+
+
+def gradient(
+    adapter: Any, trajectory: Trajectory, cut: int, *, packed: bool, kind: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Gives log-probs and the gradient of a loss over rows, a few of them in each micro-batch, sums in float32."""
     total: dict[str, Tensor] = {}
     found, rows = [], list(range(len(trajectory)))
     for start in range(0, len(rows), cut):
         some = rows[start : start + cut]
         adapter.model.zero_grad()
-        scores = score_rows(adapter, trajectory, some, temperature=1.0, tile=48, packed=packed)
+        with narrowed(kind):
+            scores = score_rows(adapter, trajectory, some, temperature=1.0, tile=48, packed=packed)
         weights = trajectory.advantages[some][:, None]
         (scores.logprobs_BT * weights).sum().backward()
         lengths = trajectory.action_lengths(some)
@@ -188,16 +206,16 @@ def gradient(adapter: Any, trajectory: Trajectory, cut: int, *, packed: bool) ->
     return torch.cat(found), torch.cat([share.flatten() for share in total.values()])
 
 
-def gradients(adapter: Any, trajectory: Trajectory) -> dict[str, Any]:
+def gradients(adapter: Any, trajectory: Trajectory, kind: torch.dtype | None) -> dict[str, Any]:
     """Compares the gradient of several cuts with the whole one's, and repeats the whole."""
-    logprobs, whole = gradient(adapter, trajectory, len(trajectory), packed=False)
-    _, again = gradient(adapter, trajectory, len(trajectory), packed=False)
+    logprobs, whole = gradient(adapter, trajectory, len(trajectory), packed=False, kind=kind)
+    _, again = gradient(adapter, trajectory, len(trajectory), packed=False, kind=kind)
     result: dict[str, Any] = {"bitwise_when_repeated": torch.equal(whole, again), "cuts": {}}
     cuts = [("per row", 1, False), ("8 rows", 8, False)]
     if adapter.packs_prompts:
         cuts.append(("packed", len(trajectory), True))
     for name, cut, packed in cuts:
-        other, grads = gradient(adapter, trajectory, cut, packed=packed)
+        other, grads = gradient(adapter, trajectory, cut, packed=packed, kind=kind)
         result["cuts"][name] = {
             "logprobs_that_differ": int((other != logprobs).sum()),
             "relative_difference": float((grads - whole).norm() / whole.norm()),
@@ -205,67 +223,141 @@ def gradients(adapter: Any, trajectory: Trajectory) -> dict[str, Any]:
     return result
 
 
-def timed(run: Callable[[], Any]) -> tuple[Any, float]:
-    """Gives what a call gives, and its seconds of processor time."""
-    start = time.process_time()
-    return (run(), time.process_time() - start)
+def measure(family: str, dtype: torch.dtype, form: str, *, invariant: bool, tokens: int) -> dict[str, Any]:
+    """Runs one network in one type, with the mode or without, and counts what differs."""
+    model = make(family, dtype if form == "weights" else torch.float32)
+    adapter, kind = adapter_of(model, invariant=invariant), dtype if form == "autocast" else None
+    prompts = prompts_of(max(4, -(-tokens // (GROUP * LENGTH))))
+    alone = prompts[: max(2, len(prompts) // 16)]  # by itself, a row takes as long as a full wave
+    result: dict[str, Any] = {"waves": {}, "scores": {}, "turns": {}}
+    with narrowed(kind):
+        base = draw(adapter, prompts, LENGTH, WAVES[0])
+        for wave in WAVES[1:]:
+            some = alone if wave == 1 else prompts
+            ours = draw(adapter, some, LENGTH, wave, prefill=7 + wave)
+            result["waves"][wave] = compare(ours, base[: len(ours)])
+        trajectory, drawn = rows_of(prompts, base), torch.cat([row.logprobs for row in base])
+        for name, cut in CUTS.items():
+            result["scores"][name] = int((score(adapter, trajectory, cut).float() != drawn).sum())
+        said = converse(adapter, alone, LENGTH // 2, WAVES[0], None)
+        if adapter.kv_retention and family != "t5":  # an encoder reads a longer prompt anew, so that agents take none
+            result["turns"]["kept"] = compare(converse(adapter, alone, LENGTH // 2, 7, KeptCaches()), said)
+        result["turns"]["read again"] = compare(converse(adapter, alone, LENGTH // 2, 7, None), said)
+    result["tokens"] = len(drawn)
+    result["gradients"] = gradients(adapter, rows_of(prompts[:8], base[: 8 * GROUP]), kind)
+    return result
 
 
-def measure(family: str, dtype: torch.dtype, *, invariant: bool, tokens: int) -> dict[str, Any]:
-    """Runs one network in one type, with the mode or without."""
-    adapter = adapter_of(make(family, dtype), invariant=invariant)
-    length = 40
-    prompts = prompts_of(max(4, tokens // (GROUP * length)))
-    base, seconds = timed(lambda: draw(adapter, prompts, length, WAVES[0]))
-    result: dict[str, Any] = {"rollout_seconds": round(seconds, 2), "waves": {}, "scores": {}, "turns": {}}
-    for wave in WAVES[1:]:
-        count = max(4, len(prompts) // 16) if wave == 1 else len(prompts)  # alone, a row takes as long as a full wave
-        ours = draw(adapter, prompts[:count], length, wave, prefill=7 + wave)
-        result["waves"][wave] = compare(ours, base[: GROUP * count])
-    trajectory, drawn = rows_of(prompts, base), torch.cat([row.logprobs for row in base])
-    for name, cut in CUTS.items():
-        scores, seconds = timed(lambda cut=cut: score(adapter, trajectory, cut))
-        result["scores"][name] = {
-            "differ_from_sampler": int((scores.float() != drawn).sum()),
-            "seconds": round(seconds, 2),
-        }
-    few = prompts[: max(4, tokens // (GROUP * length * 16))]
-    said = converse(adapter, few, length // 2, WAVES[0], None)
-    if adapter.kv_retention:
-        result["turns"]["kept"] = compare(converse(adapter, few, length // 2, 7, KeptCaches()), said)
-    result["turns"]["read again"] = compare(converse(adapter, few, length // 2, 7, None), said)
-    small = rows_of(prompts[:8], base[: 8 * GROUP])
-    result["gradients"] = gradients(adapter, small)
-    _, seconds = timed(lambda: gradient(adapter, small, 16, packed=False))
-    result["update_seconds"] = round(seconds, 3)
-    for name, run in (
-        ("rollout_peak_bytes", lambda: draw(adapter, prompts[:16], length, 64)),
-        ("update_peak_bytes", lambda: gradient(adapter, small, 16, packed=False)),
-    ):
-        with CountingAllocator() as counter:
+def cost(family: str, dtype: torch.dtype, *, repeats: int, hidden: int = 256, vocab: int = 4096) -> dict[str, Any]:
+    """Times a rollout and an update with the mode and without, turn by turn, and counts the bytes of both."""
+    kind = None if dtype is torch.float32 else dtype
+    adapter, prompts = adapter_of(make(family, torch.float32, hidden, vocab), invariant=False), prompts_of(8, vocab)
+    with narrowed(kind):
+        trajectory = rows_of(prompts, draw(adapter, prompts, LENGTH, 32))
+
+    def rollout() -> None:
+        with narrowed(kind):
+            draw(adapter, prompts, LENGTH, 32)
+
+    def update() -> None:
+        gradient(adapter, trajectory, 8, packed=adapter.packs_prompts, kind=kind)
+
+    result: dict[str, Any] = {}
+    for name, run in (("rollout", rollout), ("update", update)):
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        found = result[name] = {}
+        for _, adapter.batch_invariant in product(range(repeats + 1), (False, True)):
+            start = time.process_time()
             run()
-        result[name] = counter.peak_bytes
+            seconds[adapter.batch_invariant].append(time.process_time() - start)
+        for mode, adapter.batch_invariant in (("plain", False), ("invariant", True)):
+            found[f"{mode}_seconds"] = round(statistics.median(seconds[adapter.batch_invariant][1:]), 3)
+            with CountingAllocator() as counter:
+                run()
+            found[f"{mode}_bytes"] = counter.peak_bytes
+    took = {mode: sum(part[f"{mode}_seconds"] for part in result.values()) for mode in ("plain", "invariant")}
+    return {**result, "step_ratio": round(took["invariant"] / took["plain"], 2)}
+
+
+# ------------------------------------------------------------------ a run
+
+
+def pieces(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Names what there is to measure, the cheap first."""
+    cells = list(product(args.models, args.dtypes, FORMS))
+    share = -(-args.tokens // len(cells)) * 21 // 20  # some sequences end early
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    for family, kind in product(args.models, ("float32", *args.dtypes)):
+        found[f"cost {family} {kind}"] = partial(cost, family, getattr(torch, kind), repeats=args.repeats)
+    for (family, kind, form), invariant in product(cells, (False, True)):
+        # Without the mode, few tokens tell that some differ.
+        tokens, mode = (share, "invariant") if invariant else (min(share, 600), "plain")
+        run = partial(measure, family, getattr(torch, kind), form, invariant=invariant, tokens=tokens)
+        found[f"{mode} {family} {kind} {form}"] = run
+    return found
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """Adds up what differs, with the mode and without, and gives the worst of costs and gradients."""
+    result: dict[str, Any] = {}
+    for mode in ("plain", "invariant"):
+        cells = [piece for name, piece in found.items() if name.startswith(mode)]
+        compared = [part for cell in cells for group in ("waves", "turns") for part in cell[group].values()]
+        cuts = [cut for cell in cells for cut in cell["gradients"]["cuts"].values()]
+        result[mode] = {
+            "tokens_drawn": sum(cell["tokens"] for cell in cells),
+            "tokens_compared": sum(part["tokens"] for part in compared),
+            "tokens_after_a_difference": sum(part["tokens_after_a_difference"] for part in compared),
+            "logprobs_that_differ": sum(part["logprobs_that_differ"] for part in compared),
+            "scores_compared": sum(len(cell["scores"]) * cell["tokens"] for cell in cells),
+            "scores_that_differ_from_the_samplers": sum(sum(cell["scores"].values()) for cell in cells),
+            "updates_logprobs_that_differ": sum(cut["logprobs_that_differ"] for cut in cuts),
+            "gradients_bitwise_when_repeated": all(cell["gradients"]["bitwise_when_repeated"] for cell in cells),
+            "gradients_furthest_apart": {
+                form: max(
+                    cut["relative_difference"]
+                    for name, piece in found.items()
+                    if name.startswith(mode) and name.endswith(form)
+                    for cut in piece["gradients"]["cuts"].values()
+                )
+                for form in FORMS
+            },
+        }
+    costs = {name: piece for name, piece in found.items() if name.startswith("cost")}
+    kinds = dict.fromkeys(name.split()[-1] for name in costs)
+    result["step_ratio"] = {
+        kind: max(piece["step_ratio"] for name, piece in costs.items() if name.endswith(kind)) for kind in kinds
+    }
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=50_000)
-    parser.add_argument("--models", nargs="+", default=["qwen3", "gemma3", "gpt2", "t5", "moe"])
+    parser.add_argument("--tokens", type=int, default=50_000, help="drawn with the mode, over all models and types")
+    parser.add_argument("--models", nargs="+", default=FAMILIES)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
+    parser.add_argument("--repeats", type=int, default=2, help="timed turns")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the tokens, one timed turn")
+    parser.add_argument("--resume", action="store_true", help="keep the pieces that the output holds")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if args.quick:
+        args.tokens, args.repeats = args.tokens // 10, 1
     torch.set_num_threads(1)  # processor time is then that of the work
-    results: dict[str, Any] = {"tokens": args.tokens, "torch": torch.__version__, "machine": platform.machine()}
-    for family in args.models:
-        for kind in args.dtypes:
-            for invariant in (True, False):
-                # Without the mode, fewer tokens tell that some differ.
-                tokens = args.tokens if invariant else min(args.tokens, 10_000)
-                found = measure(family, getattr(torch, kind), invariant=invariant, tokens=tokens)
-                results.setdefault(family, {}).setdefault(kind, {})["invariant" if invariant else "plain"] = found
-                print(family, kind, invariant, json.dumps(found), flush=True)
-                args.output.write_text(json.dumps(results, indent=1) + "\n")
+    about = {"tokens": args.tokens, "torch": torch.__version__, "machine": platform.machine()}
+    known = json.loads(args.output.read_text()) if args.resume and args.output.exists() else {}
+    found = known.get("pieces", {}) if known.get("about") == about else {}
+    for name, run in tqdm(pieces(args).items(), unit="piece"):
+        if name not in found:
+            start = time.process_time()
+            found[name] = run()
+            found[name]["processor_seconds"] = round(time.process_time() - start, 1)
+            args.output.write_text(json.dumps({"about": about, "pieces": found}, indent=1) + "\n")
+    whole = {"about": about, "summary": summary(found), "pieces": found}
+    args.output.write_text(json.dumps(whole, indent=1) + "\n")
+    print(json.dumps(whole["summary"], indent=1))
+    if broken := whole["summary"]["invariant"]["tokens_after_a_difference"]:
+        raise SystemExit(f"{broken} tokens depend on how they were drawn")
 
 
 if __name__ == "__main__":

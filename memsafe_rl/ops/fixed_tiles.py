@@ -29,6 +29,9 @@ from memsafe_rl.accounting import device_type_of
 TILE_ROWS = 16
 """Rows of every product: few enough that decoding a handful of rows wastes little, enough to fill a kernel."""
 
+SUMMED_ROWS = 256
+"""Rows that are widened at once for a sum over rows in float32."""
+
 _here = threading.local()
 
 
@@ -56,7 +59,10 @@ def fixed_tiles_on() -> bool:
 
 
 def tiled_linear(inputs: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Gives ``x W^T + b`` in tiles of `TILE_ROWS` rows; gradients are those of one whole product.
+    """Gives ``x W^T + b`` in tiles of `TILE_ROWS` rows; so is the gradient of ``x``, to the bit that of the row alone.
+
+    Gradients of weight and bias are sums over rows, which no cut leaves alone to the bit: float32 ones are summed in
+    float32, and so differ by rounding alone, whatever autocast narrows.
 
     Args:
         inputs: (..., K), any float type.
@@ -66,51 +72,61 @@ def tiled_linear(inputs: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None
     Returns:
         (..., O), in autocast's type where autocast is on, else in the type of the inputs.
     """
-    parts = [inputs, weight_OK] if bias_O is None else [inputs, weight_OK, bias_O]
-    device = inputs.device.type
-    if torch.is_autocast_enabled(device) and inputs.dtype is not torch.float64:
-        kind = torch.get_autocast_dtype(device)
-        parts = [part.to(kind) for part in parts]
-    rows_MK = parts[0].reshape(-1, inputs.shape[-1])
-    with torch.autocast(device, enabled=False):
-        if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-            out_MO: Tensor = _TiledLinear.apply(rows_MK, *parts[1:], *[None] * (3 - len(parts)))  # type: ignore[no-untyped-call]
-        else:
-            out_MO = _tiled_product(rows_MK, *parts[1:])
+    rows_MK = inputs.reshape(-1, inputs.shape[-1])
+    parts = (rows_MK, weight_OK, bias_O)
+    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts):
+        out_MO: Tensor = _TiledLinear.apply(*parts)  # type: ignore[no-untyped-call]
+    else:
+        out_MO = _tiled_product(*parts)
     return out_MO.view(*inputs.shape[:-1], out_MO.shape[-1])
 
 
 class _TiledLinear(torch.autograd.Function):
-    """A linear map: forward in fixed tiles, backward in whole products, since sums over rows depend on the cut."""
+    """A linear map, forward and backward of a row alone in fixed tiles."""
 
     @staticmethod
     def forward(ctx: Any, rows_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows_MK, weight_OK)
-        return _tiled_product(rows_MK, weight_OK, bias_O)
+        out_MO = _tiled_product(rows_MK, weight_OK, bias_O)
+        ctx.save_for_backward(rows_MK.to(out_MO.dtype), weight_OK)
+        ctx.kinds = rows_MK.dtype, None if bias_O is None else bias_O.dtype
+        return out_MO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor | None, ...]:
         rows_MK, weight_OK = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        return (
-            grad_MO @ weight_OK if wanted[0] else None,
-            grad_MO.mT @ rows_MK if wanted[1] else None,
-            grad_MO.sum(0) if wanted[2] else None,
-        )
+        (of_rows, of_weight, of_bias), (kind, bias_kind) = ctx.needs_input_grad, ctx.kinds
+        with torch.autocast(grad_MO.device.type, enabled=False):
+            matrix_KO = weight_OK.to(grad_MO.dtype).mT
+            return (
+                _tiled_product(grad_MO, matrix_KO).to(kind) if of_rows else None,
+                _summed_product(grad_MO, rows_MK, weight_OK.dtype) if of_weight else None,
+                grad_MO.sum(0, dtype=bias_kind) if of_bias else None,
+            )
 
 
 def _tiled_product(rows_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    out_MO = rows_MK.new_empty(len(rows_MK), len(weight_OK))
-    weight_KO = weight_OK.mT
-    for start in range(0, len(rows_MK), TILE_ROWS):
-        tile_NK, target_NO = rows_MK[start : start + TILE_ROWS], out_MO[start : start + TILE_ROWS]
-        count = len(tile_NK)
-        if count < TILE_ROWS:
-            tile_NK = functional.pad(tile_NK, (0, 0, 0, TILE_ROWS - count))
-        product_NO = tile_NK @ weight_KO if bias_O is None else torch.addmm(bias_O, tile_NK, weight_KO)
-        target_NO.copy_(product_NO[:count])
+    out_MO = None
+    for tile, rows_NK in enumerate(torch.split(rows_MK, TILE_ROWS)):
+        tile_NK = functional.pad(rows_NK, (0, 0, 0, TILE_ROWS - len(rows_NK))) if len(rows_NK) < TILE_ROWS else rows_NK
+        # Under autocast, torch keeps the narrow copy of a weight for all tiles, tokens and layers that use it.
+        product_NO = functional.linear(tile_NK, weight_OK, bias_O)
+        if out_MO is None:
+            out_MO = product_NO.new_empty(len(rows_MK), len(weight_OK))
+        out_MO[tile * TILE_ROWS : (tile + 1) * TILE_ROWS] = product_NO[: len(rows_NK)]
+    if out_MO is None:
+        raise AssertionError("torch.split gives at least one tile")
     return out_MO
+
+
+def _summed_product(grad_MO: Tensor, rows_MK: Tensor, kind: torch.dtype) -> Tensor:
+    """Gives ``G^T X``, (O, K), summed over rows in a type."""
+    if grad_MO.dtype == kind:
+        return grad_MO.mT @ rows_MK
+    total_OK = torch.zeros(grad_MO.shape[1], rows_MK.shape[1], dtype=kind, device=grad_MO.device)
+    for grad_NO, rows_NK in zip(torch.split(grad_MO, SUMMED_ROWS), torch.split(rows_MK, SUMMED_ROWS), strict=True):
+        total_OK.addmm_(grad_NO.mT.to(kind), rows_NK.to(kind))
+    return total_OK
 
 
 # ------------------------------------------------------------------ experts
@@ -136,12 +152,43 @@ def tiled_experts(rows_MK: Tensor, weight_EKO: Tensor, *, offs: Tensor, **unknow
     slot_M = (last_E - tiles_E)[expert_M] * TILE_ROWS + place_M - starts_E[expert_M]
     expert_T = torch.searchsorted(last_E, torch.arange(tiles, device=rows_MK.device), right=True)
     laid = rows_MK.new_zeros(tiles * TILE_ROWS, rows_MK.shape[1]).index_copy(0, slot_M, rows_MK)
-    expert_T = expert_T.clamp_max(experts - 1)
-    products = [
-        laid[tile * TILE_ROWS : (tile + 1) * TILE_ROWS] @ weight_EKO.index_select(0, expert_T[tile : tile + 1])[0]
-        for tile in range(tiles)
-    ]
-    return torch.cat(products).index_select(0, slot_M)
+    tiles_MO: Tensor = _TiledExperts.apply(laid, weight_EKO, expert_T.clamp_max(experts - 1))  # type: ignore[no-untyped-call]
+    return tiles_MO.index_select(0, slot_M)
+
+
+class _TiledExperts(torch.autograd.Function):
+    """Each tile's product with its expert's weight; no copy of a weight outlives its tile."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MK: Tensor, weight_EKO: Tensor, expert_T: Tensor) -> Tensor:
+        tiles = zip(torch.split(rows_MK, TILE_ROWS), torch.split(expert_T, 1), strict=True)
+        out_MO = torch.cat([tile_NK @ weight_EKO.index_select(0, expert)[0] for tile_NK, expert in tiles])
+        ctx.save_for_backward(rows_MK.to(out_MO.dtype), weight_EKO, expert_T)
+        ctx.kind = rows_MK.dtype
+        return out_MO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor | None, ...]:
+        rows_MK, weight_EKO, expert_T = ctx.saved_tensors
+        of_rows, of_weight, _ = ctx.needs_input_grad
+        wide = torch.promote_types(weight_EKO.dtype, torch.float32)
+        rows_grad_MK = torch.empty_like(rows_MK) if of_rows else None
+        total_EKO = torch.zeros_like(weight_EKO, dtype=wide) if of_weight else None
+        with torch.autocast(grad_MO.device.type, enabled=False):
+            for tile, expert in enumerate(torch.split(expert_T, 1)):
+                part = slice(tile * TILE_ROWS, (tile + 1) * TILE_ROWS)
+                if rows_grad_MK is not None:
+                    weight_KO = weight_EKO.index_select(0, expert)[0].to(grad_MO.dtype)
+                    rows_grad_MK[part] = grad_MO[part] @ weight_KO.mT
+                if total_EKO is not None:
+                    share_KO = rows_MK[part].mT.to(wide) @ grad_MO[part].to(wide)
+                    total_EKO.index_add_(0, expert, share_KO[None])
+        return (
+            None if rows_grad_MK is None else rows_grad_MK.to(ctx.kind),
+            None if total_EKO is None else total_EKO.to(weight_EKO.dtype),
+            None,
+        )
 
 
 # ------------------------------------------------------------------ activation functions

@@ -145,7 +145,7 @@ def _learn_from(step: StepGradient, shared: _Pass, rows: Sequence[int], *, packe
             value_head=critic.head if critic is not None and critic.shares_forward else None,
         )
     inputs = loss_inputs(trajectory, rows, terms, scores)
-    result = policy_loss(inputs, terms.settings, terms.denominators)
+    result = _with_sampler_gap(policy_loss(inputs, terms.settings, terms.denominators), trajectory, rows, inputs)
     if scores.values_BT is not None:
         share = value_share(trajectory, rows, terms, scores.values_BT)
         result = replace(result, loss=result.loss + share.loss, sums={**result.sums, **share.sums})
@@ -201,7 +201,8 @@ def _accumulate_columns(shared: _Pass, rows: Sequence[int]) -> StepGradient:
         step.tokens += tokens
     with torch.no_grad(), host_memory():
         whole = loss_inputs(trajectory, rows, terms, TokenScores(**found))
-        _add(step, policy_loss(whole, terms.settings, terms.denominators), whole.mask_BT.sum())
+        result = policy_loss(whole, terms.settings, terms.denominators)
+        _add(step, _with_sampler_gap(result, trajectory, rows, whole), whole.mask_BT.sum())
     for place, row in enumerate(rows):
         step.logprobs[row] = found["logprobs_BT"][place, : trajectory.actions.lengths[row]]
     return step
@@ -357,6 +358,21 @@ def joined(parts: Sequence[StepGradient], weights: Sequence[float], merge: dict[
         step.micro_batches += part.micro_batches
         step.tokens += part.tokens
     return step
+
+
+@torch.no_grad()
+def _with_sampler_gap(
+    result: LossResult, trajectory: Trajectory, rows: Sequence[int], inputs: LossInputs
+) -> LossResult:
+    """Adds how far the sampler's log-probs of counted actions lie from the model's before the first update."""
+    if trajectory.sampling_logprobs is None:
+        return result
+    own_BT = inputs.logprobs_BT if inputs.old_logprobs_BT is None else inputs.old_logprobs_BT
+    sampled_BT = trajectory.sampling_logprobs.pad(rows, 0, own_BT.device)
+    known_BT = inputs.mask_BT.bool() & ~sampled_BT.isnan()  # another sampler may not say
+    gap_BT = torch.where(known_BT, (own_BT.to(sampled_BT.dtype) - sampled_BT).abs(), 0)
+    sums = {**result.sums, "sampler_gap": gap_BT.sum(), "sampler_tokens": known_BT.sum()}
+    return replace(result, sums=sums, highs={**result.highs, "sampler_gap": gap_BT.max()})
 
 
 def _add(step: StepGradient, result: LossResult, tokens: Tensor | None = None) -> None:

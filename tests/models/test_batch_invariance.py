@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Any
 
@@ -10,53 +11,59 @@ import torch
 from torch.nn import functional
 
 from benchmarks.batch_invariance import (
+    FAMILIES,
+    FORMS,
+    RESULTS,
     adapter_of,
     compare,
     converse,
     draw,
     gradient,
     make,
+    narrowed,
     prompts_of,
     rows_of,
     score,
 )
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.recovery import under
-from memsafe_rl.models.batch_invariance import require
+from memsafe_rl.models.batch_invariance import STEP_COST, is_default, require
 from memsafe_rl.models.decoding.fixed_split_attention import Sight, attend
 from memsafe_rl.ops.fixed_tiles import TILE_ROWS, fixed_tiles
 from memsafe_rl.rollout.native.kv_retention import KeptCaches
 from memsafe_rl.rollout.scoring import score_all
 from memsafe_rl.types import RolloutPlan
 
-FAMILIES = ("qwen3", "gemma3", "gpt2", "t5", "moe")
 HALVES = (torch.bfloat16, torch.float16)
 NEW = 12
 
 
-def differences(family: str, dtype: torch.dtype, *, invariant: bool) -> int:
+def differences(family: str, dtype: torch.dtype, form: str, *, invariant: bool) -> int:
     """Counts the tokens and log-probs that depend on the wave, or on whether they are drawn or scored."""
-    adapter, prompts = adapter_of(make(family, dtype), invariant=invariant), prompts_of(5)
-    drawn = draw(adapter, prompts, NEW, 64)
-    found = 0
-    for wave in (3, 7):
-        counts = compare(draw(adapter, prompts, NEW, wave, prefill=9), drawn)
-        found += counts["tokens_after_a_difference"] + counts["logprobs_that_differ"]
-    told = torch.cat([row.logprobs for row in drawn])
-    for cut in (2**20, 1, 90):
-        found += int((score(adapter, rows_of(prompts, drawn), cut) != told).sum())
+    model = make(family, dtype if form == "weights" else torch.float32)
+    adapter, prompts, found = adapter_of(model, invariant=invariant), prompts_of(5), 0
+    with narrowed(dtype if form == "autocast" else None):
+        drawn = draw(adapter, prompts, NEW, 64)
+        for wave in (3, 7):
+            counts = compare(draw(adapter, prompts, NEW, wave, prefill=9), drawn)
+            found += counts["tokens_after_a_difference"] + counts["logprobs_that_differ"]
+        told = torch.cat([row.logprobs for row in drawn])
+        for cut in (2**20, 1, 90):
+            found += int((score(adapter, rows_of(prompts, drawn), cut) != told).sum())
     return found
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_bit_depends_on_the_wave_and_sampler_and_trainer_agree(family: str, dtype: torch.dtype) -> None:
-    assert differences(family, dtype, invariant=True) == 0
+def test_no_bit_depends_on_the_wave_and_sampler_and_trainer_agree(family: str, dtype: torch.dtype, form: str) -> None:
+    assert differences(family, dtype, form, invariant=True) == 0
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_the_mode_bits_depend_on_the_wave(family: str) -> None:
-    assert differences(family, torch.bfloat16, invariant=False) > 0
+def test_without_the_mode_bits_depend_on_the_wave(family: str, form: str) -> None:
+    assert differences(family, torch.bfloat16, form, invariant=False) > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "moe"])
@@ -80,6 +87,19 @@ def test_no_cut_of_an_update_changes_a_logprob(family: str) -> None:
     assert torch.equal(gradient(adapter, trajectory, 12, packed=False)[1], slope)
     for cut, packed in cuts:
         assert torch.equal(gradient(adapter, trajectory, cut, packed=packed)[0], whole)
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_weights_under_autocast_get_one_gradient_from_all_cuts(family: str, invariant: bool) -> None:
+    adapter, prompts, kind = adapter_of(make(family, torch.float32), invariant=invariant), prompts_of(3), torch.bfloat16
+    with narrowed(kind):
+        trajectory = rows_of(prompts, draw(adapter, prompts, NEW, 64))
+    _, whole = gradient(adapter, trajectory, 12, packed=False, kind=kind)
+    # Whole groups, for what an encoder reads once for several rows gets one rounded gradient of all.
+    _, slope = gradient(adapter, trajectory, 4, packed=False, kind=kind)
+    apart = float((slope - whole).norm() / whole.norm())
+    assert apart < 1e-6 if invariant else apart > 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,6 +144,15 @@ def test_rows_of_a_linear_map_are_those_of_the_row_alone(dtype: torch.dtype) -> 
     assert torch.allclose(whole, functional.linear(rows, weight, bias), rtol=0.02, atol=0.05)
 
 
+def test_autocast_narrows_a_weight_once_for_all_tiles_and_calls() -> None:
+    rows, weight = torch.randn(3 * TILE_ROWS, 32), torch.randn(8, 32, requires_grad=True)
+    with torch.profiler.profile(record_shapes=True) as profile, narrowed(torch.bfloat16), fixed_tiles():
+        for _ in range(2):
+            functional.linear(rows, weight)
+    copies = [event for event in profile.events() if event.name == "aten::_to_copy"]
+    assert [event.input_shapes[0] for event in copies].count([8, 32]) == 1
+
+
 def test_float32_rows_depend_on_their_number_without_tiles() -> None:
     rows, weight = torch.randn(64, 97), torch.randn(130, 97)
     alone = torch.cat([functional.linear(row[None], weight) for row in rows])
@@ -143,6 +172,18 @@ def test_attention_is_softmax_attention(shape: tuple[int, int]) -> None:
     assert (ours - plain).abs().max() < 1e-12
     for one, other in zip(torch.autograd.grad(ours, wide, slope), torch.autograd.grad(plain, wide, slope), strict=True):
         assert (one - other).abs().max() < 1e-12
+
+
+def test_the_mode_is_on_by_default_where_the_committed_measurement_says_that_it_is_cheap() -> None:
+    measured = json.loads(RESULTS.read_text())["summary"]["step_ratio"]
+    for kind, ratio in measured.items():
+        assert STEP_COST["cpu", kind] == ratio
+        assert is_default(torch.device("cpu"), getattr(torch, kind)) == (ratio < 1.1)
+        assert not is_default(torch.device("cuda"), getattr(torch, kind))  # not yet measured
+    assert {kind for device, kind in STEP_COST if device == "cpu"} == measured.keys()
+    whole = json.loads(RESULTS.read_text())["summary"]["invariant"]
+    assert whole["tokens_drawn"] >= 50_000
+    assert whole["tokens_after_a_difference"] == whole["logprobs_that_differ"] == 0
 
 
 def test_networks_that_pad_rows_beside_each_other_are_refused() -> None:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
+from itertools import groupby
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -406,13 +407,16 @@ def _joined(parts: list[Tensor], axis: int = 0) -> Tensor:
 
 
 def _attend_source_by_place(segment: Segment, keys: Tensor, values: Tensor, query: Tensor, scoring: Scoring) -> Tensor:
-    """Attends over what an encoder read, a row at a time, so that no second copy of all sources is made."""
-    lengths, mixed = cast(PromptBlock, segment.block.source).lengths, []
+    """Attends over what an encoder read, a prompt at a time, so that no second copy of all sources is made."""
+    lengths, mixed, start = cast(PromptBlock, segment.block.source).lengths, [], 0
     sight = fixed_split.Sight(scoring.scale, scoring.soft_cap)
-    for row, prompt in enumerate(segment.prompts):
+    for prompt, run in groupby(segment.prompts):
         read = slice(prompt, prompt + 1), slice(None), slice(lengths[prompt])
         key, value = (as_floats(part[read], query.dtype) for part in (keys, values))
-        mixed.append(fixed_split.attend(query[row : row + 1], key, value, sight, sinks=scoring.sinks))
+        rows = query[start : start + len(list(run))].transpose(0, 1)  # all see the same: queries of one product
+        found = fixed_split.attend(rows.flatten(1, 2)[None], key, value, sight, sinks=scoring.sinks)
+        mixed.append(found[0].view(*rows.shape[:3], -1).transpose(0, 1))
+        start += rows.shape[1]
     return torch.cat(mixed)
 
 

@@ -1,7 +1,8 @@
 """Rotary positions in three operators a tensor while rows are decoded, where a network's own take five.
 
 ``rotate_half`` of queries and keys is a roll by half their width whose first half changes its sign; the sign goes to
-the sines instead, which all layers share. In half precision products are rounded where the network rounds them.
+the sines instead, which all layers share. Where tokens that are read again must get the bits that they had, in half
+precision and in fixed tiles, products are rounded as the network rounds them, by one operator more.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.models.module_state import replaced
+from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 
 _FUNCTION = "apply_rotary_pos_emb"
 _PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
@@ -47,8 +49,7 @@ class _Short:
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         """Rotates queries and keys (B, H, N, D) by cosines and sines (B, N, D)."""
-        alike = q.shape[-1] == k.shape[-1] == sin.shape[-1] and q.dtype == k.dtype == cos.dtype
-        if not alike or q.dtype not in (torch.float32, torch.float64):  # reading again must give the same bits
+        if not (q.shape[-1] == k.shape[-1] == sin.shape[-1] and q.dtype == k.dtype == cos.dtype):
             rotated: tuple[Tensor, Tensor] = self._own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
             return rotated
         if id(sin) not in self._signed:
@@ -59,8 +60,10 @@ class _Short:
 
 
 def _rotated(values: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    turned = values.roll(values.shape[-1] // 2, -1)
-    return torch.addcmul(values * cos, turned, signed_sin)
+    turned, kept = values.roll(values.shape[-1] // 2, -1), values * cos
+    if fixed_tiles_on() or values.dtype not in (torch.float32, torch.float64):
+        return kept.add_(turned.mul_(signed_sin))
+    return kept.addcmul_(turned, signed_sin)
 
 
 @lru_cache

@@ -45,7 +45,6 @@ from memsafe_rl.models.language.base import (
     predicting_states,
 )
 from memsafe_rl.models.language.packing import attending, pack_rows, padded_layout
-from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import Component, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -185,7 +184,7 @@ class CausalLMAdapter(LanguageAdapter):
         positions_BN = reading.positions
         with (
             shared_prefix_attention(self._attention_configs, reading),
-            short_rotations(() if fixed_tiles_on() or reading.counts is not None else self._rotations),
+            short_rotations(() if reading.counts is not None else self._rotations),
         ):
             output = self.lm.base_model(
                 input_ids=ids_BN, position_ids=positions_BN, past_key_values=reading.cache, use_cache=True

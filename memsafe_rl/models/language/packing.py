@@ -267,8 +267,10 @@ def packed_attention(
         raise NotImplementedError(f"attention takes {', '.join(unknown)}")
     window = _window(module, layout, options.get("sliding_window"))
     scoring = _Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"))
-    parts = [part.transpose(1, 2).flatten(0, 1) for part in _of_one_type(query, key, value)]
-    attention = _AttentionByRow if fixed_tiles_on() else _Attention
+    by_row = fixed_tiles_on()  # there each keeps its own type, as where rows are read alone or decoded
+    typed = (query, key, value) if by_row else _of_one_type(query, key, value)
+    parts = [part.transpose(1, 2).flatten(0, 1) for part in typed]
+    attention = _AttentionByRow if by_row else _Attention
     packed: Tensor = attention.apply(*parts, options.get("s_aux"), layout, window, scoring)  # type: ignore[no-untyped-call]
     return packed.view(query.shape[0], -1, *packed.shape[1:]), None
 
@@ -353,7 +355,7 @@ class _AttentionByRow(torch.autograd.Function):
         window: int | None,
         scoring: _Scoring,
     ) -> Tensor:
-        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        out = value.new_empty(*query.shape[:2], value.shape[-1])
         lse = torch.empty(query.shape[:2], dtype=widened(query), device=query.device)
         for own, prompt in _segments_alone(layout):
             sight = _sight(own, prompt, window, scoring, query.device)

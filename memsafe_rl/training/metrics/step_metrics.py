@@ -70,9 +70,14 @@ def step_metrics(numbers: StepNumbers, terms: StepTerms, parallel: Parallel) -> 
     for name, (key, count) in LOSSES[terms.settings.loss_type].metrics.items():
         if key in totals:
             metrics[name] = totals[key] / (ratios if count is None else max(1.0, totals[count]))
+    highs = _merged([part.highs for part in parts], max)
+    if "sampler_gap" in highs:
+        mean = totals["sampler_gap"] / totals["sampler_tokens"] if totals["sampler_tokens"] else math.nan
+        metrics["sampling/sampling_logp_difference/mean"] = mean
+        metrics["sampling/sampling_logp_difference/max"] = highs.pop("sampler_gap")
     for name, value in _merged([part.lows for part in parts], min).items():
         metrics[f"{name.replace('clip_', 'clip_ratio/')}_min"] = value
-    for name, value in _merged([part.highs for part in parts], max).items():
+    for name, value in highs.items():
         metrics[f"{name.replace('clip_', 'clip_ratio/')}_max"] = value
     return metrics
 

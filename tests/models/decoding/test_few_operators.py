@@ -13,11 +13,12 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from benchmarks.launches import counted, ours, per_token, prompts_of, sampler_operators
+from benchmarks.launches import Operators, counted, ours, per_token, prompts_of, sampler_operators
 from benchmarks.small import small_qwen3, small_t5
 from memsafe_rl.models.decoding import shared_prefix_attention, short_rotations
 from memsafe_rl.models.decoding.short_norms import norms_of, short_norms
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
+from memsafe_rl.ops.fixed_tiles import fixed_tiles
 
 
 @pytest.mark.parametrize("kind", [Qwen3RMSNorm, T5LayerNorm])
@@ -62,6 +63,27 @@ def test_short_rotations_are_the_networks_own(dtype: torch.dtype) -> None:
     for part, expected in zip(found, own(q, k, cos, sin), strict=True):
         tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(part, expected, **tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tiled"), [(torch.bfloat16, False), (torch.float16, True), (torch.float32, True)])
+def test_where_bits_count_short_rotations_round_as_the_network_does(dtype: torch.dtype, tiled: bool) -> None:
+    dice = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(64, heads, 1, 16, generator=dice).to(dtype) for heads in (4, 2))
+    cos, sin = (torch.rand(64, 1, 16, generator=dice).to(dtype) for _ in range(2))
+
+    def rotate() -> tuple[list[torch.Tensor], int]:
+        operators = Operators()
+        with operators:
+            return list(modeling_qwen3.apply_rotary_pos_emb(q, k, cos, sin)), operators.counts.total()
+
+    own, most = rotate()
+    with short_rotations.short_rotations((modeling_qwen3,)), fixed_tiles(tiled):
+        rotate_once, _ = rotate()  # the sines are turned round once for all layers
+        again, count = rotate()
+    assert count < most
+    for part, once, expected in zip(again, rotate_once, own, strict=True):
+        assert torch.equal(part, expected)
+        assert torch.equal(once, expected)
 
 
 def test_rotations_of_neighbours_are_left_alone() -> None:
