@@ -166,6 +166,7 @@ class Learner:
     def plan(self, trajectory: Trajectory, rows: Sequence[int]) -> None:
         """Asks the memory policy how to cut this rank's rows."""
         work = self.work(trajectory, rows)
+        self._setup.adapter.release_weights()
         plan = self._setup.memory_policy.before_update(work, self._setup.memory.state())
         self._setup.memory.adopt(plan, UpdatePlan)
         check_packing(plan, work)
@@ -193,8 +194,7 @@ class Learner:
         setup, committer = self._setup, self._setup.committed
 
         def accumulate(plan: UpdatePlan) -> tuple[Rollout, StepGradient]:
-            if plan.park_optimizer:
-                committer.park()
+            setup.settle(plan)
             setup.make_room(plan)
             placed = rollout.to(plan.trajectory_device, setup.adapter.device)
             found = accumulate_gradient(

@@ -42,8 +42,7 @@ class Scorer:
         setup, enter = self._setup, context or self._setup.autocast
 
         def around(plan: RolloutPlan) -> AbstractContextManager[object]:
-            if plan.park_optimizer and setup.committer is not None:
-                setup.committer.park()
+            setup.settle(plan)
             return enter()
 
         return setup.recovery.attempts(stage, setup.memory.rollout_plan, work, around)

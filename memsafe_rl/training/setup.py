@@ -31,7 +31,15 @@ from memsafe_rl.training.algorithms.advantages import Advantages
 from memsafe_rl.training.algorithms.objectives import Combiner
 from memsafe_rl.training.assembly.protocol import ModelFactory
 from memsafe_rl.training.optim.optimizer import Committer
-from memsafe_rl.types import Component, LossSettings, ModelGeometry, SamplingSettings, UpdatePlan, UpdateWork
+from memsafe_rl.types import (
+    Component,
+    LossSettings,
+    ModelGeometry,
+    RolloutPlan,
+    SamplingSettings,
+    UpdatePlan,
+    UpdateWork,
+)
 
 DrawRollout = Callable[[list[Any]], Mapping[str, Any]]
 """A user's `rollout_func`, its trainer given already."""
@@ -154,6 +162,12 @@ class TrainingSetup:
             raise ConfigError("max_steps is -1 but the dataset is a stream of unknown length. Set max_steps.")
         rollouts = per_epoch // config.prompts_per_rollout
         return math.ceil(config.num_train_epochs * rollouts * config.updates_per_epoch * config.num_iterations)
+
+    def settle(self, plan: RolloutPlan | UpdatePlan) -> None:
+        """Takes to the host what a plan wants there, and puts frozen weights where it wants them; may be repeated."""
+        if plan.park_optimizer and self.committer is not None:
+            self.committer.park()
+        self.adapter.place_weights(plan.resident_blocks)
 
     @contextmanager
     def row_by_row(self) -> Iterator[None]:

@@ -183,7 +183,7 @@ def machine_for(inputs: Inputs, device: torch.device, parallel: Parallel, *, kin
     total_bytes, free_bytes = meter.total_bytes(), meter.free_bytes()
     budget = MemoryBudget.parse(inputs.config.memory_budget)
     budget_bytes = budget.resolve(total_bytes=total_bytes, free_bytes=free_bytes)
-    tracker = MemoryTracker(kind or device.type, meter, budget_bytes, holdings.by_component, holdings.optimizer_bytes)
+    tracker = MemoryTracker(kind or device.type, meter, budget_bytes, holdings)
     recovery = Recovery(tracker, inputs.memory_policy)
     if kind is None:
         recovery.repeat(Stage.LOAD, prepare_device, device)
@@ -239,7 +239,7 @@ def build_setup(
         environments=inputs.environments,
         draw_rollout=draw_rollout,
     )
-    machine.holdings.networks = setup.networks
+    machine.holdings.networks, machine.holdings.resident_blocks = setup.networks, lambda: adapter.resident_blocks
     return setup
 
 

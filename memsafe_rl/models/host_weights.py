@@ -1,0 +1,214 @@
+"""Frozen weights that wait in host memory and come to the device while their block runs.
+
+A tensor stays the object it is, and so does its storage, which is filled before the block's forward or backward and
+emptied after it, as FSDP2 does with what it gathers. So autograd, PEFT and attention code hold weights as ever, and a
+block computes what it would compute if it had never left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from memsafe_rl.accounting import charge, hold, host_memory
+from memsafe_rl.types import Component, blocks_on_host
+
+_LEAST_BYTES = 4096
+"""Bytes under which a weight, such as a norm's, is not worth a transfer."""
+
+
+@dataclass
+class _Streamed:
+    """The frozen weights of a block."""
+
+    block: nn.Module
+    frozen: list[nn.Parameter]
+    weights: list[Tensor] = field(
+        default_factory=list
+    )  # the same without a version, once the block has left the device
+    copies: list[Tensor] = field(default_factory=list)  # on the host, likewise
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self.frozen)
+
+
+class HostWeights:
+    """Keeps the frozen weights of some of a network's blocks on the host; brings each in while its block runs.
+
+    While a block runs, the one that is expected next is on its way, so that two of them are on the device at most.
+    Which comes next is what came next the last time, forward and backward apart.
+
+    Args:
+        blocks: the network's blocks, in the order in which they run.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        shared = _storages_of_several(blocks)
+        self._blocks = [_Streamed(block, list(_frozen_weights(block, shared))) for block in blocks]
+        self._away: frozenset[int] = frozenset()  # blocks whose weights wait on the host
+        self._here: dict[int, torch.cuda.Event | None] = {}  # those of them that are on the device, or on their way
+        self._after: dict[tuple[bool, int], int] = {}
+        self._last: tuple[bool, int] | None = None
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """int, bytes of each block's frozen weights, which can wait on the host."""
+        return tuple(streamed.nbytes for streamed in self._blocks)
+
+    @property
+    def resident(self) -> int:
+        """Blocks whose weights stay on the device."""
+        return len(self._blocks) - len(self._away)
+
+    def place(self, resident: int | None) -> None:
+        """Leaves so many blocks on the device, the others spread evenly among them; a call that failed may be repeated.
+
+        Args:
+            resident: blocks on the device; None for all.
+        """
+        away = blocks_on_host(len(self._blocks), resident)
+        if away == self._away:
+            return
+        self.release()
+        for index in sorted(away - self._away):
+            self._send(index)
+        for index in sorted(self._away - away):
+            self._return(index)
+
+    def release(self) -> None:
+        """Takes from the device what is there only because its block ran last."""
+        for index in list(self._here):
+            self._empty(index)
+        self._last = None
+
+    def _send(self, index: int) -> None:
+        streamed = self._blocks[index]
+        if not streamed.copies:
+            with host_memory():
+                streamed.copies = [_host_copy(weight) for weight in streamed.frozen]
+            for weight in streamed.frozen:
+                if not weight.untyped_storage().resizable():  # mapped from a file
+                    weight.data = torch.empty_like(weight)
+            streamed.weights = [weight.data for weight in streamed.frozen]
+        self._empty(index)
+        self._away |= {index}
+        vars(streamed.block)["forward"] = self._bringing(index, streamed.block.forward)
+
+    def _return(self, index: int) -> None:
+        self._fill(index, wait=True)
+        del self._here[index]
+        self._away -= {index}
+        del vars(self._blocks[index].block)["forward"]
+
+    def _bringing(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Gives a block's forward that has its weights, and its backward, on the device."""
+
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._bring(index)
+            result = forward(*args, **kwargs)
+            for tensor in tree_leaves(result) if torch.is_grad_enabled() else ():
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(partial(self._before_backward, index))  # type: ignore[no-untyped-call]
+            return result
+
+        return run
+
+    def _before_backward(self, index: int, _: Tensor) -> None:
+        if index in self._away:
+            self._bring(index)
+
+    def _bring(self, index: int) -> None:
+        """Has a block's weights on the device, the next one's on their way, and no others."""
+        backward = torch._C._current_graph_task_id() >= 0
+        if self._last is not None and self._last[0] == backward and self._last[1] != index:
+            self._after[self._last] = index
+        self._last = (backward, index)
+        following = self._after.get(self._last)
+        for other in [other for other in self._here if other not in (index, following)]:
+            self._empty(other)
+        if index not in self._here:
+            self._fill(index, wait=True)
+        arrived = self._here[index]
+        if arrived is not None:
+            torch.cuda.current_stream().wait_event(arrived)
+            self._here[index] = None
+        if following is not None and following in self._away and following not in self._here:
+            self._fill(following, wait=False)
+
+    def _fill(self, index: int, *, wait: bool) -> None:
+        """Copies a block's weights to the device; all of them are there afterwards, or none."""
+        streamed = self._blocks[index]
+        self._here[index] = None
+        try:
+            with charge(Component.WEIGHTS):
+                for weight in streamed.weights:
+                    weight.untyped_storage().resize_(weight.nbytes)
+                self._here[index] = _copied(streamed, wait=wait)
+            hold(Component.WEIGHTS, streamed.weights)
+        except BaseException:
+            self._empty(index)
+            raise
+
+    def _empty(self, index: int) -> None:
+        for weight in self._blocks[index].weights:
+            weight.untyped_storage().resize_(0)
+        hold(Component.WEIGHTS, self._blocks[index].weights)
+        self._here.pop(index, None)
+
+
+def _copied(streamed: _Streamed, *, wait: bool) -> torch.cuda.Event | None:
+    """Copies from the host; gives the event of arrival if the copies need not be waited for now."""
+    device = streamed.weights[0].device if streamed.weights else torch.device("cpu")
+    if device.type != "cuda" or wait:
+        for weight, copy in zip(streamed.weights, streamed.copies, strict=True):
+            weight.copy_(copy, non_blocking=True)
+        return None
+    beside, arrived = _stream_of(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream(device))  # whose memory it is until now
+    with torch.cuda.stream(beside):
+        for weight, copy in zip(streamed.weights, streamed.copies, strict=True):
+            weight.copy_(copy, non_blocking=True)
+        arrived.record(beside)
+    return arrived
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]
+
+
+def _host_copy(weight: Tensor) -> Tensor:
+    copy = torch.empty_like(weight, device="cpu", pin_memory=weight.device.type == "cuda")
+    return copy.copy_(weight)
+
+
+def _storages_of_several(blocks: Sequence[nn.Module]) -> set[int]:
+    """Finds storages that more than one block holds, which cannot come and go with one."""
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for block in blocks:
+        own = {weight.untyped_storage()._cdata for weight in block.parameters()}
+        twice |= own & seen
+        seen |= own
+    return twice
+
+
+def _frozen_weights(block: nn.Module, shared: set[int]) -> Iterator[nn.Parameter]:
+    """Gives the matrices of a block that can leave: frozen, large enough, and alone in their storage."""
+    for weight in block.parameters():
+        storage = weight.untyped_storage()
+        alone = storage._cdata not in shared and (storage.nbytes() == weight.nbytes or not storage.resizable())
+        if alone and not weight.requires_grad and weight.dim() > 1 and weight.nbytes >= _LEAST_BYTES:
+            yield weight
