@@ -7,6 +7,7 @@ block computes what it would compute if it had never left.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from memsafe_rl.accounting import charge, hold, host_memory
+from memsafe_rl.accounting import charge, hold, host_memory, weights_of
+from memsafe_rl.models.blocks import blocks_of
 from memsafe_rl.types import Component, blocks_on_host
 
 _LEAST_BYTES = 4096
@@ -49,6 +51,14 @@ class HostWeights:
         blocks: the network's blocks, in the order in which they run.
     """
 
+    @staticmethod
+    def of(network: nn.Module) -> HostWeights:
+        """Gives what moves a network's weights, always the same while any of them is on the host."""
+        known = _known.get(network)
+        if known is None or not known._away:
+            known = _known[network] = HostWeights(blocks_of(network))
+        return known
+
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         shared = _storages_of_several(blocks)
         self._blocks = [_Streamed(block, list(_frozen_weights(block, shared))) for block in blocks]
@@ -67,18 +77,19 @@ class HostWeights:
         """Blocks whose weights stay on the device."""
         return len(self._blocks) - len(self._away)
 
-    def place(self, resident: int | None) -> None:
+    def place(self, resident: int | None, device: torch.device | None = None) -> None:
         """Leaves so many blocks on the device, the others spread evenly among them; a call that failed may be repeated.
 
         Args:
             resident: blocks on the device; None for all.
+            device: where blocks run; None for where their weights are.
         """
         away = blocks_on_host(len(self._blocks), resident)
         if away == self._away:
             return
         self.release()
         for index in sorted(away - self._away):
-            self._send(index)
+            self._send(index, device)
         for index in sorted(self._away - away):
             self._return(index)
 
@@ -88,14 +99,16 @@ class HostWeights:
             self._empty(index)
         self._last = None
 
-    def _send(self, index: int) -> None:
+    def _send(self, index: int, device: torch.device | None) -> None:
         streamed = self._blocks[index]
         if not streamed.copies:
             with host_memory():
-                streamed.copies = [_host_copy(weight) for weight in streamed.frozen]
+                streamed.copies = [_host_copy(weight, device or weight.device) for weight in streamed.frozen]
             for weight in streamed.frozen:
-                if not weight.untyped_storage().resizable():  # mapped from a file
-                    weight.data = torch.empty_like(weight)
+                # a storage that is mapped from a file cannot be emptied
+                if weight.device != (device or weight.device) or not weight.untyped_storage().resizable():
+                    weight.data = torch.empty_like(weight, device=device)
+                    weight.untyped_storage().resize_(0)
             streamed.weights = [weight.data for weight in streamed.frozen]
         self._empty(index)
         self._away |= {index}
@@ -164,6 +177,30 @@ class HostWeights:
         self._here.pop(index, None)
 
 
+_known: weakref.WeakKeyDictionary[nn.Module, HostWeights] = weakref.WeakKeyDictionary()
+
+
+def put_on(network: nn.Module, device: torch.device, room_bytes: int | None = None) -> bool:
+    """Moves a network to a device; frozen weights of its blocks stay on the host if all of it would pass the room.
+
+    Args:
+        network: on the host, or there already.
+        device: where it runs.
+        room_bytes: int, bytes that its weights may take; None for no limit.
+
+    Returns:
+        Whether weights stay on the host.
+    """
+    size = sum({weight.untyped_storage()._cdata: weight.nbytes for weight in weights_of(network)}.values())
+    weights = HostWeights.of(network)
+    stay = room_bytes is not None and size > room_bytes and any(weights.block_bytes)
+    if stay:
+        weights.place(0, device)
+    network.to(device)
+    hold(Component.WEIGHTS, weights_of(network))  # on a CPU they are mapped from the file
+    return stay
+
+
 def _copied(streamed: _Streamed, *, wait: bool) -> torch.cuda.Event | None:
     """Copies from the host; gives the event of arrival if the copies need not be waited for now."""
     device = streamed.weights[0].device if streamed.weights else torch.device("cpu")
@@ -189,8 +226,8 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return _streams[device]
 
 
-def _host_copy(weight: Tensor) -> Tensor:
-    copy = torch.empty_like(weight, device="cpu", pin_memory=weight.device.type == "cuda")
+def _host_copy(weight: Tensor, device: torch.device) -> Tensor:
+    copy = torch.empty_like(weight, device="cpu", pin_memory=device.type == "cuda")
     return copy.copy_(weight)
 
 

@@ -26,7 +26,7 @@ from memsafe_rl.accounting import autocast_bytes, claim
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.batch_invariance import batch_invariant
-from memsafe_rl.models.blocks import blocks_of, find_blocks, recomputed
+from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
 from memsafe_rl.models.decoding.shared_prefix_cache import (
@@ -127,7 +127,7 @@ class LanguageAdapter(ModelAdapter, ABC):
         self._attention_configs = self._all_configs = attention_configs(lm)  # the second, an encoder's too
         self._norms, self._rotations = norms_of(lm), rotations_of(lm)
         self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
-        self._host_weights = HostWeights(blocks_of(lm))
+        self._host_weights = HostWeights.of(lm)
         keep_eager_masks_finite()
         lay_single_biases_densely()
         _switch_off_checkpointing(lm)
@@ -212,7 +212,7 @@ class LanguageAdapter(ModelAdapter, ABC):
     def reread(self) -> None:
         """Forgets the sizes read so far, after weights were added or frozen."""
         self._host_weights.place(None)
-        self._host_weights = HostWeights(blocks_of(self.lm))
+        self._host_weights = HostWeights.of(self.lm)
         self._geometries.clear()
 
     @property

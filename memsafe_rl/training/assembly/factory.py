@@ -20,7 +20,7 @@ from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.data.environments import ENVIRONMENTS, EnvironmentPool, environment_pool_for, with_prompts
 from memsafe_rl.data.prompts import PromptSource
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.memory.budget import MemoryBudget
+from memsafe_rl.memory.budget import MemoryBudget, room_for_weights
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.first_use import prepare_device
 from memsafe_rl.memory.runtime.holdings import Holdings
@@ -272,7 +272,11 @@ def _advantages(
 def _load(inputs: Inputs, machine: Machine) -> LoadedModel:
     """Loads what the user named, or prepares what the user passed."""
     request, recovery = inputs.request, machine.recovery
-    more = {"quantization_config": request.quantization_config, "peft_config": request.peft_config}
+    more = {
+        "quantization_config": request.quantization_config,
+        "peft_config": request.peft_config,
+        "room_bytes": room_for_weights(recovery.tracker.budget_bytes),
+    }
     # An adapter goes into a model object in place, so that only a model loaded by name can be loaded again.
     if isinstance(request.model, str):
         return recovery.repeat(Stage.LOAD, inputs.models.load, request.model, machine.device, **more)
