@@ -196,7 +196,8 @@ def put_on(network: nn.Module, device: torch.device, room_bytes: int | None = No
     stay = room_bytes is not None and size > room_bytes and any(weights.block_bytes)
     if stay:
         weights.place(0, device)
-    network.to(device)
+    if any(tensor.device != device for tensor in (*network.parameters(), *network.buffers())):
+        network.to(device)
     hold(Component.WEIGHTS, weights_of(network))  # on a CPU they are mapped from the file
     return stay
 

@@ -166,8 +166,7 @@ class Learner:
     def plan(self, trajectory: Trajectory, rows: Sequence[int]) -> None:
         """Asks the memory policy how to cut this rank's rows."""
         work = self.work(trajectory, rows)
-        self._setup.adapter.release_weights()
-        plan = self._setup.memory_policy.before_update(work, self._setup.memory.state())
+        plan = self._setup.memory_policy.before_update(work, self._setup.memory_state())
         self._setup.memory.adopt(plan, UpdatePlan)
         check_packing(plan, work)
 

@@ -34,6 +34,7 @@ from memsafe_rl.training.optim.optimizer import Committer
 from memsafe_rl.types import (
     Component,
     LossSettings,
+    MemoryState,
     ModelGeometry,
     RolloutPlan,
     SamplingSettings,
@@ -162,6 +163,11 @@ class TrainingSetup:
             raise ConfigError("max_steps is -1 but the dataset is a stream of unknown length. Set max_steps.")
         rollouts = per_epoch // config.prompts_per_rollout
         return math.ceil(config.num_train_epochs * rollouts * config.updates_per_epoch * config.num_iterations)
+
+    def memory_state(self) -> MemoryState:
+        """Gives what a policy may know of the device, on which no frozen weights are left that only passed by."""
+        self.adapter.release_weights()
+        return self.memory.state()
 
     def settle(self, plan: RolloutPlan | UpdatePlan) -> None:
         """Takes to the host what a plan wants there, and puts frozen weights where it wants them; may be repeated."""

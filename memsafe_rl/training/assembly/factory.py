@@ -209,6 +209,7 @@ def build_setup(
         adapter = models.adapt(loaded)
         recovery.repeat(Stage.LOAD, check, config, models, adapter)
         advantages = _advantages(inputs, machine, adapter, check)
+        adapter.release_weights()
     engine = engine_for(config, models.own_engine, adapter, recovery.tracker)
     check_sampler(config, is_external=engine.supports.is_external or draw_rollout is not None)
     sampling = models.sampling_settings(adapter)
