@@ -121,6 +121,10 @@ class ScoringAdapter(Protocol):
         """
         del resident
 
+    def settle_weights_on_host(self) -> None:
+        """Leaves frozen weights for which the device has no room on the host, as ordinary tensors."""
+        return
+
     def release_weights(self) -> None:
         """Takes frozen weights from the device that are there only because their block ran last."""
         return

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memsafe_rl.accounting import charge, hold, host_memory, weights_of
+from memsafe_rl.memory.runtime.host_memory import to_device
 from memsafe_rl.models.blocks import blocks_of
 from memsafe_rl.types import Component, blocks_on_host
 
@@ -55,7 +56,7 @@ class HostWeights:
     def of(network: nn.Module) -> HostWeights:
         """Gives what moves a network's weights, always the same while any of them is on the host."""
         known = _known.get(network)
-        if known is None or not known._away:
+        if known is None or not (known._away or known._settled):
             known = _known[network] = HostWeights(blocks_of(network))
         return known
 
@@ -63,6 +64,7 @@ class HostWeights:
         shared = _storages_of_several(blocks)
         self._blocks = [_Streamed(block, list(_frozen_weights(block, shared))) for block in blocks]
         self._away: frozenset[int] = frozenset()  # blocks whose weights wait on the host
+        self._settled: frozenset[int] = frozenset()  # blocks whose weights lie on the host as ordinary tensors
         self._here: dict[int, torch.cuda.Event | None] = {}  # those of them that are on the device, or on their way
         self._after: dict[tuple[bool, int], int] = {}
         self._last: tuple[bool, int] | None = None
@@ -85,13 +87,30 @@ class HostWeights:
             device: where blocks run; None for where their weights are.
         """
         away = blocks_on_host(len(self._blocks), resident)
-        if away == self._away:
+        if away == self._away and not self._settled:
             return
+        for index in sorted(self._settled - away):
+            for weight in self._blocks[index].frozen:
+                weight.data = to_device(weight.data, device or weight.device)
+        self._settled = frozenset()
         self.release()
         for index in sorted(away - self._away):
             self._send(index, device)
         for index in sorted(self._away - away):
             self._return(index)
+
+    def settle_on_host(self) -> None:
+        """Lays weights of blocks that are away down on the host, where the device has no room for all.
+
+        They can be saved and moved from there; the blocks do not run before `place` has brought them back.
+        """
+        self.release()
+        for streamed in (self._blocks[index] for index in self._away):
+            for weight, copy in zip(streamed.frozen, streamed.copies, strict=True):
+                weight.data = copy
+            streamed.weights, streamed.copies = [], []
+            del vars(streamed.block)["forward"]
+        self._settled, self._away = self._away, frozenset()
 
     def release(self) -> None:
         """Takes from the device what is there only because its block ran last."""
@@ -244,9 +263,13 @@ def _storages_of_several(blocks: Sequence[nn.Module]) -> set[int]:
 
 
 def _frozen_weights(block: nn.Module, shared: set[int]) -> Iterator[nn.Parameter]:
-    """Gives the matrices of a block that can leave: frozen, large enough, and alone in their storage."""
-    for weight in block.parameters():
-        storage = weight.untyped_storage()
-        alone = storage._cdata not in shared and (storage.nbytes() == weight.nbytes or not storage.resizable())
-        if alone and not weight.requires_grad and weight.dim() > 1 and weight.nbytes >= _LEAST_BYTES:
-            yield weight
+    """Gives the matrices of a block that can leave: frozen, large enough, and alone in their storage.
+
+    Tables stay: T5's other blocks read the biases of the first.
+    """
+    for module in block.modules():
+        for weight in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
+            storage = weight.untyped_storage()
+            alone = storage._cdata not in shared and (storage.nbytes() == weight.nbytes or not storage.resizable())
+            if alone and not weight.requires_grad and weight.dim() > 1 and weight.nbytes >= _LEAST_BYTES:
+                yield weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -17,10 +18,11 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.objectives import Objective
 from memsafe_rl.data.environments import EnvironmentPool
 from memsafe_rl.data.prompts import PromptSource
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.holdings import Holdings
 from memsafe_rl.memory.runtime.recovery import Recovery
+from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.parallel.replicas import OneProcess, Parallel
@@ -41,6 +43,8 @@ from memsafe_rl.types import (
     UpdatePlan,
     UpdateWork,
 )
+
+logger = logging.getLogger(__name__)
 
 DrawRollout = Callable[[list[Any]], Mapping[str, Any]]
 """A user's `rollout_func`, its trainer given already."""
@@ -168,6 +172,17 @@ class TrainingSetup:
         """Gives what a policy may know of the device, on which no frozen weights are left that only passed by."""
         self.adapter.release_weights()
         return self.memory.state()
+
+    def return_weights(self) -> None:
+        """Brings all frozen weights to the device; where they do not fit, leaves them on the host as plain tensors."""
+        try:
+            self.recovery.repeat(Stage.PREPARE, self.adapter.place_weights, None)
+        except MemoryBudgetError:
+            self.adapter.settle_weights_on_host()
+            logger.warning(
+                "Frozen weights stay in host memory, since the device has no room for all of them. Move the model "
+                "there (trainer.model.cpu()) before you merge its adapter or run it outside of the trainer."
+            )
 
     def settle(self, plan: RolloutPlan | UpdatePlan) -> None:
         """Takes to the host what a plan wants there, and puts frozen weights where it wants them; may be repeated."""

@@ -174,6 +174,14 @@ SCENES = (
         HalvingPolicy(*_plans(8, 96)),
         settings={"objectives": TWO_OBJECTIVES, "gradient_merge": "pcgrad"},
     ),
+    Scene(
+        "LoRA, frozen weights on the host, leaner plans",
+        HalvingPolicy(
+            *(replace(plan, resident_blocks=resident) for plan, resident in zip(_plans(8, 96), (1, 0), strict=True))
+        ),
+        lora=True,
+        settings={"beta": 0.05},
+    ),
     Scene("bfloat16 with copies, on the host", FixedPolicy(*_plans(8, 64, park_optimizer=True)), half=True),
     Scene(
         "bfloat16 rounded at random, AdamW that allocates as it steps",

@@ -222,7 +222,11 @@ class LanguageAdapter(ModelAdapter, ABC):
 
     def place_weights(self, resident: int | None) -> None:
         """Leaves the frozen weights of so many blocks on the device; those of the others come while they run."""
-        self._host_weights.place(resident)
+        self._host_weights.place(resident, self.device)
+
+    def settle_weights_on_host(self) -> None:
+        """Leaves frozen weights for which the device has no room on the host, as ordinary tensors."""
+        self._host_weights.settle_on_host()
 
     def release_weights(self) -> None:
         """Takes frozen weights from the device that are there only because their block ran last."""
