@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memsafe_rl.accounting import charge, hold, host_memory, weights_of
-from memsafe_rl.memory.runtime.host_memory import to_device
 from memsafe_rl.models.blocks import blocks_of
 from memsafe_rl.types import Component, blocks_on_host
 
@@ -91,13 +90,20 @@ class HostWeights:
             return
         for index in sorted(self._settled - away):
             for weight in self._blocks[index].frozen:
-                weight.data = to_device(weight.data, device or weight.device)
+                weight.data = weight.data.to(device or weight.device, copy=True)
         self._settled = frozenset()
         self.release()
         for index in sorted(away - self._away):
             self._send(index, device)
-        for index in sorted(self._away - away):
-            self._return(index)
+        returned: list[int] = []
+        try:
+            for index in sorted(self._away - away):
+                self._return(index)
+                returned.append(index)
+        except BaseException:
+            for index in returned:
+                self._send(index, device)
+            raise
 
     def settle_on_host(self) -> None:
         """Lays weights of blocks that are away down on the host, where the device has no room for all.

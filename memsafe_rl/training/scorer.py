@@ -42,8 +42,7 @@ class Scorer:
         setup, enter = self._setup, context or self._setup.autocast
 
         def around(plan: RolloutPlan) -> AbstractContextManager[object]:
-            setup.settle(plan)
-            return enter()
+            return setup.under(plan, enter())
 
         return setup.recovery.attempts(stage, setup.memory.rollout_plan, work, around)
 

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -184,11 +184,21 @@ class TrainingSetup:
                 "there (trainer.model.cpu()) before you merge its adapter or run it outside of the trainer."
             )
 
-    def settle(self, plan: RolloutPlan | UpdatePlan) -> None:
-        """Takes to the host what a plan wants there, and puts frozen weights where it wants them; may be repeated."""
+    @contextmanager
+    def under(self, plan: RolloutPlan | UpdatePlan, context: AbstractContextManager[object]) -> Iterator[None]:
+        """The context of a unit of work: state and frozen weights lie where its plan wants them.
+
+        A unit that fails leaves none of the weights that only passed by.
+        """
         if plan.park_optimizer and self.committer is not None:
             self.committer.park()
-        self.adapter.place_weights(plan.resident_blocks)
+        try:
+            self.adapter.place_weights(plan.resident_blocks)
+            with context:
+                yield
+        except BaseException:
+            self.adapter.release_weights()
+            raise
 
     @contextmanager
     def row_by_row(self) -> Iterator[None]:

@@ -176,9 +176,7 @@ SCENES = (
     ),
     Scene(
         "LoRA, frozen weights on the host, leaner plans",
-        HalvingPolicy(
-            *(replace(plan, resident_blocks=resident) for plan, resident in zip(_plans(8, 96), (1, 0), strict=True))
-        ),
+        HalvingPolicy(*(replace(plan, resident_blocks=0) for plan in _plans(8, 96))),
         lora=True,
         settings={"beta": 0.05},
     ),
