@@ -86,6 +86,11 @@ class Scene:
         """Whether optimizer state may move to the host and back: what has been moved stays, whatever fails later."""
         return not isinstance(self.policy, FixedPolicy) or self.policy.update.park_optimizer
 
+    @property
+    def passes(self) -> bool:
+        """Whether frozen weights come and go."""
+        return isinstance(self.policy, FixedPolicy) and self.policy.rollout.resident_blocks is not None
+
 
 TWO_OBJECTIVES: dict[str, Any] = {
     "sums": {"rewards": ["pay"], "beta": 0.05, "kl_band": [0.001, 0.002], "adaptive_beta": True, "beta_window": 1},
