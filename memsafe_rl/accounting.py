@@ -49,7 +49,7 @@ class Counter(Protocol):
         """Moves the bytes of counted tensors to a component; passes over others."""
 
     def hold(self, component: Component, tensors: Iterable[Tensor]) -> None:
-        """Counts tensors from now on as if they were allocated now; those counted already are claimed."""
+        """Counts tensors from now on as if they were allocated now, at the sizes that their storages have now."""
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Whether a tensor is counted as host memory."""

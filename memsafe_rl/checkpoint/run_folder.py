@@ -42,9 +42,10 @@ _LOGS = (
     *("report.html", "completions/completions_[0-9]*.jsonl"),
 )
 _SHARD = "-" + "[0-9]" * 5 + "-of-" + "[0-9]" * 5
+_OF_ADAPTERS = ("adapter_model.safetensors", f"adapter_model{_SHARD}.safetensors", "critic.safetensors")
 _WEIGHTS = (
-    *(f"{model}{shard}.safetensors" for model in ("model", "adapter_model") for shard in ("", _SHARD)),
-    *("critic.safetensors", "model.safetensors.index.json"),
+    *_OF_ADAPTERS,
+    *("model.safetensors", f"model{_SHARD}.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", f"pytorch_model{_SHARD}.bin", "pytorch_model.bin.index.json"),
 )
 """Names that savers give to weights and no others, for what fits them is moved or replaced."""
@@ -213,8 +214,17 @@ def _finish_moving(path: Path) -> None:
     for name in moving["names"]:
         if (path / name).exists() and not (aside / name).exists():
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
-            (path / name).rename(aside / name)
+            _rename(path / name, aside / name)
     (path / _MOVING).unlink()
+
+
+def _rename(source: Path, target: Path) -> None:
+    """Moves a file, a folder, or a link, which points to the same place afterwards."""
+    if source.is_symlink() and not source.readlink().is_absolute():
+        target.symlink_to(source.resolve())
+        source.unlink()
+    else:
+        source.rename(target)
 
 
 def save_weights(
@@ -260,7 +270,7 @@ def _write_weights(path: Path, write: Callable[[Path], None], *, replace: bool) 
         store.sync_all(draft)
         _finish_weights(path)  # of an earlier call by the run that trains here
         there = {
-            *_matching(path, _WEIGHTS),
+            *_replaced_by(draft, path),
             *(path / name for name in names if name != _CARD and (path / name).exists()),
         }
         if there and not replace:
@@ -277,7 +287,7 @@ def _finish_weights(path: Path) -> None:
     ready = path / _READY
     if (ready / _NAMES).exists():  # otherwise only its removal was cut short
         names = json.loads((ready / _NAMES).read_text())
-        for stale in (each for each in _matching(path, _WEIGHTS) if each.name not in names):
+        for stale in (each for each in _replaced_by(ready, path) if each.name not in names):
             stale.unlink()
         for name in names:
             source, target = ready / name, path / name
@@ -286,6 +296,13 @@ def _finish_weights(path: Path) -> None:
             if source.exists() and not (name == _CARD and target.exists()):
                 source.rename(target)
     store.remove(ready)
+
+
+def _replaced_by(written: Path, path: Path) -> Iterable[Path]:
+    """Finds the weights that new ones take the place of: an adapter's leave those of the model that it adapts."""
+    configs = [read_json(each) or {} for each in written.rglob("adapter_config.json")]
+    adapts = any(Path(config.get("base_model_name_or_path") or "?").resolve() == path.resolve() for config in configs)
+    return _matching(path, _OF_ADAPTERS if adapts else _WEIGHTS)
 
 
 def _matching(path: Path, patterns: Iterable[str]) -> Iterable[Path]:

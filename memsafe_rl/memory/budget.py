@@ -11,6 +11,15 @@ AUTO_SHARE = 0.9
 """Share of the free device memory that "auto" takes; the rest is margin for what nobody counts."""
 
 
+_WEIGHTS_SHARE = 0.8
+"""Share of a budget beyond which weights that need not be on the device do not begin there."""
+
+
+def room_for_weights(budget_bytes: int) -> int:
+    """Gives the bytes that all weights may take at the start; a plan may bring more, or less, to the device."""
+    return int(_WEIGHTS_SHARE * budget_bytes)
+
+
 @dataclass(frozen=True)
 class MemoryBudget:
     """How many bytes a run may hold on its device.

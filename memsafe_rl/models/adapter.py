@@ -109,6 +109,27 @@ class ScoringAdapter(Protocol):
         """Where the network computes."""
 
     @property
+    def resident_blocks(self) -> int | None:
+        """Blocks whose frozen weights are on the device; None for all."""
+        return None
+
+    def place_weights(self, resident: int | None) -> None:
+        """Leaves the frozen weights of so many blocks on the device; those of the others come while their block runs.
+
+        Args:
+            resident: how many; None for all. As ``geometry.frozen_block_bytes`` says, there may be none that can go.
+        """
+        del resident
+
+    def settle_weights_on_host(self) -> None:
+        """Leaves frozen weights for which the device has no room on the host, as ordinary tensors."""
+        return
+
+    def release_weights(self) -> None:
+        """Takes frozen weights from the device that are there only because their block ran last."""
+        return
+
+    @property
     def geometry(self) -> ModelGeometry:
         """Sizes from which bytes are counted."""
 

@@ -18,17 +18,20 @@ from memsafe_rl.models.module_state import replaced
 
 
 def find_blocks(trunk: nn.Module) -> tuple[nn.Module, ...]:
-    """Finds the repeated blocks of a network."""
-    blocks = tuple(_outermost(trunk))
-    if blocks:
-        return blocks
-    lists = [tuple(module) for module in trunk.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    if not lists:
+    """Finds the repeated blocks of a network; refuses one that has none."""
+    blocks = blocks_of(trunk)
+    if not blocks:
         raise ConfigError(
             f"{type(trunk).__name__} has no repeated blocks, so its activations cannot be recomputed. "
             "Set gradient_checkpointing=False."
         )
-    return max(lists, key=len)
+    return blocks
+
+
+def blocks_of(trunk: nn.Module) -> tuple[nn.Module, ...]:
+    """Finds the repeated blocks of a network; none where it has none."""
+    lists = [tuple(module) for module in trunk.modules() if isinstance(module, nn.ModuleList)]
+    return tuple(_outermost(trunk)) or max(lists, key=len, default=())
 
 
 @contextmanager

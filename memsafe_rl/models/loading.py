@@ -26,6 +26,7 @@ from memsafe_rl.accounting import charge, hold, weights_of
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models.geometry import max_positions
+from memsafe_rl.models.host_weights import put_on
 from memsafe_rl.models.language.base import is_encoder_decoder, language_model_of, refuse_prompt_learning
 from memsafe_rl.models.language.factory import adapter_for, family_of
 from memsafe_rl.models.module_state import REFERENCE_ADAPTER, adapter_weights, kept_trainable, refuse_trained_bias
@@ -112,13 +113,15 @@ def load_model(
     trust_remote_code: bool = False,
     device: torch.device | str = "cpu",
     with_reference: bool = False,
+    room_bytes: int | None = None,
 ) -> LoadedModel:
     """Loads what is trained and, if wanted, what answers for the reference.
 
     Weights of a named model that stay frozen (the base under an adapter, the reference) are bf16 on CUDA, trained
     ones fp32; all are fp32 elsewhere; ``model_init_kwargs["dtype"]`` overrides both. Weights of a new adapter are
     fp32. A model object keeps its types. The reference costs no second copy of the base under an adapter: a new
-    adapter is switched off; one that came with the model is copied, as it is now, to a frozen adapter "ref".
+    adapter is switched off; one that came with the model is copied, as it is now, to a frozen adapter "ref". Where the
+    base under an adapter would take more than ``room_bytes``, its blocks stay in host memory.
     """
     arguments = dict(model_init_kwargs or {})
     if quantization_config is not None:
@@ -133,7 +136,7 @@ def load_model(
         return _from_name(cast(str, model), facts.config, arguments, trust_remote_code, device, frozen=frozen)
 
     with charge(Component.WEIGHTS):
-        base: Any = load(frozen=peft_config is not None) if isinstance(model, str) else _placed(model, device)
+        base: Any = load(frozen=peft_config is not None) if isinstance(model, str) else model
         trained, reference = base, None
         if peft_config is not None:
             with warnings.catch_warnings():  # PEFT asks transformers by an old name, which is no business of the user's
@@ -151,6 +154,9 @@ def load_model(
             reference = (
                 (load(frozen=True) if isinstance(model, str) else copy.deepcopy(base)).requires_grad_(False).eval()
             )
+        for network in (trained, reference):
+            if network is not None:
+                _place(language_model_of(network), device, room_bytes)
     if not any(weight.requires_grad for weight in trained.parameters()):
         raise ConfigError(
             f"model={_name(model)!r} has no trainable weight. Pass a peft_config, unfreeze weights, or load the "
@@ -264,6 +270,7 @@ def _check_kind(model: Any, told: str = "model") -> None:
 def _from_name(
     name: str, config: Any, arguments: Mapping[str, Any], trust_remote_code: bool, device: torch.device, *, frozen: bool
 ) -> Any:
+    """Loads a model into host memory, in the types that its device wants; a quantised one to where it is told."""
     settings = {"trust_remote_code": trust_remote_code, **arguments}
     if "dtype" not in settings:
         frozen_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -282,9 +289,7 @@ def _from_name(
             f"device_map spreads model={name!r} over {', '.join(map(str, dict.fromkeys(places.values())))}; a rank "
             "trains on one device. Leave device_map out, or quantise the base."
         )
-    placed = model if _is_quantised(model) or places else model.to(device)
-    hold(Component.WEIGHTS, weights_of(placed))  # on a CPU they are mapped from the file
-    return placed
+    return model
 
 
 def _with_adapter(base: Any, peft_config: PeftConfig) -> PeftModel:
@@ -298,12 +303,12 @@ def _with_adapter(base: Any, peft_config: PeftConfig) -> PeftModel:
         ) from error
 
 
-def _placed(model: Any, device: torch.device) -> Any:
-    """Moves a model object; a quantised one stays where it is."""
-    there = all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
-    placed = model if there or _is_quantised(language_model_of(model)) else model.to(device)
-    hold(Component.WEIGHTS, weights_of(placed))
-    return placed
+def _place(lm: Any, device: torch.device, room_bytes: int | None) -> None:
+    """Moves a network; one that is quantised, or that its loading placed, stays where it is."""
+    if _is_quantised(lm) or getattr(lm, "hf_device_map", None):
+        hold(Component.WEIGHTS, weights_of(lm))
+    else:
+        put_on(lm, device, room_bytes)
 
 
 def _copy_reference_adapter(model: Any) -> None:

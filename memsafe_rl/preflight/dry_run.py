@@ -18,12 +18,13 @@ from memsafe_rl.accounting import charge, in_phase, listen, weights_of
 from memsafe_rl.checkpoint.weights import bytes_of, saved_weights
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.memory.budget import MemoryBudget
+from memsafe_rl.memory.budget import MemoryBudget, room_for_weights
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.verdict import changes
 from memsafe_rl.memory.simulated.device import SimulatedMemory, open_simulations
 from memsafe_rl.models.critic import CRITIC_ADAPTER
-from memsafe_rl.models.language.base import ScoringPath
+from memsafe_rl.models.host_weights import put_on
+from memsafe_rl.models.language.base import ScoringPath, language_model_of
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
 from memsafe_rl.models.loading import LoadedModel
@@ -132,6 +133,11 @@ class DryRun:
         memory.empty_cache()
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, reference = network(), network(frozen=True) if copies else None
+            budget = MemoryBudget.parse(self.config.memory_budget)
+            room = room_for_weights(budget.resolve(total_bytes=device_bytes, free_bytes=device_bytes))
+            on_host = put_on(language_model_of(model), torch.device("cpu"), room)
+        if on_host:  # loaded there, they were never on the device
+            memory.forget_phases()
         checked = checked._replace(extra_bytes=checked.extra_bytes + _narrow_bytes(model, self.config))
         return self.run_model(model, reference, checked, memory, device_bytes)
 

@@ -148,7 +148,7 @@ class _Planned:
 
     @classmethod
     def of(cls, setup: TrainingSetup, one: Candidate) -> _Planned:
-        policy, state = setup.memory_policy, setup.memory.state()
+        policy, state = setup.memory_policy, setup.memory_state()
         plan = served_by(setup.engine, policy.before_rollout(one.work, state))
         steps = (_PlannedStep(step, policy.before_update(step.work, state)) for step in one.steps)
         scored = _measured(one.rows, plan.score_tokens, packed=packing_saves(one.rows))

@@ -135,6 +135,6 @@ def _cursors(setup: TrainingSetup, rollout: int | None) -> Iterator[Cursor]:
 
 def expected(setup: TrainingSetup, work: UpdateWork) -> tuple[int, int, int]:
     """Says what the policy expects a step to hold; where it expects nothing, how large its slices are."""
-    plan = setup.memory_policy.before_update(work, setup.memory.state())
+    plan = setup.memory_policy.before_update(work, setup.memory_state())
     slices = measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts)
     return plan.predicted_bytes.get(Phase.UPDATE, 0), slices.tokens, slices.actions

@@ -325,6 +325,9 @@ class PolicyTrainer:
             split: names the file, `SPLIT_results.json`.
             metrics: names and values.
             combined: also add them to `all_results.json`.
+
+        Raises:
+            ConfigError: if `all_results.json` holds something else than metrics, which would be lost.
         """
         if self.is_world_process_zero():
             folder = Path(self.args.output_dir or ".")
@@ -334,6 +337,8 @@ class PolicyTrainer:
             if combined:
                 path = folder / "all_results.json"
                 known = json.loads(path.read_text()) if path.exists() else {}
+                if not isinstance(known, dict):
+                    raise ConfigError(f"{path} holds no metrics and would be lost. Move it, or set combined=False.")
                 path.write_text(json.dumps({**known, **metrics}, indent=4))
             self._loop.files.note(f"{split}_results.json", *(("all_results.json",) if combined else ()))
 

@@ -170,7 +170,7 @@ class Collector:
             work = replace(work, prompt_tokens=self.episodes.first_tokens(work.prompt_tokens, batch))
         if self.episodes.several_turns:
             work = replace(work, kept_bytes=self.episodes.most_kept_bytes(work, batch))
-        plan = self._setup.memory_policy.before_rollout(work, self._setup.memory.state())
+        plan = self._setup.memory_policy.before_rollout(work, self._setup.memory_state())
         self._setup.memory.adopt(served_by(self._setup.engine, plan), RolloutPlan)
 
     def work(self, prompts: Prompts, group_size: int) -> RolloutWork:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,7 +168,7 @@ class Learner:
     def plan(self, trajectory: Trajectory, rows: Sequence[int]) -> None:
         """Asks the memory policy how to cut this rank's rows."""
         work = self.work(trajectory, rows)
-        plan = self._setup.memory_policy.before_update(work, self._setup.memory.state())
+        plan = self._setup.memory_policy.before_update(work, self._setup.memory_state())
         self._setup.memory.adopt(plan, UpdatePlan)
         check_packing(plan, work)
 
@@ -193,8 +195,6 @@ class Learner:
         setup, committer = self._setup, self._setup.committed
 
         def accumulate(plan: UpdatePlan) -> tuple[Rollout, StepGradient]:
-            if plan.park_optimizer:
-                committer.park()
             setup.make_room(plan)
             placed = rollout.to(plan.trajectory_device, setup.adapter.device)
             found = accumulate_gradient(
@@ -209,7 +209,8 @@ class Learner:
             return placed, found
 
         work = replace(self.work(rollout.trajectory, rows), gradients_aside=gradients_aside)
-        attempts = setup.recovery.attempts(Stage.ACCUMULATE, setup.memory.update_plan, work)
+        around = partial(setup.under, context=nullcontext())
+        attempts = setup.recovery.attempts(Stage.ACCUMULATE, setup.memory.update_plan, work, around)
         setup.model.train(not self._config.disable_dropout)
         try:
             with watch_gradients(committer.parameters):

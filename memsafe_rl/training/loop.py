@@ -129,6 +129,7 @@ class TrainingLoop:
             try:
                 self.collector.close()
                 self.setup.memory.release()
+                self.setup.return_weights()
                 self.report.write(self.state)
                 self.report.notify("close")
             finally:

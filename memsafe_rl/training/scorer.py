@@ -42,9 +42,7 @@ class Scorer:
         setup, enter = self._setup, context or self._setup.autocast
 
         def around(plan: RolloutPlan) -> AbstractContextManager[object]:
-            if plan.park_optimizer and setup.committer is not None:
-                setup.committer.park()
-            return enter()
+            return setup.under(plan, enter())
 
         return setup.recovery.attempts(stage, setup.memory.rollout_plan, work, around)
 

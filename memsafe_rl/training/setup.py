@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -17,10 +18,11 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.objectives import Objective
 from memsafe_rl.data.environments import EnvironmentPool
 from memsafe_rl.data.prompts import PromptSource
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.holdings import Holdings
 from memsafe_rl.memory.runtime.recovery import Recovery
+from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.parallel.replicas import OneProcess, Parallel
@@ -31,7 +33,18 @@ from memsafe_rl.training.algorithms.advantages import Advantages
 from memsafe_rl.training.algorithms.objectives import Combiner
 from memsafe_rl.training.assembly.protocol import ModelFactory
 from memsafe_rl.training.optim.optimizer import Committer
-from memsafe_rl.types import Component, LossSettings, ModelGeometry, SamplingSettings, UpdatePlan, UpdateWork
+from memsafe_rl.types import (
+    Component,
+    LossSettings,
+    MemoryState,
+    ModelGeometry,
+    RolloutPlan,
+    SamplingSettings,
+    UpdatePlan,
+    UpdateWork,
+)
+
+logger = logging.getLogger(__name__)
 
 DrawRollout = Callable[[list[Any]], Mapping[str, Any]]
 """A user's `rollout_func`, its trainer given already."""
@@ -154,6 +167,38 @@ class TrainingSetup:
             raise ConfigError("max_steps is -1 but the dataset is a stream of unknown length. Set max_steps.")
         rollouts = per_epoch // config.prompts_per_rollout
         return math.ceil(config.num_train_epochs * rollouts * config.updates_per_epoch * config.num_iterations)
+
+    def memory_state(self) -> MemoryState:
+        """Gives what a policy may know of the device, on which no frozen weights are left that only passed by."""
+        self.adapter.release_weights()
+        return self.memory.state()
+
+    def return_weights(self) -> None:
+        """Brings all frozen weights to the device; where they do not fit, leaves them on the host as plain tensors."""
+        try:
+            self.recovery.repeat(Stage.PREPARE, self.adapter.place_weights, None)
+        except MemoryBudgetError:
+            self.adapter.settle_weights_on_host()
+            logger.warning(
+                "Frozen weights stay in host memory, since the device has no room for all of them. Move the model "
+                "there (trainer.model.cpu()) before you merge its adapter or run it outside of the trainer."
+            )
+
+    @contextmanager
+    def under(self, plan: RolloutPlan | UpdatePlan, context: AbstractContextManager[object]) -> Iterator[None]:
+        """The context of a unit of work: state and frozen weights lie where its plan wants them.
+
+        A unit that fails leaves none of the weights that only passed by.
+        """
+        if plan.park_optimizer and self.committer is not None:
+            self.committer.park()
+        try:
+            self.adapter.place_weights(plan.resident_blocks)
+            with context:
+                yield
+        except BaseException:
+            self.adapter.release_weights()
+            raise
 
     @contextmanager
     def row_by_row(self) -> Iterator[None]:

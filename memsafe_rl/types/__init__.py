@@ -30,6 +30,7 @@ from memsafe_rl.types.plans import (
     UnitBytes,
     UpdatePlan,
     UpdateWork,
+    blocks_on_host,
     room_for_prompt,
     whole_blocks,
 )

@@ -49,6 +49,20 @@ def whole_blocks(slots: int) -> int:
     return -(-slots // KV_BLOCK_SLOTS) * KV_BLOCK_SLOTS
 
 
+def blocks_on_host(blocks: int, resident: int | None) -> frozenset[int]:
+    """Chooses the blocks whose frozen weights wait on the host: spread evenly, so that each copy can hide behind work.
+
+    Args:
+        blocks: how many there are.
+        resident: how many stay on the device; None for all.
+
+    Returns:
+        The indices of the others.
+    """
+    leaving = 0 if resident is None else max(0, blocks - resident)
+    return frozenset((2 * place + 1) * blocks // (2 * leaving) for place in range(leaving))
+
+
 @dataclass(frozen=True)
 class UnitBytes:
     """What one (row, column) pair of a time-separable network holds; measured, for such a network has any shape."""
@@ -94,6 +108,8 @@ class ModelGeometry:
     # bytes of one token's keys in one layer of the cache; None for ``cache_bytes · kv_heads · head_dim``, which an
     # 8-bit cache with its scales is not
     key_bytes: int | None = None
+    # bytes of each block's frozen weights, which can wait on the host; empty where none can
+    frozen_block_bytes: tuple[int, ...] = ()
     encoder_layers: int = 0  # blocks of the encoder through which gradients go; 0 where it is frozen, or there is none
     # what one (row, column) pair holds, where pairs are run one by one; None for a network that reads tokens. Wherever
     # plans and work count tokens, they then count pairs.
@@ -114,6 +130,15 @@ class ModelGeometry:
         Where an encoder reads it, ``2 · e · L_dec · H_x · d_x · tokens`` and the decoder's start token.
         """
         return self.kv_bytes(tokens) if self.source_bytes is None else self.source_bytes * tokens + self.kv_bytes(1)
+
+    def frozen_bytes(self, resident: int | None) -> tuple[int, int]:
+        """Counts the frozen weights of blocks on the device: those that stay, and those there while their block runs.
+
+        Of the others, one block's weights are in use while the next one's arrive.
+        """
+        away = blocks_on_host(len(self.frozen_block_bytes), resident)
+        stay = sum(size for place, size in enumerate(self.frozen_block_bytes) if place not in away)
+        return stay, sum(sorted((self.frozen_block_bytes[place] for place in away), reverse=True)[:2])
 
     def positions(self, prompt_tokens: int, new_tokens: int) -> int:
         """Counts the positions of the longest sequence that the network reads; an encoder reads prompts alone."""
@@ -194,6 +219,8 @@ class RolloutPlan:
             run's `cache_implementation` chooses.
         engine: name of the rollout engine; "native" stands for whichever the run has.
         park_optimizer: keep the optimizer state in host memory from the rollout until an update wants it back.
+        resident_blocks: blocks whose frozen weights stay on the device; those of the others wait in host memory and
+            come while their block runs. None for all.
         predicted_bytes: predicted peak of a phase ("rollout", "score"), in bytes, with what is held already; under
             "phase/component" the part of a component. Empty when nothing was predicted.
     """
@@ -207,6 +234,7 @@ class RolloutPlan:
     engine: str = "native"
     park_optimizer: bool = False
     kept_kv_bytes: int = 0
+    resident_blocks: int | None = None
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -228,6 +256,7 @@ class UpdatePlan:
             nothing is padded.
         trajectory_device: "device" or "host": where the trajectory waits between micro-batches.
         park_optimizer: keep the optimizer state in host memory outside the commit.
+        resident_blocks: as in `RolloutPlan`.
         predicted_bytes: under "update" the predicted peak in bytes, with what is held already; under
             "update/component" the part of a component. Empty when nothing was predicted.
     """
@@ -239,6 +268,7 @@ class UpdatePlan:
     pack_prompts: bool = False
     trajectory_device: str = "host"
     park_optimizer: bool = False
+    resident_blocks: int | None = None
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -274,6 +304,7 @@ class MemoryState:
     failures: tuple[MemoryFailure, ...] = ()  # those of this run that outlived their same-plan retry, oldest first
     optimizer_bytes: int = 0  # bytes of its state, wherever it lies; 0 while there is none or it is unknown
     parked_bytes: int = 0  # bytes of that state that lie in host memory now, no part of ``live_bytes``
+    resident_blocks: int | None = None  # blocks whose frozen weights are on the device now; None for all
     # per phase, bytes that the device's allocator needs beside those of live tensors, since it holds whole segments; a
     # phase of which nothing is known is left out
     stranded_bytes: Mapping[str, int] = field(default_factory=dict)

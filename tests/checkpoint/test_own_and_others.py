@@ -81,6 +81,15 @@ class TestWeightsThatAreSaved:
         assert "model.safetensors" in aside
         assert (tmp_path / "final" / "adapter_model.safetensors").exists()
 
+    def test_an_adapters_leave_those_of_the_model_that_it_adapts(self, tmp_path: Path) -> None:
+        make_trainer(tmp_path / "a").save_model(tmp_path / "base")
+        before = (tmp_path / "base" / "model.safetensors").read_bytes()
+        trainer = make_trainer(tmp_path / "b", model=str(tmp_path / "base"), peft_config=LoraConfig(r=2))
+        for _ in range(2):
+            trainer.save_model(tmp_path / "base")
+            assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
+            assert (tmp_path / "base" / "adapter_model.safetensors").exists()
+
     def test_a_live_runs_folder_is_refused(self, tmp_path: Path) -> None:
         live = claim(tmp_path, None)
         with pytest.raises(ConfigError, match="another run is training"):
@@ -292,6 +301,17 @@ class TestMovingAside:
         (tmp_path / "previous").unlink()
         assert held(tmp_path) == before
 
+    def test_a_link_that_moves_aside_points_to_the_same_place(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        make_trainer(run, **SAVING).train()
+        (run / "checkpoint-2").rename(tmp_path / "kept")
+        (run / "checkpoint-2").symlink_to("../kept")
+        earlier = run_id(run)
+        make_trainer(run, overwrite_output_dir=True, **SAVING).train()
+        moved = run / "previous" / earlier / "checkpoint-2"
+        assert moved.is_symlink()
+        assert moved.resolve() == tmp_path / "kept"
+
     def test_of_a_link_only_the_link_is_deleted(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         make_trainer(tmp_path / "run", max_steps=1, **SAVING).train()
         (tmp_path / "run" / "checkpoint-1").rename(tmp_path / "kept")
@@ -303,6 +323,13 @@ class TestMovingAside:
         assert "cannot be deleted" not in caplog.text
         assert [path.name for path in (tmp_path / "run").glob("*checkpoint*")] == ["checkpoint-2"]
         assert held(tmp_path / "kept") == before
+
+
+def test_results_of_somebody_else_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "all_results.json").write_text("[1, 2]")
+    with pytest.raises(ConfigError, match=r"all_results.json holds no metrics .* Move it, or set combined=False"):
+        make_trainer(tmp_path).save_metrics("train", {"loss": 1.0})
+    assert (tmp_path / "all_results.json").read_text() == "[1, 2]"
 
 
 class TestWhereARunIs:

@@ -29,6 +29,7 @@ def complete(pretend: Pretend) -> None:
     cuda.memory.__dict__.update({name: function for name, function in functions.items() if hasattr(cuda.memory, name)})
     cuda.random.__dict__.update({name: function for name, function in functions.items() if hasattr(cuda.random, name)})
     torch.storage._StorageBase.clone = _cloned(torch.storage._StorageBase.clone)  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = _resized(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
     conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
     for device in pretend.devices:
         device.set_expandable("expandable_segments:True" in conf)
@@ -213,6 +214,18 @@ def _streams(pretend: Pretend) -> dict[str, Any]:
         "set_stream": torch.accelerator.set_stream,
         "synchronize": synchronize,
     }
+
+
+def _resized(resize: Any) -> Any:
+    """Resizes storages of the device by its own operator; the CPU build's method knows those of the host alone."""
+
+    def resized(storage: Any, size: int) -> Any:
+        if storage.device.type != "cuda":
+            return resize(storage, size)
+        torch.ops.pretend.resize_storage(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), size)
+        return storage
+
+    return resized
 
 
 def _cloned(clone: Any) -> Any:

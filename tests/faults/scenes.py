@@ -86,6 +86,11 @@ class Scene:
         """Whether optimizer state may move to the host and back: what has been moved stays, whatever fails later."""
         return not isinstance(self.policy, FixedPolicy) or self.policy.update.park_optimizer
 
+    @property
+    def passes(self) -> bool:
+        """Whether frozen weights come and go."""
+        return isinstance(self.policy, FixedPolicy) and self.policy.rollout.resident_blocks is not None
+
 
 TWO_OBJECTIVES: dict[str, Any] = {
     "sums": {"rewards": ["pay"], "beta": 0.05, "kl_band": [0.001, 0.002], "adaptive_beta": True, "beta_window": 1},
@@ -173,6 +178,12 @@ SCENES = (
         "full, two objectives, leaner plans",
         HalvingPolicy(*_plans(8, 96)),
         settings={"objectives": TWO_OBJECTIVES, "gradient_merge": "pcgrad"},
+    ),
+    Scene(
+        "LoRA, frozen weights on the host, leaner plans",
+        HalvingPolicy(*(replace(plan, resident_blocks=0) for plan in _plans(8, 96))),
+        lora=True,
+        settings={"beta": 0.05},
     ),
     Scene("bfloat16 with copies, on the host", FixedPolicy(*_plans(8, 64, park_optimizer=True)), half=True),
     Scene(

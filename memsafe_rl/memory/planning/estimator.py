@@ -105,6 +105,9 @@ at 20 GB/s, 6 operations a weight and token at 2e14 a second)."""
 _READ_AGAIN = 0.5
 """Share by which reading contexts again makes a rollout of episodes longer; measured on one core: 0.4, 0.7 and 0.9 of
 the time with caches kept, at 2, 4 and 8 turns (`python -m benchmarks.rereading`)."""
+_BUS_TOKENS = 2**13
+"""Tokens of a forward whose arithmetic takes as long as bringing the weights from the host: 2 bytes a weight at 25 GB a
+second, and 2 operations a weight and token at 2e14 a second. An estimate; far too high where a CPU is the device."""
 _LEAST_COST = 1.12
 """What a fallback costs at least that has no business in a plan while there is room."""
 
@@ -418,7 +421,9 @@ def update_time(device: str, work: UpdateWork, plan: UpdatePlan, fastest: Update
     """
     share = _CPU_UPDATE_SHARE if device == "cpu" else _FIXED_SHARE
     fixed = share * full_speed_tokens(device, work.geometry)
-    time = max(1.0, _run_tokens(work, plan, fixed) / _run_tokens(work, fastest, fixed))
+    # forward and backward bring the weights twice, and compute thrice as much as a forward
+    brought = fixed + 2 / 3 * _bus_tokens(work.geometry, plan.resident_blocks)
+    time = max(1.0, _run_tokens(work, plan, brought) / _run_tokens(work, fastest, fixed))
     time *= _slowness(fastest.logprob_tile, plan.logprob_tile, _TILE_SHARE)
     if plan.checkpointing and not fastest.checkpointing:
         time *= _CHECKPOINTED
@@ -434,7 +439,8 @@ def update_time(device: str, work: UpdateWork, plan: UpdatePlan, fastest: Update
 
 def rollout_time(work: RolloutWork, plan: RolloutPlan, fastest: RolloutPlan) -> float:
     """Compares sampling a rollout with that by the fastest plan."""
-    time = _slowness(wave_rows(work, fastest)[0], wave_rows(work, plan)[0], _FIXED_SHARE)
+    full, rows = wave_rows(work, fastest)[0], wave_rows(work, plan)[0]
+    time = _slowness(full, rows, _FIXED_SHARE) + _bus_tokens(work.geometry, plan.resident_blocks) / rows
     if work.kept_bytes:
         time *= 1 + _READ_AGAIN * (1 - kept_bytes(work, plan) / work.kept_bytes)
     return time * (_LEAST_COST if plan.park_optimizer else 1.0)
@@ -444,7 +450,9 @@ def score_time(work: RolloutWork, plan: RolloutPlan, fastest: RolloutPlan) -> fl
     """Compares scoring a rollout with that by the fastest plan."""
     prompt = 0 if work.geometry.unit is not None else max(work.prompt_tokens, default=1)
     total = work.rows * (prompt + work.max_new_tokens)
-    time = _slowness(min(total, fastest.score_tokens), min(total, plan.score_tokens), _FIXED_SHARE)
+    tokens = min(total, plan.score_tokens)
+    time = _slowness(min(total, fastest.score_tokens), tokens, _FIXED_SHARE)
+    time += _bus_tokens(work.geometry, plan.resident_blocks) / tokens
     return time * (_LEAST_COST if plan.park_optimizer else 1.0)
 
 
@@ -452,6 +460,12 @@ def reward_time(plan: RolloutPlan, fastest: RolloutPlan) -> float:
     """Compares a reward model's passes with those by the fastest plan."""
     time = _slowness(fastest.reward_rows, plan.reward_rows, _FIXED_SHARE)
     return time * (_LEAST_COST if plan.park_optimizer else 1.0)
+
+
+def _bus_tokens(geometry: ModelGeometry, resident: int | None) -> float:
+    """Tokens of a forward that take as long as bringing in the weights that wait on the host."""
+    all_bytes = max(1, sum(geometry.frozen_block_bytes))
+    return _BUS_TOKENS * (1 - geometry.frozen_bytes(resident)[0] / all_bytes) if resident is not None else 0.0
 
 
 def _run_tokens(work: UpdateWork, plan: UpdatePlan, fixed: float) -> float:

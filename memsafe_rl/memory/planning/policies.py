@@ -39,7 +39,7 @@ from memsafe_rl.memory.planning.search import (
     Plan,
     Room,
     fallbacks_named,
-    fastest_that_fits,
+    fastest_with_weights_away,
     first_that_fits,
     leaner,
     next_plan,
@@ -158,7 +158,7 @@ class AdaptivePolicy(MemoryPolicy):
             Phase.REWARD: partial(reward_time, fastest=fast),
         }
         for phase, time in times.items():
-            plan = fastest_that_fits(plan, self._fallbacks(phase, memory), Room(phase, work, memory), time)
+            plan = fastest_with_weights_away(plan, self._fallbacks(phase, memory), Room(phase, work, memory), time)
         return with_prediction(plan, work, memory)
 
     def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
@@ -178,7 +178,8 @@ class AdaptivePolicy(MemoryPolicy):
             trajectory_device=self.trajectory_device,
         )
         fallbacks, room = self._fallbacks(Phase.UPDATE, memory), Room(Phase.UPDATE, work, memory)
-        plan = fastest_that_fits(fast, fallbacks, room, partial(update_time, memory.device, work, fastest=fast))
+        time = partial(update_time, memory.device, work, fastest=fast)
+        plan = fastest_with_weights_away(fast, fallbacks, room, time)
         return with_prediction(plan, work, memory)
 
     def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
@@ -190,7 +191,7 @@ class AdaptivePolicy(MemoryPolicy):
 
     def _fallbacks(self, phase: Phase, memory: MemoryState) -> tuple[Fallback, ...]:
         """Gives the fallbacks worth planning with; waves shrink prompts too, and only known state can be offloaded."""
-        left_out = {"prefill_tokens"} if memory.optimizer_bytes else {"prefill_tokens", "park_optimizer"}
+        left_out = {"prefill_tokens", "resident_blocks"} | (set() if memory.optimizer_bytes else {"park_optimizer"})
         names = [name for name in self._names() if name not in left_out]
         return tuple(FINE_STEPS.get(fallback.name, fallback) for fallback in fallbacks_named(names, phase))
 
@@ -280,13 +281,13 @@ def _packs(wanted: bool | None, work: UpdateWork) -> bool:
 
 def check_rollout_plan(plan: RolloutPlan) -> None:
     """Refuses a rollout plan that cannot be carried out."""
-    _check_fields(plan, RolloutPlan, kv_bytes=None, kept_kv_bytes=0)
+    _check_fields(plan, RolloutPlan, kv_bytes=(None,), kept_kv_bytes=(0,), resident_blocks=(None, 0))
     _check_choice(plan, "cache_dtype", (None, "int8"))
 
 
 def check_update_plan(plan: UpdatePlan) -> None:
     """Refuses an update plan that cannot be carried out."""
-    _check_fields(plan, UpdatePlan)
+    _check_fields(plan, UpdatePlan, resident_blocks=(None, 0))
     _check_choice(plan, "trajectory_device", ("device", "host"))
 
 
@@ -308,7 +309,7 @@ def _check_fields(plan: RolloutPlan | UpdatePlan, kind: type[RolloutPlan | Updat
         name, value, where = entry.name, getattr(plan, entry.name), f"{type(plan).__name__}.{entry.name}"
         if entry.type == "bool" and not isinstance(value, bool):
             raise ConfigError(f"{where} is {value!r}; write True or False.")
-        if not str(entry.type).startswith("int") or (name in may_be and value == may_be[name]):
+        if not str(entry.type).startswith("int") or any(value is one for one in may_be.get(name, ())):
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{where} is {value!r}; it must be a whole number, without quotes.")

@@ -154,6 +154,21 @@ PARK = Fallback(
     _set("park_optimizer", True),
 )
 
+
+def _fewer_resident(plan: Any, work: Work) -> Any:
+    sizes = () if work is None else work.geometry.frozen_block_bytes
+    staying = len(sizes) if plan.resident_blocks is None else min(plan.resident_blocks, len(sizes))
+    return replace(plan, resident_blocks=staying // 2) if staying and any(sizes) else None
+
+
+RESIDENT = Fallback(
+    "resident_blocks",
+    "frozen weights of blocks wait in host memory and come while their block runs: saves all but two blocks of them, "
+    "costs a transfer a pass; bitwise",
+    EVERYWHERE,
+    _fewer_resident,
+)
+
 UPDATE_RUNGS: tuple[Fallback, ...] = (
     Fallback(
         "checkpointing",
@@ -186,6 +201,7 @@ UPDATE_RUNGS: tuple[Fallback, ...] = (
         _set("trajectory_device", "host"),
     ),
     PARK,
+    RESIDENT,
 )
 """Lossless fallbacks of an update, in the order in which a failure takes them."""
 
@@ -222,6 +238,7 @@ ROLLOUT_RUNGS: tuple[Fallback, ...] = (
         _fewer_rewarded,
     ),
     PARK,
+    RESIDENT,
 )
 """Lossless fallbacks of a rollout, of scoring and of reward models."""
 
@@ -315,7 +332,7 @@ def leaner(first: Plan, second: Plan) -> Plan:
         elif isinstance(mine, str):
             picked[name] = "host" if "host" in (mine, other) else mine
         else:
-            picked[name] = min(mine, other)
+            picked[name] = min((value for value in (mine, other) if value is not None), default=None)
     return replace(first, **picked, predicted_bytes={})
 
 
@@ -350,7 +367,7 @@ def with_prediction(plan: Plan, work: Work, memory: MemoryState) -> Plan:
         parts = _parts(phase, work, plan, _tile(memory)) or {}
         factor = _correction(phase, memory)
         scaled = {component: int(factor * size) for component, size in parts.items()}
-        predicted[phase.value] = memory.live_bytes + _moved_bytes(plan, memory) + sum(scaled.values())
+        predicted[phase.value] = memory.live_bytes + _moved_bytes(plan, work, memory) + sum(scaled.values())
         predicted |= {f"{phase}/{component}": size for component, size in scaled.items() if size}
     return replace(plan, predicted_bytes=predicted)
 
@@ -378,7 +395,9 @@ class Room:
 
     def demand(self, plan: Plan, extra: int | None = None) -> float:
         """Bytes that must be free for a plan: its corrected estimate with a margin, and the state it moves."""
-        return self._factor * (self.extra_bytes(plan) if extra is None else extra) + _moved_bytes(plan, self._memory)
+        return self._factor * (self.extra_bytes(plan) if extra is None else extra) + _moved_bytes(
+            plan, self.work, self._memory
+        )
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan stays within what the budget leaves and below what failed."""
@@ -414,6 +433,20 @@ def fastest_that_fits(start: Plan, fallbacks: Sequence[Fallback], room: Room, ti
     return min(fitting, key=lambda entry: (time(entry[0]), entry[1]))[0]
 
 
+def fastest_with_weights_away(
+    start: Plan, fallbacks: Sequence[Fallback], room: Room, time: Callable[[Plan], float]
+) -> Plan:
+    """Takes the fastest plan that fits; where none does, with ever more frozen weights on the host."""
+    plans = [fastest_that_fits(start, fallbacks, room, time)]
+    if room.fits(plans[0]):
+        return plans[0]
+    lower = _fewer_resident(start, room.work)
+    while lower is not None:
+        plans.append(fastest_that_fits(lower, fallbacks, room, time))
+        lower = _fewer_resident(lower, room.work)
+    return min((plan for plan in plans if room.fits(plan)), key=time, default=plans[-1])
+
+
 def next_plan(plan: Plan, failure: MemoryFailure, fallbacks: Sequence[Fallback]) -> Plan | None:
     """Goes down a ladder after a failure: as many fallbacks as the estimate asks for, at least one.
 
@@ -430,7 +463,14 @@ def next_plan(plan: Plan, failure: MemoryFailure, fallbacks: Sequence[Fallback])
     free = failure.budget_bytes - failure.live_bytes
     if failure.budget_bytes and free > 0:
         target = min(target, free)
-    return next((step for step in lower if (extra_bytes(failure.phase, failure.work, step) or 0) <= target), lower[-1])
+    held = frozen_bytes(failure.work, plan.resident_blocks)
+
+    def asks(step: Plan) -> int:
+        """What a step takes, less the weights that it sends to the host."""
+        sent = held - frozen_bytes(failure.work, step.resident_blocks)
+        return (extra_bytes(failure.phase, failure.work, step) or 0) - sent
+
+    return next((step for step in lower if asks(step) <= target), lower[-1])
 
 
 def floor(work: RolloutWork | UpdateWork, memory: MemoryState) -> dict[str, int]:
@@ -445,7 +485,7 @@ def _floor(start: Plan, phase: Phase, work: RolloutWork | UpdateWork, memory: Me
     leanest = min(reachable(start, work, fallbacks_named(LOSSLESS, phase)), key=lambda plan: room.demand(plan))
     predicted = with_prediction(leanest, work, memory).predicted_bytes
     found = {name: size for name, size in predicted.items() if name.split("/")[0] == phase}
-    return {"held": memory.live_bytes + _moved_bytes(leanest, memory), **found}
+    return {"held": memory.live_bytes + _moved_bytes(leanest, work, memory), **found}
 
 
 def _parts(phase: Phase, work: Work, plan: RolloutPlan | UpdatePlan, tile: int) -> Parts | None:
@@ -456,9 +496,16 @@ def _parts(phase: Phase, work: Work, plan: RolloutPlan | UpdatePlan, tile: int) 
     return rollout_parts(work, plan) if isinstance(work, RolloutWork) else None
 
 
-def _moved_bytes(plan: RolloutPlan | UpdatePlan, memory: MemoryState) -> int:
-    """Bytes of optimizer state that a plan brings to the device, or (below 0) takes away."""
-    return memory.parked_bytes - memory.optimizer_bytes if plan.park_optimizer else memory.parked_bytes
+def _moved_bytes(plan: RolloutPlan | UpdatePlan, work: Work, memory: MemoryState) -> int:
+    """Bytes of optimizer state and frozen weights that a plan brings to the device, or (below 0) takes away."""
+    state = memory.parked_bytes - memory.optimizer_bytes if plan.park_optimizer else memory.parked_bytes
+    return state + frozen_bytes(work, plan.resident_blocks) - frozen_bytes(work, memory.resident_blocks, running=False)
+
+
+def frozen_bytes(work: Work, resident: int | None, *, running: bool = True) -> int:
+    """Counts the frozen weights of blocks on the device; while blocks run, those of two that wait on the host too."""
+    stay, passing = (0, 0) if work is None else work.geometry.frozen_bytes(resident)
+    return stay + passing if running else stay
 
 
 def _correction(phase: Phase, memory: MemoryState) -> float:

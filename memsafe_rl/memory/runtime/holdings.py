@@ -30,6 +30,7 @@ class Holdings:
     optimizer: Callable[[], list[Tensor]] | None = None
     trajectory: Callable[[], list[Tensor]] = _nothing  # gives the tensors of the stored rollout
     optimizer_parts: int = 1  # ranks that share the optimizer's state
+    resident_blocks: Callable[[], int | None] = lambda: None  # gives the blocks whose frozen weights are on the device
 
     def by_component(self) -> dict[Component, int]:
         """Counts the bytes on the device by what they are for; nothing while the model is still being loaded."""

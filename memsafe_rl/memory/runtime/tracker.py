@@ -16,6 +16,7 @@ from torch import Tensor
 from memsafe_rl.accounting import in_phase
 from memsafe_rl.memory.planning.policies import check_rollout_plan, check_update_plan
 from memsafe_rl.memory.runtime.headroom import HeadroomWatch
+from memsafe_rl.memory.runtime.holdings import Holdings
 from memsafe_rl.memory.runtime.leaks import LeakWatch
 from memsafe_rl.memory.runtime.meters import MemoryMeter
 from memsafe_rl.records import RecordLog
@@ -38,8 +39,7 @@ class MemoryTracker:
         device: str,
         meter: MemoryMeter,
         budget_bytes: int,
-        holders: Callable[[], Mapping[Component, int]] = dict,
-        optimizer_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        holdings: Holdings | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.meter = meter
@@ -59,8 +59,7 @@ class MemoryTracker:
         self._stranded: dict[str, int] = {}
         self._failures: tuple[MemoryFailure, ...] = ()
         self._enforced = False
-        self._holders = holders
-        self._optimizer_bytes = optimizer_bytes
+        self._holdings = holdings or Holdings(torch.device(device))
         self._bands = HeadroomWatch()
         self._leaks = LeakWatch(torch.device(device))
 
@@ -75,7 +74,7 @@ class MemoryTracker:
 
     def state(self) -> MemoryState:
         """Gives a policy's view of the device and of this run's past."""
-        optimizer_bytes, parked_bytes = self._optimizer_bytes()
+        optimizer_bytes, parked_bytes = self._holdings.optimizer_bytes()
         return MemoryState(
             device=self._device,
             budget_bytes=self.budget_bytes,
@@ -88,6 +87,7 @@ class MemoryTracker:
             failures=self._failures,
             optimizer_bytes=optimizer_bytes,
             parked_bytes=parked_bytes,
+            resident_blocks=self._holdings.resident_blocks(),
             stranded_bytes=dict(self._stranded),
         )
 
@@ -169,7 +169,7 @@ class MemoryTracker:
         """Counts the bytes that a plan will take from the device before its work begins."""
         if not plan.park_optimizer:
             return 0
-        optimizer_bytes, parked_bytes = self._optimizer_bytes()
+        optimizer_bytes, parked_bytes = self._holdings.optimizer_bytes()
         return optimizer_bytes - parked_bytes
 
     def expect(
@@ -218,7 +218,7 @@ class MemoryTracker:
         counted = self.meter.live_by_component()
         if counted:
             return dict(counted)
-        held = dict(self._holders())
+        held = self._holdings.by_component()
         if self.meter.is_exact:
             held[Component.OTHER] = max(0, self.meter.live_bytes() - sum(held.values()))
         return held
@@ -239,7 +239,7 @@ class MemoryTracker:
         for name, peak in self.phase_peaks.items():
             parts = self._parts.get(name)
             if not parts:
-                known = self._holders() if known is None else known
+                known = self._holdings.by_component() if known is None else known
                 rest = max(0, peak - sum(known.values()))
                 parts = {**known, Component.OTHER: rest}
             divided[str(name)] = {component.value: size for component, size in parts.items() if size > 0}

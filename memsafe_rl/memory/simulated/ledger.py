@@ -151,12 +151,13 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._move(entry, component)
 
     def hold(self, component: Component, tensors: Iterable[Tensor]) -> None:
-        """Counts tensors made outside, such as weights mapped from a file, until they die."""
+        """Counts tensors made outside, such as weights mapped from a file, until they die; others as large as now."""
         for tensor, storage in ((one, storage) for one in tensors for storage in storages_of(one)):
             entry = self._entries.get(storage._cdata)
             if entry is None:
                 self._enter(storage, component, _rows(tensor), on_host=False)
             else:
+                self._resize(storage)
                 self._move(entry, component)
 
     def is_on_host(self, tensor: Tensor) -> bool:

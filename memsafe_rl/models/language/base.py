@@ -39,6 +39,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
 from memsafe_rl.models.decoding.short_norms import norms_of, short_norms
 from memsafe_rl.models.decoding.short_rotations import rotations_of
 from memsafe_rl.models.geometry import read_geometry
+from memsafe_rl.models.host_weights import HostWeights
 from memsafe_rl.models.module_state import (
     as_reference,
     attention_configs,
@@ -126,6 +127,7 @@ class LanguageAdapter(ModelAdapter, ABC):
         self._attention_configs = self._all_configs = attention_configs(lm)  # the second, an encoder's too
         self._norms, self._rotations = norms_of(lm), rotations_of(lm)
         self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
+        self._host_weights = HostWeights.of(lm)
         keep_eager_masks_finite()
         lay_single_biases_densely()
         _switch_off_checkpointing(lm)
@@ -193,7 +195,8 @@ class LanguageAdapter(ModelAdapter, ABC):
         if key not in self._geometries:
             copies = () if self.reference_adapter is None else (self.reference_adapter.model,)
             geometry = read_geometry(self.lm, copies=copies, slot_bytes=self.slot_bytes)
-            geometry = replace(geometry, shares_prompts=self.joins)
+            movable = self._host_weights.block_bytes
+            geometry = replace(geometry, shares_prompts=self.joins, frozen_block_bytes=movable)
             self._geometries[key] = self._rounded_cache(geometry) if self.in_8_bits else geometry
         return self._geometries[key]
 
@@ -208,7 +211,26 @@ class LanguageAdapter(ModelAdapter, ABC):
 
     def reread(self) -> None:
         """Forgets the sizes read so far, after weights were added or frozen."""
+        self._host_weights.place(None)
+        self._host_weights = HostWeights.of(self.lm)
         self._geometries.clear()
+
+    @property
+    def resident_blocks(self) -> int:
+        """Blocks whose frozen weights are on the device."""
+        return self._host_weights.resident
+
+    def place_weights(self, resident: int | None) -> None:
+        """Leaves the frozen weights of so many blocks on the device; those of the others come while they run."""
+        self._host_weights.place(resident, self.device)
+
+    def settle_weights_on_host(self) -> None:
+        """Leaves frozen weights for which the device has no room on the host, as ordinary tensors."""
+        self._host_weights.settle_on_host()
+
+    def release_weights(self) -> None:
+        """Takes frozen weights from the device that are there only because their block ran last."""
+        self._host_weights.release()
 
     @in_its_numerics
     def distribution(

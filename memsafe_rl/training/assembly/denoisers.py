@@ -68,7 +68,15 @@ class Denoisers:
         check_separable(config.loss_settings())
         self.reader: PromptReader = ConditionReader(self._policy)
 
-    def load(self, model: Any, device: torch.device, *, quantization_config: Any, peft_config: Any) -> LoadedModel:
+    def load(
+        self,
+        model: Any,
+        device: torch.device,
+        *,
+        quantization_config: Any,
+        peft_config: Any,
+        room_bytes: int,  # noqa: ARG002
+    ) -> LoadedModel:
         """Puts the policy where it is trained; see `ModelFactory.load`."""
         if quantization_config is not None:
             raise ConfigError("quantization_config is for models loaded by name. Quantise the denoiser yourself.")

@@ -20,7 +20,7 @@ from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.data.environments import ENVIRONMENTS, EnvironmentPool, environment_pool_for, with_prompts
 from memsafe_rl.data.prompts import PromptSource
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
-from memsafe_rl.memory.budget import MemoryBudget
+from memsafe_rl.memory.budget import MemoryBudget, room_for_weights
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.first_use import prepare_device
 from memsafe_rl.memory.runtime.holdings import Holdings
@@ -183,7 +183,7 @@ def machine_for(inputs: Inputs, device: torch.device, parallel: Parallel, *, kin
     total_bytes, free_bytes = meter.total_bytes(), meter.free_bytes()
     budget = MemoryBudget.parse(inputs.config.memory_budget)
     budget_bytes = budget.resolve(total_bytes=total_bytes, free_bytes=free_bytes)
-    tracker = MemoryTracker(kind or device.type, meter, budget_bytes, holdings.by_component, holdings.optimizer_bytes)
+    tracker = MemoryTracker(kind or device.type, meter, budget_bytes, holdings)
     recovery = Recovery(tracker, inputs.memory_policy)
     if kind is None:
         recovery.repeat(Stage.LOAD, prepare_device, device)
@@ -209,6 +209,7 @@ def build_setup(
         adapter = models.adapt(loaded)
         recovery.repeat(Stage.LOAD, check, config, models, adapter)
         advantages = _advantages(inputs, machine, adapter, check)
+        adapter.release_weights()
     engine = engine_for(config, models.own_engine, adapter, recovery.tracker)
     check_sampler(config, is_external=engine.supports.is_external or draw_rollout is not None)
     sampling = models.sampling_settings(adapter)
@@ -239,7 +240,7 @@ def build_setup(
         environments=inputs.environments,
         draw_rollout=draw_rollout,
     )
-    machine.holdings.networks = setup.networks
+    machine.holdings.networks, machine.holdings.resident_blocks = setup.networks, lambda: adapter.resident_blocks
     return setup
 
 
@@ -272,7 +273,11 @@ def _advantages(
 def _load(inputs: Inputs, machine: Machine) -> LoadedModel:
     """Loads what the user named, or prepares what the user passed."""
     request, recovery = inputs.request, machine.recovery
-    more = {"quantization_config": request.quantization_config, "peft_config": request.peft_config}
+    more = {
+        "quantization_config": request.quantization_config,
+        "peft_config": request.peft_config,
+        "room_bytes": room_for_weights(recovery.tracker.budget_bytes),
+    }
     # An adapter goes into a model object in place, so that only a model loaded by name can be loaded again.
     if isinstance(request.model, str):
         return recovery.repeat(Stage.LOAD, inputs.models.load, request.model, machine.device, **more)

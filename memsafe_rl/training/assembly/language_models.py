@@ -45,7 +45,9 @@ class LanguageModels:
         )
         self.reader: PromptReader = prompt_reader(config, self.processing_class, facts)
 
-    def load(self, model: Any, device: torch.device, *, quantization_config: Any, peft_config: Any) -> LoadedModel:
+    def load(
+        self, model: Any, device: torch.device, *, quantization_config: Any, peft_config: Any, room_bytes: int
+    ) -> LoadedModel:
         """Loads a model by name, or prepares a given one; see `ModelFactory.load`."""
         return load_model(
             model,
@@ -55,6 +57,7 @@ class LanguageModels:
             trust_remote_code=self._config.trust_remote_code,
             device=device,
             with_reference=self._config.has_reference,
+            room_bytes=room_bytes,
         )
 
     def adapt(self, loaded: LoadedModel) -> ModelAdapter:

@@ -33,7 +33,9 @@ class ModelFactory(Protocol):
     def __init__(self, config: TrainerConfig, model: Any, processing_class: Any) -> None:
         """Reads what must be known before any weight is loaded, and refuses what cannot be trained."""
 
-    def load(self, model: Any, device: torch.device, *, quantization_config: Any, peft_config: Any) -> LoadedModel:
+    def load(
+        self, model: Any, device: torch.device, *, quantization_config: Any, peft_config: Any, room_bytes: int
+    ) -> LoadedModel:
         """Loads what is trained, and a frozen copy where the reference needs one.
 
         Args:
@@ -41,6 +43,7 @@ class ModelFactory(Protocol):
             device: where the weights go.
             quantization_config: of the base; None for none.
             peft_config: of a new adapter; None for none.
+            room_bytes: int, bytes that all weights may take; of more, frozen ones that can stay in host memory.
 
         Returns:
             The model, its reference copy if it needs one.

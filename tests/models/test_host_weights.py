@@ -1,0 +1,213 @@
+"""Frozen weights that wait on the host: the same bits, fewer bytes, whole again at the end."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.blocks import blocks_of, find_blocks, recomputed
+from memsafe_rl.models.host_weights import HostWeights, put_on
+from memsafe_rl.types import RolloutPlan, UpdatePlan, blocks_on_host
+from tests.models.language.test_seq2seq import build
+from tests.tiny import tiny_model
+from tests.trainers.helpers import make_trainer, relative, weights
+
+BLOCKS = 6
+CPU = torch.device("cpu")
+
+
+def adapted(layers: int = BLOCKS, hidden: int = 64, **settings: Any) -> Any:
+    model = tiny_model(layers=layers, hidden=hidden, scale=4.0)
+    config = LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **settings})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = get_peft_model(model, config)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+    return model
+
+
+def pass_of(model: Any, *, recompute: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Gives logits and gradients of one pass."""
+    ids = torch.arange(15).reshape(3, 5)
+    model.zero_grad()
+    with recomputed(find_blocks(model)) if recompute else nullcontext():
+        logits = model(ids).logits
+    logits.square().mean().backward()
+    return logits.detach(), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("blocks", [1, 5, 28])
+def test_blocks_leave_evenly_spread(blocks: int) -> None:
+    assert blocks_on_host(blocks, None) == frozenset()
+    for resident in range(blocks + 3):
+        away = sorted(blocks_on_host(blocks, resident))
+        assert len(away) == max(0, blocks - resident)
+        gaps = [later - earlier for earlier, later in pairwise(away)]
+        assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dora", [False, True])
+def test_logits_and_gradients_are_the_same_bits(recompute: bool, dora: bool) -> None:
+    model = adapted(use_dora=dora)
+    logits, gradients = pass_of(model, recompute=recompute)
+    host = HostWeights(blocks_of(model))
+    for resident in (0, 4, 1, 3, None):
+        host.place(resident)
+        for _ in range(2):  # the second time, it is known which block comes next
+            found, others = pass_of(model, recompute=recompute)
+            assert torch.equal(found, logits)
+            assert others.keys() == gradients.keys()
+            assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())
+
+
+def test_two_blocks_are_on_the_device_at_most_and_none_after_release() -> None:
+    model, most = adapted(), 0
+    host = HostWeights(blocks_of(model))
+    (size,) = {*host.block_bytes}
+    host.place(0)
+    frozen = [weight for block in blocks_of(model) for weight in block.parameters() if not weight.requires_grad]
+
+    def held() -> int:
+        return sum(weight.untyped_storage().nbytes() for weight in frozen if weight.dim() > 1)
+
+    assert held() == 0
+    for block in blocks_of(model):
+        block.register_forward_hook(lambda *_: sizes.append(held()))
+    sizes: list[int] = []
+    for _ in range(2):
+        pass_of(model, recompute=True)
+        most = max(most, *sizes)
+    assert most == 2 * size
+    host.release()
+    assert held() == 0
+
+
+def test_a_device_that_refuses_leaves_a_block_away_and_the_next_try_succeeds() -> None:
+    model = adapted()
+    logits, _ = pass_of(model, recompute=False)
+    with SimulatedMemory(2**40) as memory:
+        assert not put_on(model, CPU)
+        host = HostWeights.of(model)
+        host.place(0)
+        live = memory.live_bytes
+        for place in range(1, 12):
+            memory.fail_after(place)
+            with pytest.raises(torch.OutOfMemoryError):
+                model(torch.arange(15).reshape(3, 5))
+            host.release()
+            gc.collect()
+            assert memory.live_bytes == live
+        assert torch.equal(pass_of(model, recompute=False)[0], logits)
+
+
+def test_weights_that_pass_the_room_begin_on_the_host_and_others_do_not() -> None:
+    model = adapted()
+    size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert not put_on(model, CPU, size)
+    assert HostWeights.of(model).resident == BLOCKS
+    assert put_on(model, CPU, size - 1)
+    assert HostWeights.of(model).resident == 0
+    assert HostWeights.of(model) is HostWeights.of(model)
+
+
+def test_what_is_trained_or_shared_by_blocks_stays() -> None:
+    model = tiny_model(layers=3, hidden=64)
+    assert HostWeights(blocks_of(model)).block_bytes == (0, 0, 0)
+    model.requires_grad_(False)
+    first, second, _ = blocks_of(model)
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    one, other, third = HostWeights(blocks_of(model)).block_bytes
+    assert one == other == third - first.mlp.up_proj.weight.nbytes
+
+
+def peaks(trainer: Any) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for record in trainer.history:
+        for name, value in record.items():
+            if name.endswith("_peak_bytes"):
+                found[name] = max(value, found.get(name, 0))
+    return found
+
+
+def run(folder: Path, policy: Any, model: Any = None, **settings: Any) -> Any:
+    model = model or adapted()
+    with SimulatedMemory(2**34):
+        trainer = make_trainer(
+            folder, model=model, policy=policy, **{"beta": 0.04, "max_steps": 3, "learning_rate": 1e-3, **settings}
+        )
+        trainer.train()
+    return trainer
+
+
+LEAN: dict[str, Any] = {"micro_batch_tokens": 16, "logprob_tile": 4, "checkpointing": True}
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("update", [LEAN, {**LEAN, "offload_activations": True}, {"pack_prompts": True}])
+def test_a_run_learns_the_same_bits_within_less(tmp_path: Path, resident: int, update: dict[str, Any]) -> None:
+    plain = run(tmp_path / "plain", FixedPolicy(RolloutPlan(), UpdatePlan(**update)))
+    plans = RolloutPlan(resident_blocks=resident), UpdatePlan(resident_blocks=resident, **update)
+    lean = run(tmp_path / "lean", FixedPolicy(*plans))
+    assert torch.equal(weights(lean), weights(plain))
+    (size,) = {*plain.setup.adapter.geometry.frozen_block_bytes}
+    saved = (BLOCKS - resident - 2) * size
+    before, after = peaks(plain), peaks(lean)
+    for phase in ("score", "reward", "update"):
+        assert before[f"memory/{phase}_peak_bytes"] - after[f"memory/{phase}_peak_bytes"] >= saved
+    # whole again
+    frozen = [weight for weight in lean.model.parameters() if not weight.requires_grad]
+    originals = [weight for weight in plain.model.parameters() if not weight.requires_grad]
+    assert all(torch.equal(one, other) for one, other in zip(frozen, originals, strict=True))
+
+
+@pytest.mark.parametrize("share", [0.9, 0.4])
+def test_a_budget_below_the_size_of_the_weights_trains_without_a_failure(tmp_path: Path, share: float) -> None:
+    wide: dict[str, Any] = {"layers": 10, "hidden": 128, "r": 2, "target_modules": ["q_proj", "v_proj"]}
+    plain = run(tmp_path / "plain", AdaptivePolicy(), adapted(**wide))
+    budget = int(share * sum(weight.nbytes for weight in plain.model.parameters()))
+    lean = run(tmp_path / "lean", AdaptivePolicy(), adapted(**wide), memory_budget=budget)
+    assert relative(weights(lean), weights(plain)) < 2e-5
+    assert max(peaks(lean).values()) <= budget
+    assert not [event for event in lean.memory_events if event["event"] == "failure"]
+    assert {event["resident_blocks"] for event in lean.memory_events if event["event"] == "plan"} <= {*range(10)}
+
+
+def test_at_the_end_weights_without_room_lie_on_the_host_and_a_second_run_takes_them_back(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, model=adapted(), policy=FixedPolicy(RolloutPlan(resident_blocks=1), UpdatePlan()))
+    adapter = trainer.setup.adapter
+    before = [weight.clone() for weight in trainer.model.parameters()]
+    adapter.place_weights(1)
+    adapter.settle_weights_on_host()
+    assert all(torch.equal(one, other) for one, other in zip(trainer.model.parameters(), before, strict=True))
+    assert adapter.resident_blocks == BLOCKS
+    for resident in (2, None):
+        adapter.place_weights(resident)
+        pass_of(trainer.model, recompute=False)
+    assert all(torch.equal(one, other) for one, other in zip(trainer.model.parameters(), before, strict=True))
+
+
+def test_blocks_of_encoder_and_decoder_come_and_go(tmp_path: Path) -> None:
+    def trained(resident: int | None) -> torch.Tensor:
+        config = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_2_SEQ_LM")
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = get_peft_model(build("t5v1.1", torch.float32), config)
+        plans = RolloutPlan(resident_blocks=resident), UpdatePlan(resident_blocks=resident)
+        trainer = make_trainer(tmp_path / str(resident), model=model, policy=FixedPolicy(*plans), beta=0.04)
+        assert sum(trainer.setup.adapter.geometry.frozen_block_bytes) > 0
+        trainer.train()
+        return weights(trainer)
+
+    assert torch.equal(trained(0), trained(None))
