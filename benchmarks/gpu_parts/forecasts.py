@@ -103,7 +103,7 @@ def random_runs(size: Size) -> Record:
 def _drawn(index: int) -> Record:
     run = draw_run(0, index)
     with tempfile.TemporaryDirectory() as folder, counted():
-        forecast_error.save(run.network_config(), folder)
+        forecast_error.save_network(run.network_config(), folder)
         found = forecast_error.beside(run, partial(run.trainer, Path(folder), use_cpu=False), on_device=True)
     errors = dict(forecast_error.errors_of(found))
     return {
