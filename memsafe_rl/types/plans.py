@@ -177,6 +177,10 @@ class UpdateWork:
         return 1 if self.geometry.unit is not None else max(self.row_tokens, default=1)
 
 
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Modes of `torch.compile`; on a CUDA device, "reduce-overhead" and "max-autotune" run CUDA graphs."""
+
+
 @dataclass(frozen=True)
 class RolloutPlan:
     """How a rollout and the scoring after it are cut to fit memory.
@@ -194,6 +198,7 @@ class RolloutPlan:
             run's `cache_implementation` chooses.
         engine: name of the rollout engine; "native" stands for whichever the run has.
         park_optimizer: keep the optimizer state in host memory from the rollout until an update wants it back.
+        compile: mode of `torch.compile`, one of `COMPILE_MODES`, for the steps that decode a token; None for none.
         predicted_bytes: predicted peak of a phase ("rollout", "score"), in bytes, with what is held already; under
             "phase/component" the part of a component. Empty when nothing was predicted.
     """
@@ -207,6 +212,7 @@ class RolloutPlan:
     engine: str = "native"
     park_optimizer: bool = False
     kept_kv_bytes: int = 0
+    compile: str | None = None
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -228,6 +234,7 @@ class UpdatePlan:
             nothing is padded.
         trajectory_device: "device" or "host": where the trajectory waits between micro-batches.
         park_optimizer: keep the optimizer state in host memory outside the commit.
+        compile: mode of `torch.compile`, one of `COMPILE_MODES`, for the network's blocks; None for none.
         predicted_bytes: under "update" the predicted peak in bytes, with what is held already; under
             "update/component" the part of a component. Empty when nothing was predicted.
     """
@@ -239,6 +246,7 @@ class UpdatePlan:
     pack_prompts: bool = False
     trajectory_device: str = "host"
     park_optimizer: bool = False
+    compile: str | None = None
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -179,8 +179,17 @@ def test_arguments_of_continuous_batching_are_checked_at_once() -> None:
         GRPOConfig(use_transformers_continuous_batching=True, transformers_continuous_batching_config={"num_blocks": 9})
 
 
-def test_compiling_is_refused_without_sending_to_another_refusal() -> None:
-    assert "compiled model" not in REFUSED["torch_compile"].remedy
+def test_any_of_transformers_settings_of_compiling_gives_plans_a_mode() -> None:
+    assert GRPOConfig().compile_mode is None
+    assert GRPOConfig(torch_compile=True).compile_mode == "default"
+    assert GRPOConfig(torch_compile_backend="inductor").compile_mode == "default"
+    assert GRPOConfig(torch_compile_mode="reduce-overhead").compile_mode == "reduce-overhead"
+    policy = chosen_policy(None, GRPOConfig(torch_compile=True))
+    assert policy == Compiling(AdaptivePolicy(), "default")
+    with pytest.raises(ConfigError, match="inductor"):
+        GRPOConfig(torch_compile_backend="cudagraphs")
+    with pytest.raises(ConfigError, match="batch_invariant=True"):
+        GRPOConfig(torch_compile=True, batch_invariant=True)
 
 
 def test_an_unknown_name_gives_the_nearest() -> None:

@@ -46,7 +46,16 @@ from memsafe_rl.memory.planning.search import (
     with_prediction,
 )
 from memsafe_rl.slices import packing_saves
-from memsafe_rl.types import MemoryFailure, MemoryState, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+from memsafe_rl.types import (
+    COMPILE_MODES,
+    MemoryFailure,
+    MemoryState,
+    Phase,
+    RolloutPlan,
+    RolloutWork,
+    UpdatePlan,
+    UpdateWork,
+)
 
 _GIB = 2**30
 
@@ -270,6 +279,26 @@ class WithinBudget(MemoryPolicy):
         return replace(memory, budget_bytes=min(memory.budget_bytes, self.budget_bytes))
 
 
+@dataclass(frozen=True)
+class Compiling(MemoryPolicy):
+    """Another policy's plans, whose decoding steps and blocks run through `torch.compile`."""
+
+    policy: MemoryPolicy  # makes the plans
+    mode: str = "default"  # of `torch.compile`
+
+    def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
+        """Compiles the other policy's plan."""
+        return replace(self.policy.before_rollout(work, memory), compile=self.mode)
+
+    def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
+        """Compiles the other policy's plan."""
+        return replace(self.policy.before_update(work, memory), compile=self.mode)
+
+    def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
+        """Asks the other policy."""
+        return self.policy.after_oom(plan, failure)
+
+
 def _packs(wanted: bool | None, work: UpdateWork) -> bool:
     """Whether a plan packs prompts: where it can, as the user wants it, or where it is worth while."""
     return bool(work.prompts) and (packing_saves(work) if wanted is None else wanted)
@@ -282,12 +311,14 @@ def check_rollout_plan(plan: RolloutPlan) -> None:
     """Refuses a rollout plan that cannot be carried out."""
     _check_fields(plan, RolloutPlan, kv_bytes=None, kept_kv_bytes=0)
     _check_choice(plan, "cache_dtype", (None, "int8"))
+    _check_choice(plan, "compile", (None, *COMPILE_MODES))
 
 
 def check_update_plan(plan: UpdatePlan) -> None:
     """Refuses an update plan that cannot be carried out."""
     _check_fields(plan, UpdatePlan)
     _check_choice(plan, "trajectory_device", ("device", "host"))
+    _check_choice(plan, "compile", (None, *COMPILE_MODES))
 
 
 def check_packing(plan: UpdatePlan, work: UpdateWork) -> None:

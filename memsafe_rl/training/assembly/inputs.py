@@ -22,7 +22,7 @@ from memsafe_rl.data.prompts import (
     usable_prompts,
 )
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.memory.planning.policies import PRESETS, AdaptivePolicy, LadderPolicy, MemoryPolicy, preset
+from memsafe_rl.memory.planning.policies import PRESETS, AdaptivePolicy, Compiling, LadderPolicy, MemoryPolicy, preset
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.loading import ModelFacts, read_config
@@ -202,6 +202,11 @@ def _check_partial(config: TrainerConfig, *, alone: bool) -> None:
 
 def chosen_policy(given: MemoryPolicy | str | None, config: TrainerConfig) -> MemoryPolicy:
     """Gives the memory policy of a run."""
+    policy = _chosen_policy(given, config)
+    return policy if config.compile_mode is None else Compiling(policy, config.compile_mode)
+
+
+def _chosen_policy(given: MemoryPolicy | str | None, config: TrainerConfig) -> MemoryPolicy:
     if isinstance(given, MemoryPolicy):
         return given
     if isinstance(given, type):
