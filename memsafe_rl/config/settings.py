@@ -196,7 +196,7 @@ class RunSettings:
     torch_compile: bool = memory(
         False,
         "Decode and learn through torch.compile: same tokens and gradients up to rounding, for seconds of compiling "
-        "at the start; needs a C++ compiler on a CPU, Triton on CUDA.",
+        "at the start; needs a C++ compiler on a CPU, Triton on CUDA. A memory policy of one's own decides by itself.",
     )
     torch_compile_backend: str | None = memory(
         None,

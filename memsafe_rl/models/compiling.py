@@ -16,6 +16,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor import list_mode_options
 from torch._inductor.exc import InductorError
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memsafe_rl.models.blocks import find_blocks
 from memsafe_rl.models.module_state import replaced
@@ -47,7 +48,8 @@ def compiling(mode: str | None) -> Iterator[None]:
 
 def mode_in_force() -> str | None:
     """Gives the mode in force; operators on fake tensors, or under Python's counts, run as they are."""
-    return None if torch._C._len_torch_dispatch_stack() else MODE.get()
+    others = [mode for mode in _get_current_dispatch_mode_stack() if not mode.ignore_compile_internals()]
+    return None if others else MODE.get()
 
 
 @contextmanager

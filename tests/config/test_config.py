@@ -39,7 +39,9 @@ from memsafe_rl.config.settings import CACHES, GROUPS, OPTIMIZER_ARGUMENTS, OPTI
 from memsafe_rl.config.validation import ENUMS, REGISTRIES
 from memsafe_rl.config.views import KLStop
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.planning.policies import AdaptivePolicy
 from memsafe_rl.ops.advantages import AdvantageEstimator
+from memsafe_rl.training.assembly.inputs import chosen_policy
 from memsafe_rl.types import LossSettings, SamplingSettings
 
 OURS = {field.name: field for field in dataclasses.fields(GRPOSettings)}
@@ -184,8 +186,9 @@ def test_any_of_transformers_settings_of_compiling_gives_plans_a_mode() -> None:
     assert GRPOConfig(torch_compile=True).compile_mode == "default"
     assert GRPOConfig(torch_compile_backend="inductor").compile_mode == "default"
     assert GRPOConfig(torch_compile_mode="reduce-overhead").compile_mode == "reduce-overhead"
-    policy = chosen_policy(None, GRPOConfig(torch_compile=True))
-    assert policy == Compiling(AdaptivePolicy(), "default")
+    assert chosen_policy(None, GRPOConfig(torch_compile=True)) == AdaptivePolicy(compile="default")
+    with pytest.raises(ConfigError, match="which decides it"):
+        chosen_policy("24GB+", GRPOConfig(torch_compile=True))
     with pytest.raises(ConfigError, match="inductor"):
         GRPOConfig(torch_compile_backend="cudagraphs")
     with pytest.raises(ConfigError, match="batch_invariant=True"):

@@ -144,11 +144,13 @@ class AdaptivePolicy(MemoryPolicy):
         trajectory_device: "device" or "host": where the trajectory waits between micro-batches.
         pack_prompts: whether completions share one copy of their prompt, where they can; None for yes where it spares
             a tenth of the tokens, which then costs neither bytes nor time.
+        compile: mode of `torch.compile` for decoding steps and blocks; None for none.
     """
 
     checkpointing: bool | None = None
     trajectory_device: str = "host"
     pack_prompts: bool | None = None
+    compile: str | None = None
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
         """Decodes and scores as many rows together as are fast, or as fit: one row in flight when nothing fits."""
@@ -160,6 +162,7 @@ class AdaptivePolicy(MemoryPolicy):
             score_tokens=tokens,
             reward_rows=rows,
             kept_kv_bytes=work.kept_bytes,
+            compile=self.compile,
         )
         times: dict[Phase, Callable[[RolloutPlan], float]] = {
             Phase.ROLLOUT: partial(rollout_time, work, fastest=fast),
@@ -185,6 +188,7 @@ class AdaptivePolicy(MemoryPolicy):
             checkpointing=bool(self.checkpointing),
             pack_prompts=packs,
             trajectory_device=self.trajectory_device,
+            compile=self.compile,
         )
         fallbacks, room = self._fallbacks(Phase.UPDATE, memory), Room(Phase.UPDATE, work, memory)
         plan = fastest_that_fits(fast, fallbacks, room, partial(update_time, memory.device, work, fastest=fast))
@@ -277,26 +281,6 @@ class WithinBudget(MemoryPolicy):
 
     def _bounded(self, memory: MemoryState) -> MemoryState:
         return replace(memory, budget_bytes=min(memory.budget_bytes, self.budget_bytes))
-
-
-@dataclass(frozen=True)
-class Compiling(MemoryPolicy):
-    """Another policy's plans, whose decoding steps and blocks run through `torch.compile`."""
-
-    policy: MemoryPolicy  # makes the plans
-    mode: str = "default"  # of `torch.compile`
-
-    def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
-        """Compiles the other policy's plan."""
-        return replace(self.policy.before_rollout(work, memory), compile=self.mode)
-
-    def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
-        """Compiles the other policy's plan."""
-        return replace(self.policy.before_update(work, memory), compile=self.mode)
-
-    def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
-        """Asks the other policy."""
-        return self.policy.after_oom(plan, failure)
 
 
 def _packs(wanted: bool | None, work: UpdateWork) -> bool:
