@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor import list_mode_options
 from torch._inductor.exc import InductorError
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -83,7 +83,7 @@ class Compiled:
         run, failure = self._run(mode), None
         try:
             return run(*args, **kwargs)
-        except (TorchDynamoException, InductorError) as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit, InductorError) as error:
             failure = _refused_allocation(error)
             self._obstacle = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         if failure is not None:

@@ -25,14 +25,13 @@ from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, UpdatePlan, UpdateWork
 from memsafe_rl.units import format_seconds
 
-
 _COMPILING, _COMPILING_A_LAYER, _COMPILING_BLOCKS = 12.0, 3.1, 25.0
 """Seconds of a CPU core for one form of a decoding step, for each of its layers, and for the blocks of an update:
 measured with networks of 2 and 28 layers (``benchmarks/results/launches.json``), on another machine an estimate."""
 
 
 def compile_seconds(layers: int) -> float:
-    """Estimates what `torch.compile` takes once, with nothing in its cache: steps of many rows and of one, and blocks."""
+    """Estimates what `torch.compile` takes once, nothing cached: steps of many rows and of one, and blocks."""
     return 2 * (_COMPILING + _COMPILING_A_LAYER * layers) + _COMPILING_BLOCKS
 
 
