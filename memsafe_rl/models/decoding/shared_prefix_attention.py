@@ -529,9 +529,9 @@ def _attend_in_step(
     reading: Reading = _active.reading
     scoring = Scoring(scale, soft_cap, sinks, reading.bias if adds_bias else None)
     if crosses:
-        found = [reading.attend_source(layer, query, scoring).transpose(1, 2)]
-    else:
-        found = reading.attend(layer, query, key, value, scoring)
+        whole = reading.attend_source(layer, query, scoring).transpose(1, 2).contiguous()
+        return whole, query.new_empty(0), query.new_empty(0), query.new_empty(0)
+    found = reading.attend(layer, query, key, value, scoring)
     if len(found) == 1:
         like = torch.promote_types(query.dtype, torch.float32)
         nothing = query.new_zeros((*query.shape[:3], 1), dtype=like)
@@ -542,8 +542,9 @@ def _attend_in_step(
 
 def _attend_on_fakes(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gives outputs (B, H × R, N, D) and log-sum-exps (B, H × R, N, 1) without values."""
-    width = value.shape[3] if key.shape[2] else query.shape[3]  # a mark has no width
-    outs, lses = (*query.shape[:3], width), (*query.shape[:3], 1)
+    if not key.shape[2]:  # a mark: cross-attention has one part
+        return query.new_empty(query.shape), query.new_empty(0), query.new_empty(0), query.new_empty(0)
+    outs, lses = (*query.shape[:3], value.shape[3]), (*query.shape[:3], 1)
     like = torch.promote_types(query.dtype, torch.float32)
     out, lse = (query.new_empty(outs), query.new_empty(lses, dtype=like))
     return out, lse, torch.empty_like(out), torch.empty_like(lse)
