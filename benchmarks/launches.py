@@ -55,8 +55,8 @@ SETTLED = 4
 
 NO_KERNELS = frozenset(
     """_local_scalar_dense _reshape_alias _unsafe_view alias as_strided detach device diagonal empty empty_like
-    empty_strided expand flatten is_same_size lift_fresh new_empty new_empty_strided permute promote_types reshape select
-    slice split split_with_sizes squeeze sym_size t transpose unbind unflatten unfold unsqueeze view""".split()  # noqa: SIM905
+    empty_strided expand flatten is_same_size lift_fresh new_empty new_empty_strided permute promote_types reshape
+    select slice split split_with_sizes squeeze sym_size t transpose unbind unflatten unfold unsqueeze view""".split()  # noqa: SIM905
 )
 """Operators that only look at memory, or reserve it."""
 
