@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import tempfile
 import time
 from collections import Counter
@@ -29,6 +31,8 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch._C import DispatchKey
+from torch._inductor.codecache import PyCodeCache
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,8 +55,8 @@ SETTLED = 4
 
 NO_KERNELS = frozenset(
     """_local_scalar_dense _reshape_alias _unsafe_view alias as_strided detach device diagonal empty empty_like
-    empty_strided expand is_same_size lift_fresh new_empty new_empty_strided permute promote_types reshape select slice
-    split split_with_sizes squeeze sym_size t transpose unbind unfold unsqueeze view""".split()  # noqa: SIM905
+    empty_strided expand flatten is_same_size lift_fresh new_empty new_empty_strided permute promote_types reshape
+    select slice split split_with_sizes squeeze sym_size t transpose unbind unflatten unfold unsqueeze view""".split()  # noqa: SIM905
 )
 """Operators that only look at memory, or reserve it."""
 
@@ -73,9 +77,17 @@ class Operators(TorchDispatchMode):  # type: ignore[misc]
         self.counts: Counter[str] = Counter()
         self.counting = counting
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Counts what compiled code calls too."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Counts one call."""
-        name = func._schema.name.split("::")[1]
+        space, name = func._schema.name.split("::")
+        if space == "memsafe_rl":  # of this library's own operators, what they call counts
+            with self:
+                return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {}))
         if self.counting and name not in NO_KERNELS:
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
@@ -169,7 +181,13 @@ def prompts_of(count: int) -> list[Tensor]:
     return [torch.randint(2, 4000, (24,), generator=dice) for _ in range(count)]
 
 
-def ours(adapter: Any, prompts: Sequence[Tensor], group: int, tokens: int) -> None:
+def ours(
+    adapter: Any,
+    prompts: Sequence[Tensor],
+    group: int,
+    tokens: int,
+    plan: RolloutPlan = RolloutPlan(),  # noqa: B008
+) -> None:
     """Samples with this library's loop; nothing ends a completion before its time.
 
     Args:
@@ -177,9 +195,10 @@ def ours(adapter: Any, prompts: Sequence[Tensor], group: int, tokens: int) -> No
         prompts: token ids.
         group: completions of each.
         tokens: of each completion.
+        plan: of the rollout.
     """
     prompts = [prompt.clone() for prompt in prompts]  # on the device in each call anew
-    generate(adapter, prompts, keys_of(len(prompts), group), SamplingSettings(tokens, ()), under(RolloutPlan()))
+    generate(adapter, prompts, keys_of(len(prompts), group), SamplingSettings(tokens, ()), under(plan))
 
 
 def theirs(model: Any, prompts: Sequence[Tensor], group: int, tokens: int) -> None:
@@ -300,7 +319,52 @@ def decoding(model: Any, rows: int, tokens: int, turns: int) -> Record:
     mine, other = found["memsafe_rl"], found["generate"]
     found["our_share"] = {name: mine[name] / other[name] for name in ("operators", "ms")}
     found["sampler_operators"] = sampler_operators(rows, model.config.vocab_size, 4 * tokens)
+    found["compiled"] = compiled(adapter, prompts, group, tokens, turns)
+    found["compiled"]["share"] = found["compiled"]["launches"] / other["operators"]
     return found
+
+
+# ------------------------------------------------------------------ torch.compile
+
+
+def compiled(adapter: Any, prompts: Sequence[Tensor], group: int, tokens: int, turns: int) -> Record:
+    """Measures compiled steps beside eager ones.
+
+    Args:
+        adapter: of the network.
+        prompts: token ids.
+        group: completions of each.
+        tokens: over which costs are averaged.
+        turns: of the clock.
+
+    Returns:
+        Kernels that inductor made and calls outside of its output, a token; what its output calls in libraries, which
+        products of matrices are; the seconds of compiling, and of a token on either side.
+    """
+    plan = RolloutPlan(compile="default")
+    plays = {
+        "eager": lambda length: ours(adapter, prompts, group, length),
+        "compiled": lambda length: ours(adapter, prompts, group, length, plan),
+    }
+    known, began = {module.__file__ for module in PyCodeCache.modules}, sum(os.times()[:4])
+    plays["compiled"](SETTLED)
+    cpu_seconds = sum(os.times()[:4]) - began
+    made = [Path(module.__file__).read_text() for module in PyCodeCache.modules if module.__file__ not in known]
+    calls = [line for text in made for line in text.split("def call(")[-1].splitlines()]
+    kernels = sum(bool(re.match(r"\s+cpp_fused\w*\(", line)) for line in calls)
+    inside = sum("extern_kernels." in line for line in calls)
+    operators = per_token(plays["compiled"], tokens)["operators"]
+    seconds = seconds_per_token(plays, tokens, turns)
+    return {
+        "generated_kernels": kernels,
+        "library_calls": inside,
+        "calls_outside": operators - inside,
+        "launches": kernels + operators - inside,
+        "compiling_cpu_s": cpu_seconds,
+        "forms": len(made),
+        **{f"{side}_ms": 1000 * value for side, value in seconds.items()},
+        "speedup": seconds["eager"] / seconds["compiled"],
+    }
 
 
 # ------------------------------------------------------------------ updates
@@ -420,6 +484,9 @@ def show(results: Record) -> None:
         share = found["our_share"]
         table.add_row(name, "our share", f"{share['operators']:.3f}", "", "", f"{share['ms']:.2f}")
         table.add_row(name, "our sampler", f"{found['sampler_operators']:.1f}", "", "", "")
+        entry = found["compiled"]
+        table.add_row(name, "compiled", f"{entry['launches']:.1f}", "", "", f"{entry['compiled_ms']:.1f}")
+        table.add_row(name, "its share", f"{entry['share']:.3f}", "", "", f"{1 / entry['speedup']:.2f}")
     for name, sides in results["update"].items():
         for side, entry in sides.items():
             table.add_row(name, f"{side}, an update", f"{entry['operators']}", "", "", "")

@@ -381,6 +381,7 @@ def _plan_lines(forecast: MemoryForecast) -> Text:
             **_resident(forecast),
             "trajectory on the device": update.trajectory_device != plain.trajectory_device,
             "cache in 8 bits": rollout.cache_dtype is not None,
+            "steps and blocks compiled": rollout.compile is not None or update.compile is not None,
         }.items()
         if taken
     ]

@@ -212,6 +212,12 @@ class TrainerConfig(TrainerSettings, ABC):
         return chosen if self.rollout_engine is None else {**chosen, "rollout_engine": self.rollout_engine}
 
     @property
+    def compile_mode(self) -> str | None:
+        """The mode of `torch.compile` that plans ask for; None where nothing is compiled."""
+        named = self.torch_compile_mode or ("default" if self.torch_compile_backend else None)
+        return named or ("default" if self.torch_compile else None)
+
+    @property
     def caches_in_8_bits(self) -> bool:
         """Whether rollouts keep their keys and values in 8 bits."""
         return self.cache_implementation == QUANTISED_CACHE

@@ -193,6 +193,22 @@ class RunSettings:
     torch_empty_cache_steps: int | None = memory(
         None, "Hint: optimizer steps between two releases of cached device memory; None: the plan decides.", low=1
     )
+    torch_compile: bool = memory(
+        False,
+        "Decode and learn through torch.compile: same tokens and gradients up to rounding, for seconds of compiling "
+        "at the start; needs a C++ compiler on a CPU, Triton on CUDA. A memory policy of one's own decides by itself.",
+    )
+    torch_compile_backend: str | None = memory(
+        None,
+        "Backend of torch.compile; only 'inductor', whose costs are known. Implies torch_compile.",
+        choices=("inductor",),
+    )
+    torch_compile_mode: str | None = memory(
+        None,
+        "Mode of torch.compile; 'reduce-overhead' and 'max-autotune' run CUDA graphs on CUDA, which is not yet "
+        "measured. Implies torch_compile; None: 'default'.",
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    )
     auto_find_batch_size: bool = memory(
         False, "Hint without effect on results: a failed allocation makes the micro-batch smaller, never a group."
     )

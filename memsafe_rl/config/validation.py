@@ -289,6 +289,11 @@ def _check_saving(config: TrainerConfig) -> None:
 
 
 def _check_memory(config: TrainerConfig) -> None:
+    if config.batch_invariant and config.compile_mode is not None:
+        raise ConfigError(
+            "batch_invariant=True fixes the tiles of every product, which torch.compile would choose anew. Leave one "
+            "of batch_invariant and torch_compile out."
+        )
     try:
         MemoryBudget.parse(config.memory_budget)
     except ConfigError as error:

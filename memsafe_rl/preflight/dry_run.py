@@ -34,7 +34,7 @@ from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
 from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.preflight.own_rollouts import Trial, candidates, worst_trials
 from memsafe_rl.preflight.search import Job
-from memsafe_rl.preflight.seconds import StepSeconds, count_step
+from memsafe_rl.preflight.seconds import StepSeconds, compile_seconds, count_step
 from memsafe_rl.preflight.speed import DeviceSpeed
 from memsafe_rl.preflight.worst_case import (
     Drawing,
@@ -221,7 +221,8 @@ class DryRun:
             for phase, pieces in counted.items()
         }
         known = self.dataset is not None or self.config.max_steps > 0
-        return StepSeconds(phases, setup.planned_steps if known else None, speed)
+        compiling = compile_seconds(setup.adapter.geometry.layers) if self.config.compile_mode else 0.0
+        return StepSeconds(phases, setup.planned_steps if known else None, speed, compiling)
 
     def _drawn_for_evaluation(self, setup: TrainingSetup, longest: Longest) -> Drawing | None:
         """Gives what evaluations draw: of a dataset its own longest prompt, else that of the run."""

@@ -25,6 +25,15 @@ from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, UpdatePlan, UpdateWork
 from memsafe_rl.units import format_seconds
 
+_COMPILING, _COMPILING_A_LAYER, _COMPILING_BLOCKS = 12.0, 3.1, 25.0
+"""Seconds of a CPU core for one form of a decoding step, for each of its layers, and for the blocks of an update:
+measured with networks of 2 and 28 layers (``benchmarks/results/launches.json``), on another machine an estimate."""
+
+
+def compile_seconds(layers: int) -> float:
+    """Estimates what `torch.compile` takes once, nothing cached: steps of many rows and of one, and blocks."""
+    return 2 * (_COMPILING + _COMPILING_A_LAYER * layers) + _COMPILING_BLOCKS
+
 
 @dataclass(frozen=True)
 class StepSeconds:
@@ -33,6 +42,7 @@ class StepSeconds:
     phases: Mapping[Phase, float]  # seconds by phase, a rollout's shared by the steps that train on it
     steps: int | None  # optimizer steps of the run; None where they depend on a dataset that is not known
     speed: DeviceSpeed  # the device's speed that they are taken from
+    compiling: float = 0.0  # seconds that `torch.compile` takes once; 0 where nothing is compiled
 
     @property
     def step(self) -> float:
@@ -42,7 +52,7 @@ class StepSeconds:
     @property
     def run(self) -> float | None:
         """float, seconds of the run, rewards and evaluations left out; None where nobody knows its steps."""
-        return None if self.steps is None else self.step * self.steps
+        return None if self.steps is None else self.step * self.steps + self.compiling
 
     def plain(self) -> dict[str, Any]:
         """Gives the estimate in plain values, ready for JSON."""
@@ -50,6 +60,7 @@ class StepSeconds:
             "seconds": {phase.value: round(seconds, 4) for phase, seconds in self.phases.items()},
             "step_seconds": round(self.step, 4),
             "run_seconds": None if self.run is None else round(self.run, 1),
+            "compile_seconds": round(self.compiling, 1),
             "device": self.speed.name,
             "source": self.speed.source,
         }
@@ -58,9 +69,10 @@ class StepSeconds:
         """Says in one sentence how long a step and the run take."""
         parts = ", ".join(f"{phase.value} {format_seconds(seconds)}" for phase, seconds in self.phases.items())
         run = "" if self.run is None else f", the run of {self.steps:,} steps about {format_seconds(self.run)}"
+        once = f", after about {format_seconds(self.compiling)} of compiling" if self.compiling else ""
         return (
-            f"a step takes about {format_seconds(self.step)} ({parts}){run}, if every completion is as long as it may "
-            f"become; rewards and evaluations come on top ({self.speed.name}: {self.speed.source})"
+            f"a step takes about {format_seconds(self.step)} ({parts}){run}{once}, if every completion is as long "
+            f"as it may become; rewards and evaluations come on top ({self.speed.name}: {self.speed.source})"
         )
 
 

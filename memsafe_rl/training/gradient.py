@@ -17,6 +17,7 @@ from memsafe_rl.accounting import host_memory, is_on_host
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.host_memory import offloaded, to_device, to_host
 from memsafe_rl.models.adapter import ScoringAdapter
+from memsafe_rl.models.compiling import compiled_blocks
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
 from memsafe_rl.ops.gae import value_loss
@@ -329,6 +330,8 @@ def kept_activations(adapter: ScoringAdapter, plan: UpdatePlan) -> Iterator[None
     with ExitStack() as stack:
         if plan.offload_activations:
             stack.enter_context(offloaded(adapter.model.parameters()))
+        if plan.compile:
+            stack.enter_context(compiled_blocks(adapter.model, plan.compile))
         stack.enter_context(adapter.recompute(plan.checkpointing))
         yield
 

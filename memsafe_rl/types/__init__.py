@@ -18,6 +18,7 @@ from memsafe_rl.types.model import (
 )
 from memsafe_rl.types.plans import (
     CACHE_SCALE_BYTES,
+    COMPILE_MODES,
     KV_BLOCK_SLOTS,
     SCORE_ELEMENTS,
     Component,

@@ -202,6 +202,10 @@ class UpdateWork:
         return 1 if self.geometry.unit is not None else max(self.row_tokens, default=1)
 
 
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Modes of `torch.compile`; on a CUDA device, "reduce-overhead" and "max-autotune" run CUDA graphs."""
+
+
 @dataclass(frozen=True)
 class RolloutPlan:
     """How a rollout and the scoring after it are cut to fit memory.
@@ -221,6 +225,7 @@ class RolloutPlan:
         park_optimizer: keep the optimizer state in host memory from the rollout until an update wants it back.
         resident_blocks: blocks whose frozen weights stay on the device; those of the others wait in host memory and
             come while their block runs. None for all.
+        compile: mode of `torch.compile`, one of `COMPILE_MODES`, for the steps that decode a token; None for none.
         predicted_bytes: predicted peak of a phase ("rollout", "score"), in bytes, with what is held already; under
             "phase/component" the part of a component. Empty when nothing was predicted.
     """
@@ -235,6 +240,7 @@ class RolloutPlan:
     park_optimizer: bool = False
     kept_kv_bytes: int = 0
     resident_blocks: int | None = None
+    compile: str | None = None
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -257,6 +263,7 @@ class UpdatePlan:
         trajectory_device: "device" or "host": where the trajectory waits between micro-batches.
         park_optimizer: keep the optimizer state in host memory outside the commit.
         resident_blocks: as in `RolloutPlan`.
+        compile: mode of `torch.compile`, one of `COMPILE_MODES`, for the network's blocks; None for none.
         predicted_bytes: under "update" the predicted peak in bytes, with what is held already; under
             "update/component" the part of a component. Empty when nothing was predicted.
     """
@@ -269,6 +276,7 @@ class UpdatePlan:
     trajectory_device: str = "host"
     park_optimizer: bool = False
     resident_blocks: int | None = None
+    compile: str | None = None
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
 
 

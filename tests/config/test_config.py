@@ -39,7 +39,9 @@ from memsafe_rl.config.settings import CACHES, GROUPS, OPTIMIZER_ARGUMENTS, OPTI
 from memsafe_rl.config.validation import ENUMS, REGISTRIES
 from memsafe_rl.config.views import KLStop
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.planning.policies import AdaptivePolicy
 from memsafe_rl.ops.advantages import AdvantageEstimator
+from memsafe_rl.training.assembly.inputs import chosen_policy
 from memsafe_rl.types import LossSettings, SamplingSettings
 
 OURS = {field.name: field for field in dataclasses.fields(GRPOSettings)}
@@ -179,8 +181,18 @@ def test_arguments_of_continuous_batching_are_checked_at_once() -> None:
         GRPOConfig(use_transformers_continuous_batching=True, transformers_continuous_batching_config={"num_blocks": 9})
 
 
-def test_compiling_is_refused_without_sending_to_another_refusal() -> None:
-    assert "compiled model" not in REFUSED["torch_compile"].remedy
+def test_any_of_transformers_settings_of_compiling_gives_plans_a_mode() -> None:
+    assert GRPOConfig().compile_mode is None
+    assert GRPOConfig(torch_compile=True).compile_mode == "default"
+    assert GRPOConfig(torch_compile_backend="inductor").compile_mode == "default"
+    assert GRPOConfig(torch_compile_mode="reduce-overhead").compile_mode == "reduce-overhead"
+    assert chosen_policy(None, GRPOConfig(torch_compile=True)) == AdaptivePolicy(compile="default")
+    with pytest.raises(ConfigError, match="which decides it"):
+        chosen_policy("24GB+", GRPOConfig(torch_compile=True))
+    with pytest.raises(ConfigError, match="inductor"):
+        GRPOConfig(torch_compile_backend="cudagraphs")
+    with pytest.raises(ConfigError, match="batch_invariant=True"):
+        GRPOConfig(torch_compile=True, batch_invariant=True)
 
 
 def test_an_unknown_name_gives_the_nearest() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.blocks import blocks_of, find_blocks, recomputed
@@ -120,6 +121,21 @@ def test_weights_that_pass_the_room_begin_on_the_host_and_others_do_not() -> Non
     assert put_on(model, CPU, size - 1)
     assert HostWeights.of(model).resident == 0
     assert HostWeights.of(model) is HostWeights.of(model)
+
+
+@pytest.mark.parametrize("plan", [RolloutPlan, UpdatePlan])
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"resident_blocks": -1}, "resident_blocks is -1; it must be at least 1"),
+        ({"resident_blocks": True}, "resident_blocks is True; it must be a whole number"),
+        ({"resident_blocks": 1, "compile": "default"}, "cannot be compiled in. Leave one of the two None"),
+    ],
+)
+def test_plans_that_cannot_be_carried_out_are_refused(plan: Any, wrong: dict[str, Any], said: str) -> None:
+    kind = "rollout" if plan is RolloutPlan else "update"
+    with pytest.raises(ConfigError, match=said):
+        FixedPolicy(**{kind: plan(**wrong)})
 
 
 def test_what_is_trained_or_shared_by_blocks_stays() -> None:

@@ -46,7 +46,16 @@ from memsafe_rl.memory.planning.search import (
     with_prediction,
 )
 from memsafe_rl.slices import packing_saves
-from memsafe_rl.types import MemoryFailure, MemoryState, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+from memsafe_rl.types import (
+    COMPILE_MODES,
+    MemoryFailure,
+    MemoryState,
+    Phase,
+    RolloutPlan,
+    RolloutWork,
+    UpdatePlan,
+    UpdateWork,
+)
 
 _GIB = 2**30
 
@@ -135,11 +144,13 @@ class AdaptivePolicy(MemoryPolicy):
         trajectory_device: "device" or "host": where the trajectory waits between micro-batches.
         pack_prompts: whether completions share one copy of their prompt, where they can; None for yes where it spares
             a tenth of the tokens, which then costs neither bytes nor time.
+        compile: mode of `torch.compile` for decoding steps and blocks; None for none.
     """
 
     checkpointing: bool | None = None
     trajectory_device: str = "host"
     pack_prompts: bool | None = None
+    compile: str | None = None
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
         """Decodes and scores as many rows together as are fast, or as fit: one row in flight when nothing fits."""
@@ -151,6 +162,7 @@ class AdaptivePolicy(MemoryPolicy):
             score_tokens=tokens,
             reward_rows=rows,
             kept_kv_bytes=work.kept_bytes,
+            compile=self.compile,
         )
         times: dict[Phase, Callable[[RolloutPlan], float]] = {
             Phase.ROLLOUT: partial(rollout_time, work, fastest=fast),
@@ -176,6 +188,7 @@ class AdaptivePolicy(MemoryPolicy):
             checkpointing=bool(self.checkpointing),
             pack_prompts=packs,
             trajectory_device=self.trajectory_device,
+            compile=self.compile,
         )
         fallbacks, room = self._fallbacks(Phase.UPDATE, memory), Room(Phase.UPDATE, work, memory)
         time = partial(update_time, memory.device, work, fastest=fast)
@@ -283,12 +296,23 @@ def check_rollout_plan(plan: RolloutPlan) -> None:
     """Refuses a rollout plan that cannot be carried out."""
     _check_fields(plan, RolloutPlan, kv_bytes=(None,), kept_kv_bytes=(0,), resident_blocks=(None, 0))
     _check_choice(plan, "cache_dtype", (None, "int8"))
+    _check_compile(plan)
 
 
 def check_update_plan(plan: UpdatePlan) -> None:
     """Refuses an update plan that cannot be carried out."""
     _check_fields(plan, UpdatePlan, resident_blocks=(None, 0))
     _check_choice(plan, "trajectory_device", ("device", "host"))
+    _check_compile(plan)
+
+
+def _check_compile(plan: RolloutPlan | UpdatePlan) -> None:
+    _check_choice(plan, "compile", (None, *COMPILE_MODES))
+    if plan.compile is not None and plan.resident_blocks is not None:
+        raise ConfigError(
+            f"{type(plan).__name__} has compile={plan.compile!r} and resident_blocks={plan.resident_blocks}, but weights "
+            "that come and go cannot be compiled in. Leave one of the two None."
+        )
 
 
 def check_packing(plan: UpdatePlan, work: UpdateWork) -> None:

@@ -158,7 +158,8 @@ PARK = Fallback(
 def _fewer_resident(plan: Any, work: Work) -> Any:
     sizes = () if work is None else work.geometry.frozen_block_bytes
     staying = len(sizes) if plan.resident_blocks is None else min(plan.resident_blocks, len(sizes))
-    return replace(plan, resident_blocks=staying // 2) if staying and any(sizes) else None
+    # what comes and goes cannot be traced
+    return replace(plan, resident_blocks=staying // 2, compile=None) if staying and any(sizes) else None
 
 
 RESIDENT = Fallback(

@@ -141,27 +141,26 @@ class Reading:
         """Tells which cross-attention layer asks, by what it takes for its keys; None if none does."""
         return None if self.sources is None else self.sources.layer_of(key)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Gives the attention of one layer's queries over prompts and suffixes."""
-        layer, state, drawn = self.cache.current, self.state, self.counts is None
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> list[Tensor]:
+        """Gives the attention of one layer's queries over prompts and suffixes, or what `_merged` makes it of."""
+        state, drawn = self.state, self.counts is None
         if drawn:
             state.store(layer, key, value, self._slots_to_fill(layer))
         new = None if drawn else (key, value)
         has_kernel = drawn and _has_kernel(query, key, value, scoring)
-        parts = []
+        parts: list[tuple[Tensor, ...]] = []
         for segment in state.segments():
             asked = _rows_of(query, segment)
             if fixed_tiles_on():
-                parts.append(self._attend_by_place(segment, layer, asked, new, scoring))
+                parts.append((self._attend_by_place(segment, layer, asked, new, scoring),))
             elif has_kernel:
                 parts.append(self._attend_by_kernel(segment, layer, asked, scoring))
             else:
-                parts.append(
-                    self._attend_all(segment, asked, self._seen_by(segment, layer, new, scoring.bias), scoring)
-                )
+                seen = self._seen_by(segment, layer, new, scoring.bias)
+                parts.append((self._attend_all(segment, asked, seen, scoring),))
         if not drawn and self.keeps:
             state.store(layer, key, value, self._slots_to_fill(layer))
-        return _joined(parts).transpose(1, 2).contiguous()
+        return [_joined(list(alike)) for alike in zip(*parts, strict=True)]
 
     def attend_source(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
         """Gives the cross-attention of one layer's queries, over what an encoder read."""
@@ -182,17 +181,13 @@ class Reading:
                 parts.append(self._attend_all(segment, asked, seen, scoring))
         return _joined(parts).transpose(1, 2).contiguous()
 
-    def _attend_by_kernel(self, segment: Segment, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
-        """Attends to prompts and to suffixes by a kernel each, and joins both by their log-sum-exp.
-
-        ``o = o_p + sigmoid(L_s - L_p) (o_s - o_p)``.
-        """
+    def _attend_by_kernel(self, segment: Segment, layer: int, query: Tensor, scoring: Scoring) -> tuple[Tensor, ...]:
+        """Attends to prompts and to suffixes by a kernel each; gives outputs and log-sum-exps of both."""
         seen = self._seen_by(segment, layer, None, None)
         mask, own_mask = self._masks_of(segment, layer, query.dtype, scoring.bias)
         out, lse = _kernel(segment.grouped(query), seen.keys[0], seen.values[0], mask, scoring)
         own_out, own_lse = _kernel(query, seen.keys[1], seen.values[1], own_mask, scoring)
-        share = torch.sigmoid(own_lse[..., None] - segment.by_row(lse[..., None]))
-        return torch.lerp(segment.by_row(out), own_out, share.to(out.dtype))
+        return segment.by_row(out), segment.by_row(lse[..., None]), own_out, own_lse[..., None]
 
     @_once
     def _masks_of(
@@ -402,6 +397,17 @@ def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype, device=hidden.device).where(~hidden, torch.finfo(dtype).min / 2)
 
 
+def _merged(out: Tensor, *others: Tensor) -> Tensor:
+    """Merges attention over prompts and over suffixes, ``o = o_p + sigmoid(L_s - L_p) (o_s - o_p)``; (B, N, H × R, D).
+
+    The outputs (B, H × R, N, D) and log-sum-exps (B, H × R, N, 1) of both; one output alone is whole already.
+    """
+    if others:
+        lse, own_out, own_lse = others
+        out = torch.lerp(out, own_out, torch.sigmoid(own_lse - lse).to(out.dtype))
+    return out.transpose(1, 2).contiguous()
+
+
 def _joined(parts: list[Tensor], axis: int = 0) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
@@ -457,16 +463,15 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Has the reading in force attend; the form that transformers asks of an implementation."""
+    if torch.compiler.is_compiling():
+        return _compiled_attention(module, query, key, value, attention_mask, options), None
     reading: Reading | None = getattr(_active, "reading", None)
     if reading is None:
         raise MemsafeError(
             f"{type(module).__name__} runs while another thread draws completions with a network of the same config. "
             "Wait for the rollout, or give the second network a copy of the config."
         )
-    if attention_mask is not None:
-        raise NotImplementedError(f"{type(module).__name__} attends in a way that grouped rows do not know")
-    scale, adds_bias = options.get("scaling"), options.get("position_bias") is not None
-    scoring = Scoring(query.shape[-1] ** -0.5 if scale is None else scale, options.get("softcap"), options.get("s_aux"))
+    adds_bias, scoring = options.get("position_bias") is not None, _scoring(module, query, attention_mask, options)
     biased, source = _is_biased(module), reading.source_layer(key)
     if source is not None and not biased:
         return reading.attend_source(source, query, scoring), None
@@ -474,7 +479,15 @@ def _attention(
         reading.bias = module
     if (adds_bias and reading.bias is None) or (biased and source is not None):
         raise NotImplementedError(f"{type(module).__name__} adds a bias to its scores that grouped rows do not know")
-    return reading.attend(query, key, value, scoring._replace(bias=reading.bias if adds_bias else None)), None
+    scoring = scoring._replace(bias=reading.bias if adds_bias else None)
+    return _merged(*reading.attend(reading.cache.current, query, key, value, scoring)), None
+
+
+def _scoring(module: nn.Module, query: Tensor, attention_mask: Tensor | None, options: dict[str, Any]) -> Scoring:
+    if attention_mask is not None:
+        raise NotImplementedError(f"{type(module).__name__} attends in a way that grouped rows do not know")
+    scale = options.get("scaling")
+    return Scoring(query.shape[-1] ** -0.5 if scale is None else scale, options.get("softcap"), options.get("s_aux"))
 
 
 def biased_modules(network: nn.Module) -> tuple[nn.Module, ...]:
@@ -489,5 +502,65 @@ def _is_biased(module: nn.Module) -> bool:
 def _rows_of(values: Tensor, segment: Segment) -> Tensor:
     return values[segment.rows.start : segment.rows.stop]
 
+
+# ------------------------------------------------------------------ compiled steps
+
+
+def _compiled_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    """Attends inside a compiled step: kernels over rows of any length are one call, what merges them is compiled."""
+    scoring = _scoring(module, query, attention_mask, options)
+    crosses = key.shape[2] == 0  # a mark: the keys lie in the prompts' blocks
+    adds_bias = not crosses and options.get("position_bias") is not None
+    settings = scoring.sinks, module.layer_idx, scoring.scale, scoring.soft_cap, adds_bias, crosses
+    found = torch.ops.memsafe_rl.attend(query, key, value, *settings)
+    return _merged(found[0]) if crosses else _merged(*found)
+
+
+def _attend_in_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    layer: int,
+    scale: float,
+    soft_cap: float | None,
+    adds_bias: bool,
+    crosses: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Has the reading in force attend; where that needs no merging, the second part weighs nothing."""
+    reading: Reading = _active.reading
+    scoring = Scoring(scale, soft_cap, sinks, reading.bias if adds_bias else None)
+    if crosses:
+        whole = reading.attend_source(layer, query, scoring).transpose(1, 2).contiguous()
+        return whole, query.new_empty(0), query.new_empty(0), query.new_empty(0)
+    found = reading.attend(layer, query, key, value, scoring)
+    if len(found) == 1:
+        like = torch.promote_types(query.dtype, torch.float32)
+        nothing = query.new_zeros((*query.shape[:3], 1), dtype=like)
+        found += [nothing, torch.zeros_like(found[0]), nothing - math.inf]
+    out, lse, own_out, own_lse = (part.contiguous() for part in found)
+    return out, lse, own_out, own_lse
+
+
+def _attend_on_fakes(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gives outputs (B, H × R, N, D) and log-sum-exps (B, H × R, N, 1) without values."""
+    if not key.shape[2]:  # a mark: cross-attention has one part
+        return query.new_empty(query.shape), query.new_empty(0), query.new_empty(0), query.new_empty(0)
+    outs, lses = (*query.shape[:3], value.shape[3]), (*query.shape[:3], 1)
+    like = torch.promote_types(query.dtype, torch.float32)
+    out, lse = (query.new_empty(outs), query.new_empty(lses, dtype=like))
+    return out, lse, torch.empty_like(out), torch.empty_like(lse)
+
+
+_LIBRARY: Any = torch.library.Library("memsafe_rl", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, int layer, float scale, float? soft_cap, "
+    "bool adds_bias, bool crosses) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.cudagraph_unsafe,),  # which keys it reads follows from lengths on the host
+)
+_LIBRARY.impl("attend", _attend_in_step, "CompositeExplicitAutograd")
+torch.library.register_fake("memsafe_rl::attend", _attend_on_fakes, lib=_LIBRARY)
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)

@@ -354,10 +354,11 @@ class SharedPrefixState:
             with charge(Component.KV_CACHE):
                 for store, new in ((self.keys, keys_BHND), (self.values, values_BHND)):
                     store.append(new.new_zeros((self.rows, new.shape[1], slots, new.shape[3])))
-        for held, new in ((self.keys[layer], keys_BHND), (self.values[layer], values_BHND)):
-            if isinstance(places, int):
-                held[:, :, places] = new[:, :, 0]
-            else:
+        if isinstance(places, int):  # both in one launch
+            held_here = [store[layer][:, :, places] for store in (self.keys, self.values)]
+            torch._foreach_copy_(held_here, [keys_BHND[:, :, 0], values_BHND[:, :, 0]])
+        else:
+            for held, new in ((self.keys[layer], keys_BHND), (self.values[layer], values_BHND)):
                 rows, tokens, slots_of_tokens = places.unbind(0)
                 one_each = new.shape[2] == 1 and len(rows) == self.rows
                 held[rows, :, slots_of_tokens] = new[:, :, 0] if one_each else new[rows, :, tokens]

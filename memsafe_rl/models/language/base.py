@@ -27,6 +27,7 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.batch_invariance import batch_invariant
 from memsafe_rl.models.blocks import find_blocks, recomputed
+from memsafe_rl.models.compiling import MODE, mode_in_force
 from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
 from memsafe_rl.models.decoding.shared_prefix_cache import (
@@ -154,7 +155,8 @@ class LanguageAdapter(ModelAdapter, ABC):
             return self._padded.read(cast(PaddedState, state), tokens_B.to(self.device)[:, None])
         rows = cast(SharedPrefixState, state)  # rows that follow a shared prompt
         rows.reserve(1)
-        with short_norms(() if fixed_tiles_on() else self._norms, rows.constants):
+        plain = fixed_tiles_on() or self._mode
+        with nullcontext() if plain else short_norms(self._norms, rows.constants):
             hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(rows))
         rows.advance()
         return self._logits(hidden_B1D[:, -1])
@@ -179,6 +181,11 @@ class LanguageAdapter(ModelAdapter, ABC):
     def device(self) -> torch.device:
         """Where the network takes its tokens."""
         return cast(torch.device, self.lm.get_input_embeddings().weight.device)
+
+    @property
+    def _mode(self) -> str | None:
+        """The mode in which a step runs compiled, where a plan asks for it and fixed tiles do not forbid it."""
+        return None if MODE.get() is None or fixed_tiles_on() else mode_in_force()
 
     @property
     def attends_eagerly(self) -> bool:

@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
+from memsafe_rl.models.compiling import Compiled
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.cache import is_trimmable, transit_cache
 from memsafe_rl.models.decoding.padded import PaddedState
@@ -66,6 +67,7 @@ class CausalLMAdapter(LanguageAdapter):
             joins=_can_share_prompts(lm, path.route),
             reference_adapter=copy,
         )
+        self._step = Compiled(lm.base_model.forward, type(lm.base_model).__name__)
         _warn_of_rope_that_reads_lengths(lm.config)
 
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
@@ -181,14 +183,13 @@ class CausalLMAdapter(LanguageAdapter):
 
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
         """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
-        positions_BN = reading.positions
+        positions_BN, mode = reading.positions, self._mode if reading.counts is None else None
+        trunk = partial(self._step.run, mode) if mode else self.lm.base_model
         with (
             shared_prefix_attention(self._attention_configs, reading),
-            short_rotations(() if reading.counts is not None else self._rotations),
+            short_rotations(() if mode or reading.counts is not None else self._rotations),
         ):
-            output = self.lm.base_model(
-                input_ids=ids_BN, position_ids=positions_BN, past_key_values=reading.cache, use_cache=True
-            )
+            output = trunk(input_ids=ids_BN, position_ids=positions_BN, past_key_values=reading.cache, use_cache=True)
         return cast(Tensor, output[0])
 
 

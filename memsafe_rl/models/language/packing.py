@@ -479,6 +479,7 @@ def _window(module: nn.Module, layout: Layout, told: int | None) -> int | None:
     return window
 
 
-AttentionInterface.register(ATTENTION, packed_attention)
+# In a compiled block it runs as it is: lengths on the host decide which kernels it calls.
+AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))  # type: ignore[no-untyped-call]
 
 _SCOPE: ContextVar[tuple[tuple[Any, ...], Layout] | None] = ContextVar("packed attention", default=None)

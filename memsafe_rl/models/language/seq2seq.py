@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
+from memsafe_rl.models.compiling import Compiled
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.shared_prefix_attention import (
     Reading,
@@ -94,6 +96,9 @@ class Seq2SeqAdapter(LanguageAdapter):
         self._attention_configs = attention_configs(lm.get_decoder())
         self._biased = biased_modules(lm.get_decoder())
         self._windows = windows
+        obstacle = "its positions are read from a table" if hasattr(lm.get_decoder(), "embed_positions") else None
+        obstacle = "its layers have biases of their own" if len(self._biased) > 1 else obstacle
+        self._step = Compiled(lm.get_decoder().forward, type(lm).__name__, obstacle)
         self.takes_sources = False
         self._read: _Read | None = None
         self._takes_positions = "position_ids" in inspect.signature(lm.get_decoder().forward).parameters
@@ -269,18 +274,21 @@ class Seq2SeqAdapter(LanguageAdapter):
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
         """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
         decoder, sources = self.lm.get_decoder(), cast(Any, reading.sources)
-        positions_BN = reading.positions
+        nothing_B0D = torch.empty((ids_BN.shape[0], 0, self.geometry.hidden_size), device=self.device)
+        positions_BN, mode = reading.positions, self._mode if reading.counts is None else None
+        run = partial(self._step.run, mode) if mode else decoder
+        if mode and self._biased:
+            reading.bias = self._biased[0]
         cache = EncoderDecoderCache(reading.cache, sources)
         cache.is_updated = dict.fromkeys(range(self._cross_layers), True)
-        nothing_B0D = torch.empty((ids_BN.shape[0], 0, self.geometry.hidden_size), device=self.device)
         given: dict[str, Any] = {"position_ids": positions_BN} if self._takes_positions else {}
         first, last = min(reading.state.positions), max(reading.state.positions) + ids_BN.shape[1]
         with (
             shared_prefix_attention(self._attention_configs, reading),
-            biases_left_out(self._biased),
+            biases_left_out(() if mode else self._biased),
             _own_positions(decoder, positions_BN, range(first, last)),
         ):
-            output = decoder(
+            output = run(
                 input_ids=ids_BN, encoder_hidden_states=nothing_B0D, past_key_values=cache, use_cache=True, **given
             )
         return cast(Tensor, output[0])

@@ -9,7 +9,7 @@ Axes: ``P`` unique prompts, ``B`` rows of the running batch, ``V`` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from memsafe_rl.errors import DataError
 from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.compiling import compiling
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout.engine import Generate, LiveKeys, Progress
@@ -140,10 +141,11 @@ class _RunningBatch:
         self.drop_ended(plan)
         while wave := self._next_to_join(plan):
             self._take_in(wave, plan)
-        for _ in range(_SPAN_STEPS):
-            if self._is_due():
-                break
-            self._step()
+        with compiling(plan.compile) if plan.compile else nullcontext():
+            for _ in range(_SPAN_STEPS):
+                if self._is_due():
+                    break
+                self._step()
         self._tell()
 
     def _waiting(self) -> list[LiveSequence]:

@@ -32,7 +32,7 @@ from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rollout.engine import EngineContext, RolloutEngine
 from memsafe_rl.rollout.engines import ENGINES
 from memsafe_rl.rollout.external.sampling_support import refuse_begun
-from memsafe_rl.types import UpdatePlan
+from memsafe_rl.types import RolloutPlan, UpdatePlan
 
 logger = logging.getLogger(__name__)
 
@@ -206,14 +206,16 @@ def chosen_policy(given: MemoryPolicy | str | None, config: TrainerConfig) -> Me
         return given
     if isinstance(given, type):
         raise ConfigError(f"memory_policy is the class {given.__name__}. Pass an instance: {given.__name__}().")
+    mode = config.compile_mode
     checkpointing, place = config.gradient_checkpointing, config.trajectory_device or UpdatePlan.trajectory_device
     if given in (None, "adaptive"):
-        return AdaptivePolicy(checkpointing=checkpointing, trajectory_device=place)
+        return AdaptivePolicy(checkpointing=checkpointing, trajectory_device=place, compile=mode)
     if given == "ladder":
-        return LadderPolicy(update=UpdatePlan(checkpointing=bool(checkpointing), trajectory_device=place))
+        update = UpdatePlan(checkpointing=bool(checkpointing), trajectory_device=place, compile=mode)
+        return LadderPolicy(rollout=RolloutPlan(compile=mode), update=update)
     if given not in PRESETS:
         raise unknown(str(given), ("adaptive", "ladder", *PRESETS), "memory_policy")
-    for hint in ("gradient_checkpointing", "trajectory_device"):
+    for hint in ("gradient_checkpointing", "trajectory_device", "compile_mode"):
         if getattr(config, hint) is not None:
             raise ConfigError(
                 f"{hint} is {getattr(config, hint)!r} with memory_policy {given!r}, which decides it. Leave one of the "

@@ -73,7 +73,8 @@ class LanguageModels:
             return
         wanted, dtype = self._config.batch_invariant, self._config.autocast_dtype
         if wanted is None:
-            wanted = is_default(adapter.device, dtype or adapter.lm.get_input_embeddings().weight.dtype)
+            dtype = dtype or adapter.lm.get_input_embeddings().weight.dtype
+            wanted = self._config.compile_mode is None and is_default(adapter.device, dtype)
         for one in (adapter, adapter.reference_adapter):
             if one is not None:
                 one.batch_invariant = wanted
