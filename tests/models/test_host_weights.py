@@ -127,7 +127,7 @@ def test_weights_that_pass_the_room_begin_on_the_host_and_others_do_not() -> Non
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"resident_blocks": -1}, "resident_blocks is -1; it must be at least 1"),
+        ({"resident_blocks": -1}, "resident_blocks is -1; it must be at least 0"),
         ({"resident_blocks": True}, "resident_blocks is True; it must be a whole number"),
         ({"resident_blocks": 1, "compile": "default"}, "cannot be compiled in. Leave one of the two None"),
     ],

@@ -310,8 +310,8 @@ def _check_compile(plan: RolloutPlan | UpdatePlan) -> None:
     _check_choice(plan, "compile", (None, *COMPILE_MODES))
     if plan.compile is not None and plan.resident_blocks is not None:
         raise ConfigError(
-            f"{type(plan).__name__} has compile={plan.compile!r} and resident_blocks={plan.resident_blocks}, but weights "
-            "that come and go cannot be compiled in. Leave one of the two None."
+            f"{type(plan).__name__} has compile={plan.compile!r} and resident_blocks={plan.resident_blocks}, but "
+            "weights that come and go cannot be compiled in. Leave one of the two None."
         )
 
 
@@ -337,8 +337,9 @@ def _check_fields(plan: RolloutPlan | UpdatePlan, kind: type[RolloutPlan | Updat
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{where} is {value!r}; it must be a whole number, without quotes.")
-        if value < 1:
-            raise ConfigError(f"{where} is {value}; it must be at least 1.")
+        least = 0 if 0 in may_be.get(name, ()) else 1
+        if value < least:
+            raise ConfigError(f"{where} is {value}; it must be at least {least}.")
     _check_predictions(plan)
 
 
