@@ -121,7 +121,7 @@ def _moe(sizes: Sizes) -> PretrainedConfig:
     own = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": sizes.inner // 2,
+        "moe_intermediate_size": sizes.inner // 16 * 8,  # PyTorch's product of experts wants strides of 16 bytes
         "router_aux_loss_coef": 0.0,
     }
     return Qwen3MoeConfig(**_decoder(sizes, head_dim=sizes.head_dim, **own))
