@@ -303,7 +303,12 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     for mode in ("plain", "invariant"):
         cells = [piece for name, piece in found.items() if name.startswith(mode)]
         compared = [part for cell in cells for group in ("waves", "turns") for part in cell[group].values()]
-        cuts = [cut for cell in cells for cut in cell["gradients"]["cuts"].values()]
+        apart: dict[str, dict[str, float]] = {}
+        for name, cell in found.items():
+            if name.startswith(mode):
+                furthest = apart.setdefault(name.split()[-1], {})
+                for cut, part in cell["gradients"]["cuts"].items():
+                    furthest[cut] = max(furthest.get(cut, 0.0), part["relative_difference"])
         result[mode] = {
             "tokens_drawn": sum(cell["tokens"] for cell in cells),
             "tokens_compared": sum(part["tokens"] for part in compared),
@@ -311,17 +316,11 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
             "logprobs_that_differ": sum(part["logprobs_that_differ"] for part in compared),
             "scores_compared": sum(len(cell["scores"]) * cell["tokens"] for cell in cells),
             "scores_that_differ_from_the_samplers": sum(sum(cell["scores"].values()) for cell in cells),
-            "updates_logprobs_that_differ": sum(cut["logprobs_that_differ"] for cut in cuts),
+            "updates_logprobs_that_differ": sum(
+                part["logprobs_that_differ"] for cell in cells for part in cell["gradients"]["cuts"].values()
+            ),
             "gradients_bitwise_when_repeated": all(cell["gradients"]["bitwise_when_repeated"] for cell in cells),
-            "gradients_furthest_apart": {
-                form: max(
-                    cut["relative_difference"]
-                    for name, piece in found.items()
-                    if name.startswith(mode) and name.endswith(form)
-                    for cut in piece["gradients"]["cuts"].values()
-                )
-                for form in FORMS
-            },
+            "gradients_furthest_apart": apart,
         }
     costs = {name: piece for name, piece in found.items() if name.startswith("cost")}
     kinds = dict.fromkeys(name.split()[-1] for name in costs)
