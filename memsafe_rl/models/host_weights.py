@@ -27,14 +27,12 @@ _LEAST_BYTES = 4096
 
 @dataclass
 class _Streamed:
-    """The frozen weights of a block."""
+    """The frozen weights of a block; the last two are made when it first leaves the device."""
 
     block: nn.Module
     frozen: list[nn.Parameter]
-    weights: list[Tensor] = field(
-        default_factory=list
-    )  # the same without a version, once the block has left the device
-    copies: list[Tensor] = field(default_factory=list)  # on the host, likewise
+    weights: list[Tensor] = field(default_factory=list)  # the same storages, without a version that autograd checks
+    copies: list[Tensor] = field(default_factory=list)  # on the host
 
     @property
     def nbytes(self) -> int:

@@ -129,9 +129,9 @@ class TrainingLoop:
             try:
                 self.collector.close()
                 self.setup.memory.release()
-                self.setup.return_weights()
                 self.report.write(self.state)
                 self.report.notify("close")
+                self.setup.return_weights()
             finally:
                 self.files.release(self.report, self.config)
         return self._end(started, first)

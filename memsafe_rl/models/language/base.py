@@ -218,7 +218,6 @@ class LanguageAdapter(ModelAdapter, ABC):
 
     def reread(self) -> None:
         """Forgets the sizes read so far, after weights were added or frozen."""
-        self._host_weights.place(None)
         self._host_weights = HostWeights.of(self.lm)
         self._geometries.clear()
 
