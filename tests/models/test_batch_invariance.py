@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn import functional
 
 from benchmarks.batch_invariance import (
@@ -100,6 +101,22 @@ def test_float32_weights_under_autocast_get_one_gradient_from_all_cuts(family: s
     _, slope = gradient(adapter, trajectory, 4, packed=False, kind=kind)
     apart = float((slope - whole).norm() / whole.norm())
     assert apart < 1e-6 if invariant else apart > 1e-4
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, None], ids=["autocast", "as they are"])
+def test_adapters_on_a_half_precision_base_get_one_gradient_from_all_cuts(kind: torch.dtype | None) -> None:
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(make("qwen3", torch.bfloat16), lora)
+    adapter, prompts = adapter_of(model, invariant=True), prompts_of(3)
+    with narrowed(kind):
+        drawn = draw(adapter, prompts, NEW, 64)
+    trajectory = rows_of(prompts, drawn)
+    logprobs, whole = gradient(adapter, trajectory, 12, packed=False, kind=kind)
+    again, slope = gradient(adapter, trajectory, 1, packed=False, kind=kind)
+    assert torch.equal(logprobs, torch.cat([row.logprobs for row in drawn]))
+    assert torch.equal(again, logprobs)
+    assert {weight.dtype for weight in model.parameters() if weight.requires_grad} == {torch.float32}
+    assert (slope - whole).norm() < 1e-6 * whole.norm()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
