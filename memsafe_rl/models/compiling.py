@@ -85,7 +85,7 @@ class Compiled:
             return run(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit, InductorError) as error:
             failure = _refused_allocation(error)
-            self._obstacle = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            self._obstacle = f"{type(error).__name__}: {' '.join(str(error).split()[:40])}"
         if failure is not None:
             self._obstacle = None
             raise failure

@@ -40,8 +40,8 @@ def built() -> Path:
     sources, headers = sorted(SOURCES.glob("*.cpp")), sorted(SOURCES.glob("*.h"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda source: _compiled(source, folder, _hash(source, *headers)), sources))
-    library = folder / f"{_hash(*sources, *headers)}.so"
-    lib = torch_folder() / "lib"
+    lib = torch_folder() / "lib"  # found by its path, which another environment has elsewhere
+    library = folder / f"{_hash(*sources, *headers)}-{hashlib.sha256(str(lib).encode()).hexdigest()[:8]}.so"
     return _made(library, *map(str, objects), "-shared", f"-L{lib}", f"-Wl,-rpath,{lib}", "-ltorch_cpu", "-lc10")
 
 
