@@ -38,6 +38,10 @@ class _Streamed:
     def nbytes(self) -> int:
         return sum(weight.nbytes for weight in self.frozen)
 
+    def copy_back(self) -> None:
+        for weight, copy in zip(self.weights, self.copies, strict=True):
+            weight.copy_(copy, non_blocking=True)
+
 
 class HostWeights:
     """Keeps the frozen weights of some of a network's blocks on the host; brings each in while its block runs.
@@ -229,14 +233,12 @@ def _copied(streamed: _Streamed, *, wait: bool) -> torch.cuda.Event | None:
     """Copies from the host; gives the event of arrival if the copies need not be waited for now."""
     device = streamed.weights[0].device if streamed.weights else torch.device("cpu")
     if device.type != "cuda" or wait:
-        for weight, copy in zip(streamed.weights, streamed.copies, strict=True):
-            weight.copy_(copy, non_blocking=True)
+        streamed.copy_back()
         return None
     beside, arrived = _stream_of(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
     beside.wait_stream(torch.cuda.current_stream(device))  # whose memory it is until now
     with torch.cuda.stream(beside):
-        for weight, copy in zip(streamed.weights, streamed.copies, strict=True):
-            weight.copy_(copy, non_blocking=True)
+        streamed.copy_back()
         arrived.record(beside)
     return arrived
 

@@ -133,9 +133,8 @@ class DryRun:
         memory.empty_cache()
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, reference = network(), network(frozen=True) if copies else None
-            budget = MemoryBudget.parse(self.config.memory_budget)
-            room = room_for_weights(budget.resolve(total_bytes=device_bytes, free_bytes=device_bytes))
-            on_host = put_on(language_model_of(model), torch.device("cpu"), room)
+            room_bytes = room_for_weights(self._budget_bytes(device_bytes))
+            on_host = put_on(language_model_of(model), torch.device("cpu"), room_bytes)
         if on_host:  # loaded there, they were never on the device
             memory.forget_phases()
         checked = checked._replace(extra_bytes=checked.extra_bytes + _narrow_bytes(model, self.config))
@@ -145,8 +144,7 @@ class DryRun:
         self, model: Any, reference: Any, checked: Checked | None, memory: SimulatedMemory, device_bytes: int
     ) -> MemoryForecast:
         """Builds a setup of a network with fake weights, and tries its longest rows."""
-        budget = MemoryBudget.parse(self.config.memory_budget)
-        self.config.memory_budget = budget.resolve(total_bytes=device_bytes, free_bytes=device_bytes)
+        self.config.memory_budget = self._budget_bytes(device_bytes)
         self.config.validate()
         setup, refusal, settled = self._build(model, reference, checked), None, None
         longest = self._longest(setup)
@@ -175,6 +173,10 @@ class DryRun:
             failures=setup.memory.state().failures,
         )
         return found if settled is None else replace(found, step_seconds=self._seconds(settled, longest))
+
+    def _budget_bytes(self, device_bytes: int) -> int:
+        budget = MemoryBudget.parse(self.config.memory_budget)
+        return budget.resolve(total_bytes=device_bytes, free_bytes=device_bytes)
 
     def _build(self, model: Any, reference: Any, checked: Checked | None) -> TrainingSetup:
         """Builds the run's own setup, alone on its device, which informs nobody and rewards nothing."""
