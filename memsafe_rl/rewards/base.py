@@ -70,7 +70,14 @@ class PendingScores(NamedTuple):
     cancel: Callable[[], object]
 
 
-def _once(unit: Callable[[int], Tensor]) -> Tensor:
+Calculation = Callable[
+    [Sequence[Any], Sequence[Any], Sequence[Sequence[int]], Mapping[str, Any], Any, Attempt], PendingScores
+]
+"""Rewards prompts and completions, of which it is given texts, ids and columns; see `RewardRunner.call_each`."""
+
+
+def run_once(unit: Callable[[int], Tensor]) -> Tensor:
+    """Scores without a retry."""
     return unit(_ROWS)
 
 
@@ -105,6 +112,7 @@ class RewardRunner:
                 source = RewardModel(source, tokenizer, chat_template_kwargs=chat_template_kwargs, **code)
             self._sources.append(source)
         self.names = _distinct([s.name if isinstance(s, RewardModel) else function_name(s) for s in self._sources])
+        self.calculate: Calculation = self.call_each
         self._loop = BackgroundLoop()
         self._patience = patience
         self._rollout_columns = frozenset(rollout_columns)
@@ -127,7 +135,7 @@ class RewardRunner:
                 model.to(device)
             hold(Component.WEIGHTS, weights_of(model))  # on a CPU they are mapped from the file
 
-    def rehearse(self, tokens: int, rows: int, attempt: Attempt = _once) -> None:
+    def rehearse(self, tokens: int, rows: int, attempt: Attempt = run_once) -> None:
         """Tries the largest pass of every reward model; calls no function and gives no rewards."""
         for source in self._sources:
             if isinstance(source, RewardModel):
@@ -165,17 +173,29 @@ class RewardRunner:
         columns: Mapping[str, Any] | None = None,
         *,
         trainer_state: Any = None,
-        attempt: Attempt = _once,
+        attempt: Attempt = run_once,
     ) -> PendingScores:
-        """Calls every reward function once on all rows; the async ones may still be under way afterwards.
+        """Has `calculate` reward all rows once; async functions may still be under way afterwards."""
+        columns = dict(columns or {})
+        _check_rows(len(prompts), {"completions": completions, "completion_ids": completion_ids, **columns})
+        self.check_columns(columns)
+        return self.calculate(prompts, completions, completion_ids, columns, trainer_state, attempt)
+
+    def call_each(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Any],
+        trainer_state: Any,
+        attempt: Attempt,
+    ) -> PendingScores:
+        """Calls every reward function once on all rows.
 
         Reward models come first, then the functions in their order, then the async ones together. Only what this
         library does itself may be repeated when memory runs out: a reward model's pass, and writing down what the
         functions returned.
         """
-        columns = dict(columns or {})
-        _check_rows(len(prompts), {"completions": completions, "completion_ids": completion_ids, **columns})
-        self.check_columns(columns)
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         calls = Calls({**columns, **given, "trainer_state": trainer_state}, len(prompts), self._patience)
         if len(prompts) == 0:

@@ -34,24 +34,12 @@ from memsafe_rl.preflight.verify import require_proof
 from memsafe_rl.preflight.worst_case import check_worst_case
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
+from memsafe_rl.trainers.overrides import INSTEAD, OwnRewards, hooks_of, refuse_ignored
 from memsafe_rl.training.assembly.factory import TrainingRequest, build_setup, facts_of, machine_for, read_inputs
 from memsafe_rl.training.assembly.inputs import own_config
 from memsafe_rl.training.loop import TrainingLoop, TrainResult
-from memsafe_rl.training.optim.optimizer import given_optimizers
+from memsafe_rl.training.optim.optimizer import build_optimizer, build_scheduler, given_optimizers
 from memsafe_rl.training.setup import TrainingSetup
-
-_ABSENT = {
-    "push_to_hub": "nothing is pushed to a hub; save_model() writes a folder that huggingface_hub can upload",
-    "hub_model_id": "nothing is pushed to a hub",
-    "create_model_card": "no model card is written; save_model() writes weights and tokenizer",
-    "compute_loss": "losses are pure functions; pass your own as loss_type (docs/extending.md)",
-    "predict": "use evaluate(), or model.generate()",
-    "get_train_dataloader": "prompts are read by position, without a dataloader; pass train_dataset",
-    "get_eval_dataloader": "prompts are read by position, without a dataloader; pass eval_dataset",
-    "create_optimizer": "train() makes it from `optim`; pass optimizers=(optimizer, schedule) for another",
-    "hyperparameter_search": "build one trainer a trial",
-}
-_OVERRIDES_IGNORED = ("compute_loss", "training_step", "_generate_and_score_completions", "_prepare_inputs")
 
 
 def _read(path: str, doc: str) -> Any:
@@ -69,10 +57,7 @@ class PolicyTrainer:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in _OVERRIDES_IGNORED:
-            if name in cls.__dict__:
-                reason = _ABSENT.get(name, "the loop has no such step")
-                raise TypeError(f"{cls.__name__}.{name} would never be called: {reason}.")
+        refuse_ignored(cls, PolicyTrainer)
 
     def __init__(
         self,
@@ -145,7 +130,9 @@ class PolicyTrainer:
             callbacks=handler,
             eval_dataset=inputs.eval_dataset,
             before_training=_check_before_training,
+            hooks=hooks_of(self, PolicyTrainer),
         )
+        self._own_rewards = OwnRewards(self, self._calculate_rewards, PolicyTrainer)
         for callback in (*self._own_callbacks(setup), *_listed(callbacks)):
             handler.add_callback(callback)
         self._loop.report.fire("on_init_end", self._loop.state)
@@ -165,7 +152,7 @@ class PolicyTrainer:
         return [trackers]
 
     def __getattr__(self, name: str) -> Any:
-        reason = _ABSENT.get(name)
+        reason = INSTEAD.get(name)
         explained = f": {reason}." if reason else ""
         raise AttributeError(f"{type(self).__name__} has no {name!r}{explained}")
 
@@ -222,9 +209,59 @@ class PolicyTrainer:
 
         Args:
             output_dir: folder; None for `args.output_dir`.
+            _internal_call: whether the folder is that of a checkpoint being written, as TRL's trainer says it to
+                subclasses that save in their own way.
         """
-        del _internal_call
-        self._loop.save_model(Path(output_dir or self.args.output_dir))
+        folder = Path(output_dir or self.args.output_dir)
+        if _internal_call:
+            self._loop.checkpoints.write_weights(folder)
+        else:
+            self._loop.save_model(folder)
+
+    # ------------------------------------------------------------------ what subclasses replace
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Makes the optimizer that `optim` names; a subclass may make its own, and `train` uses it.
+
+        Args:
+            model: the network; None for `trainer.model`.
+
+        Returns:
+            The optimizer, which is `trainer.optimizer` from now on.
+        """
+        self.optimizer = optimizer = build_optimizer(self.setup.trained if model is None else model, self.args)
+        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Makes the schedule that `lr_scheduler_type` names; a subclass may make its own, and `train` uses it.
+
+        Args:
+            num_training_steps: optimizer steps of the run.
+            optimizer: what it moves; None for `trainer.optimizer`.
+
+        Returns:
+            The schedule, which is `trainer.lr_scheduler` from now on.
+        """
+        self.lr_scheduler = scheduler = build_scheduler(optimizer or self.optimizer, self.args, num_training_steps)
+        return scheduler
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Makes both, by `create_optimizer` and `create_scheduler`.
+
+        Args:
+            num_training_steps: optimizer steps of the run.
+        """
+        self.create_scheduler(num_training_steps, self.create_optimizer())
+
+    def _calculate_rewards(
+        self,
+        inputs: Sequence[Mapping[str, Any]],
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids_list: Sequence[Sequence[int]],
+    ) -> torch.Tensor:
+        """Calls the reward functions, (B, F) float32; a subclass may reward in its own way, as in TRL."""
+        return self._own_rewards.call_functions(inputs, prompts, completions, completion_ids_list)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Adds a record to `state.log_history` and hands it to the callbacks.
@@ -267,14 +304,22 @@ class PolicyTrainer:
         self._loop.eval_dataset = dataset
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer; None before `train`."""
-        return None if self.setup.committer is None else self.setup.committer.optimizer
+    def optimizer(self) -> Any:
+        """The optimizer; before `train`, the one that was passed or set, if any."""
+        return self._loop.optimizers[0] if self.setup.committer is None else self.setup.committer.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._loop.optimizers = given_optimizers((optimizer, self._loop.optimizers[1]))
 
     @property
     def lr_scheduler(self) -> Any:
-        """The learning-rate schedule; None before `train`."""
-        return None if self.setup.committer is None else self.setup.committer.scheduler
+        """The learning-rate schedule; before `train`, the one that was passed or set, if any."""
+        return self._loop.optimizers[1] if self.setup.committer is None else self.setup.committer.scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self._loop.optimizers = given_optimizers((self._loop.optimizers[0], scheduler))
 
     # ------------------------------------------------------------------ callbacks and files
 

@@ -36,6 +36,7 @@ from memsafe_rl.data.prompts import Cursor
 from memsafe_rl.diagnostics.status import plain_number
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
 from memsafe_rl.training.collector import Collector
+from memsafe_rl.training.hooks import Hooks
 from memsafe_rl.training.metrics.run_log import RunLog
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import TrainingSetup
@@ -62,9 +63,10 @@ class SavedRun:
 class Checkpoints:
     """Writes and restores the checkpoints of a run."""
 
-    def __init__(self, setup: TrainingSetup, collector: Collector) -> None:
+    def __init__(self, setup: TrainingSetup, collector: Collector, hooks: Hooks) -> None:
         self._setup = setup
         self._collector = collector
+        self._hooks = hooks
         self._copies = HostCopies()
 
     def write(self, content: CheckpointContent, mark: RunMark, best: str | None) -> None:
@@ -99,6 +101,8 @@ class Checkpoints:
         progress["stateful_callbacks"] = report.callback_states()
         tensor_bytes = sum(map(bytes_of, saved)) + stored
         save_model: Callable[[Path], None] = self.write_weights
+        if self._hooks.save_model is not None:
+            save_model = partial(_save_through, self._hooks.save_model, self.write_weights)
         if copied:
             saved = self._copies.copy(saved)
             trajectory = None if trajectory is None else trajectory.moved(host_copy)
@@ -146,6 +150,11 @@ class Checkpoints:
             state.rollout = Rollout(trajectory=saved.trajectory, **{**facts, "waiting": waiting})
         state.waiting = self._collector.groups_from(loop["waiting"])
         restore_random_state(loop["random"])
+
+    @property
+    def writes_weights_itself(self) -> bool:
+        """Whether copies of the weights may be written, rather than the model as a user's `save_model` finds it."""
+        return self._hooks.save_model is None
 
     def write_weights(self, folder: Path, model: Weights | None = None, critic: Weights | None = None) -> None:
         """Writes the trained weights, or copies of them, in the form users load."""
@@ -200,6 +209,13 @@ def _rollout_facts(rollout: Rollout | None) -> dict[str, Any] | None:
         "metrics": rollout.metrics,
         "waiting": plain_groups(rollout.waiting),
     }
+
+
+def _save_through(hook: Callable[[Path], object], write: Callable[[Path], None], folder: Path) -> None:
+    """Has a user's `save_model` write the weights; where it leaves them out, a resumed run needs them all the same."""
+    hook(folder)
+    if not any(folder.glob("*model*.safetensors*")):  # transformers' and PEFT's names, in one file or several
+        write(folder)
 
 
 def best_folder(state: RunState) -> Path | None:

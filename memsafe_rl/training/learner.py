@@ -273,7 +273,12 @@ class Learner:
             self._repeat(Stage.COMMIT, mix.finish)
 
 
-def make_committer(setup: TrainingSetup, given: tuple[torch.optim.Optimizer | None, Any], max_steps: int) -> Committer:
+def make_committer(
+    setup: TrainingSetup,
+    given: tuple[torch.optim.Optimizer | None, Any],
+    max_steps: int,
+    schedule: Callable[[torch.optim.Optimizer, Any, int], Any] = build_scheduler,
+) -> Committer:
     """Makes optimizer, schedule and loss scale."""
     config, repeat = setup.config, setup.recovery.repeat
     optimizer, scheduler = given
@@ -293,7 +298,7 @@ def make_committer(setup: TrainingSetup, given: tuple[torch.optim.Optimizer | No
     with remedies_named(bool(replaced), config.master_weights):
         half = repeat(Stage.PREPARE, half_weights_for, setup.trained, config, optimizer)
     optimizer = optimizer or repeat(Stage.PREPARE, build_optimizer, setup.trained, config, half)
-    scheduler = scheduler or build_scheduler(optimizer, config, max_steps)
+    scheduler = scheduler or schedule(optimizer, config, max_steps)
     scaler = torch.amp.GradScaler(setup.adapter.device.type) if config.fp16 else None
     committer = Committer(
         setup.trained,

@@ -28,6 +28,7 @@ from memsafe_rl.memory.runtime.recovery import capture_random_state, empty_cache
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.training.checkpoints import Checkpoints, best_folder
 from memsafe_rl.training.collector import Collector
+from memsafe_rl.training.hooks import Hooks
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.metrics.run_log import RunLog
 from memsafe_rl.training.metrics.step_metrics import WeightSample
@@ -82,11 +83,13 @@ class TrainingLoop:
         callbacks: CallbackHandler,
         eval_dataset: Any,
         before_training: Callable[[TrainingLoop], None],
+        hooks: Hooks,
     ) -> None:
-        self._optimizers = optimizers
+        self.optimizers = optimizers
+        self.hooks = hooks
         self._before_training = before_training
         self.eval_dataset = eval_dataset
-        self.report = RunLog(setup.config, callbacks, setup.memory, setup.parallel)
+        self.report = RunLog(setup.config, callbacks, setup.memory, setup.parallel, hooks)
         self._step_started = 0.0
         self._learning_rate = 0.0
         self.use(replace(setup, on_sampling=self.report.sampling, on_rewards=self.report.rewarded))
@@ -100,7 +103,7 @@ class TrainingLoop:
         """Goes on with other parts."""
         self.setup, self.config = setup, setup.config
         self.collector, self.learner = Collector(setup), Learner(setup)
-        self.checkpoints = Checkpoints(setup, self.collector)
+        self.checkpoints = Checkpoints(setup, self.collector, self.hooks)
 
     # ------------------------------------------------------------------ the run
 
@@ -236,11 +239,14 @@ class TrainingLoop:
         if report.control.should_evaluate:
             with report.heard_whole():
                 if self.eval_dataset is not None:
-                    _track_best(self.config, report, self.state, self.evaluate())
+                    _track_best(self.config, report, self.state, self._evaluate())
                 report.control.should_evaluate = False
         if report.control.should_save:
             report.control.should_save = False
             self.save_checkpoint(wait=report.control.should_training_stop)
+
+    def _evaluate(self) -> Mapping[str, float]:
+        return self.evaluate() if self.hooks.evaluate is None else self.hooks.evaluate()
 
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         """Evaluates on the run's own evaluation prompts, or on others."""
@@ -255,7 +261,7 @@ class TrainingLoop:
             return None
         rounds = setup.engine.supports.int8_cache and setup.draw_rollout is None
         possible = {
-            "optim": self._optimizers[0] is None,
+            "optim": self.optimizers[0] is None,
             "cache_implementation": rounds and self.config.partial_rollout_tokens is None,
         }
         listed = self.config.allow_lossy if setup.parallel.world_size == 1 else ()
@@ -287,9 +293,6 @@ class TrainingLoop:
             setup.engine.round_cache()
         if "optim" in degradation.changes:
             schedule = setup.committed.scheduler.state_dict()
-            callbacks = self.report.callbacks  # the optimizer's state makes room for the new one's
-            callbacks.optimizer = callbacks.lr_scheduler = self.setup.holdings.optimizer = None
-            self.use(replace(self.setup, committer=None))
             self.make_optimizer()
             self.setup.committed.go_on_at(schedule)
 
@@ -357,14 +360,18 @@ class TrainingLoop:
         if self.state.step >= max_steps:
             self.report.control.should_training_stop = True
         if config.eval_on_start and checkpoint is None and self.eval_dataset is not None:
-            self.evaluate()
+            self._evaluate()
 
     def make_optimizer(self) -> None:
         """Makes what moves the weights."""
-        committer = make_committer(self.setup, self._optimizers, self.setup.planned_steps)
+        callbacks = self.report.callbacks  # an earlier optimizer's state makes room for the new one's
+        callbacks.optimizer = callbacks.lr_scheduler = self.setup.holdings.optimizer = None
+        self.use(replace(self.setup, committer=None))
+        if self.hooks.create_optimizers is not None:
+            self.hooks.create_optimizers(self.setup.planned_steps)
+        committer = make_committer(self.setup, self.optimizers, self.setup.planned_steps, self.hooks.create_scheduler)
         self.use(replace(self.setup, committer=committer))
         self.learner.make_state()
-        callbacks = self.report.callbacks
         callbacks.optimizer, callbacks.lr_scheduler = committer.optimizer, committer.scheduler
 
     def _go_to_start(self) -> None:
@@ -415,7 +422,7 @@ class TrainingLoop:
         best = best_folder(state) if self.config.load_best_model_at_end else None
         if best is not None:
             setup.recovery.repeat(Stage.RESUME, self.checkpoints.load_weights, best)
-        self.report.log(state, totals)
+        self.report.tell_log(state, totals)
         self.report.fire("on_train_end", state)
         if setup.parallel.is_main and not self.config.disable_tqdm:
             rows = self.config.rollout_rows
@@ -464,7 +471,7 @@ def _evaluated(loop: TrainingLoop, dataset: Any, prefix: str) -> dict[str, float
     values = loop.collector.evaluate(examples, loop.config.eval_generations, loop.state)
     values.pop("step_tokens")
     metrics = {f"{prefix}_{name}": value for name, value in values.items()}
-    loop.report.log(loop.state, metrics)
+    loop.report.tell_log(loop.state, metrics)
     loop.report.fire("on_evaluate", loop.state, metrics)
     return metrics
 

@@ -239,6 +239,8 @@ class RunFiles:
 
 def _writes_beside(setup: TrainingSetup, checkpoints: Checkpoints) -> bool:
     """Tells whether training goes on while a checkpoint is written, from a copy for which the host needs room."""
+    if not checkpoints.writes_weights_itself:
+        return False
     chosen = setup.config.save_in_background
     if chosen is not None:
         return chosen

@@ -22,11 +22,13 @@ from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.parallel.replicas import Parallel
 from memsafe_rl.records import RESERVED, RecordLog
 from memsafe_rl.rewards.base import RewardScores
+from memsafe_rl.training.hooks import Hooks
 from memsafe_rl.training.metrics.step_metrics import averages
 from memsafe_rl.training.state import RunState
 
 logger = logging.getLogger(__name__)
 
+_NONE = Hooks()
 _WISHES = ("should_log", "should_evaluate", "should_save")
 """What callbacks ask for at the end of a step, but for the end of training, after which a run may be gone on with."""
 
@@ -35,9 +37,15 @@ class RunLog:
     """Collects a run's metrics and informs its callbacks, whose wishes stand in `control`."""
 
     def __init__(
-        self, config: TrainerConfig, callbacks: CallbackHandler, memory: MemoryTracker, parallel: Parallel
+        self,
+        config: TrainerConfig,
+        callbacks: CallbackHandler,
+        memory: MemoryTracker,
+        parallel: Parallel,
+        hooks: Hooks = _NONE,
     ) -> None:
         self.callbacks = callbacks
+        self._hooks = hooks
         self.control = TrainerControl()
         self.pending: dict[str, list[float]] = defaultdict(list)
         self.table: tuple[dict[str, Any], ...] = ()
@@ -177,6 +185,13 @@ class RunLog:
             record = self._record(state, logs)
         self.control = self.callbacks.on_log(self._config, state.progress, self.control, record)
 
+    def tell_log(self, state: RunState, logs: Mapping[str, Any]) -> None:
+        """Logs a record of the loop's own, by the trainer's own `log` where a subclass has one."""
+        if self._hooks.log is None:
+            self.log(state, logs)
+        else:
+            self._hooks.log(dict(logs))
+
     def _record(self, state: RunState, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Writes a record down, and gives it as callbacks see it: with the user's own value under every name."""
         seen = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in logs.items()}
@@ -208,10 +223,15 @@ class RunLog:
     def flush(self, state: RunState) -> None:
         """Logs the averages since the last record, and shows the completions of the last rollout."""
         with uninterrupted():  # made once, though callbacks that hear of it may be cut short
-            record = self._record(state, averages(self.pending))
+            logs = averages(self.pending)
             self.pending.clear()
             self.control.should_log = False
-        self.control = self.callbacks.on_log(self._config, state.progress, self.control, record)
+            if self._hooks.log is not None:
+                self._hooks.log(logs)  # it writes the record itself
+            else:
+                record = self._record(state, logs)
+        if self._hooks.log is None:
+            self.control = self.callbacks.on_log(self._config, state.progress, self.control, record)
         if self._config.log_completions and self._parallel.is_main and self.table:
             self.notify("on_completions", state.step, self.table)
             self.table = ()

@@ -1,0 +1,165 @@
+"""Methods of TRL's and transformers' trainers that a subclass may replace here, and why it may not replace the others.
+
+A script written for TRL often derives from its trainer. What such a subclass replaces is called where TRL would call
+it, or refused when the class is made: never left out in silence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from memsafe_rl.errors import DataError
+from memsafe_rl.rewards.base import Attempt, PendingScores, RewardScores, run_once
+from memsafe_rl.training.hooks import Hooks
+from memsafe_rl.training.optim.optimizer import build_scheduler
+
+_LOSS = "pass the loss as loss_type, a function of log-ratios and advantages (docs/extending.md)"
+_ENGINE = "pass rollout_func, or an engine of your own as rollout_engine (docs/extending.md)"
+_ORDER = "prompts are read by position, without a dataloader; order the rows of train_dataset and set shuffle_dataset"
+_EVALUATION = "override evaluate(), or pass eval_dataset"
+_TOOLS = "pass tools or environment_factory (docs/agents.md)"
+_OPTIMIZER = "override create_optimizer(), which train() calls"
+_SAVING = "override save_model(), which every checkpoint calls"
+_HUB = "nothing is pushed to a hub; save_model() writes a folder that huggingface_hub can upload"
+_MASKS = "pass what it changes as a loss of your own (loss_type, docs/extending.md)"
+
+INSTEAD = {
+    "compute_loss": _LOSS,
+    "_compute_loss": _LOSS,
+    "get_off_policy_mask": _MASKS,
+    "get_gamma_weights": _MASKS,
+    "get_high_entropy_mask": _MASKS,
+    "training_step": "a TrainerCallback is told of every step; the loss is loss_type's",
+    "_get_per_token_logps_and_entropies": "register an adapter for the model (register_adapter, docs/extending.md)",
+    "_generate": _ENGINE,
+    "_generate_single_turn": _ENGINE,
+    "_generate_and_score_completions": f"{_ENGINE}; advantages of your own are an advantage_estimator",
+    "_tool_call_loop": _TOOLS,
+    "_get_tool_suffix_ids": _TOOLS,
+    "_tokenize_prompts": "pass a processing_class with a chat template, or prompts that are texts",
+    "_log_completion_extra": "reward functions log by their argument log_extra",
+    "_log_metric": "reward functions log by their argument log_metric, callbacks in on_log",
+    "get_train_dataloader": _ORDER,
+    "_get_train_sampler": _ORDER,
+    "get_eval_dataloader": _EVALUATION,
+    "get_test_dataloader": _EVALUATION,
+    "_get_eval_sampler": _EVALUATION,
+    "prediction_step": _EVALUATION,
+    "evaluation_loop": _EVALUATION,
+    "predict": "use evaluate(), or model.generate()",
+    "get_decay_parameter_names": _OPTIMIZER,
+    "get_optimizer_cls_and_kwargs": _OPTIMIZER,
+    "_save": _SAVING,
+    "_save_checkpoint": _SAVING,
+    "push_to_hub": _HUB,
+    "init_hf_repo": _HUB,
+    "hub_model_id": _HUB,
+    "create_model_card": "no model card is written; save_model() writes weights and tokenizer",
+    "hyperparameter_search": "build one trainer a trial",
+}
+"""By method or attribute that TRL's trainer has and ours lacks: what to do instead."""
+
+_GIVEN = ("prompt", "completion", "completion_ids")
+_METADATA = frozenset({"_name", "_paper", "_tag_names", "_template_file", "_send_telemetry"})
+
+
+def refuse_ignored(cls: type, ours: type) -> None:
+    """Refuses a subclass with a method that TRL's trainer would call and ours has no step for.
+
+    Raises:
+        TypeError: it has one; the message says what to do instead.
+    """
+    for name in sorted((INSTEAD.keys() | set(dir(Trainer))) - set(dir(ours)) - _METADATA):
+        own = inspect.getattr_static(cls, name, None)
+        if own is not None and not isinstance(own, type):
+            reason = INSTEAD.get(name, "the loop has no such step")
+            raise TypeError(f"{cls.__name__}.{name} would never be called: {reason}.")
+
+
+def hooks_of(trainer: Any, ours: type) -> Hooks:
+    """Gives the loop those steps that a trainer's class does in its own way."""
+
+    def own(name: str) -> bool:
+        return inspect.getattr_static(type(trainer), name) is not inspect.getattr_static(ours, name)
+
+    def create_both(max_steps: int) -> None:
+        trainer.create_optimizer_and_scheduler(max_steps)
+
+    def create_optimizer(_max_steps: int) -> None:
+        made = trainer.create_optimizer()
+        if made is not None:  # where it only sets trainer.optimizer, that holds
+            trainer.optimizer = made
+
+    def create_scheduler(optimizer: torch.optim.Optimizer, _config: Any, max_steps: int) -> Any:
+        made = trainer.create_scheduler(max_steps, optimizer)
+        found = trainer.lr_scheduler if made is None else made
+        trainer.lr_scheduler = None  # a later call of train() makes another
+        return found
+
+    def save_model(folder: Path) -> None:
+        trainer.save_model(str(folder), _internal_call=True)
+
+    optimizers = {"create_optimizer_and_scheduler": create_both, "create_optimizer": create_optimizer}
+    return Hooks(
+        create_optimizers=next((make for name, make in optimizers.items() if own(name)), None),
+        create_scheduler=create_scheduler if own("create_scheduler") else build_scheduler,
+        evaluate=trainer.evaluate if own("evaluate") else None,
+        log=trainer.log if own("log") else None,
+        save_model=save_model if own("save_model") else None,
+    )
+
+
+class OwnRewards:
+    """The `_calculate_rewards` of a trainer's class as the rewards of its runs."""
+
+    def __init__(self, trainer: Any, calculate: Callable[..., Any], ours: type) -> None:
+        self._trainer, self._calculate = trainer, calculate
+        self._scores: RewardScores | None = None
+        self._attempt: Attempt = run_once
+        if inspect.getattr_static(type(trainer), "_calculate_rewards") is not ours.__dict__["_calculate_rewards"]:
+            trainer.rewards.calculate = self
+
+    def call_functions(
+        self,
+        inputs: Sequence[Mapping[str, Any]],
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+    ) -> Tensor:
+        """Calls the reward functions themselves, (B, F), and keeps what they logged."""
+        columns = {name: [row[name] for row in inputs] for name in inputs[0] if name not in _GIVEN}
+        values = prompts, completions, completion_ids, columns, self._trainer.state, self._attempt
+        self._scores = self._trainer.rewards.call_each(*values).result()
+        return self._scores.rewards_BF
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Any],
+        trainer_state: Any,  # noqa: ARG002
+        attempt: Attempt,
+    ) -> PendingScores:
+        """Has the trainer's class reward all rows, and checks what it gives."""
+        names, rows = self._trainer.rewards.names, range(len(prompts))
+        inputs = [{"prompt": prompts[row], **{name: values[row] for name, values in columns.items()}} for row in rows]
+        self._scores, self._attempt = None, attempt
+        found = self._calculate(inputs, prompts, completions, completion_ids)
+        if not isinstance(found, Tensor) or found.shape != (len(prompts), len(names)):
+            given = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise DataError(
+                f"{type(self._trainer).__name__}._calculate_rewards returned {given} for {len(prompts)} completions "
+                f"and {len(names)} reward functions. Return a tensor ({len(prompts)}, {len(names)}), NaN for no reward."
+            )
+        rewards_BF = found.detach().to("cpu", torch.float32)
+        scores = replace(self._scores or RewardScores(rewards_BF, names), rewards_BF=rewards_BF)
+        return PendingScores(lambda: scores, lambda: None)

@@ -1,0 +1,168 @@
+"""Methods of TRL's trainer that a subclass replaces: each is called where TRL calls it, or refused by name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+
+from memsafe_rl.errors import DataError
+from memsafe_rl.trainers.grpo import GRPOTrainer
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, weights
+
+CALLED_BY_TRAINING = {
+    "create_optimizer",
+    "create_scheduler",
+    "create_optimizer_and_scheduler",
+    "_calculate_rewards",
+    "log",
+    "evaluate",
+    "save_model",
+}
+CALLED_BY_SCRIPTS = {
+    "add_callback",
+    "end",
+    "is_local_process_zero",
+    "is_world_process_zero",
+    "log_metrics",
+    "pop_callback",
+    "remove_callback",
+    "save_metrics",
+    "save_state",
+    "train",
+}
+METADATA = {"_send_telemetry"}
+THEIRS = sorted(
+    {name for cls in (trl.GRPOTrainer, trl.RLOOTrainer) for name, _ in inspect.getmembers(cls, inspect.isroutine)}
+    - {name for name in dir(object) if not name.startswith("_get")}
+    - CALLED_BY_SCRIPTS
+    - METADATA
+    - {"__init__", "__weakref__"}
+)
+
+
+def of_class(cls: type[GRPOTrainer], output_dir: Path, **settings: Any) -> GRPOTrainer:
+    made = make_trainer(output_dir, max_steps=4, **settings)
+    return cls(
+        tiny_model(),
+        settings.get("reward_funcs", count_digits),
+        args=made.args,
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        eval_dataset=settings.get("eval_dataset"),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_each_method_of_trls_trainer_is_called_or_refused(name: str, tmp_path: Path) -> None:
+    def base(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return getattr(super(made[0], self), name)(*args, **kwargs)
+
+    calls: list[str] = []
+    made: list[type[GRPOTrainer]] = []
+    if name not in CALLED_BY_TRAINING:
+        with pytest.raises(TypeError, match=rf"Mine.{name} would never be called: \w+"):
+            type("Mine", (GRPOTrainer,), {name: base})
+        with pytest.raises(TypeError, match=rf"Mine.{name} would never be called"):
+            type("Mine", (type("Mixin", (), {name: base}), GRPOTrainer), {})
+        return
+    made.append(type("Mine", (GRPOTrainer,), {name: base}))
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    settings["eval_dataset"] = Dataset.from_dict({"prompt": PROMPTS[:2]})
+    trainer = of_class(made[0], tmp_path / "mine", **settings)
+    trainer.train()
+    assert calls
+    plain = of_class(GRPOTrainer, tmp_path / "plain", **settings)
+    plain.train()
+    assert torch.equal(weights(trainer), weights(plain))
+    ours, theirs = ([{**line, "x": 0} for line in t.state.log_history] for t in (trainer, plain))
+    assert [line.get("reward") for line in ours] == [line.get("reward") for line in theirs]
+    assert [line.get("eval_reward") for line in ours] == [line.get("eval_reward") for line in theirs]
+
+
+def test_an_own_optimizer_and_schedule_move_the_weights(tmp_path: Path) -> None:
+    class Mine(GRPOTrainer):
+        def create_optimizer(self) -> None:  # type: ignore[override]
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            assert (num_training_steps, optimizer) == (4, self.optimizer)
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    trainer = of_class(Mine, tmp_path / "mine")
+    for _ in range(2):  # each call of train() makes them anew
+        trainer.train()
+        assert isinstance(trainer.optimizer, torch.optim.SGD)
+        assert [step["learning_rate"] for step in trainer.history] == [0.5, 0.25, 0.125, 0.0625]
+
+
+def test_own_rewards_are_what_is_learnt_from(tmp_path: Path) -> None:
+    class Mine(GRPOTrainer):
+        def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+            assert [row["prompt"] for row in inputs] == list(prompts)
+            found = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            return -3 * found
+
+    def logging(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+        log_metric("texts", len(completions))
+        return count_digits(completions)
+
+    mine, plain = (of_class(c, tmp_path / c.__name__, reward_funcs=logging) for c in (Mine, GRPOTrainer))
+    mine.train()
+    plain.train()
+    first, theirs = mine.state.log_history[0], plain.state.log_history[0]
+    assert first["rewards/logging/mean"] == pytest.approx(-3 * theirs["rewards/logging/mean"])
+    assert first["texts"] == theirs["texts"] == 8
+    assert not torch.equal(weights(mine), weights(plain))
+
+
+def test_own_rewards_of_another_shape_are_refused(tmp_path: Path) -> None:
+    class Mine(GRPOTrainer):
+        def _calculate_rewards(self, *_: Any) -> Any:
+            return torch.zeros(8)
+
+    with pytest.raises(DataError, match=r"returned \(8,\) for 8 completions and 1 reward functions"):
+        of_class(Mine, tmp_path).train()
+
+
+def test_an_own_log_adds_to_every_record(tmp_path: Path) -> None:
+    class Mine(GRPOTrainer):
+        def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+            super().log({**logs, "mine": 1.0}, start_time)
+
+    trainer = of_class(Mine, tmp_path)
+    trainer.train()
+    assert [line["mine"] for line in trainer.state.log_history] == [1.0] * 5
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["mine"] == 1.0 for line in lines)
+
+
+@pytest.mark.parametrize("writes", [True, False], ids=["writes weights", "leaves weights out"])
+def test_an_own_save_model_fills_checkpoints_that_resume(writes: bool, tmp_path: Path) -> None:
+    class Mine(GRPOTrainer):
+        def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+            (Path(output_dir) / "mine.txt").write_text("mine")
+            if writes:
+                super().save_model(output_dir, _internal_call)
+
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    trainer = of_class(Mine, tmp_path, **settings)
+    trainer.train()
+    assert (tmp_path / "checkpoint-2" / "mine.txt").read_text() == "mine"
+    again = of_class(Mine, tmp_path, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(weights(again), weights(trainer))
+
+
+def test_what_is_refused_says_what_to_do_instead() -> None:
+    with pytest.raises(TypeError, match="_compute_loss would never be called: pass the loss as loss_type"):
+        type("Mine", (GRPOTrainer,), {"_compute_loss": count_digits})
+    type("Mine", (GRPOTrainer,), {"_tag_names": ["mine"], "helper": count_digits, "config": 3})
