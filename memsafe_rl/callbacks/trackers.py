@@ -30,7 +30,9 @@ class Trackers(TrainerCallback):  # type: ignore[misc]
 
     def open(self, args: Any) -> None:
         """Opens the trackers with the run's configuration, before hours are spent on a run that none can follow."""
-        options = {"wandb": {"name": self._run_name}} if self._run_name else {}
+        options: dict[str, dict[str, Any]] = {"wandb": {"name": self._run_name}} if self._run_name else {}
+        if args.trackio_space_id:
+            options["trackio"] = {"space_id": args.trackio_space_id}
         try:
             self._accelerator.init_trackers(self._project, config=args.to_sanitized_dict(), init_kwargs=options)
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from memsafe_rl.config.settings import GRPOSettings, PPOSettings
 from memsafe_rl.config.values import unknown
 from memsafe_rl.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -23,6 +26,7 @@ class Refusal:
     # values that switch it off; these are harmless and accepted, the first is what reading it gives
     off: tuple[Any, ...] = ()
     draws_otherwise: bool = False  # whether another value would draw other tokens
+    taken: bool = False  # whether any value is accepted, in one line that says why it changes nothing
 
     def admits(self, value: Any) -> bool:
         """Tells whether a value switches the setting off; values may be text, as from a command line."""
@@ -40,7 +44,8 @@ def _read_section(section: Mapping[str, Any]) -> dict[str, Refusal]:
         harmless = {**entry.get("harmless", {}), **{name: [] for name in entry.get("names", ())}}
         for name, values in harmless.items():
             off = (*section["always"], *(values if isinstance(values, list) else [values]))
-            refusals[name] = Refusal(entry["reason"], entry["remedy"], off, entry.get("draws_otherwise", False))
+            flags = {flag: entry.get(flag, False) for flag in ("draws_otherwise", "taken")}
+            refusals[name] = Refusal(entry["reason"], entry.get("remedy", ""), off, **flags)
     return refusals
 
 
@@ -80,7 +85,9 @@ def admit(
             kept[target], written[target] = value, name
         elif target in refused:
             refusal = refused[target]
-            if not refusal.admits(value):
+            if not refusal.admits(value) and refusal.taken:
+                logger.warning("%s is %r, which changes nothing here: %s.", target, value, refusal.reason)
+            elif not refusal.admits(value):
                 raise ConfigError(f"{target} is {value!r}, which is refused: {refusal.reason}. {refusal.remedy}")
         elif what == "setting" and target in DECLARED:
             algorithm = "GRPO" if target in GRPOSettings.declared else "PPO"

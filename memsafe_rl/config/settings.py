@@ -305,6 +305,7 @@ class RunSettings:
     )
     run_name: str | None = log(None, "Name of the run in trackers.")
     project: str = log("huggingface", "Name of the project in trackers.")
+    trackio_space_id: str | None = log(None, "Hugging Face Space that trackio sends the run to; None: stays local.")
     log_completions: bool = log(False, "Show a table of prompts, completions and rewards at every log.")
     num_completions_to_print: int | None = log(None, "Rows of that table; None: all.", low=1)
     log_unique_prompts: bool = log(False, "Show each prompt once in that table.")

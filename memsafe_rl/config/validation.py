@@ -94,6 +94,15 @@ def _fill_batches(config: TrainerConfig) -> None:
             f"generation_batch_size is {config.generation_batch_size}, but {written} x steps_per_generation "
             f"{steps} = {batch * steps}. Set only one of the two."
         )
+    accumulation = config.gradient_accumulation_steps
+    if steps < accumulation and accumulation % steps == 0 and config.num_iterations == 1:
+        _say_once(
+            f"steps_per_generation is {steps}, and an optimizer step takes {accumulation} batches: its "
+            f"{accumulation // steps} rollouts are drawn with the same weights, so they are drawn as one."
+        )
+        steps = accumulation
+        config.fill("steps_per_generation", steps)
+        config.fill("generation_batch_size", batch * steps)
     _check_rollout(config, batch, steps, written)
 
 

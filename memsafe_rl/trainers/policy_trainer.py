@@ -101,6 +101,7 @@ class PolicyTrainer:
         optimizers: tuple[Any, Any] | None,
     ) -> None:
         """Checks what was passed, forecasts the run where its weights are still to be loaded, and builds its loop."""
+        self.tools = list(request.tools or ())
         self.args = own_config(args, request.model, type(self))
         self.args.output_dir = os.path.abspath(self.args.output_dir)  # a callback may change the directory
         logging.getLogger("memsafe_rl").setLevel(self.args.get_process_log_level())
@@ -282,6 +283,15 @@ class PolicyTrainer:
     processing_class: Any = _read("setup.models.processing_class", "The tokenizer; None where there is none.")
     tokenizer: Any = _read("processing_class", "The tokenizer, under its older name.")
     rewards: RewardRunner = _read("setup.rewards", "The reward functions.")
+    reward_funcs: list[Any] = _read("rewards.functions", "The reward functions and models, in their order.")
+    reward_func_names: tuple[str, ...] = _read("rewards.names", "Their names, distinct.")
+    reward_weights: tuple[float, ...] = _read("rewards.weights", "Their weights.")
+    reward_processing_classes: list[Any] = _read("rewards.processing_classes", "Their tokenizers, None for functions.")
+    ref_model: Any = _read("setup.reference_model", "The frozen reference; None without one, or with an adapter to it.")
+    entropy_coef: float = _read(
+        "_loop.state.controllers.entropy.coef", "The entropy bonus's coefficient, as it is now."
+    )
+    environments: Any = _read("setup.environments", "Where episodes are played; None where a completion is one turn.")
     roles: ModelRoles = _read("setup.roles", "The model under its adapters, as users of episodes.")
     memory_policy: MemoryPolicy = _read("setup.memory_policy", "What makes the plans.")
     state: TrainerState = _read("_loop.state.progress", "Steps, epochs and logs, in transformers' form.")

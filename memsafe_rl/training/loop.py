@@ -422,7 +422,7 @@ class TrainingLoop:
         best = best_folder(state) if self.config.load_best_model_at_end else None
         if best is not None:
             setup.recovery.repeat(Stage.RESUME, self.checkpoints.load_weights, best)
-        self.report.tell_log(state, totals)
+        self.report.end(state, totals)
         self.report.fire("on_train_end", state)
         if setup.parallel.is_main and not self.config.disable_tqdm:
             rows = self.config.rollout_rows

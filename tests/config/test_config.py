@@ -131,7 +131,30 @@ def test_trls_default_of_a_refused_setting_is_harmless(name: str) -> None:
     assert REFUSED[name].admits(str(default))  # as from a command line
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+TAKEN = sorted(name for name, refusal in REFUSED.items() if refusal.taken)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_changes_nothing_is_taken_in_one_line_that_says_so(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = GRPOConfig(**{name: "something else"})
+    assert config == GRPOConfig()
+    assert name not in config.to_dict()
+    said = [record.message for record in caplog.records if record.message.startswith(name)]
+    assert len(said) == 1
+    assert said[0].startswith(f"{name} is 'something else', which changes nothing here: ")
+
+
+def test_rollouts_of_one_optimizer_step_are_one(caplog: pytest.LogCaptureFixture) -> None:
+    paper = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 128, "steps_per_generation": 16}
+    config = GRPOConfig(**paper, num_generations=16)
+    assert (config.rollout_rows, config.updates_per_epoch) == (512, 1)
+    assert "its 8 rollouts are drawn with the same weights, so they are drawn as one" in caplog.text
+    assert dataclasses.replace(config, seed=3).rollout_rows == 512
+    with pytest.raises(ConfigError, match="would straddle two rollouts"):  # passes over each of the small rollouts
+        GRPOConfig(**paper, num_generations=16, num_iterations=2)
+
+
+@pytest.mark.parametrize("name", sorted(set(REFUSED) - set(TAKEN)))
 def test_a_refusal_ends_in_a_remedy(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         GRPOConfig(**{name: "something else"})
@@ -463,7 +486,7 @@ def test_generation_batch_size_sets_the_steps() -> None:
     [
         ({"per_device_train_batch_size": 4}, "steps_per_generation=2 "),
         ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3}, "steps_per_generation=12 "),
-        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, "steps_per_generation=4 "),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 2}, "steps_per_generation=4 "),
         ({"gradient_accumulation_steps": 4, "steps_per_generation": 6}, "steps_per_generation=8 "),
         ({"generation_batch_size": 12}, "generation_batch_size=16"),
         ({"generation_batch_size": 16, "steps_per_generation": 4}, "Set only one of the two"),

@@ -166,3 +166,27 @@ def test_what_is_refused_says_what_to_do_instead() -> None:
     with pytest.raises(TypeError, match="_compute_loss would never be called: pass the loss as loss_type"):
         type("Mine", (GRPOTrainer,), {"_compute_loss": count_digits})
     type("Mine", (GRPOTrainer,), {"_tag_names": ["mine"], "helper": count_digits, "config": 3})
+
+
+def test_what_scripts_read_of_a_trainer_has_trls_names(tmp_path: Path) -> None:
+    def longer(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    trainer = of_class(
+        GRPOTrainer, tmp_path, reward_funcs=[count_digits, longer], reward_weights=[1.0, 0.5], entropy_coef=0.1
+    )
+    assert trainer.reward_funcs == [count_digits, longer]
+    assert list(trainer.reward_func_names) == ["count_digits", "longer"]
+    assert list(trainer.reward_weights) == [1.0, 0.5]
+    assert trainer.reward_processing_classes == [None, None]
+    assert trainer.ref_model is None
+    assert (trainer.tools, trainer.environments, trainer.entropy_coef) == ([], None, 0.1)
+
+
+def test_steps_that_no_record_holds_yet_are_in_the_last_one(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=3, logging_steps=2)
+    trainer.train()
+    first, last = trainer.state.log_history
+    assert first["reward"] == pytest.approx(sum(step["reward"] for step in trainer.history[:2]) / 2)
+    assert last["reward"] == trainer.history[2]["reward"]
+    assert {"train_runtime", "train_loss", "loss", "reward_std"} <= set(last)

@@ -232,6 +232,16 @@ class RunLog:
                 record = self._record(state, logs)
         if self._hooks.log is None:
             self.control = self.callbacks.on_log(self._config, state.progress, self.control, record)
+        self._show_completions(state)
+
+    def end(self, state: RunState, totals: Mapping[str, Any]) -> None:
+        """Logs a run's totals, with the averages of steps since the last record, as TRL does."""
+        rest = averages(self.pending)
+        self.pending.clear()
+        self.tell_log(state, {**rest, **totals})
+        self._show_completions(state)
+
+    def _show_completions(self, state: RunState) -> None:
         if self._config.log_completions and self._parallel.is_main and self.table:
             self.notify("on_completions", state.step, self.table)
             self.table = ()
