@@ -149,11 +149,21 @@ class Collector:
             waiting=drawn.waiting,
         )
 
-    def evaluate(self, examples: Sequence[dict[str, Any]], group_size: int, state: RunState) -> dict[str, float]:
-        """Draws and rewards completions for evaluation, with the plan of the last rollout."""
-        prompts = self._repeat(self._setup.models.reader, examples, phase=Phase.EVALUATE)
-        drawn = self._draw(prompts, EVALUATION_ROLLOUT, group_size, state, phase=Phase.EVALUATE)
-        return self._repeat(self._evaluation_metrics, self._rewarded(*drawn), phase=Phase.EVALUATE)
+    def evaluate(self, examples: Sequence[dict[str, Any]], state: RunState) -> tuple[dict[str, float], Rollout | None]:
+        """Draws and rewards completions for evaluation, with the plan of the last rollout.
+
+        Gives what is logged, and the completions as a rollout where the loss of one is known without a critic.
+        """
+        prompts, group_size = (
+            self._repeat(self._setup.models.reader, examples, phase=Phase.EVALUATE),
+            self._config.eval_generations,
+        )
+        samples = self._rewarded(*self._draw(prompts, EVALUATION_ROLLOUT, group_size, state, phase=Phase.EVALUATE))
+        metrics = self._repeat(self._evaluation_metrics, samples, phase=Phase.EVALUATE)
+        if self._setup.advantages.critics or self._settings.objectives or self._setup.adapter.time_separable:
+            return metrics, None
+        drawn = Drawn(samples, None, consumed=0)
+        return metrics, self.assign(drawn, self.score(drawn, []), [])
 
     def close(self) -> None:
         """Ends the engine and the threads of environments; the next rollout starts them anew."""

@@ -22,7 +22,7 @@ from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
 from memsafe_rl.ops.gae import value_loss
 from memsafe_rl.ops.losses import LOSSES, needs_whole_rows, policy_loss
-from memsafe_rl.rollout.scoring import score_rows, value_rows
+from memsafe_rl.rollout.scoring import RowScores, score_rows, value_rows
 from memsafe_rl.types import (
     Denominators,
     LossInputs,
@@ -241,6 +241,19 @@ def _collect(
                     found[entry.name] = torch.zeros(shape, dtype=values_BT.dtype)
                 where = torch.tensor(places)[:, None], torch.tensor(columns)
                 found[entry.name][where] = to_host(values_BT)
+
+
+@torch.no_grad()
+def loss_of_scores(trajectory: Trajectory, rows: Sequence[int], terms: StepTerms, scored: Sequence[RowScores]) -> float:
+    """Gives the share of some rows, which were scored, in a step's loss."""
+    if not rows:
+        return 0.0
+    with host_memory():
+        logprobs, entropies = zip(*((one.logprobs, one.entropies) for one in scored), strict=True)
+        places = range(len(rows))
+        scores = TokenScores(*(Ragged.from_rows(values).pad(places, 0) for values in (logprobs, entropies)))
+        inputs = loss_inputs(trajectory, rows, terms, scores)
+        return float(policy_loss(inputs, terms.settings, terms.denominators).loss)
 
 
 def loss_inputs(

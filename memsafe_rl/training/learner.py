@@ -20,7 +20,14 @@ from memsafe_rl.memory.planning.policies import check_packing
 from memsafe_rl.memory.runtime.holdings import watch_gradients
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.training.algorithms.objectives import Controllers, with_objectives
-from memsafe_rl.training.gradient import StepGradient, StepTerms, accumulate_gradient, contributes, entropy_masks
+from memsafe_rl.training.gradient import (
+    StepGradient,
+    StepTerms,
+    accumulate_gradient,
+    contributes,
+    entropy_masks,
+    loss_of_scores,
+)
 from memsafe_rl.training.metrics.step_metrics import (
     WeightSample,
     is_due,
@@ -251,6 +258,15 @@ class Learner:
         with charge(Component.TRAJECTORY):
             store = self._repeat(Stage.STORE, trajectory.actions.beside, found, trajectory.old_logprobs)
         return replace(rollout, trajectory=replace(trajectory, old_logprobs=store, has_old=has_old))
+
+    def loss_of(self, rollout: Rollout, controllers: Controllers) -> float:
+        """Gives the loss of a whole rollout with the weights that drew it, over all ranks; moves nothing."""
+        trajectory, rows = rollout.trajectory, list(range(len(rollout.trajectory)))
+        terms = self.fix_terms(rollout, rows, controllers)
+        with self._setup.memory.phase(Phase.EVALUATE):
+            mine, scored = Scorer(self._setup).passed(self._setup.adapter, trajectory, rows, with_entropy=True)
+            share = self._repeat(Stage.MEASURE, loss_of_scores, trajectory, mine, terms, scored)
+        return sum(self._setup.parallel.gather([share]))
 
     # ------------------------------------------------------------------ weights
 

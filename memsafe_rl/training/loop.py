@@ -16,11 +16,9 @@ from transformers.trainer_callback import CallbackHandler
 
 from memsafe_rl.callbacks.console import summary
 from memsafe_rl.checkpoint.store import checkpoint_folder
-from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.degradation import Degradation, degrade, next_degradation
-from memsafe_rl.data.prompts import check_dataset
 from memsafe_rl.diagnostics.run_figures import run_figures
-from memsafe_rl.errors import ConfigError, DataError, MemoryBudgetError, MemsafeError, SaveError, TrainingInterrupted
+from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError, SaveError, TrainingInterrupted
 from memsafe_rl.memory.runtime.first_use import flush_autograd
 from memsafe_rl.memory.runtime.interrupts import StopRequest, uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter
@@ -28,6 +26,7 @@ from memsafe_rl.memory.runtime.recovery import capture_random_state, empty_cache
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.training.checkpoints import Checkpoints, best_folder
 from memsafe_rl.training.collector import Collector
+from memsafe_rl.training.evaluation import evaluated, track_best
 from memsafe_rl.training.hooks import Hooks
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.metrics.run_log import RunLog
@@ -239,7 +238,7 @@ class TrainingLoop:
         if report.control.should_evaluate:
             with report.heard_whole():
                 if self.eval_dataset is not None:
-                    _track_best(self.config, report, self.state, self._evaluate())
+                    track_best(self.config, report, self.state, self._evaluate())
                 report.control.should_evaluate = False
         if report.control.should_save:
             report.control.should_save = False
@@ -250,7 +249,8 @@ class TrainingLoop:
 
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         """Evaluates on the run's own evaluation prompts, or on others."""
-        return _evaluated(self, self.eval_dataset if dataset is None else dataset, prefix)
+        chosen = self.eval_dataset if dataset is None else dataset
+        return evaluated(self.collector, self.learner, self.report, self.state, chosen, prefix)
 
     # ------------------------------------------------------------------ when memory or the run ends
 
@@ -454,41 +454,3 @@ class TrainingLoop:
     def _trajectory_tensors(self) -> list[torch.Tensor]:
         rollout = self.state.rollout
         return [] if rollout is None else rollout.trajectory.tensors()
-
-
-def _evaluated(loop: TrainingLoop, dataset: Any, prefix: str) -> dict[str, float]:
-    """Draws and rewards completions for the prompts of a dataset, or of each of a mapping of them, and logs them."""
-    if dataset is None:
-        raise ConfigError("evaluate() needs prompts. Pass eval_dataset to the trainer or to evaluate().")
-    if isinstance(dataset, Mapping):
-        merged: dict[str, float] = {}
-        for name, part in dataset.items():
-            merged |= _evaluated(loop, part, f"{prefix}_{name}")
-        return merged
-    examples = list(check_dataset(dataset, "eval_dataset"))
-    if not examples:
-        raise DataError("eval_dataset is empty. Pass at least one example with a 'prompt' column.")
-    values = loop.collector.evaluate(examples, loop.config.eval_generations, loop.state)
-    values.pop("step_tokens")
-    metrics = {f"{prefix}_{name}": value for name, value in values.items()}
-    loop.report.tell_log(loop.state, metrics)
-    loop.report.fire("on_evaluate", loop.state, metrics)
-    return metrics
-
-
-def _track_best(config: TrainerConfig, report: RunLog, state: RunState, metrics: Mapping[str, float]) -> None:
-    """Remembers the best evaluation, for `load_best_model_at_end`, and has it saved where that is asked for."""
-    name, progress = config.metric_for_best_model, state.progress
-    if name is None:
-        return
-    name = name if name.startswith("eval_") else f"eval_{name}"
-    if name not in metrics:
-        raise ConfigError(
-            f"metric_for_best_model is {name!r}, which evaluation does not give. Use one of {sorted(metrics)}."
-        )
-    value, best = metrics[name], progress.best_metric
-    if math.isnan(value):
-        return
-    if best is None or (value > best if config.greater_is_better else value < best):
-        progress.best_metric, progress.best_global_step = value, state.step
-        report.control.should_save = report.control.should_save or config.save_strategy == "best"

@@ -190,3 +190,35 @@ def test_steps_that_no_record_holds_yet_are_in_the_last_one(tmp_path: Path) -> N
     assert first["reward"] == pytest.approx(sum(step["reward"] for step in trainer.history[:2]) / 2)
     assert last["reward"] == trainer.history[2]["reward"]
     assert {"train_runtime", "train_loss", "loss", "reward_std"} <= set(last)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
+def test_the_loss_of_an_evaluation_is_that_of_an_update_on_its_completions(loss_type: str, tmp_path: Path) -> None:
+    """Before weights move, an evaluation on the training prompts draws rows whose update has the loss it reports."""
+    prompts = Dataset.from_dict({"prompt": PROMPTS[:2]})
+    settings = {"loss_type": loss_type, "beta": 0.1, "entropy_coef": 0.01, "max_steps": 1, "num_generations": 4}
+    trainer = make_trainer(tmp_path / "a", **settings, eval_dataset=prompts)
+    with torch.no_grad():  # moved away from its reference, so that the KL counts
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1.05)
+    found = trainer.evaluate()["eval_loss"]
+    samples = trainer.loop.collector
+    _, rollout = samples.evaluate(list(prompts), trainer.loop.state)
+    assert rollout is not None
+    trainer.loop.state.rollout = rollout
+    trainer.loop.make_optimizer()
+    expected = trainer.loop.learner.step(trainer.loop.state).metrics["loss"]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert found != 0
+
+
+def test_the_best_model_may_be_chosen_by_its_loss(tmp_path: Path) -> None:
+    sets = {"easy": Dataset.from_dict({"prompt": PROMPTS[:2]}), "hard": Dataset.from_dict({"prompt": PROMPTS[2:3]})}
+    settings: dict[str, Any] = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "beta": 0.1}
+    trainer = make_trainer(
+        tmp_path, eval_dataset=sets["easy"], metric_for_best_model="eval_loss", greater_is_better=False, **settings
+    )
+    trainer.train()
+    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert trainer.state.best_metric == min(losses)
+    assert {"eval_easy_loss", "eval_hard_loss"} <= set(trainer.evaluate(sets))

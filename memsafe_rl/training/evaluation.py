@@ -1,0 +1,57 @@
+"""Evaluation: completions of held-out prompts, their rewards and loss, and which step was the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.data.prompts import check_dataset
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.training.collector import Collector
+from memsafe_rl.training.learner import Learner
+from memsafe_rl.training.metrics.run_log import RunLog
+from memsafe_rl.training.state import RunState
+
+
+def evaluated(
+    collector: Collector, learner: Learner, report: RunLog, state: RunState, dataset: Any, prefix: str
+) -> dict[str, float]:
+    """Draws and rewards completions for the prompts of a dataset, or of each of a mapping of them, and logs them."""
+    if dataset is None:
+        raise ConfigError("evaluate() needs prompts. Pass eval_dataset to the trainer or to evaluate().")
+    if isinstance(dataset, Mapping):
+        merged: dict[str, float] = {}
+        for name, part in dataset.items():
+            merged |= evaluated(collector, learner, report, state, part, f"{prefix}_{name}")
+        return merged
+    examples = list(check_dataset(dataset, "eval_dataset"))
+    if not examples:
+        raise DataError("eval_dataset is empty. Pass at least one example with a 'prompt' column.")
+    values, rollout = collector.evaluate(examples, state)
+    values.pop("step_tokens")
+    if rollout is not None:
+        values["loss"] = learner.loss_of(rollout, state.controllers)
+    metrics = {f"{prefix}_{name}": value for name, value in values.items()}
+    report.tell_log(state, metrics)
+    report.fire("on_evaluate", state, metrics)
+    return metrics
+
+
+def track_best(config: TrainerConfig, report: RunLog, state: RunState, metrics: Mapping[str, float]) -> None:
+    """Remembers the best evaluation, for `load_best_model_at_end`, and has it saved where that is asked for."""
+    name, progress = config.metric_for_best_model, state.progress
+    if name is None:
+        return
+    name = name if name.startswith("eval_") else f"eval_{name}"
+    if name not in metrics:
+        raise ConfigError(
+            f"metric_for_best_model is {name!r}, which evaluation does not give. Use one of {sorted(metrics)}."
+        )
+    value, best = metrics[name], progress.best_metric
+    if math.isnan(value):
+        return
+    if best is None or (value > best if config.greater_is_better else value < best):
+        progress.best_metric, progress.best_global_step = value, state.step
+        report.control.should_save = report.control.should_save or config.save_strategy == "best"
