@@ -14,7 +14,8 @@ class GRPOTrainer(PolicyTrainer):
 
     Args:
         model: a name or path of a causal LM or an encoder-decoder (T5, BART), or a model (a `PeftModel` too).
-        reward_funcs: a reward function or a list of them: callables, sync or async, reward models, or their names.
+        reward_funcs: a reward function or a list of them: callables, sync or async, reward models, or their names;
+            None where environments give the reward.
         args: the configuration; None for the defaults.
         train_dataset: a `datasets` dataset with a `prompt` column, plain or conversational.
         eval_dataset: prompts for evaluation, or a dict of such datasets.

@@ -62,7 +62,7 @@ class PolicyTrainer:
     def __init__(
         self,
         model: Any,
-        reward_funcs: Any,
+        reward_funcs: Any = None,
         args: TrainerConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Any = None,
@@ -284,8 +284,6 @@ class PolicyTrainer:
     tokenizer: Any = _read("processing_class", "The tokenizer, under its older name.")
     rewards: RewardRunner = _read("setup.rewards", "The reward functions.")
     reward_funcs: list[Any] = _read("rewards.functions", "The reward functions and models, in their order.")
-    reward_func_names: tuple[str, ...] = _read("rewards.names", "Their names, distinct.")
-    reward_weights: tuple[float, ...] = _read("rewards.weights", "Their weights.")
     reward_processing_classes: list[Any] = _read("rewards.processing_classes", "Their tokenizers, None for functions.")
     ref_model: Any = _read("setup.reference_model", "The frozen reference; None without one, or with an adapter to it.")
     entropy_coef: float = _read(
@@ -303,6 +301,16 @@ class PolicyTrainer:
         "setup.memory.events", "One record per plan, retry or alarm, read from the run's `memory.jsonl`."
     )
     callback_handler: CallbackHandler = _read("_loop.report.callbacks", "Calls the callbacks.")
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        """The names of the reward functions, distinct."""
+        return list(self.rewards.names)
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """The weights of the reward functions, (F,) float32."""
+        return torch.tensor(self.rewards.weights)
 
     @property
     def eval_dataset(self) -> Any:

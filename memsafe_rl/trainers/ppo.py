@@ -26,7 +26,8 @@ class PPOTrainer(PolicyTrainer):
     Args:
         model: a name or path, or a model (a `PeftModel` too); a causal LM, an encoder-decoder, or a `DiffusionPolicy`,
             whose denoising steps are then the actions (DPPO, arXiv 2409.00588).
-        reward_funcs: a reward function or a list of them: callables, sync or async, reward models, or their names.
+        reward_funcs: a reward function or a list of them: callables, sync or async, reward models, or their names;
+            None where environments give the reward.
         args: the configuration; None for the defaults.
         train_dataset: a `datasets` dataset with a `prompt` column, plain or conversational.
         eval_dataset: prompts for evaluation, or a dict of such datasets.
@@ -58,7 +59,7 @@ class PPOTrainer(PolicyTrainer):
     def __init__(
         self,
         model: Any,
-        reward_funcs: Any,
+        reward_funcs: Any = None,
         args: PPOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Any = None,

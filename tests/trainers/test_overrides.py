@@ -176,8 +176,8 @@ def test_what_scripts_read_of_a_trainer_has_trls_names(tmp_path: Path) -> None:
         GRPOTrainer, tmp_path, reward_funcs=[count_digits, longer], reward_weights=[1.0, 0.5], entropy_coef=0.1
     )
     assert trainer.reward_funcs == [count_digits, longer]
-    assert list(trainer.reward_func_names) == ["count_digits", "longer"]
-    assert list(trainer.reward_weights) == [1.0, 0.5]
+    assert trainer.reward_func_names == ["count_digits", "longer"]
+    assert trainer.reward_weights.tolist() == [1.0, 0.5]
     assert trainer.reward_processing_classes == [None, None]
     assert trainer.ref_model is None
     assert (trainer.tools, trainer.environments, trainer.entropy_coef) == ([], None, 0.1)

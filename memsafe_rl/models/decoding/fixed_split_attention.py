@@ -132,28 +132,33 @@ def gradients(
 
     ``P = e^(S - L)``, ``dV = P^T dO``, ``dS = P (dO V^T - rowsum(dO O))``, ``dQ = dS K``, ``dK = dS^T Q``.
     """
-    heads, wide = key.shape[1], lse.dtype
-    keys, values = key.to(wide), value.to(wide)
+    heads, wide, held = key.shape[1], lse.dtype, key.shape[2]
+    keys, values = (_padded(part, 2, TILE_KEYS).to(wide) for part in (key, value))
     dq = torch.empty_like(query, dtype=wide)
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
     d_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-    for part, slots in _query_tiles(query, key, sight):
-        asked, slope, mixed = (_by_head(whole[:, :, part].to(wide), heads) for whole in (query, grad, out))
-        scores, bend = _scored(_times(asked, keys[:, :, :slots].mT), part, key.shape[2], bias, sight)
+    for part, slots in _query_tiles(query, keys, sight):
+        count = part.stop - part.start
+        asked, slope, mixed = (
+            _by_head(_padded(whole[:, :, part].to(wide), 2, TILE_QUERIES), heads) for whole in (query, grad, out)
+        )
+        products = _products(asked, keys[:, :, :slots])[:, :, :, :count]
+        scores, bend = _scored(products, part, held, bias, sight)
         weights = (scores - _by_head(lse[:, :, part, None], heads)).exp_()
-        d_scores = weights * (_times(slope, values[:, :, :slots].mT) - (slope * mixed).sum(-1, keepdim=True))
-        dv[:, :, :slots] += weights.flatten(2, 3).mT @ slope.flatten(2, 3)
+        by_weight = _products(slope, values[:, :, :slots]) - (slope * mixed).sum(-1, keepdim=True)
+        d_scores = weights * by_weight[:, :, :, :count]
+        dv[:, :, :slots] += _by_slot(_padded(weights, 3, TILE_QUERIES), slope)
         if d_bias is not None:
-            share = d_scores.flatten(1, 2)
-            d_bias[:, :, part, :slots] += share.sum_to_size(len(d_bias), *share.shape[1:])
-        d_scores = d_scores * bend
-        dq[:, :, part] = _times(d_scores, keys[:, :, :slots]).flatten(1, 2)
-        dk[:, :, :slots] += d_scores.flatten(2, 3).mT @ asked.flatten(2, 3)
+            share = d_scores.flatten(1, 2)[..., : min(slots, held)]
+            d_bias[:, :, part, : min(slots, held)] += share.sum_to_size(len(d_bias), *share.shape[1:])
+        d_scores = _padded(d_scores * bend, 3, TILE_QUERIES)
+        dq[:, :, part] = _added(d_scores, keys[:, :, :slots], count)[0].flatten(1, 2)
+        dk[:, :, :slots] += _by_slot(d_scores, asked)
     d_sinks = None
     if sinks is not None:
         means = (grad * out).sum(-1, dtype=wide)
         d_sinks = -((sinks.to(wide)[None, :, None] - lse).exp() * means).sum((0, 2))
-    return dq, dk, dv, d_bias, d_sinks
+    return dq, dk[:, :, :held], dv[:, :, :held], d_bias, d_sinks
 
 
 @_without_autocast
@@ -248,9 +253,13 @@ def _by_head(values: Tensor, heads: int) -> Tensor:
     return torch.unflatten(values, 1, (heads, -1))
 
 
-def _times(left_BHRNX: Tensor, right_BHXY: Tensor) -> Tensor:
-    """Multiplies what belongs to query heads with what belongs to their key/value head, (B, H, R, N, Y)."""
-    return (left_BHRNX.flatten(2, 3) @ right_BHXY).view(*left_BHRNX.shape[:4], -1)
+def _by_slot(weights_BHRQK: Tensor, right_BHRQD: Tensor) -> Tensor:
+    """Adds up over one tile of queries for every slot, (B, H, K, D); all products have one shape and layout."""
+    *shape, group, queries, slots = weights_BHRQK.shape
+    tiles, width = slots // TILE_KEYS, group * queries
+    left = weights_BHRQK.reshape(*shape, width, tiles, TILE_KEYS).permute(0, 1, 3, 4, 2).reshape(-1, TILE_KEYS, width)
+    right = right_BHRQD.flatten(2, 3)[:, :, None].expand(-1, -1, tiles, -1, -1).reshape(len(left), width, -1)
+    return torch.bmm(left.contiguous(), right.contiguous()).view(*shape, slots, -1)
 
 
 def fixed_split_attention(
