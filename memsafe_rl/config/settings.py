@@ -163,7 +163,7 @@ class RunSettings:
         False, "Whether models and tokenizers may run code that comes with them.", resume="may change"
     )
     router_aux_loss_coef: float | None = precision(
-        None, "Weight of a mixture of experts' balance loss; only 0.0 trains such a model (None: refused).", low=0
+        None, "Weight of a mixture of experts' balance loss; None: what the model declares; 0.0: none.", low=0
     )
     disable_dropout: bool = precision(
         True, "Score and update without dropout; with dropout, only retries of the same size are exact."

@@ -273,11 +273,6 @@ def _check_reference(config: TrainerConfig) -> None:
             f"entropy_coef is {config.entropy_coef}, outside entropy_coef_min {config.entropy_coef_min} and "
             f"entropy_coef_max {config.entropy_coef_max}. Set it between them."
         )
-    if config.router_aux_loss_coef:
-        raise ConfigError(
-            f"router_aux_loss_coef is {config.router_aux_loss_coef}; the balance loss of a mixture of experts "
-            "depends on how a batch is cut. Set router_aux_loss_coef=0.0."
-        )
     _ = config.kl_stop_rule
     _ = config.alarm_rules
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
+from memsafe_rl.models.routing import Routers
 from memsafe_rl.ops.registry import Registry
 from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
 from memsafe_rl.types import Distribution, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
@@ -88,12 +89,28 @@ class ScoringAdapter(Protocol):
         closed_form_kl: whether the KL to the reference follows from the two distributions, so that no log-probs of the
             reference are stored (Gaussian steps of a chain: True, tokens: False).
         packs_prompts: whether `distribution` can take one copy of a prompt for all its completions.
+        routers: those of a mixture of experts whose balance is part of the loss; None without.
     """
 
     model: nn.Module
     time_separable: bool = False
     closed_form_kl: bool = False
     packs_prompts: bool = False
+    routers: Routers | None = None
+
+    def balance_experts(self, coef: float) -> None:  # noqa: ARG002
+        """Has updates add the balance loss of a mixture of experts.
+
+        Args:
+            coef: coefficient of the loss.
+
+        Raises:
+            ConfigError: the network has none that can be heard.
+        """
+        raise ConfigError(
+            f"router_aux_loss_coef is above 0, but {type(self.model).__name__} is no mixture of experts whose routers "
+            "can be heard. Set router_aux_loss_coef=0.0."
+        )
 
     @property
     def reads_alike(self) -> bool:

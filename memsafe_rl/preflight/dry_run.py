@@ -27,7 +27,7 @@ from memsafe_rl.models.host_weights import put_on
 from memsafe_rl.models.language.base import ScoringPath, language_model_of
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
-from memsafe_rl.models.loading import LoadedModel
+from memsafe_rl.models.loading import LoadedModel, read_config
 from memsafe_rl.parallel.replicas import OneProcess
 from memsafe_rl.preflight.fake.device import nothing_differs
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
@@ -53,6 +53,7 @@ from memsafe_rl.preflight.worst_rows import meets_gradients
 from memsafe_rl.rewards.scoring import reward_model_name
 from memsafe_rl.training.assembly.factory import Inputs, Machine, TrainingRequest, build_setup, machine_for, read_inputs
 from memsafe_rl.training.assembly.factory import check_adapter as check_by_factory
+from memsafe_rl.training.assembly.inputs import balance_coef
 from memsafe_rl.training.assembly.protocol import ModelFactory
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.optim.optimizer import Committer
@@ -275,6 +276,8 @@ def _check_shallow(model: Any, settings: Any, memory: SimulatedMemory) -> Checke
     """Checks a network with a block of each kind; a deeper one holds little more while it is checked."""
     held = memory.live_bytes
     adapter = adapter_for(model, pad_token_id=0)
+    if coef := balance_coef(settings, read_config(model)):
+        adapter.balance_experts(coef)
     with in_phase(Phase.ROLLOUT), nothing_differs(), autocast(adapter.device, settings.autocast_dtype):
         check_adapter(adapter)
     extra = sum(memory.phase_peaks()[Phase.ROLLOUT].values()) - held - _narrow_bytes(model, settings)

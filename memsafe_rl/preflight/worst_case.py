@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import nlargest
 from itertools import islice
 from typing import Any, cast
@@ -30,9 +31,10 @@ from memsafe_rl.rollout.native.sequences import Candidate, admit, noise_steps
 from memsafe_rl.rollout.scoring import score_all, value_all
 from memsafe_rl.training.algorithms.objectives import Controllers
 from memsafe_rl.training.collector import Collector, by_reward_rows
-from memsafe_rl.training.learner import Learner
+from memsafe_rl.training.learner import Learner, counting_experts
 from memsafe_rl.training.loop import TrainingLoop
 from memsafe_rl.training.samples import Rollout
+from memsafe_rl.training.scorer import Context
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import (
     KV_BLOCK_SLOTS,
@@ -489,7 +491,11 @@ def try_scoring(setup: TrainingSetup, longest: Longest, trajectory: Trajectory, 
         _score(setup, collector, setup.adapter, trajectory, later, tile, with_kl=needs.with_kl, columns=needs.columns)
     if config.top_entropy_quantile < 1.0:
         steps = [step.rows for step in steps_of(setup, trajectory, longest.rollout)]
-        _score(setup, collector, setup.adapter, trajectory, steps, tile, with_entropy=True)
+        _score(setup, collector, setup.adapter, trajectory, steps, tile, context=setup.row_by_row, with_entropy=True)
+    if setup.adapter.routers is not None:
+        steps = [step.rows for step in steps_of(setup, trajectory, longest.rollout)]
+        context = partial(counting_experts, setup, [])
+        _score(setup, collector, setup.adapter, trajectory, steps, tile, context=context)
     for critic in setup.advantages.critics:
         with setup.memory.phase(Phase.SCORE), critic.running() as network:
             attempt = collector.scorer.scoring(trajectory, everyone)
@@ -504,9 +510,9 @@ def _score(
     trajectory: Trajectory,
     sets: Sequence[Sequence[int]],
     tile: int,
+    context: Context | None = None,
     **wanted: Any,
 ) -> None:
-    context = setup.row_by_row if wanted.get("with_entropy") else None
     with setup.memory.phase(Phase.SCORE):
         for part in widest_slices(setup, trajectory, sets, setup.memory.rollout_plan.score_tokens):
             attempt = collector.scorer.attempt(Stage.SCORE, setup.adapter.work(trajectory, part), context)

@@ -303,6 +303,11 @@ class PolicyTrainer:
     callback_handler: CallbackHandler = _read("_loop.report.callbacks", "Calls the callbacks.")
 
     @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether updates add the balance loss of a mixture of experts."""
+        return self.adapter.routers is not None
+
+    @property
     def reward_func_names(self) -> list[str]:
         """The names of the reward functions, distinct."""
         return list(self.rewards.names)

@@ -45,6 +45,14 @@ class ValueTerms:
 
 
 @dataclass(frozen=True)
+class BalanceTerms:
+    """What an optimizer step has fixed of the balance loss of a mixture of experts."""
+
+    coef: float  # coefficient of the loss
+    counts_E1: Tensor  # (E + 1,) float64, choices of each expert over the whole step and all ranks, then tokens
+
+
+@dataclass(frozen=True)
 class StepTerms:
     """What an optimizer step has fixed before its first backward."""
 
@@ -58,6 +66,7 @@ class StepTerms:
     # whether another sampler drew the completions, so that its log-probs differ from the old
     sampler_is_external: bool = False
     values: ValueTerms | None = None  # the critic's loss; None without a critic
+    balance: BalanceTerms | None = None  # the balance loss of a mixture of experts; None without one
     # of each of several objectives, over its own rows; empty where there is but one
     objectives: tuple[StepTerms, ...] = ()
 
@@ -96,6 +105,22 @@ class _Pass:
         with self.autocast(), kept_activations(network, self.plan):
             yield
 
+    @contextmanager
+    def balanced(self) -> Iterator[Callable[[LossResult], LossResult]]:
+        """Adds a micro-batch's share of the balance loss to its loss; lasts until its backward has ended."""
+        terms, routers = self.terms.balance, self.adapter.routers
+        if terms is None or routers is None:
+            yield _as_it_is
+            return
+        with routers.weighing(terms.counts_E1) as share:
+
+            def add(result: LossResult) -> LossResult:
+                balance = share.taken()
+                sums = {**result.sums, "aux_loss": balance.detach()}
+                return replace(result, loss=result.loss + terms.coef * balance, sums=sums)
+
+            yield add
+
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of a loss to the parameters'."""
         torch.autograd.backward(self.scale(loss))
@@ -125,12 +150,25 @@ def accumulate_gradient(
         together = [rows[place] for place in group.places]
         with adapter.read_together(trajectory, together, partial(shared.forward, adapter)):
             for micro in group.to_run():
-                _learn_from(step, shared, [rows[place] for place in micro.places], packed=micro.packed)
+                with shared.balanced() as balanced:
+                    chosen = [rows[place] for place in micro.places]
+                    _learn_from(step, shared, chosen, packed=micro.packed, balanced=balanced)
                 step.tokens += micro.tokens
     return step
 
 
-def _learn_from(step: StepGradient, shared: _Pass, rows: Sequence[int], *, packed: bool) -> None:
+def _as_it_is(result: LossResult) -> LossResult:
+    return result
+
+
+def _learn_from(
+    step: StepGradient,
+    shared: _Pass,
+    rows: Sequence[int],
+    *,
+    packed: bool,
+    balanced: Callable[[LossResult], LossResult],
+) -> None:
     """Adds the gradient of one micro-batch, and what is measured of it; its tensors are freed on return."""
     terms, trajectory = shared.terms, shared.trajectory
     critic = None if terms.values is None else terms.values.critic
@@ -150,6 +188,7 @@ def _learn_from(step: StepGradient, shared: _Pass, rows: Sequence[int], *, packe
     if scores.values_BT is not None:
         share = value_share(trajectory, rows, terms, scores.values_BT)
         result = replace(result, loss=result.loss + share.loss, sums={**result.sums, **share.sums})
+    result = balanced(result)
     shared.backward(result.loss)
     _add(step, result, inputs.mask_BT.sum())
     for place, row in enumerate(rows):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from memsafe_rl.memory.runtime.holdings import watch_gradients
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.training.algorithms.objectives import Controllers, with_objectives
 from memsafe_rl.training.gradient import (
+    BalanceTerms,
     StepGradient,
     StepTerms,
     accumulate_gradient,
@@ -50,6 +51,18 @@ logger = logging.getLogger(__name__)
 
 def _as_it_is(trajectory: Trajectory) -> Trajectory:
     return trajectory
+
+
+@contextmanager
+def counting_experts(setup: TrainingSetup, found: list[Tensor]) -> Iterator[None]:
+    """Notes which experts a slice's tokens choose, once the slice has run to its end."""
+    with setup.row_by_row(), setup.adapter.routers.counting() as counts:
+        yield
+    found.extend(counts)
+
+
+def _added(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
+    return torch.stack([nothing, *(part.to(nothing.device) for part in parts)]).sum(0)
 
 
 @dataclass(frozen=True)
@@ -146,9 +159,24 @@ class Learner:
             entropy_masks=masks,
             sampler_is_external=rollout.external,
             values=self._setup.advantages.loss_term(),
+            balance=self._balance(trajectory, rows),
         )
         betas = [control.beta for control in controllers.betas.values()]
         return with_objectives(terms, trajectory, rows, betas)
+
+    def _balance(self, trajectory: Trajectory, rows: Sequence[int]) -> BalanceTerms | None:
+        """Counts how often a step's tokens choose each expert, in a pass without gradient."""
+        setup, routers = self._setup, self._setup.adapter.routers
+        if routers is None:
+            return None
+        found: list[Tensor] = []
+
+        with setup.memory.phase(Phase.SCORE):
+            counted = partial(counting_experts, setup, found)
+            Scorer(setup).passed(setup.adapter, trajectory, rows, context=counted)
+            nothing = torch.zeros(routers.experts + 1, dtype=torch.float64, device=setup.adapter.device)
+            mine = self._repeat(Stage.STORE, _added, found, nothing)
+            return BalanceTerms(routers.coef, self._repeat(Stage.STORE, _added, setup.parallel.gather([mine]), nothing))
 
     def _entropy_masks(self, trajectory: Trajectory, rows: Sequence[int]) -> Mapping[int, Tensor]:
         """Marks the most uncertain actions of a step in fixed tiles: a mark moved by rounding moves the gradient."""
@@ -163,7 +191,7 @@ class Learner:
 
     def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """Gives this rank's rows that can move a weight."""
-        useful = [row for row in rows if contributes(trajectory, row, every_row=self._settings.every_row_learns)]
+        useful = [row for row in rows if contributes(trajectory, row, every_row=self._setup.every_row_learns)]
         return self._setup.parallel.balance(useful, trajectory.row_lengths(useful))
 
     def work(self, trajectory: Trajectory, rows: Sequence[int]) -> UpdateWork:

@@ -166,7 +166,7 @@ class Scorer:
         return external and self._config.vllm_importance_sampling_correction
 
     def _learning(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
-        learns = partial(contributes, trajectory, every_row=self._settings.every_row_learns)
+        learns = partial(contributes, trajectory, every_row=self._setup.every_row_learns)
         return [row for row in rows if learns(row)]
 
     def _corrections(self, trajectory: Trajectory) -> Ragged:

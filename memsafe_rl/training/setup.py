@@ -119,6 +119,11 @@ class TrainingSetup:
         return StepSettings.of(self.config)
 
     @property
+    def every_row_learns(self) -> bool:
+        """Whether rows without advantage move weights too; the balance of experts counts all tokens."""
+        return self.settings.every_row_learns or self.adapter.routers is not None
+
+    @property
     def memory(self) -> MemoryTracker:
         """The run's memory: budget, plans, peaks and events."""
         return self.recovery.tracker

@@ -371,7 +371,6 @@ def test_values_are_read(name: str, given: Any, expected: Any) -> None:
         ({"sapo_temperature_neg": 0}, ("sapo_temperature_neg is 0",)),
         ({"beta": -0.1}, ("beta is -0.1",)),
         ({"sync_ref_model": True}, ("sync_ref_model is True", "beta")),
-        ({"router_aux_loss_coef": 0.01}, ("router_aux_loss_coef is 0.01", "router_aux_loss_coef=0.0")),
         ({"overlong_prompts": "drop"}, ("overlong_prompts is 'drop'", "error, filter, truncate")),
         ({"trajectory_device": "disk"}, ("trajectory_device is 'disk'", "device, host")),
         ({"memory_budget": "lots"}, ("memory_budget is 'lots'", "'16GiB'")),

@@ -46,6 +46,7 @@ from memsafe_rl.models.language.base import (
     predicting_states,
 )
 from memsafe_rl.models.language.packing import attending, pack_rows, padded_layout
+from memsafe_rl.models.routing import Routers
 from memsafe_rl.types import Component, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ class CausalLMAdapter(LanguageAdapter):
             return hidden_ND.index_select(0, laid.places.to(hidden_ND.device))
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
         ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
+        if self.routers is not None:
+            self.routers.lay_out(trajectory.row_lengths(rows))
         hidden_BLD = self._trunk(ids_BL, trajectory.row_lengths(rows))
         return predicting_states(hidden_BLD, [prompt - 1 for prompt in prompts], lengths)
 
@@ -107,6 +110,15 @@ class CausalLMAdapter(LanguageAdapter):
         for start in range(chunk, max(int(prompt.shape[0]) for prompt in prompts), chunk):
             last_PD = self._read_on(state, prompts[0][start : start + chunk])
         return self._logits(last_PD), state
+
+    def balance_experts(self, coef: float) -> None:
+        """Has updates add the balance loss of a mixture of experts, whose tokens count once in every row."""
+        if self.path.route is Route.WHOLE:
+            raise ConfigError(
+                f"router_aux_loss_coef is above 0, but {type(self.lm).__name__} is scored row by row by its own "
+                "forward. Set router_aux_loss_coef=0.0."
+            )
+        self.routers = Routers(self.lm, coef)
 
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Gives a model's own logits at completion tokens, row by row without padding."""
@@ -251,6 +263,8 @@ def _settle_packing(adapter: LanguageAdapter) -> None:
 
 def _packing_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
     """Says why rows cannot share a prompt, or None; out-of-memory errors pass through."""
+    if adapter.routers is not None:
+        return "the balance loss of its experts counts a prompt once for each completion"
     if adapter.path.route is not Route.LEAN:
         return f"{adapter.path.route.value} has no packed form"
     if "position_ids" not in inspect.signature(adapter.lm.base_model.forward).parameters:

@@ -55,13 +55,20 @@ def own_config(args: Any, model: Any, trainer: Any) -> TrainerConfig:
 def model_facts(config: TrainerConfig, model: Any) -> ModelFacts:
     """Reads what must be known of a model before it is loaded, and refuses what cannot be trained."""
     facts = read_config(model, trust_remote_code=config.trust_remote_code, model_init_kwargs=config.model_init_kwargs)
-    if facts.router_aux_loss_coef and config.router_aux_loss_coef is None:
+    if balance_coef(config, facts) and (config.compile_mode or config.objective_list):
+        other = "torch_compile" if config.compile_mode else "objectives"
         raise ConfigError(
-            f"the model declares router_aux_loss_coef={facts.router_aux_loss_coef}, a balance loss that cannot be "
-            "split over micro-batches. Set router_aux_loss_coef=0.0 to train without it."
+            f"router_aux_loss_coef is {balance_coef(config, facts)} (a mixture of experts declares one of its own) "
+            f"beside {other}. Set router_aux_loss_coef=0.0, or leave {other} out."
         )
     prompt_room(config, facts, "model")
     return facts
+
+
+def balance_coef(config: TrainerConfig, facts: ModelFacts) -> float:
+    """Gives the coefficient of the balance loss of a mixture of experts: the setting, else the model's own."""
+    coef = config.router_aux_loss_coef
+    return facts.router_aux_loss_coef if coef is None else coef
 
 
 def prompt_room(config: TrainerConfig, facts: ModelFacts, whose: str) -> tuple[int | None, str]:

@@ -23,7 +23,7 @@ from memsafe_rl.models.language.base import language_model_of
 from memsafe_rl.models.language.factory import adapter_for, check_adapter, family_of
 from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer, read_config
 from memsafe_rl.rollout.native.sequences import check_settings
-from memsafe_rl.training.assembly.inputs import model_facts, prompt_reader, prompt_room
+from memsafe_rl.training.assembly.inputs import balance_coef, model_facts, prompt_reader, prompt_room
 from memsafe_rl.training.assembly.protocol import ModelFamily, register_model_family
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 
@@ -36,6 +36,7 @@ class LanguageModels:
     def __init__(self, config: TrainerConfig, model: Any, processing_class: Any) -> None:
         self._config = config
         facts = model_facts(config, model)
+        self._balance_coef = balance_coef(config, facts)
         revision = (config.model_init_kwargs or {}).get("revision")
         self.processing_class = load_tokenizer(
             model,
@@ -65,6 +66,8 @@ class LanguageModels:
         pad = self.processing_class.pad_token_id
         adapter: ModelAdapter = adapter_for(loaded.model, pad_token_id=pad, reference_model=loaded.reference_model)
         self._settle_numerics(adapter)
+        if self._balance_coef:
+            adapter.balance_experts(self._balance_coef)
         return adapter
 
     def _settle_numerics(self, adapter: Any) -> None:

@@ -64,6 +64,8 @@ def step_metrics(numbers: StepNumbers, terms: StepTerms, parallel: Parallel) -> 
     if terms.values is not None:
         metrics["value_loss"] = totals.get("value_loss", 0.0)
         metrics["clip_ratio/value"] = totals.get("value_clip", 0.0) / tokens
+    if terms.balance is not None:
+        metrics["aux_loss"] = totals.get("aux_loss", 0.0)
     if terms.entropy_coef or terms.values is not None:
         metrics["policy_loss"] = totals.get("policy_loss", 0.0)
     ratios = tokens if terms.settings.importance_sampling_level == "token" else rows

@@ -1,0 +1,119 @@
+"""The balance loss of a mixture of experts, over a whole optimizer step however it is cut (law 1).
+
+For tokens ``t`` of all layers, ``f_e`` the share of choices that fall on expert ``e`` and ``P_e`` the mean of the
+router's probabilities, the loss is ``E * sum_e f_e P_e`` (Fedus et al. 2021, arXiv 2101.03961, eqs. 4-6). The shares
+carry no gradient: counted over the step before its first backward, they leave a loss that is a sum over tokens.
+
+Axes: ``N`` tokens of a forward, padding included, ``E`` experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memsafe_rl.errors import ConfigError
+
+Hearer = Callable[[Tensor, Tensor], None]
+"""Takes a router's probabilities (N, E) float32 at least, and which tokens are none of the padding (N, 1)."""
+
+
+class Routers:
+    """The routers of a network, whose choices can be heard while it runs over padded rows."""
+
+    def __init__(self, lm: Any, coef: float) -> None:
+        """Finds them where transformers records their logits.
+
+        Args:
+            lm: a causal LM with a mixture of experts.
+            coef: coefficient of the balance loss.
+
+        Raises:
+            ConfigError: it has none, or does not say which logits are theirs.
+        """
+        recorded = (getattr(lm.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+        listed = recorded if isinstance(recorded, (list, tuple)) else [recorded]
+        self._places: dict[nn.Module, int] = {
+            module: int(one.index)
+            for one in listed
+            if one is not None
+            for module in lm.modules()
+            if isinstance(module, one.target_class)
+        }
+        if not self._places:
+            raise ConfigError(
+                f"router_aux_loss_coef is above 0, but {type(lm).__name__} does not show the choices of its routers. "
+                "Set router_aux_loss_coef=0.0."
+            )
+        self.coef = coef
+        self.experts = int(lm.num_experts)
+        self._chosen = int(lm.num_experts_per_tok)
+        self._ends: list[int] = []
+
+    def lay_out(self, lengths: Sequence[int]) -> None:
+        """Notes the tokens of each row that the network reads next, padded on the right."""
+        self._ends = list(lengths)
+
+    @contextmanager
+    def heard(self, hear: Hearer) -> Iterator[None]:
+        """Hands on what every router gives, also when a forward is repeated for its backward."""
+
+        def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
+            logits_NE = output[self._places[module]].flatten(0, -2)
+            probabilities_NE = torch.softmax(logits_NE, -1, dtype=torch.promote_types(logits_NE.dtype, torch.float32))
+            hear(probabilities_NE, self._mask(probabilities_NE))
+
+        with ExitStack() as stack:
+            for module in self._places:
+                stack.callback(module.register_forward_hook(hook).remove)
+            yield
+
+    def _mask(self, like_NE: Tensor) -> Tensor:
+        width = like_NE.shape[0] // len(self._ends)
+        ends_B1 = torch.tensor(self._ends, device=like_NE.device)[:, None]
+        return (torch.arange(width, device=like_NE.device) < ends_B1).flatten()[:, None].to(like_NE.dtype)
+
+    @contextmanager
+    def counting(self) -> Iterator[list[Tensor]]:
+        """Counts choices, (E + 1,) float64, the last the number of tokens, by layer and forward, while a block runs."""
+        counts: list[Tensor] = []
+
+        def hear(probabilities_NE: Tensor, mask_N1: Tensor) -> None:
+            chosen_NK = probabilities_NE.topk(self._chosen, -1).indices
+            picked_NE = torch.zeros_like(probabilities_NE).scatter_(1, chosen_NK, 1.0)
+            counts.append(torch.cat([picked_NE * mask_N1, mask_N1], 1).sum(0, dtype=torch.float64))
+
+        with self.heard(hear):
+            yield counts
+
+    @contextmanager
+    def weighing(self, counts_E1: Tensor) -> Iterator[Share]:
+        """Adds up a micro-batch's share of the loss, of which a step's counts are known; lasts until its backward."""
+        share = Share()
+        tokens = counts_E1[-1]
+        weights_E = self.experts * counts_E1[:-1] / tokens.square()
+
+        def hear(probabilities_NE: Tensor, mask_N1: Tensor) -> None:
+            share.add((probabilities_NE * mask_N1 * weights_E.to(mask_N1)).sum())
+
+        with self.heard(hear):
+            yield share
+
+
+class Share:
+    """A micro-batch's share of the balance loss."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def add(self, part: Tensor) -> None:
+        """Adds what one router gave."""
+        self._parts.append(part)
+
+    def taken(self) -> Tensor:
+        """Gives the sum, a scalar; what a repeated forward adds later is left out."""
+        return torch.stack(self._parts).sum()

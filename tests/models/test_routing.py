@@ -1,0 +1,118 @@
+"""The balance loss of a mixture of experts: over the whole step, whatever the cut, and as transformers computes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.trainers.grpo import GRPOTrainer
+from tests.tiny import EOS_ID, PAD_ID
+from tests.trainers.helpers import cut, make_trainer, weights
+
+COEF = 0.05
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def mixture(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    sizes: dict[str, Any] = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": PAD_ID, "eos_token_id": EOS_ID}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": COEF}
+    torch.manual_seed(0)
+    if family == "mixtral":
+        return made(MixtralForCausalLM, MixtralConfig(**sizes, **experts), dtype)
+    if family == "gpt_oss":
+        return made(GptOssForCausalLM, GptOssConfig(**sizes, **experts, head_dim=8), dtype)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "router_aux_loss_coef": COEF}
+    return made(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes, **experts, head_dim=8), dtype)
+
+
+def made(kind: Any, config: Any, dtype: torch.dtype) -> Any:
+    if dtype is torch.float64:
+        config._experts_implementation = "eager"  # the default has no float64
+    return kind(config).to(dtype).eval()
+
+
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss")
+
+
+def gradient_of(trainer: GRPOTrainer) -> tuple[torch.Tensor, dict[str, float]]:
+    loop = trainer.loop
+    loop.make_optimizer()
+    loop.begin_step()
+    loop.state.rollout = loop.state.rollout or loop.collect()
+    metrics = loop.learner.step(loop.state).metrics
+    found = torch.cat([p.grad.flatten().double() for p in trainer.model.parameters() if p.requires_grad])
+    return found, metrics
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_cut_changes_its_gradient(family: str, dtype: torch.dtype, limit: float, tmp_path: Path) -> None:
+    found = []
+    for place, policy in enumerate([cut(8192), cut(1), cut(40, checkpointing=True)]):
+        trainer = make_trainer(tmp_path / str(place), model=mixture(family, dtype), policy=policy)
+        found.append(gradient_of(trainer))
+    whole, metrics = found[0]
+    for other, others in found[1:]:
+        assert (other - whole).norm() <= limit * whole.norm()
+        assert others["aux_loss"] == pytest.approx(metrics["aux_loss"], rel=1e-6)
+    without, _ = gradient_of(make_trainer(tmp_path / "without", model=mixture(family, dtype), router_aux_loss_coef=0.0))
+    assert (without - whole).norm() > 1e-4 * whole.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_what_transformers_computes_of_the_whole_step(family: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, model=mixture(family, torch.float64), policy=cut(40))
+    ours, metrics = gradient_of(trainer)
+    rollout = trainer.loop.state.rollout
+    assert rollout is not None
+    plain = make_trainer(tmp_path / "plain", model=mixture(family, torch.float64), router_aux_loss_coef=0.0)
+    without, _ = gradient_of(plain)
+
+    rows = range(len(rollout.trajectory))
+    ids = rollout.trajectory.token_rows(rows, PAD_ID, "cpu")
+    lengths = torch.tensor(rollout.trajectory.row_lengths(rows))
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    model = mixture(family, torch.float64)
+    aux = model(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
+    (COEF * aux).backward()
+    theirs = torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double() for p in model.parameters()]
+    )
+    assert metrics["aux_loss"] == pytest.approx(aux.item(), rel=1e-6)
+    assert (ours - without - theirs).norm() <= 5e-6 * theirs.norm()  # transformers adds up in float32
+
+
+@pytest.mark.parametrize("settings", [{}, {"peft_config": LORA, "beta": 0.1}], ids=["full", "LoRA"])
+def test_a_mixture_trains_by_default_and_survives_refused_allocations(settings: Any, tmp_path: Path) -> None:
+    plain = make_trainer(tmp_path / "plain", model=mixture("qwen3_moe"), num_iterations=2, **settings)
+    plain.train()
+    assert {"aux_loss"} <= set(plain.history[0])
+    for fail_at in (400, 2000, 4000, 6000):
+        with SimulatedMemory(fail_at=fail_at) as memory:
+            again = make_trainer(tmp_path / str(fail_at), model=mixture("qwen3_moe"), num_iterations=2, **settings)
+            again.train()
+        assert memory.refusals == 1
+        assert (weights(again) - weights(plain)).norm() <= 1e-5 * weights(plain).norm()
+        assert again.history[-1]["aux_loss"] == pytest.approx(plain.history[-1]["aux_loss"], rel=1e-4)
+
+
+def test_a_model_without_experts_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="router_aux_loss_coef is above 0, but Qwen3ForCausalLM does not show"):
+        make_trainer(tmp_path, router_aux_loss_coef=0.1)
+    with pytest.raises(ConfigError, match=r"declares one of its own.* beside torch_compile"):
+        make_trainer(tmp_path, model=mixture("mixtral"), torch_compile=True)
