@@ -93,7 +93,7 @@ class TrainingLoop:
         self.state = RunState.at_start(setup.config, is_main=setup.parallel.is_main)
         self.files = RunFiles()
         self.stop = StopRequest()
-        self._begun = False
+        self._begun = self._running = False
         setup.holdings.trajectory = self._trajectory_tensors
 
     def use(self, setup: TrainingSetup) -> None:
@@ -108,6 +108,7 @@ class TrainingLoop:
         """Trains to the end, or from a checkpoint to the end."""
         started = time.perf_counter()
         self.stop = StopRequest(self.config.interrupt_grace_seconds)
+        self._running = True
         try:
             with self.stop.listening(), self._left_in_order():
                 self._begun = False
@@ -131,9 +132,10 @@ class TrainingLoop:
                 self.setup.memory.release()
                 self.report.write(self.state)
                 self.report.notify("close")
-                self.setup.return_weights()
             finally:
                 self.files.release(self.report, self.config)
+                self._running = False
+                self.setup.return_weights()
         return self._end(started, first)
 
     @contextmanager
@@ -244,7 +246,11 @@ class TrainingLoop:
 
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         """Evaluates on the run's own evaluation prompts, or on others."""
-        return _evaluated(self, self.eval_dataset if dataset is None else dataset, prefix)
+        try:
+            return _evaluated(self, self.eval_dataset if dataset is None else dataset, prefix)
+        finally:
+            if not self._running:
+                self.setup.return_weights()
 
     # ------------------------------------------------------------------ when memory or the run ends
 
