@@ -81,8 +81,8 @@ class HostWeights:
     """Keeps the frozen weights of some of a network's blocks on the host; brings each in while its block runs.
 
     While a block runs, the one that is expected next is on its way, so that two of them are on the device at most.
-    Which comes next is what came next the last time, forward and backward apart. After `release`, whoever reads or
-    writes a parameter that is away has its copy on the host.
+    Which comes next is what came next the last time, forward and backward apart, and at first their order. After
+    `release`, whoever reads or writes a parameter that is away has its copy on the host.
 
     Args:
         blocks: the network's blocks, in the order in which they run.
@@ -192,7 +192,7 @@ class HostWeights:
         if self._last is not None and self._last[0] == backward and self._last[1] != index:
             self._after[self._last] = index
         self._last = (backward, index)
-        following = self._after.get(self._last)
+        following = self._after.get(self._last, self._neighbour(index, backward=backward))
         for other in [other for other in self._here if other not in (index, following)]:
             self._empty(other)
         if index not in self._here:
@@ -203,6 +203,12 @@ class HostWeights:
             self._here[index] = None
         if following is not None and following in self._away and following not in self._here:
             self._fill(following, wait=False)
+
+    def _neighbour(self, index: int, *, backward: bool) -> int | None:
+        """Gives the block that is next in order, forward the first after the last, as long as nothing else is known."""
+        order = sorted(self._away)
+        place = order.index(index) + (-1 if backward else 1)
+        return None if place < 0 else order[place % len(order)]
 
     def _fill(self, index: int, *, wait: bool) -> None:
         """Copies a block's weights to the device; all of them are there afterwards, or none."""
