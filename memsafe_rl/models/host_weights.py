@@ -1,23 +1,25 @@
 """Frozen weights that wait in host memory and come to the device while their block runs.
 
-A tensor stays the object it is, and so does its storage, which is filled before the block's forward or backward and
-emptied after it, as FSDP2 does with what it gathers. So autograd, PEFT and attention code hold weights as ever, and a
-block computes what it would compute if it had never left.
+A parameter stays the object it is. While the network runs, so does its storage on the device, which is filled before
+the block's forward or backward and emptied after it, as FSDP2 does with what it gathers. So autograd, PEFT and
+attention code hold weights as ever, and a block computes what it would compute if it had never left. Between two runs,
+a parameter that is away is its copy on the host, for callbacks, checkpoints and whoever else reads or writes it.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from memsafe_rl.accounting import charge, hold, host_memory, weights_of
+from memsafe_rl.accounting import charge, hold, host_memory, is_on_host, weights_of
 from memsafe_rl.models.blocks import blocks_of
 from memsafe_rl.types import Component, blocks_on_host
 
@@ -27,11 +29,11 @@ _LEAST_BYTES = 4096
 
 @dataclass
 class _Streamed:
-    """The frozen weights of a block; the last two are made when it first leaves the device."""
+    """The frozen weights of a block; the last two are made when it leaves the device."""
 
     block: nn.Module
     frozen: list[nn.Parameter]
-    weights: list[Tensor] = field(default_factory=list)  # the same storages, without a version that autograd checks
+    weights: list[Tensor] = field(default_factory=list)  # on the device, without a version that autograd checks
     copies: list[Tensor] = field(default_factory=list)  # on the host
 
     @property
@@ -39,15 +41,48 @@ class _Streamed:
         return sum(weight.nbytes for weight in self.frozen)
 
     def copy_back(self) -> None:
-        for weight, copy in zip(self.weights, self.copies, strict=True):
-            weight.copy_(copy, non_blocking=True)
+        for weight, waiting in zip(self.weights, self.copies, strict=True):
+            weight.copy_(waiting, non_blocking=True)
+
+    def read_from(self, *, host: bool) -> None:
+        """Has the parameters be their copies on the host, or what is on the device."""
+        for weight, data in zip(self.frozen, self.copies if host else self.weights, strict=True):
+            weight.data = data
+
+    def take_over(self) -> None:
+        """Takes what was laid into the parameters meanwhile."""
+        self.copies = [weight.data for weight in self.frozen]
+
+
+class _Bringing:
+    """A block's forward that has its weights, and its backward, on the device."""
+
+    def __init__(self, host: HostWeights, index: int, forward: Callable[..., Any]) -> None:
+        self._host, self._index, self._forward = host, index, forward
+        update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._host.bring(self._index)
+        result = self._forward(*args, **kwargs)
+        for tensor in tree_leaves(result) if torch.is_grad_enabled() else ():
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._before_backward, self._index))  # type: ignore[no-untyped-call]
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Gives the plain forward of the block's copy, whose weights are all where they were read."""
+        return copy.deepcopy(self._forward, memo)
+
+    def _before_backward(self, index: int, _: Tensor) -> None:
+        self._host.bring(index)
 
 
 class HostWeights:
     """Keeps the frozen weights of some of a network's blocks on the host; brings each in while its block runs.
 
     While a block runs, the one that is expected next is on its way, so that two of them are on the device at most.
-    Which comes next is what came next the last time, forward and backward apart.
+    Which comes next is what came next the last time, forward and backward apart, and at first their order. After
+    `release`, whoever reads or writes a parameter that is away has its copy on the host.
 
     Args:
         blocks: the network's blocks, in the order in which they run.
@@ -69,6 +104,7 @@ class HostWeights:
         self._here: dict[int, torch.cuda.Event | None] = {}  # those of them that are on the device, or on their way
         self._after: dict[tuple[bool, int], int] = {}
         self._last: tuple[bool, int] | None = None
+        self._at_rest = True  # parameters that are away are their copies; else they are what is on the device
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -83,18 +119,18 @@ class HostWeights:
     def place(self, resident: int | None, device: torch.device | None = None) -> None:
         """Leaves so many blocks on the device, the others spread evenly among them; a call that failed may be repeated.
 
+        Parameters are what is on the device from now on, as autograd has them, until `release`.
+
         Args:
             resident: blocks on the device; None for all.
             device: where blocks run; None for where their weights are.
         """
+        self.release()
         away = blocks_on_host(len(self._blocks), resident)
-        if away == self._away and not self._settled:
-            return
         for index in sorted(self._settled - away):
             for weight in self._blocks[index].frozen:
                 weight.data = weight.data.to(device or weight.device, copy=True)
         self._settled = frozenset()
-        self.release()
         for index in sorted(away - self._away):
             self._send(index, device)
         returned: list[int] = []
@@ -106,40 +142,41 @@ class HostWeights:
             for index in returned:
                 self._send(index, device)
             raise
+        for index in self._away:
+            self._blocks[index].take_over()
+            self._blocks[index].read_from(host=False)
+        self._at_rest = False
 
     def settle_on_host(self) -> None:
         """Lays weights of blocks that are away down on the host, where the device has no room for all.
 
-        They can be saved and moved from there; the blocks do not run before `place` has brought them back.
+        They can be moved from there; the blocks do not run before `place` has brought them back.
         """
         self.release()
         for streamed in (self._blocks[index] for index in self._away):
-            for weight, copy in zip(streamed.frozen, streamed.copies, strict=True):
-                weight.data = copy
             streamed.weights, streamed.copies = [], []
             del vars(streamed.block)["forward"]
         self._settled, self._away = self._away, frozenset()
 
     def release(self) -> None:
-        """Takes from the device what is there only because its block ran last."""
+        """Takes from the device what is there only because its block ran last; what is away is read on the host."""
         for index in list(self._here):
             self._empty(index)
-        self._last = None
+        for index in () if self._at_rest else self._away:
+            self._blocks[index].read_from(host=True)
+        self._last, self._at_rest = None, True
 
     def _send(self, index: int, device: torch.device | None) -> None:
         streamed = self._blocks[index]
-        if not streamed.copies:
-            with host_memory():
-                streamed.copies = [_host_copy(weight, device or weight.device) for weight in streamed.frozen]
-            for weight in streamed.frozen:
-                # a storage that is mapped from a file cannot be emptied
-                if weight.device != (device or weight.device) or not weight.untyped_storage().resizable():
-                    weight.data = torch.empty_like(weight, device=device)
-                    weight.untyped_storage().resize_(0)
-            streamed.weights = [weight.data for weight in streamed.frozen]
-        self._empty(index)
+        frozen = [weight for weight in streamed.frozen if not weight.requires_grad]  # others are trained by now
+        with host_memory():  # into the memory of before, if it has left before; it may have been written to meanwhile
+            copies = _host_copies(frozen, streamed.copies, device)
+        streamed.weights = [_emptied_like(weight, device or weight.device) for weight in frozen]
+        streamed.frozen, streamed.copies = frozen, copies
         self._away |= {index}
-        vars(streamed.block)["forward"] = self._bringing(index, streamed.block.forward)
+        vars(streamed.block)["forward"] = _Bringing(self, index, streamed.block.forward)
+        streamed.read_from(host=True)
+        self._empty(index)
 
     def _return(self, index: int) -> None:
         self._fill(index, wait=True)
@@ -147,31 +184,15 @@ class HostWeights:
         self._away -= {index}
         del vars(self._blocks[index].block)["forward"]
 
-    def _bringing(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Gives a block's forward that has its weights, and its backward, on the device."""
-
-        @wraps(forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self._bring(index)
-            result = forward(*args, **kwargs)
-            for tensor in tree_leaves(result) if torch.is_grad_enabled() else ():
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(partial(self._before_backward, index))  # type: ignore[no-untyped-call]
-            return result
-
-        return run
-
-    def _before_backward(self, index: int, _: Tensor) -> None:
-        if index in self._away:
-            self._bring(index)
-
-    def _bring(self, index: int) -> None:
+    def bring(self, index: int) -> None:
         """Has a block's weights on the device, the next one's on their way, and no others."""
+        if index not in self._away:
+            return
         backward = torch._C._current_graph_task_id() >= 0
         if self._last is not None and self._last[0] == backward and self._last[1] != index:
             self._after[self._last] = index
         self._last = (backward, index)
-        following = self._after.get(self._last)
+        following = self._after.get(self._last, self._neighbour(index, backward=backward))
         for other in [other for other in self._here if other not in (index, following)]:
             self._empty(other)
         if index not in self._here:
@@ -183,9 +204,17 @@ class HostWeights:
         if following is not None and following in self._away and following not in self._here:
             self._fill(following, wait=False)
 
+    def _neighbour(self, index: int, *, backward: bool) -> int | None:
+        """Gives the block that is next in order, forward the first after the last, as long as nothing else is known."""
+        order = sorted(self._away)
+        place = order.index(index) + (-1 if backward else 1)
+        return None if place < 0 else order[place % len(order)]
+
     def _fill(self, index: int, *, wait: bool) -> None:
         """Copies a block's weights to the device; all of them are there afterwards, or none."""
         streamed = self._blocks[index]
+        if self._at_rest and index not in self._here:
+            streamed.take_over()
         self._here[index] = None
         try:
             with charge(Component.WEIGHTS):
@@ -193,15 +222,20 @@ class HostWeights:
                     weight.untyped_storage().resize_(weight.nbytes)
                 self._here[index] = _copied(streamed, wait=wait)
             hold(Component.WEIGHTS, streamed.weights)
+            streamed.read_from(host=False)
         except BaseException:
             self._empty(index)
             raise
 
     def _empty(self, index: int) -> None:
-        for weight in self._blocks[index].weights:
+        streamed, arriving = self._blocks[index], self._here.pop(index, None)
+        if arriving is not None:  # its bytes are another's only after what is still being written to them
+            torch.cuda.current_stream(streamed.weights[0].device).wait_event(arriving)
+        if self._at_rest:
+            streamed.read_from(host=True)
+        for weight in streamed.weights:
             weight.untyped_storage().resize_(0)
-        hold(Component.WEIGHTS, self._blocks[index].weights)
-        self._here.pop(index, None)
+        hold(Component.WEIGHTS, streamed.weights)
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, HostWeights] = weakref.WeakKeyDictionary()
@@ -225,7 +259,8 @@ def put_on(network: nn.Module, device: torch.device, room_bytes: int | None = No
         weights.place(0, device)
     if any(tensor.device != device for tensor in (*network.parameters(), *network.buffers())):
         network.to(device)
-    hold(Component.WEIGHTS, weights_of(network))  # on a CPU they are mapped from the file
+    there = [weight for weight in weights_of(network) if not is_on_host(weight)]
+    hold(Component.WEIGHTS, there)  # on a CPU they are mapped from the file
     return stay
 
 
@@ -252,9 +287,25 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return _streams[device]
 
 
-def _host_copy(weight: Tensor, device: torch.device) -> Tensor:
-    copy = torch.empty_like(weight, device="cpu", pin_memory=device.type == "cuda")
-    return copy.copy_(weight)
+def _host_copies(frozen: Sequence[Tensor], before: Sequence[Tensor], device: torch.device | None) -> list[Tensor]:
+    """Copies weights to the host, into earlier copies that fit."""
+    made = dict(enumerate(before))
+    copies = []
+    for place, weight in enumerate(frozen):
+        there, pinned = made.get(place), (device or weight.device).type == "cuda"
+        if there is None or (there.shape, there.dtype, there.device.type) != (weight.shape, weight.dtype, "cpu"):
+            there = torch.empty_like(weight, device="cpu", pin_memory=pinned)
+        copies.append(there.copy_(weight))
+    return copies
+
+
+def _emptied_like(weight: Tensor, device: torch.device) -> Tensor:
+    """Gives what a weight is on the device: itself, where it is there and its storage can be emptied."""
+    if weight.device == device and weight.untyped_storage().resizable():
+        return weight.data
+    empty = torch.empty_like(weight.data, device=device)
+    empty.untyped_storage().resize_(0)
+    return empty
 
 
 def _storages_of_several(blocks: Sequence[nn.Module]) -> set[int]:

@@ -137,6 +137,7 @@ class DryRun:
             room_bytes = room_for_weights(self._budget_bytes(device_bytes))
             on_host = put_on(language_model_of(model), torch.device("cpu"), room_bytes)
         if on_host:  # loaded there, they were never on the device
+            memory.empty_cache()
             memory.forget_phases()
         checked = checked._replace(extra_bytes=checked.extra_bytes + _narrow_bytes(model, self.config))
         return self.run_model(model, reference, checked, memory, device_bytes)

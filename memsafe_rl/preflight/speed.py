@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import statistics
 import time
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from memsafe_rl.accounting import is_on_host
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.ledger import storages_of
@@ -52,6 +54,7 @@ class Work:
     """Kernels by what they do, views and mere allocations left out."""
 
     kernels: Counter[Kernel] = field(default_factory=Counter)
+    brought_bytes: int = 0  # copied between host and device
 
     @property
     def launches(self) -> int:
@@ -69,12 +72,15 @@ class DeviceSpeed:
     bytes_per_second: float  # read and written by kernels that are no products
     launch_seconds: Mapping[Phase, float]  # from one kernel to the next where both do nearly nothing, in each phase
     waits: bool  # whether a kernel starts when the one before has ended, as on a CPU; else launches and work overlap
+    # copied between host and device, beside the kernels where they do not wait
+    bus_bytes_per_second: float = math.inf
 
     def seconds(self, work: Work, phase: Phase) -> float:
         """Estimates how long work takes: every kernel computes, moves bytes or is launched, whatever takes longest."""
         launched = self.launch_seconds[phase] * work.launches
         worked = sum(count * self._busy(kernel) for kernel, count in work.kernels.items())
-        return launched + worked if self.waits else max(launched, worked)
+        brought = work.brought_bytes / self.bus_bytes_per_second
+        return launched + worked + brought if self.waits else max(launched, worked, brought)
 
     def _busy(self, kernel: Kernel) -> float:
         widths, rates = zip(*sorted(self.flops.items()), strict=True)
@@ -103,7 +109,9 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Runs an operator and notes what it did."""
         result = func(*args, **(kwargs or {}))
-        if _computes(func):
+        if func is torch.ops.aten.copy_.default and is_on_host(args[0]) != is_on_host(args[1]):
+            self.work.brought_bytes += int(args[0].nbytes)
+        elif _computes(func):
             self.work.kernels[_kernel(func, args, kwargs or {}, result)] += 1
         return result
 
@@ -168,9 +176,11 @@ def _measure(device: torch.device, dtype: torch.dtype, clock: Callable[[], float
             rates[width] = 2 * width * _SIDE**2 * _MATRICES / _time(layers, device, clock)
         one, other = (torch.ones(_MOVED_ELEMENTS, device=device) for _ in range(2))
         moved = 3 * one.nbytes / _time(functools.partial(torch.add, one, other), device, clock)
+        there = torch.ones(_MOVED_ELEMENTS, pin_memory=device.type == "cuda")
+        brought = there.nbytes / _time(functools.partial(one.copy_, there, non_blocking=True), device, clock)
         launch = _launch_seconds(device, clock)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
-    return DeviceSpeed(name, "measured here", rates, moved, launch, waits=device.type == "cpu")
+    return DeviceSpeed(name, "measured here", rates, moved, launch, device.type == "cpu", brought)
 
 
 def _multiply(rows: Tensor, weights: Sequence[Tensor]) -> None:
@@ -257,14 +267,16 @@ def speed_of_card(name: str, dtype: torch.dtype) -> DeviceSpeed:
         raise ConfigError(f"no card is known as {name!r}. Known are {', '.join(card_names())}.")
     sheets = _data_sheets()
     sheet, assumed = sheets["cards"][card.name], sheets["assumed"]
+    bus = assumed["bus_gigabytes_per_second"]
     peak = sheet["half_teraflops" if dtype.itemsize == 2 else "single_teraflops"] * _TERA
     return DeviceSpeed(
         name=card.name,
-        source="an estimate from its data sheet, not measured",
+        source=f"an estimate from its data sheet and a bus of {bus} GB/s, not measured",
         flops={width: peak * share for width, share in assumed["share_of_peak_by_width"].items()},
         bytes_per_second=sheet["gigabytes_per_second"] * _GIGA * assumed["share_of_bandwidth"],
         launch_seconds=dict.fromkeys(Phase, assumed["launch_microseconds"] * 1e-6),
         waits=False,
+        bus_bytes_per_second=bus * _GIGA,
     )
 
 

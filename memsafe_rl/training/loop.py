@@ -95,7 +95,7 @@ class TrainingLoop:
         self.state = RunState.at_start(setup.config, is_main=setup.parallel.is_main)
         self.files = RunFiles()
         self.stop = StopRequest()
-        self._begun = False
+        self._begun = self._running = False
         setup.holdings.trajectory = self._trajectory_tensors
 
     def use(self, setup: TrainingSetup) -> None:
@@ -110,6 +110,7 @@ class TrainingLoop:
         """Trains to the end, or from a checkpoint to the end."""
         started = time.perf_counter()
         self.stop = StopRequest(self.config.interrupt_grace_seconds)
+        self._running = True
         try:
             with self.stop.listening(), self._left_in_order():
                 self._begun = False
@@ -133,9 +134,10 @@ class TrainingLoop:
                 self.setup.memory.release()
                 self.report.write(self.state)
                 self.report.notify("close")
-                self.setup.return_weights()
             finally:
                 self.files.release(self.report, self.config)
+                self._running = False
+                self.setup.return_weights()
         return self._end(started, first)
 
     @contextmanager
@@ -250,7 +252,11 @@ class TrainingLoop:
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         """Evaluates on the run's own evaluation prompts, or on others."""
         chosen = self.eval_dataset if dataset is None else dataset
-        return evaluated(self.collector, self.learner, self.report, self.state, chosen, prefix)
+        try:
+            return evaluated(self.collector, self.learner, self.report, self.state, chosen, prefix)
+        finally:
+            if not self._running:
+                self.setup.return_weights()
 
     # ------------------------------------------------------------------ when memory or the run ends
 

@@ -193,7 +193,7 @@ class TrainingSetup:
     def under(self, plan: RolloutPlan | UpdatePlan, context: AbstractContextManager[object]) -> Iterator[None]:
         """The context of a unit of work: state and frozen weights lie where its plan wants them.
 
-        A unit that fails leaves none of the weights that only passed by.
+        None of the weights that only passed by are left behind: callbacks and rewards read them on the host.
         """
         if plan.park_optimizer and self.committer is not None:
             self.committer.park()
@@ -201,9 +201,8 @@ class TrainingSetup:
             self.adapter.place_weights(plan.resident_blocks)
             with context:
                 yield
-        except BaseException:
+        finally:
             self.adapter.release_weights()
-            raise
 
     @contextmanager
     def row_by_row(self) -> Iterator[None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy
@@ -20,7 +24,7 @@ from memsafe_rl.models.host_weights import HostWeights, put_on
 from memsafe_rl.types import RolloutPlan, UpdatePlan, blocks_on_host
 from tests.models.language.test_seq2seq import build
 from tests.tiny import tiny_model
-from tests.trainers.helpers import make_trainer, relative, weights
+from tests.trainers.helpers import PROMPTS, make_trainer, relative, weights
 
 BLOCKS = 6
 CPU = torch.device("cpu")
@@ -29,7 +33,7 @@ CPU = torch.device("cpu")
 def adapted(layers: int = BLOCKS, hidden: int = 64, **settings: Any) -> Any:
     model = tiny_model(layers=layers, hidden=hidden, scale=4.0)
     config = LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **settings})
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = get_peft_model(model, config)
         for name, weight in model.named_parameters():
@@ -92,6 +96,7 @@ def test_two_blocks_are_on_the_device_at_most_and_none_after_release() -> None:
         most = max(most, *sizes)
     assert most == 2 * size
     host.release()
+    host.place(0)
     assert held() == 0
 
 
@@ -217,7 +222,7 @@ def test_at_the_end_weights_without_room_lie_on_the_host_and_a_second_run_takes_
 def test_blocks_of_encoder_and_decoder_come_and_go(tmp_path: Path) -> None:
     def trained(resident: int | None) -> torch.Tensor:
         config = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_2_SEQ_LM")
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = get_peft_model(build("t5v1.1", torch.float32), config)
         plans = RolloutPlan(resident_blocks=resident), UpdatePlan(resident_blocks=resident)
@@ -227,3 +232,109 @@ def test_blocks_of_encoder_and_decoder_come_and_go(tmp_path: Path) -> None:
         return weights(trainer)
 
     assert torch.equal(trained(0), trained(None))
+
+
+class Between(TrainerCallback):
+    """Runs a function on the model between steps, when no block runs."""
+
+    def __init__(self, run: Callable[[Any], object]) -> None:
+        self._run = run
+
+    def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+        self._run(model)
+
+
+AWAY = FixedPolicy(RolloutPlan(resident_blocks=0), UpdatePlan(resident_blocks=0))
+
+
+def total(model: Any) -> float:
+    return float(sum(value.double().abs().sum() for value in model.state_dict().values()))
+
+
+def test_callbacks_read_merge_and_copy_weights_that_are_away(tmp_path: Path) -> None:
+    ids = torch.arange(15).reshape(3, 5)
+    seen: dict[int | None, list[float]] = {None: [], 0: []}
+    for resident, found in seen.items():
+
+        def look(model: Any, found: list[float] = found) -> None:
+            found.append(total(model))
+            model.merge_adapter()
+            merged = copy.deepcopy(model)
+            model.unmerge_adapter()
+            with torch.no_grad():
+                found.extend(float(one(ids).logits.double().abs().sum()) for one in (merged, model))
+                for weight in merged.parameters():
+                    weight.zero_()
+                assert not merged(ids).logits.any()  # nothing of the copy is the original's
+            found.append(total(model))
+
+        plans = FixedPolicy(RolloutPlan(resident_blocks=resident), UpdatePlan(resident_blocks=resident))
+        make_trainer(tmp_path / str(resident), model=adapted(), policy=plans, callbacks=[Between(look)]).train()
+    assert seen[0] == seen[None]
+    assert len(seen[0]) == 8
+
+
+def test_a_checkpoint_of_a_model_that_is_frozen_in_part_holds_weights_that_are_away(tmp_path: Path) -> None:
+    def trainer(policy: Any, **settings: Any) -> Any:
+        model = tiny_model(layers=4, hidden=64, scale=4.0)
+        model.model.layers[:3].requires_grad_(False)
+        settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, **settings}
+        return make_trainer(tmp_path / "run", model=model, policy=policy, **settings)
+
+    plain = trainer(FixedPolicy(RolloutPlan(), UpdatePlan()))
+    plain.train()
+    trainer(AWAY, max_steps=2, overwrite_output_dir=True).train()
+    resumed = trainer(AWAY)
+    resumed.train(resume_from_checkpoint=True)
+    for one, other in zip(plain.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_weights_are_back_after_an_evaluation_and_after_a_callback_that_fails_at_the_end(tmp_path: Path) -> None:
+    class Failing(TrainerCallback):
+        def close(self) -> None:
+            raise RuntimeError("the file is gone")
+
+    trainer = make_trainer(tmp_path, model=adapted(), policy=AWAY, callbacks=[Failing()], eval_dataset=prompts())
+    with pytest.raises(RuntimeError, match="the file is gone"):
+        trainer.train()
+    assert trainer.adapter.resident_blocks == BLOCKS
+    trainer.evaluate()
+    assert trainer.adapter.resident_blocks == BLOCKS
+
+
+def test_what_is_written_to_frozen_weights_between_two_runs_stays(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, model=adapted(), policy=AWAY, overwrite_output_dir=True)
+    trainer.train()
+    frozen = [weight for weight in trainer.model.parameters() if not weight.requires_grad]
+    with torch.no_grad():
+        for weight in frozen:
+            weight.data *= 1.5
+    before = [weight.clone() for weight in frozen]
+    trainer.train()
+    assert all(torch.equal(one, other) for one, other in zip(frozen, before, strict=True))
+    trainer.model.requires_grad_(True)
+    trainer.train()
+    assert not any(torch.equal(one, other) for one, other in zip(frozen, before, strict=True) if one.dim() > 1)
+
+
+@pytest.mark.parametrize("place", [1, 8, 29])
+def test_a_refused_allocation_while_mapped_weights_leave_the_device_is_repeated(place: int) -> None:
+    model, kept = adapted(), []
+    logits, _ = pass_of(model, recompute=False)
+    for weight in model.parameters():
+        if not weight.requires_grad:
+            kept.append(weight.detach().numpy().copy())
+            weight.data = torch.from_numpy(kept[-1])  # cannot be emptied, like one mapped from a file
+    with SimulatedMemory(2**40) as memory:
+        put_on(model, CPU)
+        host = HostWeights.of(model)
+        memory.fail_after(place)
+        with pytest.raises(torch.OutOfMemoryError):
+            host.place(0)
+        host.place(0)
+        assert torch.equal(pass_of(model, recompute=False)[0], logits)
+
+
+def prompts() -> Dataset:
+    return Dataset.from_dict({"prompt": PROMPTS[:4]})

@@ -97,6 +97,16 @@ def test_copies_for_checkpoints_are_what_the_host_then_holds(folder: Path, lora:
     assert foreseen(trainer).host_bytes == pytest.approx(with_copies - without, rel=0.01)
 
 
+def test_weights_that_come_from_the_host_are_foreseen_even_in_one_micro_batch(tmp_path: Path) -> None:
+    tiny_model("qwen3", vocab_size=300, layers=6, hidden=128, positions=256).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    plans = RolloutPlan(resident_blocks=1), UpdatePlan(resident_blocks=1, checkpointing=True, logprob_tile=8)
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    given = {"peft_config": lora, "memory_policy": FixedPolicy(*plans)}
+    trainer, held = beside.run(tmp_path, given=given, max_completion_length=6)
+    assert foreseen(trainer).phase_bytes[Phase.UPDATE] == pytest.approx(held[Phase.UPDATE], rel=0.001)
+
+
 @pytest.mark.slow
 def test_prompts_that_are_read_a_few_at_a_time_count_once_they_are_all_there(tmp_path: Path) -> None:
     tiny_model("qwen3", vocab_size=2000, layers=2, hidden=128, positions=1024).save_pretrained(tmp_path)

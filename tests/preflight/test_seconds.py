@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 
 from memsafe_rl import (
     FixedPolicy,
@@ -111,7 +113,7 @@ PROMPTS = Dataset.from_dict({"prompt": ["a" * 12] * 8})
 
 def forecast(tmp_path: Path, speed: DeviceSpeed | None, **settings: Any) -> MemoryForecast:
     """Forecasts a small run under fixed plans."""
-    model = tiny_model("qwen3", vocab_size=300, layers=2, hidden=64, positions=256)
+    model = tiny_model("qwen3", vocab_size=300, layers=settings.pop("layers", 2), hidden=64, positions=256)
     model.save_pretrained(tmp_path)
     plain: dict[str, Any] = {
         "num_generations": 4,
@@ -122,6 +124,8 @@ def forecast(tmp_path: Path, speed: DeviceSpeed | None, **settings: Any) -> Memo
         "use_cpu": True,
         "report_to": "none",
     }
+    given = {name: settings.pop(name) for name in ("peft_config", "memory_policy") if name in settings}
+    plans = FixedPolicy(RolloutPlan(rows_in_flight=8), UpdatePlan(micro_batch_tokens=200))
     return forecast_memory(
         str(tmp_path),
         GRPOConfig(str(tmp_path / "run"), **{**plain, **settings}),
@@ -129,8 +133,8 @@ def forecast(tmp_path: Path, speed: DeviceSpeed | None, **settings: Any) -> Memo
         device="cpu",
         train_dataset=PROMPTS,
         processing_class=tiny_tokenizer(),
-        memory_policy=FixedPolicy(RolloutPlan(rows_in_flight=8), UpdatePlan(micro_batch_tokens=200)),
         speed=speed,
+        **{"memory_policy": plans, **given},
     )
 
 
@@ -163,6 +167,18 @@ class TestStepSeconds:
         assert thrice is not None
         assert thrice.phases[Phase.ROLLOUT] == pytest.approx(once.phases[Phase.ROLLOUT] / 3)
         assert once.run == pytest.approx(3 * once.step)
+
+    def test_weights_that_come_from_the_host_take_the_bus_for_every_token(self, tmp_path: Path) -> None:
+        bus = replace(GIGAFLOP, flops={1: 1e30}, waits=False, bus_bytes_per_second=1e6)
+        plans = RolloutPlan(rows_in_flight=4, resident_blocks=0), UpdatePlan(resident_blocks=1, checkpointing=True)
+        lora = LoraConfig(r=2, target_modules=["q_proj"])
+        found = forecast(tmp_path, bus, layers=4, peft_config=lora, memory_policy=FixedPolicy(*plans)).step_seconds
+        assert found is not None
+        matrices = (weight for layer in SHAPE.model.layers for weight in layer.parameters() if weight.dim() > 1)
+        size = 2 * sum(weight.nbytes for weight in matrices)
+        waves, steps = 2, 24
+        assert found.phases[Phase.ROLLOUT] * 1e6 == pytest.approx(waves * steps * size, rel=0.1)
+        assert 0 < found.phases[Phase.UPDATE] * 1e6 <= 2 * size
 
     def test_nobody_guesses_where_the_speed_is_not_known(self, tmp_path: Path) -> None:
         found = forecast(tmp_path, None)
