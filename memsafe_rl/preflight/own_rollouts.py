@@ -13,7 +13,7 @@ from heapq import nlargest
 from memsafe_rl.preflight.fake.device import true_numbers
 from memsafe_rl.preflight.worst_case import Longest, longest_rows, work_of_rollout
 from memsafe_rl.preflight.worst_rows import Step, steps_of
-from memsafe_rl.slices import cut_work, measure_slices, measure_sources, packed_tokens, packing_saves
+from memsafe_rl.slices import cut_work, measure_slices, measure_sources, packing_saves, slice_tokens
 from memsafe_rl.training.collector import served_by
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
@@ -132,9 +132,7 @@ class _PlannedStep:
         if work.geometry.unit is not None:
             return 0
         later = cut_work(work, self.plan.micro_batch_tokens, packed=packed)[1:]
-        if packed and work.prompts:
-            return max((packed_tokens(work, rows) for rows in later), default=0)
-        return max((len(rows) * max(work.row_tokens[row] for row in rows) for rows in later), default=0)
+        return max((slice_tokens(work, rows, packed=packed) for rows in later), default=0)
 
 
 @dataclass(frozen=True)
