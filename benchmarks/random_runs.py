@@ -280,19 +280,19 @@ def draw_run(seed: int, index: int) -> RandomRun:
         key_heads=key_heads,
         head_dim=choose([16, 24, 32, 40]),
         inner=8 * rng.randint(10, 75),
-        layers=rng.randint(1, 4),
+        layers=rng.randint(1, 2),
         tied=choose([True, False]),
     )
     ppo = rng.random() < 0.25
     lora = choose([None, None, 4, 8, 16])
-    prompts, group, parts = choose([2, 3, 4, 6, 8]), choose([2, 3, 4, 8]), choose([1, 1, 1, 2])
+    prompts, group, parts = choose([2, 3, 4, 6]), choose([2, 3, 4, 8]), choose([1, 1, 1, 2])
     accumulation = choose([1, 1, 2])
     if prompts * group % (parts * accumulation):
         prompts *= 2
     if prompts * group % (parts * accumulation):
         prompts *= 2
     iterations = choose([1, 1, 2])
-    rollouts = choose([1, 2, 3])
+    rollouts = choose([1, 2])
     count = prompts * rollouts + rng.randint(1, 3 * prompts)
     longest = choose([12, 40, 80])
     return RandomRun(

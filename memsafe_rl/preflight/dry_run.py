@@ -59,8 +59,8 @@ from memsafe_rl.types import Component, Phase
 
 _MOST_ROUNDS = 6
 """Rounds after which plans are taken as they are, should corrections still change them; most runs need one or two."""
-_MICRO_BATCHES = 8
-"""Micro-batches of a step that are tried: with all of them, an allocator's blocks come and go as in the run."""
+_MICRO_BATCHES, _CUDA_MICRO_BATCHES = 2, 8
+"""Micro-batches of a step that are tried; on CUDA so many that an allocator's blocks come and go as in the run."""
 _ANY_PROMPT = 512
 """Tokens of the longest prompt where nobody says."""
 
@@ -367,7 +367,8 @@ def _try(setup: TrainingSetup, committer: Committer, trial: Trial) -> None:
         try_scoring(setup, longest, trajectory, trial.plans[1].logprob_tile)
     for step in trial.steps:
         Learner(setup).plan(trajectory, step.rows)
-        try_update(setup, trajectory, step.rows, _MICRO_BATCHES)
+        on_cuda = setup.memory.state().device == "cuda"
+        try_update(setup, trajectory, step.rows, _CUDA_MICRO_BATCHES if on_cuda else _MICRO_BATCHES)
         with setup.memory.phase(Phase.OPTIMIZER):
             setup.recovery.once(Stage.COMMIT, committer.commit)
 
