@@ -483,8 +483,8 @@ def try_scoring(setup: TrainingSetup, longest: Longest, trajectory: Trajectory, 
     if config.has_reference and not setup.adapter.closed_form_kl:
         with setup.adapter.reference() as reference:
             _score(setup, collector, reference, trajectory, [everyone], tile)
-    if collector.corrects_sampler or needs.logprobs:
-        later.append(list(everyone))
+    if collector.corrects_sampler or needs.logprobs:  # which gives those of later steps too
+        later = [list(everyone)]
     if later:
         _score(setup, collector, setup.adapter, trajectory, later, tile, with_kl=needs.with_kl, columns=needs.columns)
     if config.top_entropy_quantile < 1.0:
