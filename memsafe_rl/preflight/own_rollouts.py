@@ -100,7 +100,9 @@ def _worst_of(drawn: Sequence[_Planned], learnt: Sequence[_Planned]) -> list[Tri
     steps = [(one, step) for one in learnt for step in one.steps]
     kinds = range(len(steps[0][1].sizes))
     chosen = [found for kind in kinds for found in nlargest(1, steps, key=_size_of(kind))]
-    scored = [*drawn[:1], *widest]
+    # The first one's tile is that of no plan, so that another may hold more in larger ones.
+    later = [one for one in drawn[1:] if one.largest.plan.logprob_tile > UpdatePlan.logprob_tile]
+    scored = [*drawn[:1], *widest, *nlargest(1, later, key=_sizes_in(Phase.SCORE))]
     return [
         Trial(
             one.longest,

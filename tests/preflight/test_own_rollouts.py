@@ -132,6 +132,14 @@ def test_among_rollouts_that_the_policy_expects_to_be_alike_lengths_decide(folde
     assert {one.longest.rollout: (one.scores, len(one.steps)) for one in trials} == {0: (True, 1), 1: (True, 1)}
 
 
+@pytest.mark.parametrize(("tile", "scored"), [(4096, {0, 1}), (512, {0})])
+def test_a_shorter_rollout_is_scored_where_its_tile_is_larger(folder: Path, tile: int, scored: set[int]) -> None:
+    policy = FixedPolicy(RolloutPlan(), UpdatePlan(logprob_tile=tile))
+    setup = setup_of(folder, (40, 40, 40, 9, 9, 9), policy, max_steps=2, shuffle_dataset=False)
+    trials = worst_trials(setup, candidates(setup, find_longest(setup)), grows=False)
+    assert {one.longest.rollout for one in trials if one.scores} == scored
+
+
 def test_a_rollout_that_stands_for_all_is_tried_before_and_after_the_run_has_grown(folder: Path) -> None:
     setup = setup_of(folder, max_steps=3)
     (one,) = candidates(setup, Longest((1,) * 9, 4, "as given"))
