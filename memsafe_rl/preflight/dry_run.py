@@ -44,6 +44,7 @@ from memsafe_rl.preflight.worst_case import (
     longest_evaluation,
     longest_rows,
     plan_rollout,
+    terms_of,
     try_drawing,
     try_scoring,
     try_update,
@@ -365,10 +366,13 @@ def _try(setup: TrainingSetup, committer: Committer, trial: Trial) -> None:
     trajectory = longest_rows(setup, longest)
     if trial.scores:
         try_scoring(setup, longest, trajectory, trial.plans[1].logprob_tile)
+    config, count = setup.config, _CUDA_MICRO_BATCHES if setup.memory.state().device == "cuda" else _MICRO_BATCHES
+    # The run's first step fixes its terms before it has a plan, others under that of the step before.
+    is_first = longest.rollout == 0 and config.updates_per_epoch * config.num_iterations == 1
     for step in trial.steps:
+        terms = terms_of(setup, trajectory, step.rows) if is_first else None
         Learner(setup).plan(trajectory, step.rows)
-        on_cuda = setup.memory.state().device == "cuda"
-        try_update(setup, trajectory, step.rows, _CUDA_MICRO_BATCHES if on_cuda else _MICRO_BATCHES)
+        try_update(setup, trajectory, step.rows, count, terms)
         with setup.memory.phase(Phase.OPTIMIZER):
             setup.recovery.once(Stage.COMMIT, committer.commit)
 

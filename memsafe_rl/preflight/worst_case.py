@@ -30,6 +30,7 @@ from memsafe_rl.rollout.native.sequences import Candidate, admit, noise_steps
 from memsafe_rl.rollout.scoring import score_all, value_all
 from memsafe_rl.training.algorithms.objectives import Controllers
 from memsafe_rl.training.collector import Collector, by_reward_rows
+from memsafe_rl.training.gradient import StepTerms
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.loop import TrainingLoop
 from memsafe_rl.training.samples import Rollout
@@ -297,12 +298,24 @@ def try_drawing(setup: TrainingSetup, drawing: Drawing) -> None:
         setup.rewards.rehearse(drawing.longest.row_tokens, len(rows), by_reward_rows(attempt))
 
 
-def try_update(setup: TrainingSetup, trajectory: Trajectory, rows: Sequence[int], micro_batches: int) -> None:
+def terms_of(setup: TrainingSetup, trajectory: Trajectory, rows: Sequence[int]) -> StepTerms:
+    """Fixes an optimizer step's terms, scored in tiles of the plan that is in force."""
+    rollout = Rollout(trajectory, consumed=0, external=Collector(setup).corrects_sampler)
+    return Learner(setup).fix_terms(rollout, rows, Controllers.at_start(setup.config))
+
+
+def try_update(
+    setup: TrainingSetup,
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    micro_batches: int,
+    terms: StepTerms | None = None,
+) -> None:
     """Tries the micro-batches of an optimizer step that may hold most, up to the point where weights would move."""
     learner, plan = Learner(setup), setup.memory.update_plan
     rollout = Rollout(trajectory, consumed=0, external=Collector(setup).corrects_sampler)
     tried = [rows[place] for place in tried_places(learner.work(trajectory, rows), plan, micro_batches)]
-    terms = learner.fix_terms(rollout, tried, Controllers.at_start(setup.config))
+    terms = terms or terms_of(setup, trajectory, tried)
     committer, repeat = setup.committed, setup.recovery.repeat
     with setup.memory.phase(Phase.UPDATE):
         learner.gradient(rollout, tried, terms, step=setup.memory.step)

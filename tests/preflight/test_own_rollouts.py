@@ -69,6 +69,14 @@ def test_the_first_rollout_is_scored_under_the_tile_of_no_plan(folder: Path) -> 
 
 
 @pytest.mark.slow
+def test_entropies_of_the_first_step_are_scored_under_the_tile_of_no_plan(folder: Path) -> None:
+    wide = FixedPolicy(RolloutPlan(), UpdatePlan(logprob_tile=4096))
+    rows = {"num_generations": 12, "per_device_train_batch_size": 72}
+    trainer, held = run(folder, wide, top_entropy_quantile=0.3, max_steps=1, **rows)
+    check(trainer, held)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_first_step_comes_before_an_optimizer_that_makes_its_state_in_it(folder: Path, steps: int) -> None:
     trainer, held = run(folder, optim="adamw_torch", beta=0.04, max_steps=steps)
