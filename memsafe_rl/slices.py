@@ -164,6 +164,13 @@ def packed_tokens(work: UpdateWork, rows: Sequence[int]) -> int:
     return sum(prompts.values()) + sum(work.action_tokens[row] for row in rows)
 
 
+def slice_tokens(work: UpdateWork, rows: Sequence[int], *, packed: bool) -> int:
+    """Counts the tokens that a slice runs, padding included."""
+    if packed and work.prompts:
+        return packed_tokens(work, rows)
+    return len(rows) * max(work.row_tokens[row] for row in rows)
+
+
 @lru_cache(maxsize=256)
 def measure_slices(work: UpdateWork, budget: int, *, packed: bool) -> Slices:
     """Measures the slices into which rows are cut."""
@@ -173,10 +180,7 @@ def measure_slices(work: UpdateWork, budget: int, *, packed: bool) -> Slices:
         actions = tokens
     else:
         slices = cut_work(work, budget, packed=packed)
-        if packed and work.prompts:
-            tokens = [packed_tokens(work, rows) for rows in slices]
-        else:
-            tokens = [len(rows) * max(work.row_tokens[row] for row in rows) for rows in slices]
+        tokens = [slice_tokens(work, rows, packed=packed) for rows in slices]
         actions = [sum(work.action_tokens[row] for row in rows) for rows in slices]
     found = max(tokens, default=1), max(actions, default=1), len(tokens), sum(tokens)
     return Slices(*(max(1, count) for count in found))

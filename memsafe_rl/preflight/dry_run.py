@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,11 +44,11 @@ from memsafe_rl.preflight.worst_case import (
     longest_evaluation,
     longest_rows,
     plan_rollout,
+    terms_of,
     try_drawing,
     try_scoring,
     try_update,
 )
-from memsafe_rl.preflight.worst_rows import meets_gradients
 from memsafe_rl.rewards.scoring import reward_model_name
 from memsafe_rl.training.assembly.factory import Inputs, Machine, TrainingRequest, build_setup, machine_for, read_inputs
 from memsafe_rl.training.assembly.factory import check_adapter as check_by_factory
@@ -58,10 +57,12 @@ from memsafe_rl.training.assembly.protocol import ModelFactory
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.optim.optimizer import Committer
 from memsafe_rl.training.setup import TrainingSetup
-from memsafe_rl.types import Component, Phase, UpdatePlan, UpdateWork
+from memsafe_rl.types import Component, Phase
 
 _MOST_ROUNDS = 6
 """Rounds after which plans are taken as they are, should corrections still change them; most runs need one or two."""
+_MICRO_BATCHES, _CUDA_MICRO_BATCHES = 2, 8
+"""Micro-batches of a step that are tried; on CUDA so many that an allocator's blocks come and go as in the run."""
 _ANY_PROMPT = 512
 """Tokens of the longest prompt where nobody says."""
 
@@ -329,12 +330,6 @@ def _take_over(checked: Checked | None, config: TrainerConfig, models: ModelFact
             adapter.measure_cache(adapter.prefill([torch.ones(2, dtype=torch.int64)])[1])
 
 
-def _meet_gradients(work: UpdateWork, committer: Committer, plan: UpdatePlan) -> None:
-    """Makes the gradients that earlier micro-batches would have left, where the plan has such."""
-    if meets_gradients(work, plan):
-        committer.complete_gradients()
-
-
 def _try_until_settled(
     setup: TrainingSetup, longest: Longest, memory: SimulatedMemory, evaluation: Drawing | None = None
 ) -> TrainingSetup:
@@ -375,10 +370,13 @@ def _try(setup: TrainingSetup, committer: Committer, trial: Trial) -> None:
     trajectory = longest_rows(setup, longest)
     if trial.scores:
         try_scoring(setup, longest, trajectory, trial.plans[1].logprob_tile)
+    config, count = setup.config, _CUDA_MICRO_BATCHES if setup.memory.state().device == "cuda" else _MICRO_BATCHES
+    # The run's first step fixes its terms before it has a plan, others under that of the step before.
+    is_first = longest.rollout == 0 and config.updates_per_epoch * config.num_iterations == 1
     for step in trial.steps:
+        terms = terms_of(setup, trajectory, step.rows) if is_first else None
         Learner(setup).plan(trajectory, step.rows)
-        meeting = replace(setup, make_room=partial(_meet_gradients, step.work, committer))
-        try_update(meeting, trajectory, step.rows, micro_batches=1)
+        try_update(setup, trajectory, step.rows, count, terms)
         with setup.memory.phase(Phase.OPTIMIZER):
             setup.recovery.once(Stage.COMMIT, committer.commit)
 

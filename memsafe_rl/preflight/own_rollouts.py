@@ -6,14 +6,17 @@ hold is thus only found among its own rollouts, not in one of the longest prompt
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
 
+from memsafe_rl.memory.simulated.workspaces import QUERIES
+from memsafe_rl.models.language.packing import like_lengths
 from memsafe_rl.preflight.fake.device import true_numbers
 from memsafe_rl.preflight.worst_case import Longest, longest_rows, work_of_rollout
 from memsafe_rl.preflight.worst_rows import Step, steps_of
-from memsafe_rl.slices import cut_work, measure_slices, measure_sources, packed_tokens, packing_saves
+from memsafe_rl.slices import cut_work, measure_slices, measure_sources, packing_saves, slice_tokens
 from memsafe_rl.training.collector import served_by
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
@@ -97,7 +100,9 @@ def _worst_of(drawn: Sequence[_Planned], learnt: Sequence[_Planned]) -> list[Tri
     steps = [(one, step) for one in learnt for step in one.steps]
     kinds = range(len(steps[0][1].sizes))
     chosen = [found for kind in kinds for found in nlargest(1, steps, key=_size_of(kind))]
-    scored = [*drawn[:1], *widest]
+    # The first one's tile is that of no plan, so that another may hold more in larger ones.
+    later = [one for one in drawn[1:] if one.largest.plan.logprob_tile > UpdatePlan.logprob_tile]
+    scored = [*drawn[:1], *widest, *nlargest(1, later, key=_sizes_in(Phase.SCORE))]
     return [
         Trial(
             one.longest,
@@ -117,13 +122,15 @@ class _PlannedStep:
 
     step: Step
     plan: UpdatePlan
+    by_blocks: bool  # whether attention's kernels take blocks of queries
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What a step may hold most of: bytes as the policy expects them, then tokens of its largest slices."""
+        """What a step may hold most of: bytes as the policy expects them, then sizes of its largest slices."""
         work, plan = self.step.work, self.plan
         measured = _measured(work, plan.micro_batch_tokens, packed=plan.pack_prompts)
-        return plan.predicted_bytes.get(Phase.UPDATE, 0), *measured, self._meeting
+        blocks = _blocks(work, plan) if self.by_blocks else 0
+        return plan.predicted_bytes.get(Phase.UPDATE, 0), *measured, self._meeting, blocks
 
     @property
     def _meeting(self) -> int:
@@ -132,9 +139,7 @@ class _PlannedStep:
         if work.geometry.unit is not None:
             return 0
         later = cut_work(work, self.plan.micro_batch_tokens, packed=packed)[1:]
-        if packed and work.prompts:
-            return max((packed_tokens(work, rows) for rows in later), default=0)
-        return max((len(rows) * max(work.row_tokens[row] for row in rows) for rows in later), default=0)
+        return max((slice_tokens(work, rows, packed=packed) for rows in later), default=0)
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,8 @@ class _Planned:
     def of(cls, setup: TrainingSetup, one: Candidate) -> _Planned:
         policy, state = setup.memory_policy, setup.memory_state()
         plan = served_by(setup.engine, policy.before_rollout(one.work, state))
-        steps = (_PlannedStep(step, policy.before_update(step.work, state)) for step in one.steps)
+        on_cuda = state.device == "cuda"
+        steps = (_PlannedStep(step, policy.before_update(step.work, state), on_cuda) for step in one.steps)
         scored = _measured(one.rows, plan.score_tokens, packed=packing_saves(one.rows))
         return cls(one.longest, plan, tuple(steps), scored)
 
@@ -171,6 +177,29 @@ class _Planned:
 def _measured(work: UpdateWork, budget: int, *, packed: bool) -> tuple[int, ...]:
     """Measures the largest slices of some rows."""
     return measure_sources(work, budget)[:-1] if work.sources else measure_slices(work, budget, packed=packed)[:2]
+
+
+def _blocks(work: UpdateWork, plan: UpdatePlan) -> int:
+    """Counts the blocks of queries that CUDA's attention takes at a time, at most: each segment has one or more."""
+    if work.geometry.unit is not None:
+        return 0
+    packed = plan.pack_prompts and bool(work.prompts)
+    most = 0
+    for rows in cut_work(work, plan.micro_batch_tokens, packed=packed):
+        lengths = _segments(work, rows) if packed else [max(work.row_tokens[row] for row in rows)] * len(rows)
+        for run in like_lengths(lengths):
+            most = max(most, len(run) * -(-lengths[run[0]] // QUERIES))
+    return most
+
+
+def _segments(work: UpdateWork, rows: Sequence[int]) -> list[int]:
+    """Gives the tokens of prompts and of what follows them; a row whose prompt nobody shares is in one piece."""
+    shared = Counter(work.prompts[row] for row in rows)
+    own = {row: work.action_tokens[row] - 1 for row in rows}  # nothing follows the last one
+    prompts = {work.prompts[row]: work.row_tokens[row] - work.action_tokens[row] for row in rows}
+    alone = [prompts[work.prompts[row]] + own[row] for row in rows if shared[work.prompts[row]] == 1]
+    together = [tokens for prompt, tokens in prompts.items() if shared[prompt] > 1]
+    return [*alone, *together, *(own[row] for row in rows if shared[work.prompts[row]] > 1)]
 
 
 def _sizes_in(phase: Phase) -> Callable[[_Planned], tuple[int, ...]]:

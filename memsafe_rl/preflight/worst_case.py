@@ -31,6 +31,7 @@ from memsafe_rl.rollout.native.sequences import Candidate, admit, noise_steps
 from memsafe_rl.rollout.scoring import score_all, value_all
 from memsafe_rl.training.algorithms.objectives import Controllers
 from memsafe_rl.training.collector import Collector, by_reward_rows
+from memsafe_rl.training.gradient import StepTerms
 from memsafe_rl.training.learner import Learner, counting_experts
 from memsafe_rl.training.loop import TrainingLoop
 from memsafe_rl.training.samples import Rollout
@@ -299,12 +300,24 @@ def try_drawing(setup: TrainingSetup, drawing: Drawing) -> None:
         setup.rewards.rehearse(drawing.longest.row_tokens, len(rows), by_reward_rows(attempt))
 
 
-def try_update(setup: TrainingSetup, trajectory: Trajectory, rows: Sequence[int], micro_batches: int) -> None:
+def terms_of(setup: TrainingSetup, trajectory: Trajectory, rows: Sequence[int]) -> StepTerms:
+    """Fixes an optimizer step's terms, scored in tiles of the plan that is in force."""
+    rollout = Rollout(trajectory, consumed=0, external=Collector(setup).corrects_sampler)
+    return Learner(setup).fix_terms(rollout, rows, Controllers.at_start(setup.config))
+
+
+def try_update(
+    setup: TrainingSetup,
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    micro_batches: int,
+    terms: StepTerms | None = None,
+) -> None:
     """Tries the micro-batches of an optimizer step that may hold most, up to the point where weights would move."""
     learner, plan = Learner(setup), setup.memory.update_plan
     rollout = Rollout(trajectory, consumed=0, external=Collector(setup).corrects_sampler)
     tried = [rows[place] for place in tried_places(learner.work(trajectory, rows), plan, micro_batches)]
-    terms = learner.fix_terms(rollout, tried, Controllers.at_start(setup.config))
+    terms = terms or terms_of(setup, trajectory, tried)
     committer, repeat = setup.committed, setup.recovery.repeat
     with setup.memory.phase(Phase.UPDATE):
         learner.gradient(rollout, tried, terms, step=setup.memory.step)
@@ -485,8 +498,8 @@ def try_scoring(setup: TrainingSetup, longest: Longest, trajectory: Trajectory, 
     if config.has_reference and not setup.adapter.closed_form_kl:
         with setup.adapter.reference() as reference:
             _score(setup, collector, reference, trajectory, [everyone], tile)
-    if collector.corrects_sampler or needs.logprobs:
-        later.append(list(everyone))
+    if collector.corrects_sampler or needs.logprobs:  # which gives those of later steps too
+        later = [list(everyone)]
     if later:
         _score(setup, collector, setup.adapter, trajectory, later, tile, with_kl=needs.with_kl, columns=needs.columns)
     if config.top_entropy_quantile < 1.0:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from memsafe_rl.data.prompts import Cursor, rows_of_step
 from memsafe_rl.preflight.fake.device import true_numbers
-from memsafe_rl.slices import cut_groups, cut_work, measure_slices, packing_saves, telling, widest
+from memsafe_rl.slices import cut_groups, cut_work, measure_slices, packing_saves, slice_tokens, telling, widest
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, Trajectory, UpdatePlan, UpdateWork
@@ -78,21 +78,26 @@ def widest_slices(
 
 
 def tried_places(work: UpdateWork, plan: UpdatePlan, micro_batches: int) -> list[int]:
-    """Chooses the rows of a step that are run in place of all: those of the micro-batches that may hold most."""
+    """Chooses the rows of a step that are run in place of all: those of the micro-batches that may hold most.
+
+    Of several, the first is one, for it leaves the gradients that the others meet, and so is each that is larger than
+    all before it, for an allocator keeps what it took for those; then come others, the first ones first.
+    """
     if work.geometry.unit is not None:
         return list(range(len(work.row_tokens)))
-    groups, chosen = _cut(work, plan), _telling(work, plan)
-    if micro_batches > 1:  # the first leaves the gradients that the others meet
-        chosen = sorted({0, *chosen})
+    groups, chosen = _cut(work, plan), set(_telling(work, plan))
+    if micro_batches > 1:
+        chosen |= {0} if work.sources else set(_records(work, groups, packed=plan.pack_prompts))
     if not work.sources:
         others = [number for number in range(len(groups)) if number not in chosen]
-        chosen += others[: max(0, micro_batches - len(chosen))]
+        chosen |= set(others[: max(0, micro_batches - len(chosen))])
     return [place for number in sorted(chosen) for place in groups[number]]
 
 
-def meets_gradients(work: UpdateWork, plan: UpdatePlan) -> bool:
-    """Whether the rows that are tried come after others, whose gradients they meet."""
-    return work.geometry.unit is None and 0 not in _telling(work, plan)
+def _records(work: UpdateWork, parts: Sequence[Sequence[int]], *, packed: bool) -> list[int]:
+    """Numbers the micro-batches that have more tokens than all before them."""
+    sizes = [slice_tokens(work, rows, packed=packed) for rows in parts]
+    return [number for number, size in enumerate(sizes) if size > max(sizes[:number], default=0)]
 
 
 def _cut(work: UpdateWork, plan: UpdatePlan) -> list[list[int]]:

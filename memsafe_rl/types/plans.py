@@ -293,6 +293,9 @@ class MemoryFailure:
     work: RolloutWork | UpdateWork | None = None  # the shape of the work that was cut; None where nothing was cut
     budget_bytes: int = 0  # bytes the run may hold
     live_bytes: int = 0  # bytes held once the failed attempt was cleared away
+    # int, bytes that the plan was estimated to take of that work beside what was held; None where nobody knows
+    estimated_bytes: int | None = None
+    foreseen: bool = False  # whether it failed in the run's forecast, and would in the run at any step
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 
-from benchmarks.forecast_error import peaks_on_device, save_network
-from benchmarks.random_runs import FAMILIES, Sizes
+from benchmarks.forecast_error import beside, errors_of, peaks_on_device, save_network
+from benchmarks.random_runs import FAMILIES, RandomRun, Sizes
 from memsafe_rl import FixedPolicy, GRPOTrainer, RolloutPlan, UpdatePlan
 from tests.device.pretend import Pretend
 from tests.preflight.beside import alternating, config_for, prompts
@@ -52,3 +52,31 @@ def test_a_run_holds_what_was_said(name: str, tmp_path: Path, cuda: Pretend) -> 
     errors = {phase.value: size / held[phase.value] - 1 for phase, size in trainer.forecast.phase_bytes.items()}
     assert {"load", "rollout", "update", "optimizer"} <= set(errors)
     assert max(map(abs, errors.values())) < 0.01, errors
+
+
+def test_a_step_of_few_tokens_may_hold_most_in_attention(tmp_path: Path, cuda: Pretend) -> None:
+    run = RandomRun(
+        family="gpt_neox",
+        sizes=Sizes(vocab=2085, heads=6, key_heads=2, head_dim=16, inner=80, layers=1, tied=True),
+        prompt_tokens=(11, 8, 8, 4, 12, 5, 11, 6, 9, 3, 7, 9, 6, 10, 3, 8),
+        completion_tokens=8,
+        prompts=6,
+        group=4,
+        steps=4,
+        parts=2,
+        accumulation=1,
+        iterations=1,
+        ppo=False,
+        critic=None,
+        beta=0.0,
+        loss="vespo",
+        optim="adamw_torch_fused",
+        lora=4,
+        checkpointing=False,
+        packing=None,
+        quantile=1.0,
+        bf16=False,
+    )
+    save_network(run.network_config(), str(tmp_path))
+    found = beside(run, lambda: run.trainer(tmp_path, use_cpu=False), on_device=True)
+    assert abs(dict(errors_of(found))["update"]) < 0.01, found

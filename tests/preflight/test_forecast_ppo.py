@@ -72,6 +72,37 @@ def test_peaks_are_what_the_run_then_holds(folder: Path, critic: str, settings: 
     assert [event["event"] for event in trainer.memory_events if event["event"] in failures] == []
 
 
+@pytest.mark.slow
+def test_rows_of_later_steps_are_scored_with_all_others(folder: Path) -> None:
+    lengths = (9, 9, 30, 4, 4, 18, 15, 20, 32, 40, 28, 34, 27, 6, 35, 37)
+    config = PPOConfig(
+        str(folder / "run"),
+        num_generations=8,
+        per_device_train_batch_size=16,
+        steps_per_generation=2,
+        max_completion_length=33,
+        generation_kwargs={"min_new_tokens": 33},
+        memory_forecast=True,
+        kl_coef=0.0,
+        max_steps=2,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        alarms=False,
+    )
+    prompts = Dataset.from_dict(
+        {"prompt": [f"{index:02d}".ljust(count, ".")[:count] for index, count in enumerate(lengths)]}
+    )
+    with SimulatedMemory(ROOM, exact=True) as memory:
+        trainer = PPOTrainer(
+            str(folder), lambda completions, **_: [0.0, 1.0] * (len(completions) // 2), config, prompts
+        )
+        trainer.train()
+        held = sum(memory.phase_peaks()[Phase.SCORE].values())
+    assert trainer.forecast is not None
+    assert trainer.forecast.phase_bytes[Phase.SCORE] == pytest.approx(held, rel=0.01)
+
+
 def test_a_critic_belongs_to_ppo(folder: Path) -> None:
     found = forecast_memory(
         str(folder),

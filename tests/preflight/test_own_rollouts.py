@@ -69,6 +69,14 @@ def test_the_first_rollout_is_scored_under_the_tile_of_no_plan(folder: Path) -> 
 
 
 @pytest.mark.slow
+def test_entropies_of_the_first_step_are_scored_under_the_tile_of_no_plan(folder: Path) -> None:
+    wide = FixedPolicy(RolloutPlan(), UpdatePlan(logprob_tile=4096))
+    rows = {"num_generations": 12, "per_device_train_batch_size": 72}
+    trainer, held = run(folder, wide, top_entropy_quantile=0.3, max_steps=1, **rows)
+    check(trainer, held)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_first_step_comes_before_an_optimizer_that_makes_its_state_in_it(folder: Path, steps: int) -> None:
     trainer, held = run(folder, optim="adamw_torch", beta=0.04, max_steps=steps)
@@ -130,6 +138,14 @@ def test_among_rollouts_that_the_policy_expects_to_be_alike_lengths_decide(folde
     setup = setup_of(folder, (40, 5, 5, 40, 39, 5), policy, max_steps=2, shuffle_dataset=False)
     trials = worst_trials(setup, candidates(setup, find_longest(setup)), grows=False)
     assert {one.longest.rollout: (one.scores, len(one.steps)) for one in trials} == {0: (True, 1), 1: (True, 1)}
+
+
+@pytest.mark.parametrize(("tile", "scored"), [(4096, {0, 1}), (512, {0})])
+def test_a_shorter_rollout_is_scored_where_its_tile_is_larger(folder: Path, tile: int, scored: set[int]) -> None:
+    policy = FixedPolicy(RolloutPlan(), UpdatePlan(logprob_tile=tile))
+    setup = setup_of(folder, (40, 40, 40, 9, 9, 9), policy, max_steps=2, shuffle_dataset=False)
+    trials = worst_trials(setup, candidates(setup, find_longest(setup)), grows=False)
+    assert {one.longest.rollout for one in trials if one.scores} == scored
 
 
 def test_a_rollout_that_stands_for_all_is_tried_before_and_after_the_run_has_grown(folder: Path) -> None:

@@ -83,6 +83,10 @@ _RUN_AGAIN = 1.05
 _TILE_BYTES = 32 * 2**20
 """A tile of fp32 logits of this size is large enough that a larger one is not faster."""
 _LEAST_TILE = 64
+_ACCELERATOR_TILE = 512
+"""Tokens of a tile below which an accelerator waits for the head's weights, which it reads once a tile: the arithmetic
+of common cards is worth 100 to 420 half-precision operations a byte (`preflight/cards.yaml`), a tile's one for each of
+its tokens."""
 
 _FIXED_SHARE = 0.2
 """Time of a full-speed piece that does not shrink with it: launches, and reading the weights. A guess, except for
@@ -407,11 +411,12 @@ def full_speed_rows(device: str, work: RolloutWork) -> int:
     return max(1, min(work.rows, worth))
 
 
-def full_speed_tile(work: UpdateWork) -> int:
+def full_speed_tile(device: str, work: UpdateWork) -> int:
     """Gives the completion tokens whose logits exist together beyond which more are not faster."""
     if work.geometry.unit is not None:
         return _LEAST_TILE  # there are no logits
-    return max(_LEAST_TILE, min(sum(work.action_tokens), _TILE_BYTES // (4 * work.geometry.vocab_size)))
+    least = _LEAST_TILE if device == "cpu" else min(_ACCELERATOR_TILE, sum(work.action_tokens))
+    return max(_LEAST_TILE, least, min(sum(work.action_tokens), _TILE_BYTES // (4 * work.geometry.vocab_size)))
 
 
 def update_time(device: str, work: UpdateWork, plan: UpdatePlan, fastest: UpdatePlan) -> float:

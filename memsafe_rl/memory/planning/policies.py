@@ -184,7 +184,7 @@ class AdaptivePolicy(MemoryPolicy):
             micro_batch_tokens=full_speed_packed_tokens(memory.device, work)
             if packs
             else max(work.least_tokens, tokens),
-            logprob_tile=full_speed_tile(work),
+            logprob_tile=full_speed_tile(memory.device, work),
             checkpointing=bool(self.checkpointing),
             pack_prompts=packs,
             trajectory_device=self.trajectory_device,

@@ -519,19 +519,29 @@ def _tile(memory: MemoryState) -> int:
 
 
 def _ceiling(phase: Phase, work: Work, memory: MemoryState) -> float:
+    """Gives what a plan may be estimated to take: less than what failed, as long as that is known to fail again.
+
+    What failed in the forecast fails all run long. What failed in the run may have been chance: after some untroubled
+    steps as much is tried again, and after as many more twice as much.
+    """
     alike = {Phase.ROLLOUT, Phase.EVALUATE} if phase is Phase.ROLLOUT else {phase}
     failures = [failure for failure in memory.failures if failure.phase in alike]
-    if not failures:
-        return float("inf")
-    last = max(failure.step for failure in failures)
-    wait = _UNTROUBLED_STEPS * 2 ** (len({failure.step for failure in failures}) - 1)
-    estimates = [
-        extra_bytes(failure.phase, failure.work or work, failure.plan, _tile(memory))
-        for failure in failures
-        if failure.step == last and failure.plan is not None
-    ]
-    known = [estimate for estimate in estimates if estimate is not None]
-    if not known:
-        return float("inf")
-    waits = max(0, memory.step - last - 1) // wait
-    return min(known) - 1 if waits == 0 else float(min(known) * 2 ** min(waits - 1, 64))
+
+    def least(failed: Sequence[MemoryFailure]) -> float:
+        estimates = (_estimate(failure, work, memory) for failure in failed)
+        return min((estimate for estimate in estimates if estimate is not None), default=float("inf"))
+
+    foreseen, own = least([one for one in failures if one.foreseen]), [one for one in failures if not one.foreseen]
+    if not own:
+        return foreseen - 1
+    steps = {failure.step for failure in own}
+    known = least([failure for failure in own if failure.step == max(steps)])
+    waits = max(0, memory.step - max(steps) - 1) // (_UNTROUBLED_STEPS * 2 ** (len(steps) - 1))
+    return min(foreseen - 1, known - 1 if waits == 0 else known * 2 ** min(waits - 1, 64))
+
+
+def _estimate(failure: MemoryFailure, work: Work, memory: MemoryState) -> int | None:
+    """Gives what a plan that failed was estimated to take."""
+    if failure.plan is None or failure.estimated_bytes is not None:
+        return failure.estimated_bytes
+    return extra_bytes(failure.phase, failure.work or work, failure.plan, _tile(memory))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memsafe_rl.accounting import in_phase
 from memsafe_rl.memory.planning.policies import check_rollout_plan, check_update_plan
+from memsafe_rl.memory.planning.search import extra_bytes
 from memsafe_rl.memory.runtime.headroom import HeadroomWatch
 from memsafe_rl.memory.runtime.holdings import Holdings
 from memsafe_rl.memory.runtime.leaks import LeakWatch
@@ -181,15 +182,17 @@ class MemoryTracker:
         """Begins with what a forecast has learnt of estimates, allocator and plans that fail, as if a step had."""
         self._corrections.update(corrections)
         self._stranded.update(stranded_bytes or {})
-        self._failures = (*self._failures, *failures)
+        self._failures = (*self._failures, *(replace(failure, foreseen=True) for failure in failures))
 
     def record(self, event: str, **details: Any) -> None:
         """Adds an event."""
         self.events.append({"event": event, "step": self.step, **details})
 
     def remember(self, failure: MemoryFailure) -> None:
-        """Remembers a failure for later plans."""
-        self._failures = (*self._failures, replace(failure, work=None))
+        """Remembers a failure for later plans, and of its work what was estimated for it."""
+        plan, tile = failure.plan, self.update_plan.logprob_tile
+        estimate = None if plan is None else extra_bytes(failure.phase, failure.work, plan, tile)
+        self._failures = (*self._failures, replace(failure, work=None, estimated_bytes=estimate))
 
     def drain(self) -> dict[str, float]:
         """Gives peak bytes and seconds of every phase since the last call; who held them then is in `step_parts`."""

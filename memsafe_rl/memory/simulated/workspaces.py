@@ -28,8 +28,8 @@ def _hidden_rows(_: tuple[Any, ...], result: Any) -> int:
 def _flash_backward(args: tuple[Any, ...], _: object) -> int:
     """Flash's backward adds up the queries' gradient in float32, and keeps a float32 number for each query."""
     segments, heads, width, head = args[1].shape
-    rows = -(-width // _FLASH_ROWS) * _FLASH_ROWS
-    columns = 32 if head <= _FLASH_ROWS else 64
+    rows = -(-width // QUERIES) * QUERIES
+    columns = 32 if head <= QUERIES else 64
     return int(segments * heads * rows * (-(-head // columns) * columns + 1) * _FLOAT_BYTES)
 
 
@@ -37,12 +37,12 @@ def _efficient_backward(args: tuple[Any, ...], _: object) -> int:
     """The efficient backward keeps a float32 number for each query; in half precision, float32 gradients of queries."""
     segments, heads, width, head = args[1].shape
     sums = head if args[1].dtype.itemsize < _FLOAT_BYTES else 0
-    rows = -(-width // _FLASH_ROWS) * _FLASH_ROWS
+    rows = -(-width // QUERIES) * QUERIES
     return int(segments * heads * (width + rows * sums) * _FLOAT_BYTES)
 
 
 _FLOAT_BYTES = 4
-_FLASH_ROWS = 128
+QUERIES = 128
 """Queries that a block of CUDA's kernels takes."""
 
 WORKSPACES: Mapping[str, Callable[[tuple[Any, ...], Any], int]] = {

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -198,16 +197,28 @@ def _visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-def _runs(segments: Iterable[tuple[int, int]], device: torch.device) -> tuple[Run, ...]:
-    """Sorts segments (first token, tokens) into runs of like length, the longest first."""
-    order = sorted((segment for segment in segments if segment[1]), key=lambda segment: (-segment[1], segment[0]))
-    runs: list[list[tuple[int, int]]] = []
-    for segment in order:
-        if runs and runs[-1][0][1] <= _LIKE * segment[1]:
-            runs[-1].append(segment)
+def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Sorts segments into those that attention takes together, of like length, the longest first.
+
+    Args:
+        lengths: tokens of each segment; those without any are left out.
+
+    Returns:
+        The places of each run's segments among the lengths, the longest first.
+    """
+    runs: list[list[int]] = []
+    for place in sorted(filter(lengths.__getitem__, range(len(lengths))), key=lambda place: -lengths[place]):
+        if runs and lengths[runs[-1][0]] <= _LIKE * lengths[place]:
+            runs[-1].append(place)
         else:
-            runs.append([segment])
-    return tuple(map(partial(_run, device=device), runs))
+            runs.append([place])
+    return runs
+
+
+def _runs(segments: Sequence[tuple[int, int]], device: torch.device) -> tuple[Run, ...]:
+    """Sorts segments (first token, tokens), in the order of their tokens, into runs of like length."""
+    found = like_lengths([tokens for _, tokens in segments])
+    return tuple(_run([segments[place] for place in places], device) for places in found)
 
 
 def _run(members: Sequence[tuple[int, int]], device: torch.device) -> Run:

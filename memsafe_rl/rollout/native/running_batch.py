@@ -221,7 +221,9 @@ class _RunningBatch:
         else:
             logits_BV, state, spread = self._read(wave, prompts, plan)
         rows = list(wave)
-        tokens_B = draw_next(self.draw, logits_BV, rows, Streams.of(rows, self._adapter.device), self._eos)
+        once = Streams.of(rows, self._adapter.device, draws=1)  # those of the batch follow when these have joined it
+        tokens_B = draw_next(self.draw, logits_BV, rows, once, self._eos)
+        del once
         del logits_BV  # its bytes are free before the cache is spread
         going = [place for place, one in enumerate(rows) if not one.ended]
         if spread is not None and self._keeps(plan):

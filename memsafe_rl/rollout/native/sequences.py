@@ -130,22 +130,22 @@ class Noise(NamedTuple):
 class Streams:
     """The random streams of rows that draw together: where each stands, and its noise of several draws to come."""
 
-    def __init__(self, keys_B4: Tensor, positions_B: Tensor) -> None:
-        self.keys_B4, self._positions_B = keys_B4, positions_B
+    def __init__(self, keys_B4: Tensor, positions_B: Tensor, draws: int | None = None) -> None:
+        self.keys_B4, self._positions_B, self._draws = keys_B4, positions_B, draws
         self._words_B: Tensor | None = None
         self._columns_S: Tensor | None = None
         self._ahead: Tensor | None = None
         self._used = 0
 
     @classmethod
-    def of(cls, rows: Sequence[LiveSequence], device: torch.device) -> Streams:
-        """Gives the streams of rows as far as they have drawn."""
+    def of(cls, rows: Sequence[LiveSequence], device: torch.device, draws: int | None = None) -> Streams:
+        """Gives the streams of rows as far as they have drawn; noise is made for so many draws, None for several."""
         with host_memory():
             named = torch.cat(
                 [key_tensor([one.key for one in rows]), torch.tensor([[len(one.ids)] for one in rows])], 1
             )
         named_B5 = named.to(device, non_blocking=True)
-        return cls(named_B5[:, :4], named_B5[:, 4])
+        return cls(named_B5[:, :4], named_B5[:, 4], draws)
 
     def positions(self) -> Tensor:
         """Index of each row's next token in its completion, (B,) int64."""
@@ -158,7 +158,8 @@ class Streams:
             if self._words_B is None:
                 self._words_B = hash_keys(self.keys_B4)
                 self._columns_S = torch.arange(noise_slots(vocab), device=self.keys_B4.device)
-            self._ahead = noise_ahead(self._words_B, self._positions_B, vocab, noise_steps(len(self.keys_B4), vocab))
+            draws = self._draws or noise_steps(len(self.keys_B4), vocab)
+            self._ahead = noise_ahead(self._words_B, self._positions_B, vocab, draws)
         return Noise(self._ahead[self._used], self._columns_S)
 
     def advance(self) -> None:

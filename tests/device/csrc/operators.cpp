@@ -445,7 +445,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("histc", &histc);
   m.impl("addmm.dtype_out", &addmm_dtype_out);
   // CUDA's own kernels, where the dispatcher would take compositions, which hold more, before a fallback.
-  for (const char* name : {"silu_backward", "mish_backward", "native_channel_shuffle"})
+  for (const char* name : {"silu_backward", "mish_backward", "native_channel_shuffle", "native_layer_norm", "native_group_norm", "addr"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 

@@ -191,6 +191,21 @@ def size_of(plan: Plan, phase: Phase = Phase.UPDATE) -> int:
     return extra_bytes(phase, WORK if isinstance(plan, UpdatePlan) else SAMPLING, plan) or 0
 
 
+@pytest.mark.parametrize(("vocab", "cpu", "cuda"), [(151_936, 64, 512), (32_000, 262, 512), (4_000, 2097, 2097)])
+def test_a_tile_is_as_large_as_the_device_is_fast(vocab: int, cpu: int, cuda: int) -> None:
+    work, policy = replace(WORK, geometry=replace(SIZES, vocab_size=vocab)), AdaptivePolicy(checkpointing=False)
+    for device, tile in (("cpu", cpu), ("cuda", cuda)):
+        assert policy.before_update(work, memory(2**45, device=device)).logprob_tile == tile
+    few = replace(work, row_tokens=(100,) * 2, action_tokens=(50,) * 2)
+    assert policy.before_update(few, memory(2**45)).logprob_tile == 100
+
+
+def test_a_tile_shrinks_only_where_bytes_bind() -> None:
+    work, policy = replace(WORK, geometry=replace(SIZES, vocab_size=151_936)), AdaptivePolicy()
+    budgets = (GIB // 10, GIB // 4, GIB // 2, 8 * GIB)
+    assert [policy.before_update(work, memory(one)).logprob_tile for one in budgets] == [64, 256, 256, 512]
+
+
 def test_with_room_to_spare_neither_noise_nor_corrections_move_the_plan() -> None:
     calm, policy = memory(2**45), AdaptivePolicy()
     noisy = memory(2**45, live_bytes=3 * GIB, corrections={"update": 3.0, "rollout": 0.3, "score": 2.0})
@@ -349,6 +364,25 @@ def test_a_ladder_that_climbs_stays_below_what_failed() -> None:
     failures = (failure(Phase.UPDATE, start, WORK, step=0),)
     assert policy.before_update(WORK, memory(2**45, step=1, failures=failures)).checkpointing
     assert not policy.before_update(WORK, memory(2**45, step=9, failures=failures)).checkpointing
+
+
+def test_what_failed_in_the_forecast_fails_all_run_long() -> None:
+    policy, large = LadderPolicy(climbs=True), size_of(UpdatePlan())
+    failed = failure(Phase.UPDATE, UpdatePlan(), None, estimated_bytes=large, foreseen=True)
+    for step in (1, 9, 1000):
+        plan = policy.before_update(WORK, memory(2**45, step=step, failures=(failed,)))
+        assert size_of(replace(plan, predicted_bytes={})) < large
+    chance = (failed, failure(Phase.UPDATE, UpdatePlan(1024), WORK, step=3))
+    assert size_of(policy.before_update(WORK, memory(2**45, step=5, failures=chance))) < size_of(UpdatePlan(1024))
+    later = policy.before_update(WORK, memory(2**45, step=2000, failures=chance))
+    assert size_of(UpdatePlan(1024)) < size_of(later) < large
+
+
+def test_what_failed_for_long_rows_does_not_hold_short_ones_back() -> None:
+    failed = failure(Phase.UPDATE, UpdatePlan(), None, estimated_bytes=size_of(UpdatePlan()), foreseen=True)
+    short = replace(WORK, row_tokens=(128,) * 8, action_tokens=(64,) * 8)
+    plan = LadderPolicy(climbs=True).before_update(short, memory(2**45, step=1, failures=(failed,)))
+    assert replace(plan, predicted_bytes={}) == UpdatePlan()
 
 
 def test_a_ladder_without_a_fallback_never_takes_it() -> None:

@@ -1,16 +1,18 @@
 """Meters agree with what is known, and a simulated device holds a run to its budget."""
 
 import mmap
+from dataclasses import replace
 
 import pytest
 import torch
 
 from memsafe_rl.accounting import charge
+from memsafe_rl.memory.planning.search import extra_bytes
 from memsafe_rl.memory.runtime.meters import CudaMeter, HostMeter, SimulatedMeter, meter_for
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.simulated.caching_allocator import CachingAllocator
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.types import Component, MemoryFailure, Phase, RolloutPlan
+from memsafe_rl.types import Component, MemoryFailure, ModelGeometry, Phase, RolloutPlan, UpdatePlan, UpdateWork
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -172,7 +174,21 @@ def test_a_run_knows_the_plans_that_failed_in_its_forecast() -> None:
     failed = MemoryFailure(phase=Phase.SCORE, requested_bytes=100, attempt=1, message="", plan=plan)
     tracker = MemoryTracker("cuda", CardMeter(), 10_000)
     tracker.expect({}, {}, (failed,))
-    assert tracker.state().failures == (failed,)
+    assert tracker.state().failures == (replace(failed, foreseen=True),)
+    resumed = MemoryTracker("cuda", CardMeter(), 10_000)
+    resumed.load_state_dict(tracker.state_dict())
+    assert resumed.state().failures == tracker.state().failures
+
+
+def test_a_failure_is_remembered_with_what_was_estimated_for_it() -> None:
+    geometry = ModelGeometry(2, 64, 128, 4, 2, 16, 500, None, (None, None), 10**6, 10**6, 4, 4, head_trainable=False)
+    work, plan = UpdateWork((30,) * 4, (20,) * 4, geometry), UpdatePlan(60)
+    tracker = MemoryTracker("cuda", CardMeter(), 10_000)
+    failed = MemoryFailure(phase=Phase.UPDATE, requested_bytes=100, attempt=1, message="", plan=plan, work=work)
+    tracker.remember(failed)
+    estimate = extra_bytes(Phase.UPDATE, work, plan)
+    assert estimate
+    assert tracker.state().failures == (replace(failed, work=None, estimated_bytes=estimate),)
 
 
 def test_a_card_that_is_only_counted_tells_what_its_allocator_needed() -> None:

@@ -11,6 +11,8 @@ import torch
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.memory.runtime.recovery import Attempt, under
 from memsafe_rl.models.module_state import eval_mode
+from memsafe_rl.ops.sampling import noise_ahead
+from memsafe_rl.rollout.native import sequences
 from memsafe_rl.rollout.native.running_batch import generate as generate_under
 from memsafe_rl.rollout.native.sequences import Candidate, admit, row_bytes
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
@@ -49,6 +51,20 @@ def naive_logits(adapter: FakeAdapter, tokens: torch.Tensor) -> torch.Tensor:
 
 
 # What is drawn
+
+
+def test_noise_is_made_for_one_draw_where_rows_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int]] = []
+
+    def spy(words_B: torch.Tensor, positions_B: torch.Tensor, vocab: int, steps: int) -> torch.Tensor:
+        made.append((int(positions_B.max()), steps))
+        return noise_ahead(words_B, positions_B, vocab, steps)
+
+    monkeypatch.setattr(sequences, "noise_ahead", spy)
+    settings = replace(SETTINGS, eos_token_ids=())
+    generate(FakeAdapter(joins=True), prompts_of(4), keys_of(4), settings, RolloutPlan(rows_in_flight=16))
+    assert made[0] == (0, 1)
+    assert made[1:] == [(1, 16), (17, 16)]
 
 
 @pytest.mark.parametrize(
