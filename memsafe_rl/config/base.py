@@ -207,9 +207,16 @@ class TrainerConfig(TrainerSettings, ABC):
     @property
     def engines_chosen(self) -> dict[str, str]:
         """The engines that are to draw in place of the model's own, by the setting that names each."""
-        switches = {"use_vllm": "vllm", "use_transformers_continuous_batching": "continuous"}
+        vllm = "vllm_server" if self.vllm_mode == "server" else "vllm"
+        switches = {"use_vllm": vllm, "use_transformers_continuous_batching": "continuous"}
         chosen = {setting: engine for setting, engine in switches.items() if getattr(self, setting)}
         return chosen if self.rollout_engine is None else {**chosen, "rollout_engine": self.rollout_engine}
+
+    @property
+    def vllm_servers(self) -> tuple[str, ...]:
+        """Addresses of the vLLM servers, without a slash at the end."""
+        given = self.vllm_server_base_url or f"http://{self.vllm_server_host}:{self.vllm_server_port}"
+        return tuple(url.strip().rstrip("/") for url in given.split(","))
 
     @property
     def compile_mode(self) -> str | None:

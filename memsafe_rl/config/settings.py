@@ -413,7 +413,30 @@ class TrainerSettings(RunSettings):
         registry="engines",
     )
     use_vllm: bool = engine(
-        False, "Draw completions with vLLM, in this process, with a copy of the weights; needs the package vllm."
+        False, "Draw completions with vLLM: in this process (needs the package vllm) or on servers, see vllm_mode."
+    )
+    vllm_mode: str = engine(
+        "colocate",
+        "Where vLLM runs: 'colocate' in this process, 'server' in servers that are running already.",
+        choices=("colocate", "server"),
+    )
+    vllm_server_base_url: str | None = engine(
+        None,
+        "Address of the vLLM server, or of several, separated by commas; None: host and port.",
+        resume="may change",
+    )
+    vllm_server_host: str = engine("0.0.0.0", "Host of the vLLM server.", resume="may change")
+    vllm_server_port: int = engine(8000, "Port of the vLLM server.", low=1, high=65535, resume="may change")
+    vllm_server_timeout: float = engine(
+        240.0, "Longest wait for a vLLM server to be up, and for an answer, in seconds.", above=0, resume="may change"
+    )
+    vllm_server_weights_dir: str | None = engine(
+        None,
+        "Folder through which weights reach the servers, at the same path there; None: vllm_weights in output_dir.",
+        resume="may change",
+    )
+    vllm_server_fallback: bool = engine(
+        True, "Have the model's own engine draw what no server answers; False: end the run.", resume="may change"
     )
     vllm_gpu_memory_utilization: float = engine(
         0.3, "Share of the device that vLLM may fill; the plan and memory_budget hold as well.", above=0, high=1

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -27,6 +28,7 @@ from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.ops.registry import Registry
 from memsafe_rl.rollout.engines import ENGINES
 from memsafe_rl.rollout.external.sampling_support import check_options, refuse_missing_vllm
+from memsafe_rl.rollout.server.routes import KEY_VARIABLE
 from memsafe_rl.types import RolloutPlan
 
 if TYPE_CHECKING:
@@ -226,6 +228,8 @@ def _check_engine(config: TrainerConfig) -> None:
             raise ConfigError(
                 f"{name} is True with {chosen[0]}; it looks at the library's own engine. Leave one of the two out."
             )
+    if "vllm_server" in config.engines_chosen.values():
+        _check_servers(config)
     if "vllm" in config.engines_chosen.values():
         _check_vllm(config)
     check_options(config.transformers_continuous_batching_config or {})
@@ -259,6 +263,26 @@ def _check_vllm(config: TrainerConfig) -> None:
         raise ConfigError(
             f"vllm_max_model_length is {longest}, which leaves no prompt beside max_completion_length "
             f"{config.max_completion_length}. Raise it to the longest prompt plus {config.max_completion_length}."
+        )
+
+
+def _check_servers(config: TrainerConfig) -> None:
+    for url in config.vllm_servers:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
+            shown = "with a name or password" if "@" in url else repr(url)
+            raise ConfigError(
+                f"vllm_server_base_url has the address {shown}. Write http://HOST:PORT, several separated by commas; "
+                f"a server's key belongs in the environment variable {KEY_VARIABLE}."
+            )
+    if config.world_size > 1:
+        raise ConfigError(
+            f"vllm_mode is 'server' in a run of {config.world_size} ranks, each of which would hand its weights over. "
+            "Run one process, or leave use_vllm out."
+        )
+    if config.vllm_enable_sleep_mode:
+        raise ConfigError(
+            "vllm_enable_sleep_mode is True with vllm_mode 'server', whose memory is not this run's. Leave it out."
         )
 
 

@@ -183,7 +183,6 @@ def test_a_rollout_engine_is_chosen_with_what_goes_with_it(monkeypatch: pytest.M
         ("probe_worst_case", True, r"probe_worst_case is True with use_vllm"),
         ("vllm_max_model_length", 512, r"leaves no prompt beside max_completion_length 512"),
         ("vllm_gpu_memory_utilization", 1.5, r"vllm_gpu_memory_utilization is 1\.5"),
-        ("vllm_mode", "server", r"vllm_mode is 'server', which is refused.*rollout_func"),
         ("vllm_tensor_parallel_size", 2, r"vllm_tensor_parallel_size is 2, which is refused"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -239,10 +238,10 @@ def test_attributes_are_guarded_like_arguments() -> None:
     config = GRPOConfig()
     with pytest.raises(ConfigError, match="Did you mean 'learning_rate'"):
         config.learnin_rate = 1.0
-    with pytest.raises(ConfigError, match="vllm_mode is 'server'"):
-        config.vllm_mode = "server"
-    config.vllm_mode = "colocate"
-    assert config.vllm_mode == "colocate"
+    with pytest.raises(ConfigError, match="vllm_group_port is 51217"):
+        config.vllm_group_port = 51217
+    config.vllm_group_port = 51216
+    assert config.vllm_group_port == 51216
     assert config.deepspeed is None
     assert config.hub_strategy == "every_save"
     with pytest.raises(AttributeError, match="nonsense"):
@@ -726,20 +725,20 @@ def test_flags_of_trl_that_are_off_are_parsed_and_others_refused_with_the_reason
     parser = HfArgumentParser(GRPOConfig)
     line = (
         "--use_vllm False --use_transformers_paged False --push_to_hub false --dataloader-num-workers 0 "
-        "--ddp_timeout 1800 --vllm_mode colocate"
+        "--ddp_timeout 1800 --vllm_group_port 51216"
     )
     (config,) = parser.parse_args_into_dataclasses(shlex.split(line))
     assert config == GRPOConfig()
     assert config.use_vllm is False
-    assert "vllm_mode" not in config.to_dict()
+    assert "vllm_group_port" not in config.to_dict()
     for flags in (["--push_to_hub"], ["--push_to_hub", "True"]):
         with pytest.raises(ConfigError, match=r"push_to_hub is 'True', which is refused"):
             parser.parse_args_into_dataclasses(flags)
-    with pytest.raises(ConfigError, match="vllm_server_port is '8001'"):
-        parser.parse_args_into_dataclasses(["--vllm_server_port", "8001"])
+    with pytest.raises(ConfigError, match="vllm_group_port is '8001'"):
+        parser.parse_args_into_dataclasses(["--vllm_group_port", "8001"])
     assert set(THEIRS) - set(ALIASES) <= {field.name for field in dataclasses.fields(GRPOConfig)}
-    assert "vllm_mode" not in repr(config)
-    assert "vllm_mode" not in (GRPOConfig.__doc__ or "")
+    assert "vllm_group_port" not in repr(config)
+    assert "vllm_group_port" not in (GRPOConfig.__doc__ or "")
     assert dataclasses.replace(config, seed=3).seed == 3
 
 

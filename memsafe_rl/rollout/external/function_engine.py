@@ -87,6 +87,7 @@ class FunctionEngine(ExternalEngine):
         honours: names of the `SamplingSettings` that it keeps to, besides length, eos and temperature; others are
             refused. Where one of them shapes the distribution, ``model_logprobs`` must be the model's own, or NaN.
         synchronise: called before each rollout with the optimizer steps done, for engines with a copy of the weights.
+        close: called when the run ends or its weights are loaded; a later call begins anew.
         is_external: whether log-probs come from other kernels or weights than the model's, so that the loss must
             correct for the difference.
     """
@@ -98,11 +99,12 @@ class FunctionEngine(ExternalEngine):
         *,
         honours: Collection[str] = (),
         synchronise: Callable[[int], object] = lambda _: None,
+        close: Callable[[], object] = lambda: None,
         is_external: bool = True,
     ) -> None:
         self.name, self.supports = context.name, EngineCapabilities(is_external=is_external)
         self._adapter, self._draw, self._honours = context.adapter, draw, PLAIN.union(honours)
-        self._synchronise = synchronise
+        self._synchronise, self._close = synchronise, close
 
     def synchronise(self, version: int) -> None:
         """Has the engine take over weights that have moved."""
@@ -112,7 +114,8 @@ class FunctionEngine(ExternalEngine):
         """Does nothing: every call gives its bytes back."""
 
     def close(self) -> None:
-        """Does nothing: nothing outlives a call."""
+        """Has the engine end whatever outlives a call, and forget which weights it has."""
+        self._close()
 
     def draw_rows(self, request: EngineRequest, plan: RolloutPlan) -> list[Completion]:
         """Calls the function, and refuses what it gives where that cannot be scored."""

@@ -1,0 +1,242 @@
+"""vLLM servers as the rollout engine: any that has the run's weights draws a row, else the own engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import requests
+import torch
+from requests.adapters import HTTPAdapter
+
+from memsafe_rl.errors import MemsafeError
+from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.models.language.causal_lm import causal_lm_of
+from memsafe_rl.rollout.engine import ENGINES, Engine, EngineContext, RolloutEngine, register_engine
+from memsafe_rl.rollout.external.function_engine import FunctionEngine
+from memsafe_rl.rollout.external.request import EngineRequest, Row, seed_of
+from memsafe_rl.rollout.external.sampling_support import FILTERS, refuse_encoder
+from memsafe_rl.rollout.server.routes import Server, ServerError
+from memsafe_rl.rollout.server.weights import is_whole, written
+from memsafe_rl.rollout.vllm.weights import refuse_unmergeable
+from memsafe_rl.types import Completion, RolloutPlan, SequenceKey
+
+logger = logging.getLogger(__name__)
+
+NAME = "vllm_server"
+T = TypeVar("T")
+
+_THREADS = 64  # requests under way at once, over all servers
+_PASSES = 2  # the second is for servers that came back
+_PROBED_TOKENS = 16
+_WRITES = 2  # of the same weights, before the disk is blamed
+_EXACT, _ROUNDED = 1e-3, 0.1  # nats by which the probe may be off on average; rounded: in 16 bits
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What is fixed for a whole run."""
+
+    urls: tuple[str, ...]
+    timeout: float  # seconds
+    folder: Path  # for weights; at the same path on the servers' machines
+    falls_back: bool  # whether the own engine draws what no server answers
+    tolerance: float  # nats, mean over the probe
+
+
+class Servers:
+    """Draws the rows of a rollout on servers; what has been answered is kept while a rollout is repeated."""
+
+    def __init__(self, adapter: ModelAdapter, settings: ServerSettings, own: RolloutEngine) -> None:
+        refuse_unmergeable(adapter.model)
+        self._adapter, self._settings, self._own = adapter, settings, own
+        self._step: int | None = None
+        self._weights: tuple[Path, str] | None = None  # folder and label of the newest weights written
+        self._probe: list[float] = []  # what the model itself says of the probe under them
+        self._met = False  # whether any server has served this run
+        self._request: EngineRequest | None = None
+        self._answered: dict[Row, Completion] = {}
+
+    def synchronise(self, step: int) -> None:
+        """Forgets the weights written before if an optimizer step has moved them; the next draw writes them."""
+        if step != self._step:
+            self._step, self._weights = step, None
+
+    def close(self) -> None:
+        """Forgets which weights were written."""
+        self._step = self._weights = None
+
+    def draw(self, request: EngineRequest, plan: RolloutPlan) -> list[Completion]:
+        """Draws one completion for each row."""
+        if self._request is not request:
+            self._request, self._answered = request, {}
+        reasons: dict[str, str] = {}
+        with _servers(self._settings) as servers:
+            for _ in range(_PASSES):
+                missing = [row for row in request.rows if row not in self._answered]
+                if not missing:
+                    break
+                ready = self._prepared(servers, reasons)
+                _Pass(ready, request, self._label, reasons).draw(missing, plan, self._answered)
+        missing = [row for row in request.rows if row not in self._answered]
+        if missing:
+            self._draw_here(missing, request, plan, reasons)
+        answered, self._request, self._answered = self._answered, None, {}
+        return [answered[row] for row in request.rows]
+
+    @property
+    def _label(self) -> str:
+        if self._weights is None:
+            self._probe = self._own_logprobs()
+            self._weights = written(self._adapter.model, self._settings.folder, self._step or 0)
+        return self._weights[1]
+
+    def _prepared(self, servers: Sequence[Server], reasons: dict[str, str]) -> list[Server]:
+        """Gives the servers that have the weights, and proves it, after handing them over where they do not."""
+        ready = []
+        for server in servers:
+            try:
+                self._prepare(server)
+                ready.append(server)
+            except ServerError as error:
+                reasons[server.url] = str(error)
+        self._met = self._met or bool(ready)
+        return ready
+
+    def _prepare(self, server: Server) -> None:
+        if not self._met:
+            server.wait()
+        if server.version() != self._label:
+            server.take(*self._whole_weights())
+        label = self._label
+        given = torch.tensor(server.prompt_logprobs(self._probed_ids(), label), dtype=torch.float64)
+        own = torch.tensor(self._probe, dtype=torch.float64)
+        gap = float((given - own).abs().mean())
+        if not gap <= self._settings.tolerance:
+            raise ServerError(
+                f"{server.url} says that it has the weights {label!r}, but its log-probs of a fixed prompt lie "
+                f"{gap:.3g} nats from the model's own on average, more than {self._settings.tolerance:g}: it "
+                "dropped or kept some, or computes in another type"
+            )
+
+    def _whole_weights(self) -> tuple[Path, str]:
+        """Gives folder and label of the weights, read again and, where they are not what was written, written again."""
+        for _ in range(_WRITES):
+            label = self._label
+            assert self._weights is not None
+            if is_whole(*self._weights):
+                return self._weights
+            logger.warning("The weights %s in %s are damaged", label, self._settings.folder)
+            self._weights = None
+        raise MemsafeError(
+            f"{str(self._settings.folder)!r} does not read back as it was written. Set vllm_server_weights_dir to a "
+            "folder on another disk."
+        )
+
+    def _probed_ids(self) -> list[int]:
+        vocab = self._adapter.geometry.vocab_size
+        return [(7 + 9973 * place * place) % vocab for place in range(_PROBED_TOKENS)]
+
+    def _own_logprobs(self) -> list[float]:
+        ids_L = torch.tensor(self._probed_ids(), device=self._adapter.device)
+        logits_LV = causal_lm_of(self._adapter.model)(input_ids=ids_L[None], use_cache=False).logits[0]
+        logprobs_L = logits_LV[:-1].float().log_softmax(-1).gather(1, ids_L[1:, None])[:, 0]
+        return list(map(float, logprobs_L))
+
+    def _draw_here(
+        self, rows: Sequence[Row], request: EngineRequest, plan: RolloutPlan, reasons: dict[str, str]
+    ) -> None:
+        told = "; ".join(reasons.values())
+        if not (self._met and self._settings.falls_back):
+            raise MemsafeError(
+                f"No vLLM server drew {len(rows)} of {len(request.rows)} completions: {told}. Restart the servers, or "
+                "leave vllm_mode out."
+            )
+        logger.warning("The own engine draws %d of %d completions: %s", len(rows), len(request.rows), told)
+
+        def attempt(unit: Callable[[RolloutPlan], T], undo: Callable[[], None] | None = None) -> T:
+            del undo  # a failure goes to the attempt around, which repeats what is not answered
+            return unit(plan)
+
+        groups: dict[int, list[SequenceKey]] = {}
+        for prompt, sample in rows:
+            groups.setdefault(prompt, []).append(request.keys[prompt][sample])
+        prompts = [torch.tensor(request.ids[prompt]) for prompt in groups]
+        drawn = self._own.generate(prompts, list(groups.values()), request.settings, attempt)
+        self._answered.update(zip(rows, drawn, strict=True))
+
+
+class _Pass:
+    """Asks for every missing row once; a server that fails is asked for nothing more, the next one is."""
+
+    def __init__(self, servers: Sequence[Server], request: EngineRequest, label: str, reasons: dict[str, str]) -> None:
+        self._servers, self._request, self._label, self._reasons = servers, request, label, reasons
+        self._failed: set[str] = set()
+
+    def draw(self, rows: Sequence[Row], plan: RolloutPlan, answered: dict[Row, Completion]) -> None:
+        """Adds what is answered, by row; a row that comes twice is the same."""
+        if not self._servers:
+            return
+        with ThreadPoolExecutor(min(len(rows), max(1, plan.rows_in_flight), _THREADS)) as threads:
+            asked: dict[Future[Completion | None], Row] = {
+                threads.submit(self._row, row, first): row for first, row in enumerate(rows)
+            }
+            try:
+                for done in as_completed(asked):
+                    completion = done.result()
+                    if completion is not None:
+                        answered[asked[done]] = completion
+                        if self._request.progress is not None:
+                            self._request.progress(len(answered), len(self._request.rows))
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _row(self, row: Row, first: int) -> Completion | None:
+        prompt, sample = row
+        key = self._request.keys[prompt][sample]
+        name = "-".join(map(str, (*key, self._label)))
+        for turn in range(len(self._servers)):
+            server = self._servers[(first + turn) % len(self._servers)]
+            if server.url in self._failed:
+                continue
+            try:
+                return server.draw(name, self._request.ids[prompt], self._request.settings, seed_of(key), self._label)
+            except ServerError as error:
+                self._failed.add(server.url)
+                self._reasons[server.url] = str(error)
+        return None
+
+
+@contextmanager
+def _servers(settings: ServerSettings) -> Iterator[list[Server]]:
+    """Opens connections for one rollout."""
+    with requests.Session() as session:
+        for scheme in ("http://", "https://"):
+            session.mount(scheme, HTTPAdapter(pool_maxsize=_THREADS))
+        yield [Server(url, settings.timeout, session) for url in settings.urls]
+
+
+def vllm_server_engine(context: EngineContext) -> FunctionEngine:
+    """Makes the engine that the configuration describes."""
+    refuse_encoder(context, "use_vllm")
+    config = context.config
+    folder = Path(config.vllm_server_weights_dir or Path(config.output_dir) / "vllm_weights")
+    rounded = config.bf16 or config.fp16 or next(context.adapter.model.parameters()).dtype.itemsize < 4
+    settings = ServerSettings(
+        urls=config.vllm_servers,
+        timeout=config.vllm_server_timeout,
+        folder=folder,
+        falls_back=config.vllm_server_fallback,
+        tolerance=_ROUNDED if rounded else _EXACT,
+    )
+    servers = Servers(context.adapter, settings, ENGINES["native"].function(context))
+    return FunctionEngine(context, servers.draw, honours=FILTERS, synchronise=servers.synchronise, close=servers.close)
+
+
+register_engine(Engine(NAME, vllm_server_engine))

@@ -1,0 +1,81 @@
+"""The trained weights as files for a server: written whole or not at all, and read again before handing over."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from memsafe_rl.checkpoint.manifest import RunMark, check_files, read_manifest, write_manifest
+from memsafe_rl.checkpoint.store import sync_all
+from memsafe_rl.errors import DamagedCheckpointError
+from memsafe_rl.rollout.vllm.weights import named_weights
+
+_FILE_BYTES = 1 << 30  # bytes of weights that are on the host at once, and of a file
+
+
+def written(model: nn.Module, parent: Path, step: int) -> tuple[Path, str]:
+    """Writes a model's weights and removes those that were written before.
+
+    Args:
+        model: the network; adapters are merged in, a layer at a time.
+        parent: folder for nothing else; made if it is not there.
+        step: optimizer steps done.
+
+    Returns:
+        The folder, complete on the disk, and the label of its content: step and sha-256.
+    """
+    draft = parent / ".part"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    for number, tensors in enumerate(_files(model)):
+        save_file(tensors, draft / f"model-{number:05}.safetensors")
+    write_manifest(draft, RunMark(), step)
+    sync_all(draft)
+    label = _label(draft, step)
+    final = parent / label
+    for old in parent.iterdir():
+        if old != draft:
+            shutil.rmtree(old)
+    draft.rename(final)
+    sync_all(parent)
+    return final, label
+
+
+def is_whole(folder: Path, label: str) -> bool:
+    """Tells whether every byte of a folder is what was written.
+
+    Args:
+        folder: as `written` gave it.
+        label: likewise.
+
+    Returns:
+        Whether sizes, sha-256 and label agree with the files.
+    """
+    try:
+        manifest = read_manifest(folder)
+        check_files(folder, manifest)
+        return _label(folder, manifest.step) == label
+    except DamagedCheckpointError:
+        return False
+
+
+def _label(folder: Path, step: int) -> str:
+    content = json.dumps(dict(read_manifest(folder).files or {}), sort_keys=True)
+    return f"{step}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+
+def _files(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in named_weights(model):
+        tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if sum(each.nbytes for each in tensors.values()) >= _FILE_BYTES:
+            yield tensors
+            tensors = {}
+    if tensors:
+        yield tensors
