@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             with started(environment(options.venv), Path(folder)) as url:
                 served = trained(Path(folder) / "served", options.steps, url)
-    found = {"steps": options.steps, "own": own, "server": served}
+    machine = {"cores": os.cpu_count(), "server": options.url or "started here"}
+    found = {"machine": machine, "steps": options.steps, "own": own, "server": served}
     print(json.dumps(found, indent=1))
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 
