@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from memsafe_rl.diagnostics.status import versions
+from memsafe_rl.durable import contents, sha256_of
 from memsafe_rl.errors import ConfigError, DamagedCheckpointError
 from memsafe_rl.records import Lineage, read_json
 
@@ -52,11 +53,7 @@ class Manifest:
 
 def write_manifest(folder: Path, mark: RunMark, step: int) -> None:
     """Describes all files of a folder, in a file that is written last."""
-    files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    files = contents(folder)
     content = {"format": _MANIFEST_FORMAT, **mark.plain, "step": step, "versions": versions(), "files": files}
     (folder / MANIFEST).write_text(json.dumps({**content, "seal": _seal(content)}, indent=1))
 
@@ -96,14 +93,9 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         if path.stat().st_size != written["bytes"]:
             sizes = f"{path.stat().st_size:,} bytes; written were {written['bytes']:,}"
             raise DamagedCheckpointError(f"{str(path)!r} has {sizes}")
-        if _sha256(path) != written["sha256"]:
+        if sha256_of(path) != written["sha256"]:
             raise DamagedCheckpointError(f"{str(path)!r} differs from what was written (sha-256)")
 
 
 def _seal(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

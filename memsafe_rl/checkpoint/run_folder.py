@@ -22,6 +22,7 @@ from memsafe_rl.checkpoint import store
 from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
 from memsafe_rl.checkpoint.store import PREFIX, PREVIOUS, checkpoints, find_checkpoint, known_run, make_aside, step_of
 from memsafe_rl.diagnostics.status import write_json
+from memsafe_rl.durable import sync_all
 from memsafe_rl.errors import ConfigError, MemsafeError, SaveError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.records import RUN_FILE, read_json, still_ours
@@ -267,7 +268,7 @@ def _write_weights(path: Path, write: Callable[[Path], None], *, replace: bool) 
         write(draft)
         names = [each.name for each in draft.iterdir()]
         (draft / _NAMES).write_text(json.dumps(names))
-        store.sync_all(draft)
+        sync_all(draft)
         _finish_weights(path)  # of an earlier call by the run that trains here
         there = {
             *_replaced_by(draft, path),

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from memsafe_rl.checkpoint.manifest import LOOP, Manifest, RunMark, check_files, read_manifest, write_manifest
 from memsafe_rl.checkpoint.trajectory_file import load_trajectory, save_trajectory
+from memsafe_rl.durable import sync, sync_all
 from memsafe_rl.errors import ConfigError, DamagedCheckpointError, SaveError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.records import RUN_FILE, read_json
@@ -101,7 +102,7 @@ def _replace(final: Path, draft: Path, mark: RunMark) -> None:
         if replaced.exists():
             replaced.rename(final)
         raise
-    _sync(final.parent)
+    sync(final.parent)
     with suppress(OSError):
         if replaced.exists():
             remove(replaced.rename(draft))  # a half deleted one no longer says whose it is
@@ -140,20 +141,6 @@ def owner_of(folder: Path) -> str:
 
 def _draft_of(final: Path) -> Path:
     return final.with_name(f".{final.name}.part")
-
-
-def sync_all(folder: Path) -> None:
-    """Waits until the disk has a folder and everything in it."""
-    for path in (*folder.rglob("*"), folder):
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _why_not_saved(output_dir: Path, final: Path, content: CheckpointContent, error: BaseException) -> str:

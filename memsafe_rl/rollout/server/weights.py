@@ -11,9 +11,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from memsafe_rl.checkpoint.manifest import RunMark, check_files, read_manifest, write_manifest
-from memsafe_rl.checkpoint.store import sync_all
-from memsafe_rl.errors import DamagedCheckpointError
+from memsafe_rl.durable import contents, sync_all
 from memsafe_rl.rollout.vllm.weights import named_weights
 
 _FILE_BYTES = 1 << 30  # bytes of weights that are on the host at once, and of a file
@@ -35,7 +33,6 @@ def written(model: nn.Module, parent: Path, step: int) -> tuple[Path, str]:
     draft.mkdir(parents=True)
     for number, tensors in enumerate(_files(model)):
         save_file(tensors, draft / f"model-{number:05}.safetensors")
-    write_manifest(draft, RunMark(), step)
     sync_all(draft)
     label = _label(draft, step)
     final = parent / label
@@ -55,19 +52,14 @@ def is_whole(folder: Path, label: str) -> bool:
         label: likewise.
 
     Returns:
-        Whether sizes, sha-256 and label agree with the files.
+        Whether the files, hashed again, have that label.
     """
-    try:
-        manifest = read_manifest(folder)
-        check_files(folder, manifest)
-        return _label(folder, manifest.step) == label
-    except DamagedCheckpointError:
-        return False
+    return folder.is_dir() and _label(folder, int(label.partition("-")[0])) == label
 
 
 def _label(folder: Path, step: int) -> str:
-    content = json.dumps(dict(read_manifest(folder).files or {}), sort_keys=True)
-    return f"{step}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    """Names the content of a folder: the label of files that differ in one bit is another."""
+    return f"{step}-{hashlib.sha256(json.dumps(contents(folder)).encode()).hexdigest()[:16]}"
 
 
 def _files(model: nn.Module) -> Iterator[dict[str, Tensor]]:
