@@ -353,7 +353,8 @@ def _try_until_settled(
                 try_drawing(setup, evaluation)
             drawn, learned = tracker.rollout_plan, tracker.update_plan
             trials = worst_trials(setup, among, grows=grows)
-            rollout, update = trials[-1].plans
+            rollout = trials[-1].plans[0]
+            update = next(trial.plans[1] for trial in reversed(trials) if trial.steps)
             if not changes(drawn, rollout) and not changes(learned, update):
                 break
         return setup

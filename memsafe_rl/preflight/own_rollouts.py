@@ -102,7 +102,14 @@ def _worst_of(drawn: Sequence[_Planned], learnt: Sequence[_Planned]) -> list[Tri
     chosen = [found for kind in kinds for found in nlargest(1, steps, key=_size_of(kind))]
     # The first one's tile is that of no plan, so that another may hold more in larger ones.
     later = [one for one in drawn[1:] if one.largest.plan.logprob_tile > UpdatePlan.logprob_tile]
-    scored = [*drawn[:1], *widest, *nlargest(1, later, key=_sizes_in(Phase.SCORE))]
+    later = nlargest(1, later, key=_sizes_in(Phase.SCORE))
+    scored = [*drawn[:1], *widest, *later]
+
+    def place(one: _Planned) -> tuple[bool, bool]:
+        """Puts what is only scored in larger tiles after all others: it finds what they left cached too small."""
+        largest = one is chosen[0][0]
+        return one in later and not any(owner is one for owner, _ in chosen), largest
+
     return [
         Trial(
             one.longest,
@@ -111,7 +118,7 @@ def _worst_of(drawn: Sequence[_Planned], learnt: Sequence[_Planned]) -> list[Tri
             steps=tuple({id(step): step.step for owner, step in chosen if owner is one}.values()),
             plans=(one.plan, one.largest.plan),
         )
-        for one in sorted({id(one): one for one in (*drawn, *learnt)}.values(), key=lambda one: one is chosen[0][0])
+        for one in sorted({id(one): one for one in (*drawn, *learnt)}.values(), key=place)
         if one in scored or any(owner is one for owner, _ in chosen)
     ]
 
