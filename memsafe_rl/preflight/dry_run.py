@@ -135,7 +135,8 @@ class DryRun:
         memory.empty_cache()
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, reference = network(), network(frozen=True) if copies else None
-            room_bytes = room_for_weights(self._budget_bytes(device_bytes))
+            # bitsandbytes quantises on the way to the device, where all of a base then is
+            room_bytes = None if network.quantization else room_for_weights(self._budget_bytes(device_bytes))
             on_host = put_on(language_model_of(model), torch.device("cpu"), room_bytes)
         if on_host:  # loaded there, they were never on the device
             memory.empty_cache()

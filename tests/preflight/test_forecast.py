@@ -405,6 +405,8 @@ class TestOfACard:
         four, plain = (on_a_card(tmp_path / name, peft_config=lora) for name in ("four", "half"))
         weights = [found.phases[Phase.LOAD][Component.WEIGHTS] for found in (four, plain)]
         assert weights[0] < 0.5 * weights[1]
+        tight = on_a_card(tmp_path / "four", peft_config=lora, device_bytes=weights[0] * 11 // 10)
+        assert tight.phases[Phase.LOAD][Component.WEIGHTS] == weights[0]  # it is quantised on the device
         config.quantization_config = {"quant_method": "awq", "bits": 4}
         config.save_pretrained(tmp_path / "other")
         with pytest.raises(ConfigError, match=r"saved quantised \(awq\)"):
