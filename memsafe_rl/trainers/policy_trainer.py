@@ -101,7 +101,6 @@ class PolicyTrainer:
         optimizers: tuple[Any, Any] | None,
     ) -> None:
         """Checks what was passed, forecasts the run where its weights are still to be loaded, and builds its loop."""
-        self.tools = list(request.tools or ())
         self.args = own_config(args, request.model, type(self))
         self.args.output_dir = os.path.abspath(self.args.output_dir)  # a callback may change the directory
         logging.getLogger("memsafe_rl").setLevel(self.args.get_process_log_level())
@@ -114,7 +113,7 @@ class PolicyTrainer:
         if self.accelerator.is_main_process:  # several at once would take the folder from under each other
             check_writable(Path(self.args.output_dir))
         inputs = read_inputs(self.args, request)
-        self.train_dataset = inputs.train_dataset
+        self.train_dataset, self.tools = inputs.train_dataset, list(request.tools or ())
         self._trackers = self._check_outputs(inputs.models.processing_class)
         machine = machine_for(inputs, self.accelerator.device, connect(self.accelerator))
         self.forecast = forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None

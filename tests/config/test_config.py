@@ -48,6 +48,8 @@ OURS = {field.name: field for field in dataclasses.fields(GRPOSettings)}
 THEIRS = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
 
 NEW = {
+    "vllm_server_fallback",
+    "vllm_server_weights_dir",
     "advantage_estimator",
     "alarms",
     "allow_lossy",
