@@ -91,29 +91,14 @@ class Routers:
             yield counts
 
     @contextmanager
-    def weighing(self, counts_E1: Tensor) -> Iterator[Share]:
-        """Adds up a micro-batch's share of the loss, of which a step's counts are known; lasts until its backward."""
-        share = Share()
+    def weighing(self, counts_E1: Tensor) -> Iterator[list[Tensor]]:
+        """Gives a micro-batch's shares of the loss by layer, from a step's counts; lasts until its backward."""
+        shares: list[Tensor] = []
         tokens = counts_E1[-1]
         weights_E = self.experts * counts_E1[:-1] / tokens.square()
 
         def hear(probabilities_NE: Tensor, mask_N1: Tensor) -> None:
-            share.add((probabilities_NE * mask_N1 * weights_E.to(mask_N1)).sum())
+            shares.append((probabilities_NE * mask_N1 * weights_E.to(mask_N1)).sum())
 
         with self.heard(hear):
-            yield share
-
-
-class Share:
-    """A micro-batch's share of the balance loss."""
-
-    def __init__(self) -> None:
-        self._parts: list[Tensor] = []
-
-    def add(self, part: Tensor) -> None:
-        """Adds what one router gave."""
-        self._parts.append(part)
-
-    def taken(self) -> Tensor:
-        """Gives the sum, a scalar; what a repeated forward adds later is left out."""
-        return torch.stack(self._parts).sum()
+            yield shares

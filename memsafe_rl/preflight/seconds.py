@@ -13,14 +13,19 @@ from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.preflight.speed import DeviceSpeed, Work, WorkCounter
-from memsafe_rl.preflight.worst_case import Longest, longest_rollout, longest_rows, samples, try_scoring
+from memsafe_rl.preflight.worst_case import (
+    Longest,
+    as_rollout,
+    longest_rollout,
+    longest_rows,
+    samples,
+    terms_of,
+    try_scoring,
+)
 from memsafe_rl.preflight.worst_rows import tried_places, widest_slices, worst_step
 from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.slices import measure_slices
-from memsafe_rl.training.algorithms.objectives import Controllers
-from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.learner import Learner
-from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, UpdatePlan, UpdateWork
 from memsafe_rl.units import format_seconds
@@ -136,10 +141,9 @@ def _update(setup: TrainingSetup, longest: Longest) -> list[tuple[float, Work]]:
     learner, plan, committer = Learner(setup), setup.memory.update_plan, setup.committed
     trajectory = longest_rows(setup, longest)
     rows = worst_step(setup, trajectory, longest.rollout)
-    rollout = Rollout(trajectory, consumed=0, external=Collector(setup).corrects_sampler)
     work = learner.work(trajectory, rows)
     tried = [rows[place] for place in tried_places(work, plan, 1)]
-    terms = learner.fix_terms(rollout, tried, Controllers.at_start(setup.config))
+    rollout, terms = as_rollout(setup, trajectory), terms_of(setup, trajectory, tried)
     counter = WorkCounter()
     with setup.memory.phase(Phase.UPDATE), counter:
         learner.gradient(rollout, tried, terms, step=setup.memory.step)

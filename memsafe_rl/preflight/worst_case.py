@@ -300,10 +300,14 @@ def try_drawing(setup: TrainingSetup, drawing: Drawing) -> None:
         setup.rewards.rehearse(drawing.longest.row_tokens, len(rows), by_reward_rows(attempt))
 
 
+def as_rollout(setup: TrainingSetup, trajectory: Trajectory) -> Rollout:
+    """Gives rows as a rollout of the run's own engine."""
+    return Rollout(trajectory, consumed=0, external=Collector(setup).corrects_sampler)
+
+
 def terms_of(setup: TrainingSetup, trajectory: Trajectory, rows: Sequence[int]) -> StepTerms:
     """Fixes an optimizer step's terms, scored in tiles of the plan that is in force."""
-    rollout = Rollout(trajectory, consumed=0, external=Collector(setup).corrects_sampler)
-    return Learner(setup).fix_terms(rollout, rows, Controllers.at_start(setup.config))
+    return Learner(setup).fix_terms(as_rollout(setup, trajectory), rows, Controllers.at_start(setup.config))
 
 
 def try_update(
@@ -314,8 +318,7 @@ def try_update(
     terms: StepTerms | None = None,
 ) -> None:
     """Tries the micro-batches of an optimizer step that may hold most, up to the point where weights would move."""
-    learner, plan = Learner(setup), setup.memory.update_plan
-    rollout = Rollout(trajectory, consumed=0, external=Collector(setup).corrects_sampler)
+    learner, plan, rollout = Learner(setup), setup.memory.update_plan, as_rollout(setup, trajectory)
     tried = [rows[place] for place in tried_places(learner.work(trajectory, rows), plan, micro_batches)]
     terms = terms or terms_of(setup, trajectory, tried)
     committer, repeat = setup.committed, setup.recovery.repeat

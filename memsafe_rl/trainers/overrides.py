@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,14 @@ def refuse_ignored(cls: type, ours: type) -> None:
             raise TypeError(f"{cls.__name__}.{name} would never be called: {reason}.")
 
 
+def _replaces(trainer: Any, ours: type, name: str) -> bool:
+    """Tells whether a trainer's class has a method of its own in place of ours."""
+    return inspect.getattr_static(type(trainer), name) is not inspect.getattr_static(ours, name)
+
+
 def hooks_of(trainer: Any, ours: type) -> Hooks:
     """Gives the loop those steps that a trainer's class does in its own way."""
-
-    def own(name: str) -> bool:
-        return inspect.getattr_static(type(trainer), name) is not inspect.getattr_static(ours, name)
+    own = partial(_replaces, trainer, ours)
 
     def create_both(max_steps: int) -> None:
         trainer.create_optimizer_and_scheduler(max_steps)
@@ -124,7 +128,7 @@ class OwnRewards:
         self._trainer, self._calculate = trainer, calculate
         self._scores: RewardScores | None = None
         self._attempt: Attempt = run_once
-        if inspect.getattr_static(type(trainer), "_calculate_rewards") is not ours.__dict__["_calculate_rewards"]:
+        if _replaces(trainer, ours, "_calculate_rewards"):
             trainer.rewards.calculate = self
 
     def call_functions(

@@ -154,10 +154,8 @@ class Collector:
 
         Gives what is logged, and the completions as a rollout where the loss of one is known without a critic.
         """
-        prompts, group_size = (
-            self._repeat(self._setup.models.reader, examples, phase=Phase.EVALUATE),
-            self._config.eval_generations,
-        )
+        group_size = self._config.eval_generations
+        prompts = self._repeat(self._setup.models.reader, examples, phase=Phase.EVALUATE)
         samples = self._rewarded(*self._draw(prompts, EVALUATION_ROLLOUT, group_size, state, phase=Phase.EVALUATE))
         metrics = self._repeat(self._evaluation_metrics, samples, phase=Phase.EVALUATE)
         if self._setup.advantages.critics or self._settings.objectives or self._setup.adapter.time_separable:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ from memsafe_rl.types import (
     Trajectory,
     UpdatePlan,
 )
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -110,12 +113,12 @@ class _Pass:
         """Adds a micro-batch's share of the balance loss to its loss; lasts until its backward has ended."""
         terms, routers = self.terms.balance, self.adapter.routers
         if terms is None or routers is None:
-            yield _as_it_is
+            yield as_it_is
             return
-        with routers.weighing(terms.counts_E1) as share:
+        with routers.weighing(terms.counts_E1) as shares:
 
             def add(result: LossResult) -> LossResult:
-                balance = share.taken()
+                balance = torch.stack(shares).sum()  # a forward repeated for the backward adds to them later
                 sums = {**result.sums, "aux_loss": balance.detach()}
                 return replace(result, loss=result.loss + terms.coef * balance, sums=sums)
 
@@ -157,8 +160,9 @@ def accumulate_gradient(
     return step
 
 
-def _as_it_is(result: LossResult) -> LossResult:
-    return result
+def as_it_is(value: Value) -> Value:
+    """Changes nothing."""
+    return value
 
 
 def _learn_from(

@@ -25,6 +25,7 @@ from memsafe_rl.training.gradient import (
     StepGradient,
     StepTerms,
     accumulate_gradient,
+    as_it_is,
     contributes,
     entropy_masks,
     loss_of_scores,
@@ -47,10 +48,6 @@ from memsafe_rl.types import Component, Denominators, Phase, Trajectory, UpdateP
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
-
-
-def _as_it_is(trajectory: Trajectory) -> Trajectory:
-    return trajectory
 
 
 @contextmanager
@@ -143,7 +140,10 @@ class Learner:
         return [row for row in range(self._settings.rollout_rows) if row not in first]
 
     def fix_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers) -> StepTerms:
-        """Works out over the whole step and all ranks what its loss divides by, weighs by and masks."""
+        """Works out over the whole step and all ranks what its loss divides by, weighs by, masks and balances."""
+        return replace(self._loss_terms(rollout, rows, controllers), balance=self._balance(rollout.trajectory, rows))
+
+    def _loss_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers) -> StepTerms:
         trajectory, config = rollout.trajectory, self._config
         masks = self._entropy_masks(trajectory, rows) if config.top_entropy_quantile < 1.0 else None
         counts = self._repeat(Stage.PREPARE, _counted_actions, trajectory)
@@ -159,7 +159,6 @@ class Learner:
             entropy_masks=masks,
             sampler_is_external=rollout.external,
             values=self._setup.advantages.loss_term(),
-            balance=self._balance(trajectory, rows),
         )
         betas = [control.beta for control in controllers.betas.values()]
         return with_objectives(terms, trajectory, rows, betas)
@@ -170,7 +169,6 @@ class Learner:
         if routers is None:
             return None
         found: list[Tensor] = []
-
         with setup.memory.phase(Phase.SCORE):
             counted = partial(counting_experts, setup, found)
             Scorer(setup).passed(setup.adapter, trajectory, rows, context=counted)
@@ -223,7 +221,7 @@ class Learner:
         rows: Sequence[int],
         terms: StepTerms,
         *,
-        view: Callable[[Trajectory], Trajectory] = _as_it_is,
+        view: Callable[[Trajectory], Trajectory] = as_it_is,
         gradients_aside: int = 0,
     ) -> tuple[Rollout, StepGradient]:
         """Accumulates a gradient over micro-batches, again from the start if memory runs out, then over ranks."""
@@ -290,7 +288,7 @@ class Learner:
     def loss_of(self, rollout: Rollout, controllers: Controllers) -> float:
         """Gives the loss of a whole rollout with the weights that drew it, over all ranks; moves nothing."""
         trajectory, rows = rollout.trajectory, list(range(len(rollout.trajectory)))
-        terms = self.fix_terms(rollout, rows, controllers)
+        terms = self._loss_terms(rollout, rows, controllers)
         with self._setup.memory.phase(Phase.EVALUATE):
             mine, scored = Scorer(self._setup).passed(self._setup.adapter, trajectory, rows, with_entropy=True)
             share = self._repeat(Stage.MEASURE, loss_of_scores, trajectory, mine, terms, scored)

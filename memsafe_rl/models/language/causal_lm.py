@@ -80,10 +80,10 @@ class CausalLMAdapter(LanguageAdapter):
             hidden_ND: Tensor = output[0][0]
             return hidden_ND.index_select(0, laid.places.to(hidden_ND.device))
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
-        ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
+        ids_BL, row_lengths = trajectory.token_rows(rows, self.pad_token_id, self.device), trajectory.row_lengths(rows)
         if self.routers is not None:
-            self.routers.lay_out(trajectory.row_lengths(rows))
-        hidden_BLD = self._trunk(ids_BL, trajectory.row_lengths(rows))
+            self.routers.lay_out(row_lengths)
+        hidden_BLD = self._trunk(ids_BL, row_lengths)
         return predicting_states(hidden_BLD, [prompt - 1 for prompt in prompts], lengths)
 
     @torch.no_grad()

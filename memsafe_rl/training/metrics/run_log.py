@@ -28,7 +28,6 @@ from memsafe_rl.training.state import RunState
 
 logger = logging.getLogger(__name__)
 
-_NONE = Hooks()
 _WISHES = ("should_log", "should_evaluate", "should_save")
 """What callbacks ask for at the end of a step, but for the end of training, after which a run may be gone on with."""
 
@@ -42,7 +41,7 @@ class RunLog:
         callbacks: CallbackHandler,
         memory: MemoryTracker,
         parallel: Parallel,
-        hooks: Hooks = _NONE,
+        hooks: Hooks,
     ) -> None:
         self.callbacks = callbacks
         self._hooks = hooks
@@ -222,24 +221,25 @@ class RunLog:
 
     def flush(self, state: RunState) -> None:
         """Logs the averages since the last record, and shows the completions of the last rollout."""
+        own = self._hooks.log
         with uninterrupted():  # made once, though callbacks that hear of it may be cut short
-            logs = averages(self.pending)
-            self.pending.clear()
+            logs = self._take_averages()
             self.control.should_log = False
-            if self._hooks.log is not None:
-                self._hooks.log(logs)  # it writes the record itself
-            else:
-                record = self._record(state, logs)
-        if self._hooks.log is None:
+            record = self._record(state, logs) if own is None else own(logs)  # which tells callbacks itself
+        if own is None:
             self.control = self.callbacks.on_log(self._config, state.progress, self.control, record)
         self._show_completions(state)
 
     def end(self, state: RunState, totals: Mapping[str, Any]) -> None:
         """Logs a run's totals, with the averages of steps since the last record, as TRL does."""
-        rest = averages(self.pending)
-        self.pending.clear()
-        self.tell_log(state, {**rest, **totals})
+        self.tell_log(state, {**self._take_averages(), **totals})
         self._show_completions(state)
+
+    def _take_averages(self) -> dict[str, float | None]:
+        """Gives the averages since the last record, and begins those of the next."""
+        taken = averages(self.pending)
+        self.pending.clear()
+        return taken
 
     def _show_completions(self, state: RunState) -> None:
         if self._config.log_completions and self._parallel.is_main and self.table:
