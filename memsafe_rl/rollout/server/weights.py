@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from memsafe_rl.durable import contents, sync_all
 from memsafe_rl.rollout.vllm.weights import named_weights
 
+_LABEL = re.compile(r"\d+-[0-9a-f]{16}")
 _FILE_BYTES = 1 << 30  # bytes of weights that are on the host at once, and of a file
 
 
@@ -22,7 +24,7 @@ def written(model: nn.Module, parent: Path, step: int) -> tuple[Path, str]:
 
     Args:
         model: the network; adapters are merged in, a layer at a time.
-        parent: folder for nothing else; made if it is not there.
+        parent: folder; made if it is not there.
         step: optimizer steps done.
 
     Returns:
@@ -37,7 +39,7 @@ def written(model: nn.Module, parent: Path, step: int) -> tuple[Path, str]:
     label = _label(draft, step)
     final = parent / label
     for old in parent.iterdir():
-        if old != draft:
+        if _LABEL.fullmatch(old.name):  # whatever else lies there is the user's
             shutil.rmtree(old)
     draft.rename(final)
     sync_all(parent)

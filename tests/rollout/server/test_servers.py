@@ -17,6 +17,7 @@ from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.rollout.engine import EngineContext, RolloutEngine
 from memsafe_rl.rollout.engines import ENGINES
 from memsafe_rl.rollout.server.routes import KEY_VARIABLE
+from memsafe_rl.rollout.server.weights import is_whole, written
 from memsafe_rl.types import Completion, RolloutPlan
 from tests.rollout.external.common import adapter_of, keys_of, nudge, prompts_of, settings_of, small_model
 from tests.rollout.server.fake_server import FakeServer
@@ -328,3 +329,13 @@ def test_addresses_are_read_from_trls_fields() -> None:
     assert one.vllm_servers == ("http://10.0.0.2:8001",)
     two = GRPOConfig(use_vllm=True, vllm_mode="server", vllm_server_base_url="http://a:1/, http://b:2")
     assert two.vllm_servers == ("http://a:1", "http://b:2")
+
+
+def test_a_folder_for_weights_keeps_what_the_run_did_not_write(tmp_path: Path, model: Any) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "2024-data").mkdir()
+    first, _ = written(model, tmp_path, 1)
+    second, label = written(model, tmp_path, 2)
+    assert is_whole(second, label)
+    assert not first.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([label, "2024-data", "notes.txt"])
