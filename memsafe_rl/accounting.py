@@ -180,6 +180,12 @@ def weights_of(*networks: nn.Module) -> Iterator[Tensor]:
             yield from _tensors(state, "CB", "SCB")
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Gives what this rank holds of a tensor: its part of one that FSDP2 divides, else all."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 def _quantisation_state(weight: Tensor) -> Iterator[Tensor]:
     yield from _tensors(weight, "CB", "SCB")
     state = getattr(weight, "quant_state", None)

@@ -253,6 +253,12 @@ class TrainerConfig(TrainerSettings, ABC):
             return int(self.warmup_steps)
         return math.ceil(num_training_steps * self.warmup_steps)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether the ranks of the run share its weights, gradients and optimizer state."""
+        asked = bool(self.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes")
+        return asked and self.world_size > 1
+
     # Where the run takes place; read from the launcher's environment until ranks have met.
 
     @property

@@ -54,6 +54,7 @@ def validate(config: TrainerConfig) -> None:
     _check_optimizer(config)
     _check_importance(config)
     _check_engine(config)
+    _check_sharding(config)
     _check_reference(config)
     _check_saving(config)
     _check_memory(config)
@@ -212,6 +213,44 @@ def _check_importance(config: TrainerConfig) -> None:
             f"vllm_importance_sampling_mode is {config.vllm_importance_sampling_mode!r}, but it has no bound. "
             "Set vllm_importance_sampling_clip_max=3.0."
         )
+
+
+def _check_sharding(config: TrainerConfig) -> None:
+    """Refuses what FSDP2 cannot do here, or what has not been proved to learn the same under it."""
+    words = config.fsdp if isinstance(config.fsdp, list) else str(config.fsdp or "").split()
+    unknown = [word for word in words if word not in ("full_shard", "auto_wrap", "True")]
+    if unknown:
+        raise ConfigError(
+            f"fsdp is {config.fsdp!r}, but {unknown[0]!r} is not supported: weights, gradients and optimizer state are "
+            "divided, block by block. Set fsdp='full_shard'."
+        )
+    odd = [name for name, value in (config.fsdp_config or {}).items() if value not in _FSDP_SETTINGS.get(name, ())]
+    if odd and config.fsdp:
+        raise ConfigError(
+            f"fsdp_config has {odd[0]}={(config.fsdp_config or {})[odd[0]]!r}, which is not supported: FSDP2 divides "
+            "each block, with every setting as PyTorch has it. Leave it out."
+        )
+    if not config.sharded:
+        return
+    together = {
+        "verify_plan": config.verify_plan,
+        "probe_worst_case": config.probe_worst_case,
+        "torch_compile": config.compile_mode is not None,
+        "fp16": config.fp16,
+        "objectives": bool(config.objective_list),
+        "save_in_background": config.save_in_background is True,
+    }
+    for name, is_set in together.items():
+        if is_set:
+            raise ConfigError(f"{name} is set with fsdp, under which it does not work yet. Leave one of the two out.")
+
+
+_FSDP_SETTINGS: dict[str, tuple[object, ...]] = {
+    "version": (2, "2"),
+    "fsdp_version": (2, "2"),
+    "reshard_after_forward": (True, "true"),
+    "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",),
+}
 
 
 def _check_engine(config: TrainerConfig) -> None:

@@ -115,7 +115,7 @@ class PolicyTrainer:
         inputs = read_inputs(self.args, request)
         self.train_dataset, self.tools = inputs.train_dataset, list(request.tools or ())
         self._trackers = self._check_outputs(inputs.models.processing_class)
-        machine = machine_for(inputs, self.accelerator.device, connect(self.accelerator))
+        machine = machine_for(inputs, self.accelerator.device, connect(self.accelerator, sharded=self.args.sharded))
         self.forecast = forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None
 
         def draw_rollout(prompts: list[Any]) -> Mapping[str, Any]:

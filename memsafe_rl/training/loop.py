@@ -183,7 +183,8 @@ class TrainingLoop:
     def collect(self) -> Rollout:
         """Collects the next rollout; reward functions may draw random numbers."""
         state = self.state
-        rollout = collect(self.collector, state, self.learner.later_rows(state.cursor))
+        with self.setup.shards.gathered(self.setup.recovery.repeat):
+            rollout = collect(self.collector, state, self.learner.later_rows(state.cursor))
         self.report.table = rollout.table
         state.random = self.setup.recovery.repeat(Stage.PREPARE, capture_random_state)
         return rollout
@@ -253,7 +254,8 @@ class TrainingLoop:
         """Evaluates on the run's own evaluation prompts, or on others."""
         chosen = self.eval_dataset if dataset is None else dataset
         try:
-            return evaluated(self.collector, self.learner, self.report, self.state, chosen, prefix)
+            with self.setup.shards.gathered(self.setup.recovery.repeat):
+                return evaluated(self.collector, self.learner, self.report, self.state, chosen, prefix)
         finally:
             if not self._running:
                 self.setup.return_weights()
@@ -309,6 +311,7 @@ class TrainingLoop:
             return
         setup.committer.drop_gradients()
         flush_autograd()  # an interrupted backward left its graph there
+        setup.shards.finish_round()
         setup.parallel.fail(f"{type(error).__name__}: {error}")
         if not isinstance(error, (KeyboardInterrupt, MemsafeError)):
             return

@@ -30,7 +30,8 @@ from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.loading import LoadedModel
-from memsafe_rl.parallel.replicas import Parallel, connect, open_accelerator
+from memsafe_rl.parallel.replicas import Parallel, Replicas, connect, open_accelerator
+from memsafe_rl.parallel.shards import ShardedWeights, check_dividable
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
@@ -48,6 +49,7 @@ from memsafe_rl.training.assembly.inputs import (
 )
 from memsafe_rl.training.assembly.language_models import bound_prompts
 from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES, ModelFactory
+from memsafe_rl.training.gradient import pass_once
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.setup import DrawRollout, TrainingSetup
 from memsafe_rl.types import Phase
@@ -171,7 +173,7 @@ def prepare(
     set_seed(config.seed)
     inputs = read_inputs(config, request)
     accelerator = open_accelerator(config.use_cpu)
-    setup = build_setup(inputs, machine_for(inputs, accelerator.device, connect(accelerator)))
+    setup = build_setup(inputs, machine_for(inputs, accelerator.device, connect(accelerator, sharded=config.sharded)))
     setup = replace(setup, committer=make_committer(setup, optimizers, setup.planned_steps))
     Learner(setup).make_state()
     return setup
@@ -240,8 +242,27 @@ def build_setup(
         environments=inputs.environments,
         draw_rollout=draw_rollout,
     )
+    if config.sharded:
+        setup = replace(setup, shards=_divided(setup, machine))
     machine.holdings.networks, machine.holdings.resident_blocks = setup.networks, lambda: adapter.resident_blocks
     return setup
+
+
+def _divided(setup: TrainingSetup, machine: Machine) -> ShardedWeights:
+    """Divides the weights of model, reference copy and critic among the ranks."""
+    ranks = machine.parallel
+    if not isinstance(ranks, Replicas):
+        raise AssertionError("one process shares its weights with nobody")
+    adapters = [setup.adapter, setup.adapter.reference_adapter, *(one.network for one in setup.advantages.critics)]
+    networks = {id(one.lm): one.lm for one in adapters if one is not None and check_dividable(one)}
+    shards = ShardedWeights(list(networks.values()), ranks, machine.device)
+    learn = partial(pass_once, setup.adapter, setup.advantages.critics, autocast=setup.autocast, shards=shards)
+    shards.learn_order(learn)
+    setup.trained.zero_grad()
+    for one in adapters:
+        if one is not None:
+            one.reread()
+    return shards
 
 
 def factory_of(model: Any) -> Callable[[TrainerConfig, Any, Any], ModelFactory]:

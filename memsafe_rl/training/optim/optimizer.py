@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from transformers import Trainer, get_scheduler
 
-from memsafe_rl.accounting import charge, device_type_of
+from memsafe_rl.accounting import charge, device_type_of, local_part
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.runtime.holdings import optimizer_tensors
 from memsafe_rl.training.optim.half_weights import ClipFactors, HalfWeights
@@ -207,12 +208,23 @@ class Committer:
             for parameter, zeros in zip(missing, [torch.zeros_like(parameter) for parameter in missing], strict=True):
                 parameter.grad = zeros
 
-    def measure(self) -> Tensor:
-        """Unscales the gradients in place, once, and measures their norm and the factor that clips; may be repeated."""
+    def norms(self) -> tuple[float, float]:
+        """Gives the norm of this rank's part of divided gradients, and that of whole ones; may be repeated."""
+        self.complete_gradients()
+        self._unscale()
+        divided = [local_part(each) for each in self._gradients if local_part(each) is not each]
+        whole = [each for each in self._gradients if local_part(each) is each]
+        return float(get_total_norm(divided)), float(get_total_norm(whole))
+
+    def measure(self, known_norm: float | None = None) -> Tensor:
+        """Unscales the gradients in place, once, and measures their norm and the factor that clips; may be repeated.
+
+        The norm of gradients that are divided among ranks has to be known.
+        """
         self.complete_gradients()
         scale = self._unscale()
-        gradients = self._gradients
-        norm = torch.nn.utils.get_total_norm(gradients)
+        gradients = [local_part(each) for each in self._gradients]
+        norm = get_total_norm(gradients) if known_norm is None else gradients[0].new_tensor(known_norm)
         self._measured = _Measured(
             clip_factors=_clip_factors([*gradients, *self.stepped], norm, self._max_grad_norm),
             one=torch.ones(()),
@@ -319,7 +331,7 @@ class Committer:
         if not factors:
             return
         for gradient in [weight.grad for weight in self.half.plain if weight.grad is not None][self._clipped :]:
-            gradient.mul_(factors[gradient.device, gradient.dtype])
+            local_part(gradient).mul_(factors[gradient.device, gradient.dtype])
             self._clipped += 1
 
 

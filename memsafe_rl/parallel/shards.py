@@ -1,0 +1,370 @@
+"""Weights divided among ranks by FSDP2: whole where completions are drawn and scored, a block at a time in an update.
+
+A pass without gradient runs on whole weights (`ShardedWeights.gathered`): they are gathered once, no collective follows
+until they are dropped, and so each rank draws, scores and retries at its own pace.
+
+An update communicates inside every forward and backward, in an order that the model fixes and neither rows nor plans
+change. So ranks run micro-batches in *rounds*. Before each, all exchange one word: another micro-batch, none left, or
+failed. A rank with none left plays a blank round: the same collectives, zeros for gradients. One that fails inside a
+round plays its remaining collectives, and then all ranks drop the gradient and accumulate it again, the failed one
+under its policy's next plan. No rank ever waits for a collective that another will not join.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from types import MethodType
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+
+from memsafe_rl.accounting import charge, host_memory, local_part
+from memsafe_rl.errors import ConfigError, PeerOutOfMemoryError
+from memsafe_rl.memory.runtime.interrupts import uninterrupted
+from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.models.blocks import blocks_of
+from memsafe_rl.parallel.replicas import Replicas
+from memsafe_rl.types import Component
+
+T = TypeVar("T")
+
+_FORWARD = "memsafe_forward"
+"""The method of a divided network inside of which FSDP2 expects its forward."""
+
+
+class Repeat(Protocol):
+    """Runs a stage until it fits; `Recovery.repeat` is one."""
+
+    def __call__(self, stage: Stage, function: Callable[..., T], *values: Any) -> T:
+        """Runs the stage."""
+
+
+class WholeWeights:
+    """Weights that lie whole on every rank."""
+
+    divided = False  # whether ranks share the weights
+
+    @contextmanager
+    def gathered(self, repeat: Repeat) -> Iterator[None]:  # noqa: ARG002
+        """Changes nothing: the weights are whole."""
+        yield
+
+    def forward(self, network: nn.Module, run: Callable[[], T]) -> T:  # noqa: ARG002
+        """Runs a network's forward."""
+        return run()
+
+    def rounds(self, micro_batches: Iterable[T]) -> Iterator[T]:
+        """Gives this rank's micro-batches."""
+        yield from micro_batches
+
+    def leave_round(self) -> None:
+        """Returns at once: a failure concerns nobody else."""
+
+    def finish_round(self) -> None:
+        """Returns at once: nobody waits."""
+
+    def learn_order(self, run: Callable[[], object]) -> None:
+        """Does nothing: forward and backward communicate with nobody."""
+
+    def whole_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Gives the parameters whose gradients each rank has whole: all."""
+        return list(parameters)
+
+    def total_norm(self, norms: Callable[[], tuple[float, float]], repeat: Repeat) -> float | None:  # noqa: ARG002
+        """Gives None: each rank can measure its gradients alone."""
+        return None
+
+    def on_main(self, value: T) -> T:
+        """Gives back what a checkpoint holds."""
+        return value
+
+
+class _Kind(Enum):
+    """Collectives inside a forward and backward."""
+
+    GATHER = "all-gather of a unit's weights"
+    REDUCE = "reduce-scatter of a unit's gradients"
+
+
+class _Operation(NamedTuple):
+    """A collective of one unit."""
+
+    group: int  # index of the unit's parameter group
+    kind: _Kind
+
+
+class _Noted:
+    """FSDP2's own collective, noted once it was issued."""
+
+    def __init__(self, issue: Any, note: Callable[[], None]) -> None:
+        self._issue, self._note = issue, note
+        self.allocate = issue.allocate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with uninterrupted():
+            work = self._issue(*args, **kwargs)
+            self._note()
+        return work
+
+
+class _Word:
+    """What ranks tell each other before a round."""
+
+    DONE, MORE, FAILED = 0, 1, 2
+
+
+class ShardedWeights:
+    """Networks whose weights, gradients and optimizer states are divided among all ranks.
+
+    Args:
+        networks: language models with the layers of their adapters in place, each whole on the device; changed in
+            place.
+        ranks: the processes.
+        device: where the weights are.
+    """
+
+    divided = True
+
+    def __init__(self, networks: Sequence[nn.Module], ranks: Replicas, device: torch.device) -> None:
+        self._ranks = ranks
+        self._depth = 0
+        self._recorded: list[_Operation] | None = None
+        self._order: tuple[_Operation, ...] | None = None
+        self._left: deque[_Operation] = deque()  # what the round in progress still has to communicate
+        mesh = init_device_mesh(device.type, (ranks.world_size,))
+        with charge(Component.WEIGHTS):
+            for network in networks:
+                for block in blocks_of(network):
+                    fully_shard(block, mesh=mesh)
+                fully_shard(network, mesh=mesh)
+        self._roots: list[Any] = list(networks)
+        self._units: list[Any] = [
+            module for root in self._roots for module in root.modules() if isinstance(module, FSDPModule)
+        ]
+        self._groups = [group for unit in self._units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        for unit in self._units:
+            unit.set_gradient_divide_factor(1.0)  # denominators are those of the whole step
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_reduce_scatter_unused_params(True)  # else ranks that lack a gradient skip what others wait in
+        for place, group in enumerate(self._groups):
+            for name, issue, kind in (
+                ("_all_gather_comm", DefaultAllGather(), _Kind.GATHER),
+                ("_reduce_scatter_comm", DefaultReduceScatter(), _Kind.REDUCE),
+            ):
+                setattr(group, name, _Noted(issue, _noting(self, _Operation(place, kind))))
+        for root in self._roots:
+            setattr(root, _FORWARD, MethodType(_run, root))
+            register_fsdp_forward_method(root, _FORWARD)
+            root._get_fsdp_state()._lazy_init()  # else the first block to run would take itself for a root
+
+    # ------------------------------------------------------------------ whole weights
+
+    @contextmanager
+    def gathered(self, repeat: Repeat) -> Iterator[None]:
+        """Holds all weights whole while passes without gradient run; all ranks enter it together, and may nest it."""
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                self._gather(repeat)
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._drop_gathered()
+
+    def _gather(self, repeat: Repeat) -> None:
+        self._begin([_Operation(place, _Kind.GATHER) for place in range(len(self._groups))])
+        for unit in self._units:
+            unit.set_reshard_after_forward(False, recurse=False)
+        for group in self._groups:
+            repeat(Stage.PREPARE, _unshard, group)
+        self._check_ended()
+
+    def _drop_gathered(self) -> None:
+        self._reset()
+        for unit in self._units:
+            unit.set_reshard_after_forward(unit not in self._roots, recurse=False)
+
+    # ------------------------------------------------------------------ rounds
+
+    def forward(self, network: nn.Module, run: Callable[[], T]) -> T:
+        """Runs the forward of a network's trunk and head as one forward of what FSDP2 holds together."""
+        root = next((module for module in network.modules() if module in self._roots), None)
+        if root is None:
+            return run()
+        result: T = getattr(root, _FORWARD)(run)
+        return result
+
+    def learn_order(self, run: Callable[[], object]) -> None:
+        """Notes in which order a forward and backward communicate: all ranks run one together, before all else."""
+        self._recorded = []
+        run()
+        self._order, self._recorded = tuple(self._recorded), None
+
+    def rounds(self, micro_batches: Iterable[T]) -> Iterator[T]:
+        """Gives this rank's micro-batches, one a round; plays blank rounds until no rank has any left.
+
+        Raises:
+            PeerOutOfMemoryError: another rank failed; drop the gradient, and begin again.
+        """
+        waiting = iter(micro_batches)
+        micro, more = _next(waiting)
+        while True:
+            words = self._ranks.words(_Word.MORE if more else _Word.DONE)
+            if _Word.FAILED in words:
+                raise PeerOutOfMemoryError(f"rank {words.index(_Word.FAILED)} ran out of memory in this accumulation")
+            if _Word.MORE not in words:
+                return
+            if self._order is None:
+                raise AssertionError("learn the order of collectives before the first round")
+            self._begin(self._order)
+            if more:
+                yield micro  # type: ignore[misc]
+                self._check_ended()
+                micro, more = _next(waiting)
+            else:
+                self._play()
+                self._reset()
+
+    def leave_round(self) -> None:
+        """Plays what is left of a round that failed, and tells the other ranks; all begin the accumulation again."""
+        self.finish_round()
+        self._ranks.words(_Word.FAILED)
+
+    def finish_round(self) -> None:
+        """Plays what is left of a round or a gathering, so that nobody waits for this rank in it."""
+        self._reset()
+        self._play()
+        self._reset()
+
+    def _begin(self, order: Iterable[_Operation]) -> None:
+        self._left = deque(order)
+
+    def _check_ended(self) -> None:
+        if self._left:
+            raise AssertionError(f"{len(self._left)} collectives of a round were left out, the first {self._left[0]}")
+
+    def _note(self, operation: _Operation) -> None:
+        if self._recorded is not None:
+            self._recorded.append(operation)
+        elif not self._left or self._left.popleft() != operation:
+            raise AssertionError(f"{operation} does not belong where this round stands")
+
+    def _play(self) -> None:
+        """Takes part in the remaining collectives without computing; what they bring of gradients is kept."""
+        while self._left:
+            left, (place, kind) = len(self._left), self._left[0]
+            group = self._groups[place]
+            if kind is _Kind.GATHER:
+                _unshard(group)
+                group._to_sharded()
+            else:
+                group.post_backward()
+            if len(self._left) == left:
+                raise AssertionError(f"{self._left[0]} could not be played")
+
+    def _reset(self) -> None:
+        """Leaves nothing of a pass that broke off, nor of whole weights; the rank's own gradients stay."""
+        for group in self._groups:
+            for weight in group.fsdp_params:
+                weight.unsharded_accumulated_grad = None
+                if hasattr(weight, "_unsharded_param"):
+                    weight._unsharded_param.grad = None
+        for root in self._roots:
+            root.reset_iter_state()
+        for group in self._groups:
+            for weight in group.fsdp_params:  # a gathering that broke off between its buffers counts as none
+                if hasattr(weight, "_unsharded_param"):
+                    weight.free_unsharded_param()
+
+    # ------------------------------------------------------------------ gradients and checkpoints
+
+    def whole_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Gives the parameters whose gradients each rank has whole, and must be added: those outside the networks."""
+        return [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+
+    def total_norm(self, norms: Callable[[], tuple[float, float]], repeat: Repeat) -> float:
+        """Joins the norms of all ranks' parts, and that of the gradients that all have whole."""
+        divided, whole = repeat(Stage.MEASURE, norms)
+        return math.hypot(whole, *self._ranks.gather([divided]))
+
+    def on_main(self, value: Any) -> Any:
+        """Copies the tensors in nested dicts and lists to the host, the divided ones whole and on the main rank only.
+
+        All ranks call it with the same names in the same order; the others get nothing where a tensor is divided.
+        """
+        if isinstance(value, DTensor):
+            with host_memory():
+                parts = self._ranks.to_main(value.to_local())
+                return None if parts is None else torch.cat(parts)
+        if isinstance(value, Tensor):
+            with host_memory():
+                return value.detach().to("cpu", copy=True)
+        if isinstance(value, Mapping):
+            return {name: self.on_main(each) for name, each in value.items()}
+        return type(value)(map(self.on_main, value)) if type(value) in (list, tuple) else value
+
+
+Shards = WholeWeights | ShardedWeights
+"""Where a run's weights lie: whole on every rank, or divided."""
+
+
+def local_slice(whole: Tensor, like: DTensor) -> Tensor:
+    """Cuts a rank's own part out of a whole tensor."""
+    local = like.to_local()
+    rows = -(-like.shape[0] // like.device_mesh.size())
+    start = min(like.device_mesh.get_local_rank() * rows, like.shape[0])
+    return whole.narrow(0, start, local.shape[0])
+
+
+def copy_into(target: Tensor, whole: Tensor) -> None:
+    """Copies a whole tensor's values into one that may be divided, in place and bit for bit."""
+    if isinstance(target, DTensor):
+        local_part(target).copy_(local_slice(whole, target))
+    else:
+        target.copy_(whole)
+
+
+def _run(network: nn.Module, run: Callable[[], T]) -> T:  # noqa: ARG001
+    return run()
+
+
+def _next(waiting: Iterator[T]) -> tuple[T | None, bool]:
+    for item in waiting:
+        return item, True
+    return None, False
+
+
+def _noting(weights: ShardedWeights, operation: _Operation) -> Callable[[], None]:
+    def note() -> None:
+        weights._note(operation)
+
+    return note
+
+
+def _unshard(group: Any) -> None:
+    group.unshard()
+    group.wait_for_unshard()
+
+
+def check_dividable(adapter: Any) -> bool:
+    """Refuses to divide what has not been proved to learn the same; True for the others."""
+    told = f"fsdp divides causal language models, and {type(adapter.model).__name__}"
+    remedy = "Leave fsdp out; every rank then holds all weights."
+    if getattr(adapter, "lm", None) is None or adapter.time_separable or adapter.geometry.source_bytes is not None:
+        raise ConfigError(f"{told} is none. {remedy}")
+    if not blocks_of(adapter.lm):
+        raise ConfigError(f"{told} has no repeated blocks. {remedy}")
+    odd = next((name for name, one in adapter.lm.named_parameters() if not one.is_floating_point()), None)
+    if odd is not None:
+        raise ConfigError(f"{told} has quantised weights ({odd}), which it cannot divide. {remedy}")
+    return True
