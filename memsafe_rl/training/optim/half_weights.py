@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsafe_rl.accounting import charge
+from memsafe_rl.accounting import charge, local_part
 from memsafe_rl.config.settings import OPTIMIZERS
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.runtime.host_memory import to_device, to_host
@@ -285,7 +285,7 @@ class HalfWeights:
         The optimizer holds what `stepped` gives; its steps on some parameters must not depend on the others.
         """
         if self.plain or not self._half:
-            optimizer.step()
+            _step_apart(optimizer, self.plain)
         if not self._half:
             return
         if self._buffer is None:
@@ -389,3 +389,23 @@ def remedies_named(stepped_in_float32: bool, choice: str | None) -> Iterator[Non
             failure=error.failure,
             held_bytes=error.held_bytes,
         ) from None
+
+
+def _step_apart(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> None:
+    """Steps on weights divided among ranks and on whole ones in two calls, since no kernel takes both."""
+    divided = [weight for weight in weights if local_part(weight) is not weight]
+    whole = [weight for weight in weights if local_part(weight) is weight]
+    if not (divided and whole):
+        optimizer.step()
+        return
+    gradients = {id(weight): weight.grad for weight in weights}
+    try:
+        for stepped, others in ((divided, whole), (whole, divided)):
+            for weight in others:
+                weight.grad = None
+            for weight in stepped:
+                weight.grad = gradients[id(weight)]
+            optimizer.step()
+    finally:  # a step that broke off is made again
+        for weight in weights:
+            weight.grad = gradients[id(weight)]

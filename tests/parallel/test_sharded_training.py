@@ -1,0 +1,119 @@
+"""Two processes that share the weights by FSDP2 draw and learn what one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from memsafe_rl.accounting import local_part, weights_of
+from memsafe_rl.trainers.grpo import GRPOTrainer
+from tests.parallel.test_ranks import PATIENCE_SECONDS, run_ranks, set_up_rank
+from tests.tiny import tiny_model
+from tests.trainers.helpers import cut, make_trainer, relative, rewire
+from tests.trainers.test_ppo import make_ppo
+
+pytestmark = pytest.mark.slow
+
+SETTINGS: dict[str, Any] = {"num_generations": 4, "num_iterations": 2, "beta": 0.1, "max_steps": 4}
+
+
+def grpo(folder: Path, rank: int | None, **settings: Any) -> GRPOTrainer:
+    """A run of 12 rows; the second rank cuts its rows into more micro-batches than the first."""
+    own = {"per_device_train_batch_size": 12} if rank is None else {"per_device_train_batch_size": 6}
+    dtype, tied = settings.pop("dtype", torch.float32), settings.pop("tied", True)
+    model = tiny_model(scale=4.0, tied=tied, dtype=dtype)
+    return make_trainer(
+        folder, model=model, policy=cut(20 if rank == 1 else 60), **{**SETTINGS, **own, **sharding(rank), **settings}
+    )
+
+
+def ppo(folder: Path, rank: int | None, critic: str) -> Any:
+    rows = 8 if rank is None else 4
+    settings = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 4, "kl_target": 1.0}
+    return make_ppo(folder, critic, per_device_train_batch_size=rows, **settings, **sharding(rank))
+
+
+def sharding(rank: int | None) -> dict[str, Any]:
+    return {} if rank is None else {"fsdp": "full_shard"}
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+CASES: dict[str, Callable[[Path, int | None], Any]] = {
+    "tied": grpo,
+    "untied, in float64": partial(grpo, tied=False, dtype=torch.float64),
+    "some tokens by their entropy": partial(grpo, top_entropy_quantile=0.5, beta=0.0),
+    "lora": lambda folder, rank: grpo(folder, rank, peft_config=lora()),
+    "a critic on the model": partial(ppo, critic="trunk"),
+    "a critic of its own": partial(ppo, critic="model"),
+}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    given: Any = tensor.detach()
+    return (given.full_tensor() if hasattr(given, "full_tensor") else given).clone().double()
+
+
+def train(trainer: Any) -> dict[str, Any]:
+    """Trains, and gives the tokens and the gradient of every step, the weights, and the bytes that are held."""
+    network: nn.Module = trainer.setup.trained
+    parameters = [weight for weight in network.parameters() if weight.requires_grad]
+    start = torch.cat([whole(weight).flatten() for weight in parameters])
+    steps: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def noted(measure: Any, *values: Any, **named: Any) -> Any:
+        tokens = trainer.loop.state.rollout.trajectory.actions.flat.clone()
+        trainer.setup.committed.complete_gradients()
+        steps.append((tokens, torch.cat([whole(weight.grad).flatten() for weight in parameters])))
+        return measure(*values, **named)
+
+    rewire(trainer, "learner", "measure", lambda measure: partial(noted, measure))
+    trainer.train()
+    return {
+        "steps": steps,
+        "start": start,
+        "end": torch.cat([whole(weight).flatten() for weight in parameters]),
+        "history": trainer.history,
+        "held": sum(local_part(weight).nbytes for weight in {id(one): one for one in weights_of(network)}.values()),
+        "state": sum(local_part(tensor).nbytes for tensor in trainer.setup.committed.tensors()),
+    }
+
+
+def train_rank(rank: int, port: int, folder: str) -> None:
+    set_up_rank(rank, port)
+    found = {name: train(make(Path(folder) / name, rank)) for name, make in CASES.items()}
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_ranks(train_rank, tmp_path_factory.mktemp("sharded"), PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_learn_what_one_does(case: str, ranks: list[Any], tmp_path: Path) -> None:
+    one = train(CASES[case](tmp_path, None))
+    exact = one["start"].dtype is torch.float64 and "float64" in case
+    for found in (rank[case] for rank in ranks):
+        assert torch.equal(found["start"], one["start"])
+        for (tokens, gradient), (known_tokens, known) in zip(found["steps"], one["steps"], strict=True):
+            assert torch.equal(tokens, known_tokens)
+        assert relative(found["steps"][0][1], one["steps"][0][1]) < (1e-12 if exact else 1e-6)
+        assert (found["end"] - one["end"]).norm() < (1e-10 if exact else 2e-5) * (one["end"] - one["start"]).norm()
+        for mine, known in zip(found["history"], one["history"], strict=True):
+            for name in ("loss", "kl", "entropy", "num_tokens", "grad_norm", "value_loss"):
+                if name in known:
+                    assert abs(mine[name] - known[name]) <= 1e-4 * max(1e-3, abs(known[name])), name
+        assert 0.45 * one["held"] < found["held"] < 0.6 * one["held"]
+        assert found["state"] < 0.6 * one["state"]
+    assert torch.equal(ranks[0][case]["end"], ranks[1][case]["end"])
