@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import ModelAdapter, ScoringAdapter
-from memsafe_rl.models.module_state import adapter_weights, kept_trainable, refuse_trained_bias
+from memsafe_rl.models.module_state import adapter_weights, copy_into, kept_trainable, refuse_trained_bias
 from memsafe_rl.types import Component, ModelGeometry
 
 CRITIC_ADAPTER = "critic"
@@ -112,7 +112,7 @@ class Critic:
                 "critic that the checkpoint was written with."
             )
         for name, weight in own.items():
-            weight.copy_(saved[name])
+            copy_into(weight, saved[name])
 
     @property
     def beside_bytes(self) -> int:

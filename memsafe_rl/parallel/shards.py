@@ -32,6 +32,7 @@ from memsafe_rl.errors import ConfigError, PeerOutOfMemoryError
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.blocks import blocks_of
+from memsafe_rl.models.module_state import tensor_place
 from memsafe_rl.parallel.replicas import Replicas
 from memsafe_rl.types import Component
 
@@ -297,41 +298,35 @@ class ShardedWeights:
         divided, whole = repeat(Stage.MEASURE, norms)
         return math.hypot(whole, *self._ranks.gather([divided]))
 
-    def on_main(self, value: Any) -> Any:
+    def on_main(self, value: T) -> T:
         """Copies the tensors in nested dicts and lists to the host, the divided ones whole and on the main rank only.
 
-        All ranks call it with the same names in the same order; the others get nothing where a tensor is divided.
+        All ranks call it with the same names in the same order; the others get nothing where a tensor is divided. What
+        is tied stays so.
         """
-        if isinstance(value, DTensor):
-            with host_memory():
-                parts = self._ranks.to_main(value.to_local())
-                return None if parts is None else torch.cat(parts)
+        return self._brought(value, {})  # type: ignore[no-any-return]
+
+    def _brought(self, value: Any, known: dict[Any, Any]) -> Any:
         if isinstance(value, Tensor):
-            with host_memory():
-                return value.detach().to("cpu", copy=True)
+            place = tensor_place(local_part(value))
+            if place not in known:
+                known[place] = self._bring(value)
+            return known[place]
         if isinstance(value, Mapping):
-            return {name: self.on_main(each) for name, each in value.items()}
-        return type(value)(map(self.on_main, value)) if type(value) in (list, tuple) else value
+            return {name: self._brought(each, known) for name, each in value.items()}
+        parts = type(value) in (list, tuple)
+        return type(value)(self._brought(each, known) for each in value) if parts else value
+
+    def _bring(self, tensor: Tensor) -> Tensor | None:
+        with host_memory():
+            if not isinstance(tensor, DTensor):
+                return tensor.detach().to("cpu", copy=True)
+            parts = self._ranks.to_main(local_part(tensor))
+            return None if parts is None else torch.cat(parts)
 
 
 Shards = WholeWeights | ShardedWeights
 """Where a run's weights lie: whole on every rank, or divided."""
-
-
-def local_slice(whole: Tensor, like: DTensor) -> Tensor:
-    """Cuts a rank's own part out of a whole tensor."""
-    local = like.to_local()
-    rows = -(-like.shape[0] // like.device_mesh.size())
-    start = min(like.device_mesh.get_local_rank() * rows, like.shape[0])
-    return whole.narrow(0, start, local.shape[0])
-
-
-def copy_into(target: Tensor, whole: Tensor) -> None:
-    """Copies a whole tensor's values into one that may be divided, in place and bit for bit."""
-    if isinstance(target, DTensor):
-        local_part(target).copy_(local_slice(whole, target))
-    else:
-        target.copy_(whole)
 
 
 def _run(network: nn.Module, run: Callable[[], T]) -> T:  # noqa: ARG001

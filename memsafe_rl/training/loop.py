@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -404,16 +405,19 @@ class TrainingLoop:
         if progress.best_global_step == self.state.step:
             progress.best_model_checkpoint = str(checkpoint_folder(Path(self.config.output_dir), self.state.step))
         with self.setup.memory.phase(Phase.CHECKPOINT), self.stop.saving():
+            saved = self.setup.recovery.repeat(Stage.CHECKPOINT, self.checkpoints.saved)
             if self.setup.parallel.is_main:
-                self.files.save(self.setup, self.checkpoints, self.report, self.state, wait=wait)
+                self.files.save(self.setup, self.checkpoints, self.report, self.state, saved, wait=wait)
             else:
                 self.report.saved(self.state.progress)
             self.setup.parallel.wait()
 
     def save_model(self, folder: Path) -> None:
         """Writes the weights (the adapter's, when there is one) and the tokenizer."""
+        model, critic = self.checkpoints.saved_weights()
         if self.setup.parallel.is_main:
-            self.files.save_model(folder, self.checkpoints.write_weights, self.config)
+            write = partial(self.checkpoints.write_weights, model=model, critic=critic)
+            self.files.save_model(folder, write, self.config)
         self.setup.parallel.wait()
 
     def _end(self, started: float, first: int) -> TrainResult:

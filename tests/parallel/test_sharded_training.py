@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from memsafe_rl.accounting import local_part, weights_of
 from memsafe_rl.trainers.grpo import GRPOTrainer
@@ -88,26 +89,61 @@ def train(trainer: Any) -> dict[str, Any]:
     }
 
 
+RESUMED = ("tied", "lora", "a critic of its own")
+SAVES = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": None}
+
+
+def saving(make: Any, folder: Path, rank: int | None, **settings: Any) -> Any:
+    trainer = make(folder, rank)
+    for name, value in {**SAVES, **settings}.items():
+        setattr(trainer.args, name, value)
+    return trainer
+
+
+def the_last_step(resumed: Any) -> torch.Tensor:
+    """Trains a run on that has one step left, and gives its weights."""
+    found = train(resumed)
+    assert len(found["steps"]) == 1
+    return found["end"]
+
+
 def train_rank(rank: int, port: int, folder: str) -> None:
     set_up_rank(rank, port)
-    found = {name: train(make(Path(folder) / name, rank)) for name, make in CASES.items()}
+    found: dict[str, Any] = {}
+    for name, make in CASES.items():
+        path = Path(folder) / name
+        trainer = saving(make, path, rank)
+        found[name] = train(trainer)
+        if name not in RESUMED:
+            continue
+        trainer.save_model(path / "saved")
+        for source, given in (("two", path / "checkpoint-3"), ("one", Path(folder) / "one" / name / "checkpoint-3")):
+            resumed = saving(make, Path(folder) / f"{name} from {source}", rank, resume_from_checkpoint=str(given))
+            found[f"{name} from {source}"] = the_last_step(resumed)
     torch.save(found, Path(folder) / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_ranks(train_rank, tmp_path_factory.mktemp("sharded"), PATIENCE_SECONDS)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Runs of one process, which save as the ranks do; first, so that the ranks can resume from them."""
+    folder = tmp_path_factory.mktemp("sharded")
+    return folder, {name: train(saving(make, folder / "one" / name, None)) for name, make in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(alone: tuple[Path, dict[str, Any]]) -> list[Any]:
+    return run_ranks(train_rank, alone[0], PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_learn_what_one_does(case: str, ranks: list[Any], tmp_path: Path) -> None:
-    one = train(CASES[case](tmp_path, None))
+def test_two_ranks_learn_what_one_does(case: str, ranks: list[Any], alone: tuple[Path, dict[str, Any]]) -> None:
+    one = alone[1][case]
     exact = one["start"].dtype is torch.float64 and "float64" in case
     for found in (rank[case] for rank in ranks):
         assert torch.equal(found["start"], one["start"])
-        for (tokens, gradient), (known_tokens, known) in zip(found["steps"], one["steps"], strict=True):
-            assert torch.equal(tokens, known_tokens)
+        for mine, known in zip(found["steps"], one["steps"], strict=True):
+            assert torch.equal(mine[0], known[0])
         assert relative(found["steps"][0][1], one["steps"][0][1]) < (1e-12 if exact else 1e-6)
         assert (found["end"] - one["end"]).norm() < (1e-10 if exact else 2e-5) * (one["end"] - one["start"]).norm()
         for mine, known in zip(found["history"], one["history"], strict=True):
@@ -117,3 +153,25 @@ def test_two_ranks_learn_what_one_does(case: str, ranks: list[Any], tmp_path: Pa
         assert 0.45 * one["held"] < found["held"] < 0.6 * one["held"]
         assert found["state"] < 0.6 * one["state"]
     assert torch.equal(ranks[0][case]["end"], ranks[1][case]["end"])
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_checkpoint_resumes_on_any_number_of_ranks(
+    case: str, ranks: list[Any], alone: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, runs = alone
+    one, two = runs[case], ranks[0][case]
+    assert torch.equal(ranks[0][f"{case} from two"], two["end"])
+    travelled = (one["end"] - one["start"]).norm()
+    assert (ranks[0][f"{case} from one"] - one["end"]).norm() < 1e-5 * travelled
+    resumed = saving(CASES[case], tmp_path, None, resume_from_checkpoint=str(folder / case / "checkpoint-3"))
+    assert (the_last_step(resumed) - two["end"]).norm() < 1e-5 * travelled
+    assert sorted(file.name for file in (folder / case / "checkpoint-3").iterdir()) == sorted(
+        file.name for file in (folder / "one" / case / "checkpoint-3").iterdir()
+    )
+
+
+def test_a_saved_model_is_whole(ranks: list[Any], alone: tuple[Path, dict[str, Any]]) -> None:
+    saved = AutoModelForCausalLM.from_pretrained(alone[0] / "tied" / "saved")
+    values = torch.cat([weight.detach().flatten().double() for weight in saved.parameters()])
+    assert torch.equal(values, ranks[0]["tied"]["end"])

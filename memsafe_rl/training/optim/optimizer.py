@@ -21,6 +21,7 @@ from memsafe_rl.training.optim.half_weights import ClipFactors, HalfWeights
 from memsafe_rl.training.optim.state import (
     OptimizerOffload,
     Snapshot,
+    divided_like,
     make_missing_state,
     ready_scalars,
     steps_without_allocating,
@@ -290,7 +291,7 @@ class Committer:
         self._parking.forget()
         self.optimizer.state.clear()
         try:
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(divided_like(self.optimizer, state["optimizer"]))
         except ValueError as error:
             raise ConfigError(
                 f"the checkpoint holds the state of another optimizer than this {type(self.optimizer).__name__} "
