@@ -51,6 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
     "full": {"optim": "adamw_torch_fused"},
     # An optimizer whose step allocates, so that the commit is rolled back too.
     "lora": {"optim": "adamw_torch"},
+    "sharded": {"optim": "adamw_torch_fused", "fsdp": "full_shard"},
+    "sharded lora": {"optim": "adamw_torch", "fsdp": "full_shard"},
 }
 
 
@@ -62,7 +64,7 @@ def build(folder: Path, case: str, *, ranks: int = 2, **settings: Any) -> GRPOTr
         "reward_funcs": [count_digits, classifier().double()],  # of which rounding is not the subject
         "reward_processing_classes": [None, tiny_tokenizer()],
     }
-    if case == "lora":
+    if "lora" in case:
         given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     return make_trainer(folder, **{**COMMON, **CASES[case], **given, **settings})
 
@@ -71,6 +73,12 @@ def put_weights(trainer: GRPOTrainer, values: list[torch.Tensor]) -> None:
     with torch.no_grad(), host_memory():
         for parameter, value in zip(trainer.model.parameters(), values, strict=True):
             parameter.copy_(value)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Gives a tensor whole that ranks may share; all of them ask for it together."""
+    own: Any = tensor.detach()
+    return own.full_tensor() if hasattr(own, "full_tensor") else own
 
 
 def copied(tensors: Any) -> list[torch.Tensor]:
@@ -89,7 +97,7 @@ def listen_to_steps(trainer: GRPOTrainer) -> list[dict[str, Any]]:
         measured = measure(*arguments, **named)
         assert trainer.loop.state.rollout is not None
         with host_memory():
-            gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+            gradient = torch.cat([whole(p.grad).flatten() for p in trainer.model.parameters() if p.grad is not None])
             tokens = trainer.loop.state.rollout.trajectory.actions.flat.clone()
         notes.append({"gradient": gradient, "tokens": tokens})
         return measured
@@ -268,7 +276,7 @@ class Weights(TrainerCallback):
 
 def weights_of(model: Any) -> torch.Tensor:
     with host_memory():
-        return torch.cat([p.detach().flatten().double() for p in model.parameters() if p.requires_grad])
+        return torch.cat([whole(p).flatten().double() for p in model.parameters() if p.requires_grad])
 
 
 def end(folder: Path, rank: int, ending: Ending) -> dict[str, Any]:

@@ -203,6 +203,7 @@ class Attempts(Generic[Plan]):
                 continue
             if self._leave_round is not None:
                 self._leave_round()
+                _clear(start, undo)  # of what the rest of the round brought
             tries += 1
             self._recovery.record_failure(failed, start.live_bytes, tries, time.perf_counter() - began)
             if tries < (UNPLANNED_TRIES if self.plan is None else SAME_PLAN_TRIES):
