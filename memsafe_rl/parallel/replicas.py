@@ -185,11 +185,16 @@ class Replicas:
                     raise MemsafeError(self._ended)
                 yield tuple(self._word[1:])
             except RuntimeError as error:
-                raise MemsafeError(
-                    f"rank {self.rank} lost the others ({error}): a rank was killed, or took longer than the process "
-                    "group's timeout. See the other ranks' logs, and resume from the last checkpoint."
-                ) from error
+                raise self.lost(error) from error
             self._ended = None
+
+    def lost(self, error: RuntimeError) -> MemsafeError:
+        """Says that a collective broke off, after which no other can work."""
+        self._ended = _CUT_OFF
+        return MemsafeError(
+            f"rank {self.rank} lost the others ({error}): a rank was killed, or took longer than the process group's "
+            "timeout. See the other ranks' logs, and resume from the last checkpoint."
+        )
 
     def _exchange(self, size: int = 0, *, has_failed: bool = False) -> int | None:
         """One reduction of a few integers; where a rank has failed, its reason follows."""

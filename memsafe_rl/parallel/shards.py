@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -29,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from memsafe_rl.accounting import charge, host_memory, local_part
 from memsafe_rl.errors import ConfigError, PeerOutOfMemoryError
+from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.blocks import blocks_of
@@ -67,10 +69,10 @@ class WholeWeights:
         """Gives this rank's micro-batches."""
         yield from micro_batches
 
-    def leave_round(self) -> None:
+    def leave_round(self, repeat: Repeat) -> None:
         """Returns at once: a failure concerns nobody else."""
 
-    def finish_round(self) -> None:
+    def finish_round(self, repeat: Repeat) -> None:
         """Returns at once: nobody waits."""
 
     def learn_order(self, run: Callable[[], object]) -> None:
@@ -106,15 +108,17 @@ class _Operation(NamedTuple):
 class _Noted:
     """FSDP2's own collective, noted once it was issued."""
 
-    def __init__(self, issue: Any, note: Callable[[], None]) -> None:
-        self._issue, self._note = issue, note
+    def __init__(self, weights: ShardedWeights, issue: Any, operation: _Operation) -> None:
+        self._weights, self._issue, self._operation = weights, issue, operation
         self.allocate = issue.allocate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with uninterrupted():
-            work = self._issue(*args, **kwargs)
-            self._note()
-        return work
+            return self._weights.issue(self._operation, partial(self._issue, *args, **kwargs))
+
+
+def _once(stage: Stage, function: Callable[..., T], *values: Any) -> T:  # noqa: ARG001
+    return function(*values)
 
 
 class _Word:
@@ -161,7 +165,7 @@ class ShardedWeights:
                 ("_all_gather_comm", DefaultAllGather(), _Kind.GATHER),
                 ("_reduce_scatter_comm", DefaultReduceScatter(), _Kind.REDUCE),
             ):
-                setattr(group, name, _Noted(issue, _noting(self, _Operation(place, kind))))
+                setattr(group, name, _Noted(self, issue, _Operation(place, kind)))
         for root in self._roots:
             setattr(root, _FORWARD, MethodType(_run, root))
             register_fsdp_forward_method(root, _FORWARD)
@@ -236,15 +240,15 @@ class ShardedWeights:
                 self._play()
                 self._reset()
 
-    def leave_round(self) -> None:
+    def leave_round(self, repeat: Repeat) -> None:
         """Plays what is left of a round that failed, and tells the other ranks; all begin the accumulation again."""
-        self.finish_round()
+        self.finish_round(repeat)
         self._ranks.words(_Word.FAILED)
 
-    def finish_round(self) -> None:
+    def finish_round(self, repeat: Repeat) -> None:
         """Plays what is left of a round or a gathering, so that nobody waits for this rank in it."""
         self._reset()
-        self._play()
+        self._play(repeat)
         self._reset()
 
     def _begin(self, order: Iterable[_Operation]) -> None:
@@ -254,24 +258,39 @@ class ShardedWeights:
         if self._left:
             raise AssertionError(f"{len(self._left)} collectives of a round were left out, the first {self._left[0]}")
 
-    def _note(self, operation: _Operation) -> None:
-        if self._recorded is not None:
+    def issue(self, operation: _Operation, collective: Callable[[], T]) -> T:
+        """Runs a collective of the round in progress, and notes how far that is."""
+        if self._recorded is None and (not self._left or self._left[0] != operation):
+            raise AssertionError(f"{operation} does not belong where this round stands: {list(self._left)[:1]}")
+        try:
+            work = collective()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            self._left.clear()
+            raise self._ranks.lost(error) from error
+        if self._recorded is None:
+            self._left.popleft()
+        else:
             self._recorded.append(operation)
-        elif not self._left or self._left.popleft() != operation:
-            raise AssertionError(f"{operation} does not belong where this round stands")
+        return work
 
-    def _play(self) -> None:
+    def _play(self, repeat: Repeat = _once) -> None:
         """Takes part in the remaining collectives without computing; what they bring of gradients is kept."""
         while self._left:
-            left, (place, kind) = len(self._left), self._left[0]
-            group = self._groups[place]
-            if kind is _Kind.GATHER:
-                _unshard(group)
-                group._to_sharded()
-            else:
-                group.post_backward()
+            left = len(self._left)
+            repeat(Stage.ACCOMPANY, self._play_next)
             if len(self._left) == left:
                 raise AssertionError(f"{self._left[0]} could not be played")
+
+    def _play_next(self) -> None:
+        place, kind = self._left[0]
+        group = self._groups[place]
+        if kind is _Kind.GATHER:
+            _unshard(group)
+            group._to_sharded()
+        else:
+            group.post_backward()
 
     def _reset(self) -> None:
         """Leaves nothing of a pass that broke off, nor of whole weights; the rank's own gradients stay."""
@@ -337,13 +356,6 @@ def _next(waiting: Iterator[T]) -> tuple[T | None, bool]:
     for item in waiting:
         return item, True
     return None, False
-
-
-def _noting(weights: ShardedWeights, operation: _Operation) -> Callable[[], None]:
-    def note() -> None:
-        weights._note(operation)
-
-    return note
 
 
 def _unshard(group: Any) -> None:

@@ -250,9 +250,8 @@ class Learner:
 
         work = replace(self.work(rollout.trajectory, rows), gradients_aside=gradients_aside)
         around = partial(setup.under, context=nullcontext())
-        attempts = setup.recovery.attempts(
-            Stage.ACCUMULATE, setup.memory.update_plan, work, around, setup.shards.leave_round
-        )
+        leave = partial(setup.shards.leave_round, self._repeat)
+        attempts = setup.recovery.attempts(Stage.ACCUMULATE, setup.memory.update_plan, work, around, leave)
         setup.model.train(not self._config.disable_dropout)
         try:
             with watch_gradients(committer.parameters):

@@ -312,7 +312,7 @@ class TrainingLoop:
             return
         setup.committer.drop_gradients()
         flush_autograd()  # an interrupted backward left its graph there
-        setup.shards.finish_round()
+        setup.shards.finish_round(setup.recovery.repeat)
         setup.parallel.fail(f"{type(error).__name__}: {error}")
         if not isinstance(error, (KeyboardInterrupt, MemsafeError)):
             return
