@@ -155,6 +155,8 @@ class TrainingLoop:
         asked = self.setup.parallel.gather([self.stop.reason or self.files.stop_asked()])
         reason = next(filter(None, asked), "")
         if reason:
+            if self.setup.shards.divided and self.setup.parallel.gather([self._owes_checkpoint])[0]:
+                self.save_checkpoint()  # while all ranks are there to take part
             raise TrainingInterrupted(reason)
 
     def step(self) -> None:
@@ -316,8 +318,7 @@ class TrainingLoop:
         setup.parallel.fail(f"{type(error).__name__}: {error}")
         if not isinstance(error, (KeyboardInterrupt, MemsafeError)):
             return
-        unsaved = self._begun and self.state.step > self.files.saved_step  # half restored, it is no state of the run
-        if self.config.save_strategy != "no" and unsaved and not isinstance(error, SaveError):
+        if self._owes_checkpoint and not setup.shards.divided and not isinstance(error, SaveError):
             logger.warning("saving step %d before leaving", self.state.step)
             try:
                 self.save_checkpoint()
@@ -325,6 +326,12 @@ class TrainingLoop:
                 logger.warning("%s", save_error)
         if isinstance(error, TrainingInterrupted) and setup.parallel.is_main:
             logger.warning("%s: %s", error, self.files.how_to_resume(self.config))
+
+    @property
+    def _owes_checkpoint(self) -> bool:
+        """Whether steps were done that no checkpoint holds."""
+        unsaved = self._begun and self.state.step > self.files.saved_step  # half restored, it is no state of the run
+        return self.config.save_strategy != "no" and unsaved
 
     def _lost_updates(self, sample: WeightSample) -> dict[str, float]:
         """Notes which share of half-precision weights the step just done did not move."""

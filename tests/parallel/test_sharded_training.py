@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,8 +16,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from memsafe_rl.accounting import local_part, weights_of
+from memsafe_rl.models.blocks import blocks_of
 from memsafe_rl.trainers.grpo import GRPOTrainer
-from tests.parallel.test_ranks import PATIENCE_SECONDS, run_ranks, set_up_rank
+from tests.parallel.test_ranks import PATIENCE_SECONDS, outcome_of, run_ranks, set_up_rank
+from tests.parallel.test_ranks_under_faults import At
 from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, make_trainer, relative, rewire
 from tests.trainers.test_ppo import make_ppo
@@ -107,6 +111,30 @@ def the_last_step(resumed: Any) -> torch.Tensor:
     return found["end"]
 
 
+def at_a_forward(trainer: Any, do: Callable[[], object]) -> None:
+    """Does something in the middle of the next forward that will have a backward."""
+
+    def hook(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            do()
+
+    blocks_of(trainer.setup.adapter.lm)[1].register_forward_pre_hook(hook)
+
+
+def fail() -> None:
+    raise ZeroDivisionError("a bad row")
+
+
+def ask_to_stop(trainer: Any) -> None:
+    trainer.loop.stop.reason = "SIGTERM"
+
+
+ENDINGS: dict[str, Callable[[Any], None]] = {
+    "an error in a forward": lambda trainer: at_a_forward(trainer, fail),
+    "asked to stop": ask_to_stop,
+}
+
+
 def train_rank(rank: int, port: int, folder: str) -> None:
     set_up_rank(rank, port)
     found: dict[str, Any] = {}
@@ -120,8 +148,17 @@ def train_rank(rank: int, port: int, folder: str) -> None:
         for source, given in (("two", path / "checkpoint-3"), ("one", Path(folder) / "one" / name / "checkpoint-3")):
             resumed = saving(make, Path(folder) / f"{name} from {source}", rank, resume_from_checkpoint=str(given))
             found[f"{name} from {source}"] = the_last_step(resumed)
+    for name, spoil in ENDINGS.items():
+        trainer = saving(grpo, Path(folder) / name, rank, save_steps=100)
+        if rank == 1:
+            trainer.loop.report.callbacks.add_callback(At("on_step_begin", 2, partial(spoil, trainer)))
+        found[name] = outcome_of(trainer.train), trainer.state.global_step
     torch.save(found, Path(folder) / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+    trainer = saving(grpo, Path(folder) / "killed", rank)
+    if rank == 1:
+        at_a_forward(trainer, partial(os._exit, 0))
+    found["killed"] = outcome_of(trainer.train), time.time()
+    torch.save(found, Path(folder) / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +212,21 @@ def test_a_saved_model_is_whole(ranks: list[Any], alone: tuple[Path, dict[str, A
     saved = AutoModelForCausalLM.from_pretrained(alone[0] / "tied" / "saved")
     values = torch.cat([weight.detach().flatten().double() for weight in saved.parameters()])
     assert torch.equal(values, ranks[0]["tied"]["end"])
+
+
+def test_a_rank_that_fails_inside_a_round_ends_the_others_with_its_reason(ranks: list[Any]) -> None:
+    zero, one = (found["an error in a forward"] for found in ranks)
+    assert one == ("ZeroDivisionError: a bad row", 2)
+    assert zero[0].startswith("MemsafeError: Rank 1 ended the run: ZeroDivisionError: a bad row.")
+    assert zero[1] == 2
+
+
+def test_ranks_that_are_asked_to_stop_save_together(ranks: list[Any], alone: tuple[Path, dict[str, Any]]) -> None:
+    for outcome, step in (found["asked to stop"] for found in ranks):
+        assert outcome.startswith("TrainingInterrupted: SIGTERM")
+        assert step == 3
+    assert [path.name for path in (alone[0] / "asked to stop").glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_a_killed_rank_ends_the_others(ranks: list[Any]) -> None:
+    assert ranks[0]["killed"][0].startswith("MemsafeError: rank 0 lost the others")
