@@ -238,13 +238,21 @@ def _check_sharding(config: TrainerConfig) -> None:
         "torch_compile": config.compile_mode is not None,
         "fp16": config.fp16,
         "objectives": bool(config.objective_list),
+        "master_weights='stochastic_rounding'": config.master_weights == "stochastic_rounding",
         "save_in_background": config.save_in_background is True,
     }
+    optim = getattr(config.optim, "value", str(config.optim))
+    if optim not in _ELEMENTWISE:
+        raise ConfigError(
+            f"optim is {optim!r} with fsdp, but what it does to a weight depends on how the weight is cut. Set optim "
+            f"to one of {', '.join(_ELEMENTWISE)}."
+        )
     for name, is_set in together.items():
         if is_set:
             raise ConfigError(f"{name} is set with fsdp, under which it does not work yet. Leave one of the two out.")
 
 
+_ELEMENTWISE = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
 _FSDP_SETTINGS: dict[str, tuple[object, ...]] = {
     "version": (2, "2"),
     "fsdp_version": (2, "2"),

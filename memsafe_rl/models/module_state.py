@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -27,6 +27,12 @@ _ABSENT = object()
 def tensor_place(tensor: Tensor) -> tuple[Any, ...]:
     """Tells where a tensor's values lie, which tied weights share."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+class DividedPart(NamedTuple):
+    """This rank's part of a tensor that lies on all ranks together, cut along its first dimension."""
+
+    part: Tensor
 
 
 def local_slice(whole: Tensor, like: Tensor) -> Tensor:

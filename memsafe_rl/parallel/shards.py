@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.tensor import DTensor
 
 from memsafe_rl.accounting import charge, host_memory, local_part
 from memsafe_rl.errors import ConfigError, PeerOutOfMemoryError
@@ -34,7 +33,7 @@ from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.blocks import blocks_of
-from memsafe_rl.models.module_state import tensor_place
+from memsafe_rl.models.module_state import DividedPart, tensor_place
 from memsafe_rl.parallel.replicas import Replicas
 from memsafe_rl.types import Component
 
@@ -77,10 +76,6 @@ class WholeWeights:
 
     def learn_order(self, run: Callable[[], object]) -> None:
         """Does nothing: forward and backward communicate with nobody."""
-
-    def whole_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Gives the parameters whose gradients each rank has whole: all."""
-        return list(parameters)
 
     def total_norm(self, norms: Callable[[], tuple[float, float]], repeat: Repeat) -> float | None:  # noqa: ARG002
         """Gives None: each rank can measure its gradients alone."""
@@ -308,10 +303,6 @@ class ShardedWeights:
 
     # ------------------------------------------------------------------ gradients and checkpoints
 
-    def whole_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Gives the parameters whose gradients each rank has whole, and must be added: those outside the networks."""
-        return [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-
     def total_norm(self, norms: Callable[[], tuple[float, float]], repeat: Repeat) -> float:
         """Joins the norms of all ranks' parts, and that of the gradients that all have whole."""
         divided, whole = repeat(Stage.MEASURE, norms)
@@ -326,21 +317,22 @@ class ShardedWeights:
         return self._brought(value, {})  # type: ignore[no-any-return]
 
     def _brought(self, value: Any, known: dict[Any, Any]) -> Any:
-        if isinstance(value, Tensor):
-            place = tensor_place(local_part(value))
+        if isinstance(value, (Tensor, DividedPart)):
+            part = value.part if isinstance(value, DividedPart) else local_part(value)
+            place = tensor_place(part)
             if place not in known:
-                known[place] = self._bring(value)
+                known[place] = self._bring(part, divided=part is not value)
             return known[place]
         if isinstance(value, Mapping):
             return {name: self._brought(each, known) for name, each in value.items()}
         parts = type(value) in (list, tuple)
         return type(value)(self._brought(each, known) for each in value) if parts else value
 
-    def _bring(self, tensor: Tensor) -> Tensor | None:
+    def _bring(self, part: Tensor, *, divided: bool) -> Tensor | None:
         with host_memory():
-            if not isinstance(tensor, DTensor):
-                return tensor.detach().to("cpu", copy=True)
-            parts = self._ranks.to_main(local_part(tensor))
+            if not divided:
+                return part.detach().to("cpu", copy=True)
+            parts = self._ranks.to_main(part)
             return None if parts is None else torch.cat(parts)
 
 

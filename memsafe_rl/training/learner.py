@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.data.prompts import Cursor, rows_of_step
-from memsafe_rl.errors import MemoryBudgetError, MemsafeError
+from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.planning.policies import check_packing
 from memsafe_rl.memory.runtime.holdings import watch_gradients
 from memsafe_rl.memory.runtime.stages import Stage
@@ -259,7 +259,7 @@ class Learner:
         finally:
             setup.model.eval()
         self._repeat(Stage.MEASURE, committer.complete_gradients)
-        setup.parallel.sum_gradients(setup.shards.whole_gradients(committer.parameters))
+        setup.parallel.sum_gradients(committer.half.parts.whole)
         return placed, gradient
 
     def measure(self, gradient: StepGradient, terms: StepTerms, *, step: int) -> dict[str, float]:
@@ -334,6 +334,11 @@ def make_committer(
     """Makes optimizer, schedule and loss scale."""
     config, repeat = setup.config, setup.recovery.repeat
     optimizer, scheduler = given
+    if optimizer is not None and setup.shards.divided:
+        raise ConfigError(
+            f"optimizers holds a {type(optimizer).__name__} with fsdp, made of weights that are divided since. Name an "
+            "optimizer by optim."
+        )
     if optimizer is not None:
         check_holds(optimizer, {"model": setup.model, **setup.advantages.modules()})
         if (
@@ -374,7 +379,8 @@ def _check_commit_fits(setup: TrainingSetup) -> None:
     held = setup.holdings.by_component()
     held[Component.GRADIENTS] = sum(parameter.nbytes for parameter in committer.parameters)
     held[Component.OPTIMIZER] += committer.half.scratch_bytes
-    needed = sum(parallel.local_bytes(component, size) for component, size in held.items())
+    divided = setup.shards.divided  # what is held is then this rank's part already
+    needed = sum(size if divided else parallel.local_bytes(component, size) for component, size in held.items())
     if needed > setup.memory.budget_bytes:
         parts = ", ".join(f"{component} {format_bytes(size)}" for component, size in held.items() if size)
         raise MemoryBudgetError(

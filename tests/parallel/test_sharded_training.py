@@ -68,6 +68,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (given.full_tensor() if hasattr(given, "full_tensor") else given).clone().double()
 
 
+def gradient_of(weight: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(whole(weight)) if weight.grad is None else whole(weight.grad)
+
+
 def train(trainer: Any) -> dict[str, Any]:
     """Trains, and gives the tokens and the gradient of every step, the weights, and the bytes that are held."""
     network: nn.Module = trainer.setup.trained
@@ -77,8 +81,7 @@ def train(trainer: Any) -> dict[str, Any]:
 
     def noted(measure: Any, *values: Any, **named: Any) -> Any:
         tokens = trainer.loop.state.rollout.trajectory.actions.flat.clone()
-        trainer.setup.committed.complete_gradients()
-        steps.append((tokens, torch.cat([whole(weight.grad).flatten() for weight in parameters])))
+        steps.append((tokens, torch.cat([gradient_of(weight).flatten() for weight in parameters])))
         return measure(*values, **named)
 
     rewire(trainer, "learner", "measure", lambda measure: partial(noted, measure))

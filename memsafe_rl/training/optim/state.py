@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.memory.runtime.host_memory import to_device, to_host
 from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state
-from memsafe_rl.models.module_state import local_slice
 from memsafe_rl.types import Component
 
 Group = Mapping[str, Any]
@@ -47,23 +45,6 @@ def make_missing_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn
                 made.append((parameter, {name: make() for name, make in missing.items()}))
     for parameter, entries in made:
         optimizer.state[parameter].update(entries)
-
-
-def divided_like(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Cuts out of an optimizer's whole state what this rank holds of parameters that FSDP2 divides."""
-    state = dict(saved["state"])
-    for index, (_, parameter) in enumerate(_grouped(optimizer)):
-        if index in state and isinstance(parameter, DTensor):
-            state[index] = {name: _divided(value, parameter) for name, value in state[index].items()}
-    return {**saved, "state": state}
-
-
-def _divided(value: Any, parameter: DTensor) -> Any:
-    if not isinstance(value, Tensor) or value.shape != parameter.shape:
-        return value
-    local = local_slice(value, parameter).to(parameter.device, copy=True)
-    mesh, places = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(local, mesh, places, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
 def steps_without_allocating(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
