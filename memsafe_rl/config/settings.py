@@ -112,10 +112,11 @@ class RunSettings:
     )
     seed: int = seeding(42, "Seed of all randomness; samples depend on it, never on how work is cut.")
     data_seed: int | None = seeding(None, "Seed of the order of prompts; None: seed.")
-    fsdp: list[str] | str | bool | None = run(
+    fsdp: str | None = run(
         None,
-        "Divides weights, gradients and optimizer state among the ranks of a launch: 'full_shard'; None: every rank "
-        "holds all of them.",
+        "Divides weights, gradients and optimizer state among the ranks of a launch, by FSDP2: 'full_shard'; None: "
+        "every rank holds all of them.",
+        spellings={True: "full_shard", False: "none"},
     )
     fsdp_config: Settings = run(None, 'Further settings of fsdp, such as {"version": 2}; JSON on a command line.')
     use_cpu: bool = run(False, "Train on the CPU even where a CUDA device is available.")

@@ -217,8 +217,7 @@ def _check_importance(config: TrainerConfig) -> None:
 
 def _check_sharding(config: TrainerConfig) -> None:
     """Refuses what FSDP2 cannot do here, or what has not been proved to learn the same under it."""
-    words = config.fsdp if isinstance(config.fsdp, list) else str(config.fsdp or "").split()
-    unknown = [word for word in words if word not in ("full_shard", "auto_wrap", "True")]
+    unknown = [word for word in (config.fsdp or "").split() if word not in ("full_shard", "auto_wrap")]
     if unknown:
         raise ConfigError(
             f"fsdp is {config.fsdp!r}, but {unknown[0]!r} is not supported: weights, gradients and optimizer state are "

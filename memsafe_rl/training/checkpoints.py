@@ -101,9 +101,10 @@ class Checkpoints:
         """
         return self._setup.shards.on_main(self._saved())
 
-    def saved_weights(self) -> tuple[Weights, Weights]:
-        """Gives the weights alone, as `saved` does."""
-        return self._setup.shards.on_main((saved_weights(self._setup.model), self._critics()))
+    def writer(self) -> Callable[[Path], None]:
+        """Gives what writes the weights as they are now; all ranks take part in it where weights are divided."""
+        model, critic = self._setup.shards.on_main((saved_weights(self._setup.model), self._critics()))
+        return partial(self.write_weights, model=model, critic=critic)
 
     def content(self, state: RunState, report: RunLog, saved: Saved, *, copied: bool) -> CheckpointContent:
         """Gives what a checkpoint will hold, its tensors copied to the host where training goes on meanwhile.

@@ -97,7 +97,7 @@ class Learner:
         if rollout is None:
             raise AssertionError("a step learns from a rollout")
         rows = rollout.trajectory.rows_of(self.rows(state.cursor))
-        with self._setup.shards.gathered(self._repeat) if self._scores_first else nullcontext():
+        with self._setup.gathered() if self._scores_first else nullcontext():
             terms = self.fix_terms(rollout, rows, state.controllers)  # over the whole step, before anything is cut
         mine = self.local_rows(rollout.trajectory, rows)
         self.plan(rollout.trajectory, mine)

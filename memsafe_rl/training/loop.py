@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,10 +151,11 @@ class TrainingLoop:
 
     def _stop_if_asked(self) -> None:
         """Ends the run between two steps, on all ranks where one was asked to."""
-        asked = self.setup.parallel.gather([self.stop.reason or self.files.stop_asked()])
-        reason = next(filter(None, asked), "")
+        owed = self.files.owes(self.config, self.state.step)
+        asked = self.setup.parallel.gather([(self.stop.reason or self.files.stop_asked(), owed)])
+        reason = next((reason for reason, _ in asked if reason), "")
         if reason:
-            if self.setup.shards.divided and self.setup.parallel.gather([self._owes_checkpoint])[0]:
+            if asked[0][1] and self.setup.shards.divided:
                 self.save_checkpoint()  # while all ranks are there to take part
             raise TrainingInterrupted(reason)
 
@@ -186,7 +186,7 @@ class TrainingLoop:
     def collect(self) -> Rollout:
         """Collects the next rollout; reward functions may draw random numbers."""
         state = self.state
-        with self.setup.shards.gathered(self.setup.recovery.repeat):
+        with self.setup.gathered():
             rollout = collect(self.collector, state, self.learner.later_rows(state.cursor))
         self.report.table = rollout.table
         state.random = self.setup.recovery.repeat(Stage.PREPARE, capture_random_state)
@@ -257,7 +257,7 @@ class TrainingLoop:
         """Evaluates on the run's own evaluation prompts, or on others."""
         chosen = self.eval_dataset if dataset is None else dataset
         try:
-            with self.setup.shards.gathered(self.setup.recovery.repeat):
+            with self.setup.gathered():
                 return evaluated(self.collector, self.learner, self.report, self.state, chosen, prefix)
         finally:
             if not self._running:
@@ -312,13 +312,13 @@ class TrainingLoop:
         setup = self.setup
         if setup.committer is None:
             return
-        setup.committer.drop_gradients()
         flush_autograd()  # an interrupted backward left its graph there
         setup.shards.finish_round(setup.recovery.repeat)
+        setup.committer.drop_gradients()
         setup.parallel.fail(f"{type(error).__name__}: {error}")
-        if not isinstance(error, (KeyboardInterrupt, MemsafeError)):
+        if not isinstance(error, (KeyboardInterrupt, MemsafeError)) or isinstance(error, SaveError):
             return
-        if self._owes_checkpoint and not setup.shards.divided and not isinstance(error, SaveError):
+        if self._begun and not setup.shards.divided and self.files.owes(self.config, self.state.step):
             logger.warning("saving step %d before leaving", self.state.step)
             try:
                 self.save_checkpoint()
@@ -326,12 +326,6 @@ class TrainingLoop:
                 logger.warning("%s", save_error)
         if isinstance(error, TrainingInterrupted) and setup.parallel.is_main:
             logger.warning("%s: %s", error, self.files.how_to_resume(self.config))
-
-    @property
-    def _owes_checkpoint(self) -> bool:
-        """Whether steps were done that no checkpoint holds."""
-        unsaved = self._begun and self.state.step > self.files.saved_step  # half restored, it is no state of the run
-        return self.config.save_strategy != "no" and unsaved
 
     def _lost_updates(self, sample: WeightSample) -> dict[str, float]:
         """Notes which share of half-precision weights the step just done did not move."""
@@ -421,9 +415,8 @@ class TrainingLoop:
 
     def save_model(self, folder: Path) -> None:
         """Writes the weights (the adapter's, when there is one) and the tokenizer."""
-        model, critic = self.checkpoints.saved_weights()
+        write = self.checkpoints.writer()
         if self.setup.parallel.is_main:
-            write = partial(self.checkpoints.write_weights, model=model, critic=critic)
             self.files.save_model(folder, write, self.config)
         self.setup.parallel.wait()
 

@@ -62,6 +62,10 @@ class RunFiles:
         """Which run, and which of its starts, this is."""
         return RunMark() if self.folder is None else self.folder.mark
 
+    def owes(self, config: TrainerConfig, step: int) -> bool:
+        """Whether steps were done that no checkpoint holds though one should; half restored, a run is in no step."""
+        return config.save_strategy != "no" and step > self.saved_step
+
     def claim(self, config: TrainerConfig, parallel: Parallel, resume: bool | str | Path | None) -> Path | None:
         """Takes the folder for this run; gives the checkpoint to resume from, the same on all ranks."""
         found: list[Path | None] = []

@@ -191,6 +191,10 @@ class TrainingSetup:
                 "there (trainer.model.cpu()) before you merge its adapter or run it outside of the trainer."
             )
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """The context of passes without gradient: weights lie whole, those too that ranks share."""
+        return self.shards.gathered(self.recovery.repeat)
+
     @contextmanager
     def under(self, plan: RolloutPlan | UpdatePlan, context: AbstractContextManager[object]) -> Iterator[None]:
         """The context of a unit of work: state and frozen weights lie where its plan wants them.
