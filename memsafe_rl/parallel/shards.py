@@ -56,7 +56,7 @@ class WholeWeights:
     divided = False  # whether ranks share the weights
 
     @contextmanager
-    def gathered(self, repeat: Repeat) -> Iterator[None]:  # noqa: ARG002
+    def gathered(self, repeat: Repeat, network: nn.Module) -> Iterator[None]:  # noqa: ARG002
         """Changes nothing: the weights are whole."""
         yield
 
@@ -136,7 +136,7 @@ class ShardedWeights:
 
     def __init__(self, networks: Sequence[nn.Module], ranks: Replicas, device: torch.device) -> None:
         self._ranks = ranks
-        self._depth = 0
+        self._whole: Any = None  # the network whose weights are whole now
         self._recorded: list[_Operation] | None = None
         self._order: tuple[_Operation, ...] | None = None
         self._left: deque[_Operation] = deque()  # what the round in progress still has to communicate
@@ -169,36 +169,48 @@ class ShardedWeights:
     # ------------------------------------------------------------------ whole weights
 
     @contextmanager
-    def gathered(self, repeat: Repeat) -> Iterator[None]:
-        """Holds all weights whole while passes without gradient run; all ranks enter it together, and may nest it."""
-        self._depth += 1
-        try:
-            if self._depth == 1:
-                self._gather(repeat)
+    def gathered(self, repeat: Repeat, network: nn.Module) -> Iterator[None]:
+        """Holds a network's weights whole while passes without gradient run, and those of no other network.
+
+        All ranks enter it together. Inside of another one, that one's network is gathered again afterwards.
+        """
+        root, before = self._root_of(network), self._whole
+        if root is before or root is None:
             yield
-        finally:
-            self._depth -= 1
-            if self._depth == 0:
-                self._drop_gathered()
+            return
+        self._change_to(root, repeat)
+        try:
+            yield
+        except BaseException:
+            self._change_to(None, repeat)  # the other ranks may have left
+            raise
+        self._change_to(before, repeat)
 
-    def _gather(self, repeat: Repeat) -> None:
-        self._begin([_Operation(place, _Kind.GATHER) for place in range(len(self._groups))])
-        for unit in self._units:
-            unit.set_reshard_after_forward(False, recurse=False)
-        for group in self._groups:
-            repeat(Stage.PREPARE, _unshard, group)
-        self._check_ended()
-
-    def _drop_gathered(self) -> None:
+    def _change_to(self, root: Any, repeat: Repeat) -> None:
+        """Drops what is whole, and gathers a root's weights."""
         self._reset()
         for unit in self._units:
             unit.set_reshard_after_forward(unit not in self._roots, recurse=False)
+        self._whole = root
+        if root is None:
+            return
+        inside = [(place, group) for place, group in enumerate(self._groups) if group.modules[0] in set(root.modules())]
+        self._left = deque(_Operation(place, _Kind.GATHER) for place, _ in inside)
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.set_reshard_after_forward(False, recurse=False)
+        for _, group in inside:
+            repeat(Stage.PREPARE, _unshard, group)
+        self._check_ended()
+
+    def _root_of(self, network: nn.Module) -> Any:
+        return next((module for module in network.modules() if module in self._roots), None)
 
     # ------------------------------------------------------------------ rounds
 
     def forward(self, network: nn.Module, run: Callable[[], T]) -> T:
         """Runs the forward of a network's trunk and head as one forward of what FSDP2 holds together."""
-        root = next((module for module in network.modules() if module in self._roots), None)
+        root = self._root_of(network)
         if root is None:
             return run()
         result: T = getattr(root, _FORWARD)(run)
@@ -226,7 +238,7 @@ class ShardedWeights:
                 return
             if self._order is None:
                 raise AssertionError("learn the order of collectives before the first round")
-            self._begin(self._order)
+            self._left = deque(self._order)
             if more:
                 yield micro  # type: ignore[misc]
                 self._check_ended()
@@ -245,9 +257,6 @@ class ShardedWeights:
         self._reset()
         self._play(repeat)
         self._reset()
-
-    def _begin(self, order: Iterable[_Operation]) -> None:
-        self._left = deque(order)
 
     def _check_ended(self) -> None:
         if self._left:

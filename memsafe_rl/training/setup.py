@@ -191,9 +191,9 @@ class TrainingSetup:
                 "there (trainer.model.cpu()) before you merge its adapter or run it outside of the trainer."
             )
 
-    def gathered(self) -> AbstractContextManager[None]:
-        """The context of passes without gradient: weights lie whole, those too that ranks share."""
-        return self.shards.gathered(self.recovery.repeat)
+    def gathered(self, network: nn.Module | None = None) -> AbstractContextManager[None]:
+        """The context of passes of a network (None: the model) without gradient: its weights lie whole."""
+        return self.shards.gathered(self.recovery.repeat, network or self.model)
 
     @contextmanager
     def under(self, plan: RolloutPlan | UpdatePlan, context: AbstractContextManager[object]) -> Iterator[None]:

@@ -24,7 +24,6 @@ from memsafe_rl.ops.gae import (
     token_rewards,
     whiten,
 )
-from memsafe_rl.rollout.scoring import value_all
 from memsafe_rl.training.algorithms.advantages import ScoringNeeds
 from memsafe_rl.training.gradient import ValueTerms
 from memsafe_rl.types import Component, LossSettings, Ragged, Trajectory, UnitBytes, UpdateWork
@@ -101,11 +100,7 @@ class CriticAdvantages:
             trajectory = replace(trajectory, old_logprobs=old, kl=kl)
         elif self._pays_kl:
             trajectory = replace(trajectory, old_logprobs=scorer.scored(scorer.adapter, trajectory, everyone))
-        with critic.running() as network:
-            mine = scorer.local_rows(trajectory, everyone)
-            attempt = scorer.scoring(trajectory, mine, network)
-            values = value_all(network, trajectory, mine, critic.head, attempt=attempt, columns=columns)
-        return replace(trajectory, values=scorer.laid_beside(trajectory, mine, values), has_old=has_old)
+        return replace(trajectory, values=scorer.valued(critic, trajectory, columns), has_old=has_old)
 
     def assign(self, trajectory: Trajectory, rewards_B: Tensor) -> tuple[Trajectory, dict[str, float]]:
         """Gives every action of a rollout its advantage and return; whitening is over all rows of all ranks."""

@@ -242,20 +242,17 @@ def build_setup(
         environments=inputs.environments,
         draw_rollout=draw_rollout,
     )
-    if config.sharded:
-        setup = replace(setup, shards=_divided(setup, machine))
+    if config.sharded and isinstance(machine.parallel, Replicas):
+        setup = replace(setup, shards=_divided(setup, machine.parallel, machine.device))
     machine.holdings.networks, machine.holdings.resident_blocks = setup.networks, lambda: adapter.resident_blocks
     return setup
 
 
-def _divided(setup: TrainingSetup, machine: Machine) -> ShardedWeights:
+def _divided(setup: TrainingSetup, ranks: Replicas, device: torch.device) -> ShardedWeights:
     """Divides the weights of model, reference copy and critic among the ranks."""
-    ranks = machine.parallel
-    if not isinstance(ranks, Replicas):
-        raise AssertionError("one process shares its weights with nobody")
     adapters = [setup.adapter, setup.adapter.reference_adapter, *(one.network for one in setup.advantages.critics)]
     networks = {id(one.lm): one.lm for one in adapters if one is not None and check_dividable(one)}
-    shards = ShardedWeights(list(networks.values()), ranks, machine.device)
+    shards = ShardedWeights(list(networks.values()), ranks, device)
     learn = partial(pass_once, setup.adapter, setup.advantages.critics, autocast=setup.autocast, shards=shards)
     shards.learn_order(learn)
     setup.trained.zero_grad()
