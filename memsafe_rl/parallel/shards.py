@@ -290,11 +290,15 @@ class ShardedWeights:
     def _play_next(self) -> None:
         place, kind = self._left[0]
         group = self._groups[place]
-        if kind is _Kind.GATHER:
-            _unshard(group)
-            group._to_sharded()
-        else:
-            group.post_backward()
+        try:
+            if kind is _Kind.GATHER:
+                _unshard(group)
+                group._to_sharded()
+            else:
+                group.post_backward()
+        except BaseException:
+            self._reset()  # what was gathered before memory ran out would pass for gathered the next time
+            raise
 
     def _reset(self) -> None:
         """Leaves nothing of a pass that broke off, nor of whole weights; the rank's own gradients stay."""

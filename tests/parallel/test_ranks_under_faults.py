@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from memsafe_rl.accounting import host_memory
+from memsafe_rl.accounting import host_memory, local_part
 from memsafe_rl.memory.simulated.counting import compiler_available
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
@@ -75,10 +75,14 @@ def put_weights(trainer: GRPOTrainer, values: list[torch.Tensor]) -> None:
             parameter.copy_(value)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gives a tensor whole that ranks may share; all of them ask for it together."""
-    own: Any = tensor.detach()
-    return own.full_tensor() if hasattr(own, "full_tensor") else own
+def flat(trainer: Any, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Lays tensors end to end, those whole that ranks share: all ranks ask for it together, outside of the device."""
+    with host_memory():
+        own = [tensor.detach() for tensor in tensors]
+        ranks = [own]
+        if trainer.setup.shards.divided:
+            ranks = trainer.setup.parallel.gather([[local_part(tensor) for tensor in own]])
+        return torch.cat([torch.cat(parts).flatten() for parts in zip(*ranks, strict=True)])
 
 
 def copied(tensors: Any) -> list[torch.Tensor]:
@@ -97,7 +101,7 @@ def listen_to_steps(trainer: GRPOTrainer) -> list[dict[str, Any]]:
         measured = measure(*arguments, **named)
         assert trainer.loop.state.rollout is not None
         with host_memory():
-            gradient = torch.cat([whole(p.grad).flatten() for p in trainer.model.parameters() if p.grad is not None])
+            gradient = flat(trainer, [p.grad for p in trainer.model.parameters() if p.grad is not None])
             tokens = trainer.loop.state.rollout.trajectory.actions.flat.clone()
         notes.append({"gradient": gradient, "tokens": tokens})
         return measured
@@ -154,19 +158,32 @@ class Faults:
             self.again_after = None
 
 
-def storm(folder: Path, case: str, rank: int, seed: int) -> dict[str, Any]:
-    """Trains again and again from the same weights; in every run an allocation of rank 1 fails, or two."""
-    dice = random.Random(seed)
+def storm(
+    folder: Path,
+    case: str,
+    rank: int,
+    seed: int,
+    *,
+    faults: int = FAULTS,
+    phases: Sequence[Phase] = WORKING,
+    failing: Sequence[int] = (1,),
+) -> dict[str, Any]:
+    """Trains again and again from the same weights; in every run an allocation of each failing rank fails, or two.
+
+    Where both may fail, one of them does in two runs of three, by turns.
+    """
+    dice = random.Random(seed + 1000 * rank)
     with SimulatedMemory(exact=True) as device:
         trainer = build(folder, case)
-        start, notes, faults = copied(trainer.model.parameters()), listen_to_steps(trainer), Faults(trainer, device)
+        start, notes, planted = copied(trainer.model.parameters()), listen_to_steps(trainer), Faults(trainer, device)
         trainer.train()
         runs, live_bytes = [], device.live_bytes
-        while sum(run["faults"] for run in runs) < FAULTS:
+        while sum(run["faults"] for run in runs) < faults:
             put_weights(trainer, start)
-            if rank == 1:
-                faults.choose(WORKING[len(runs) % len(WORKING)], dice, again=len(runs) % SECOND_FAULTS == 0)
-            faults.forget()
+            turn = len(runs)
+            if rank in failing and (len(failing) == 1 or turn % 3 in (rank, 2)):
+                planted.choose(phases[turn % len(phases)], dice, again=turn % SECOND_FAULTS == 0)
+            planted.forget()
             notes.clear()
             trainer.memory_events.clear()
             refused = device.refusals
@@ -179,7 +196,7 @@ def storm(folder: Path, case: str, rank: int, seed: int) -> dict[str, Any]:
                     "phases": [str(event["phase"]) for event in trainer.memory_events if event["event"] == "failure"],
                     "fallbacks": sum(event["event"] == "fallback" for event in trainer.memory_events),
                     "notes": list(notes),
-                    "weights": weights_of(trainer.model),
+                    "weights": flat(trainer, [p for p in trainer.model.parameters() if p.requires_grad]).double(),
                     "gained_bytes": device.live_bytes - live_bytes,
                 }
             )
@@ -276,7 +293,7 @@ class Weights(TrainerCallback):
 
 def weights_of(model: Any) -> torch.Tensor:
     with host_memory():
-        return torch.cat([whole(p).flatten().double() for p in model.parameters() if p.requires_grad])
+        return torch.cat([p.detach().flatten().double() for p in model.parameters() if p.requires_grad])
 
 
 def end(folder: Path, rank: int, ending: Ending) -> dict[str, Any]:
