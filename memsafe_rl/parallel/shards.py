@@ -368,8 +368,19 @@ def _unshard(group: Any) -> None:
     group.wait_for_unshard()
 
 
+def check_critic_dividable(critic: Any) -> None:
+    """Refuses a critic that switches which of a network's weights are trained, which FSDP2 reads once."""
+    if critic.own_geometry is None and not critic.shares_forward:
+        raise ConfigError(
+            "critic='adapter' trains a second adapter on the model's weights, which fsdp does not divide yet. Leave the "
+            "critic out for a head on the model, or pass a model of its own."
+        )
+
+
 def check_dividable(adapter: Any) -> bool:
     """Refuses to divide what has not been proved to learn the same; True for the others."""
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise ConfigError(f"fsdp needs torch 2.13 or later, and this is {torch.__version__}. Upgrade torch.")
     told = f"fsdp divides causal language models, and {type(adapter.model).__name__}"
     remedy = "Leave fsdp out; every rank then holds all weights."
     if getattr(adapter, "lm", None) is None or adapter.time_separable or adapter.geometry.source_bytes is not None:

@@ -34,6 +34,7 @@ from memsafe_rl.config.resume_checks import check_same_run, run_facts
 from memsafe_rl.data.partial_rollouts import plain_groups
 from memsafe_rl.data.prompts import Cursor
 from memsafe_rl.diagnostics.status import plain_number
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
 from memsafe_rl.models.module_state import copy_weights
 from memsafe_rl.training.collector import Collector
@@ -69,6 +70,11 @@ class Checkpoints:
     """Writes and restores the checkpoints of a run."""
 
     def __init__(self, setup: TrainingSetup, collector: Collector, hooks: Hooks) -> None:
+        if hooks.save_model is not None and setup.shards.divided:
+            raise ConfigError(
+                "save_model is overridden, with fsdp, under which no rank has the weights to save. Save after training "
+                "with trainer.save_model of the class itself, which gathers them."
+            )
         self._setup = setup
         self._collector = collector
         self._hooks = hooks

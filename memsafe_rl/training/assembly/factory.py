@@ -31,7 +31,7 @@ from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.parallel.replicas import Parallel, Replicas, connect, open_accelerator
-from memsafe_rl.parallel.shards import ShardedWeights, check_dividable
+from memsafe_rl.parallel.shards import ShardedWeights, check_critic_dividable, check_dividable
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
@@ -250,6 +250,8 @@ def build_setup(
 
 def _divided(setup: TrainingSetup, ranks: Replicas, device: torch.device) -> ShardedWeights:
     """Divides the weights of model, reference copy and critic among the ranks."""
+    for critic in setup.advantages.critics:
+        check_critic_dividable(critic)
     adapters = [setup.adapter, setup.adapter.reference_adapter, *(one.network for one in setup.advantages.critics)]
     networks = {id(one.lm): one.lm for one in adapters if one is not None and check_dividable(one)}
     shards = ShardedWeights(list(networks.values()), ranks, device)
