@@ -86,6 +86,9 @@ class WholeWeights:
         return value
 
 
+WHOLE = WholeWeights()
+
+
 class _Kind(Enum):
     """Collectives inside a forward and backward."""
 
@@ -372,8 +375,8 @@ def check_critic_dividable(critic: Any) -> None:
     """Refuses a critic that switches which of a network's weights are trained, which FSDP2 reads once."""
     if critic.own_geometry is None and not critic.shares_forward:
         raise ConfigError(
-            "critic='adapter' trains a second adapter on the model's weights, which fsdp does not divide yet. Leave the "
-            "critic out for a head on the model, or pass a model of its own."
+            "critic='adapter' trains a second adapter on the model's weights, which fsdp does not divide yet. Leave "
+            "the critic out for a head on the model, or pass a model of its own."
         )
 
 

@@ -23,7 +23,7 @@ from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
 from memsafe_rl.ops.gae import value_loss
 from memsafe_rl.ops.losses import LOSSES, needs_whole_rows, policy_loss
-from memsafe_rl.parallel.shards import Shards
+from memsafe_rl.parallel.shards import WHOLE, Shards
 from memsafe_rl.rollout.scoring import RowScores, score_rows, value_rows
 from memsafe_rl.slices import MicroBatch
 from memsafe_rl.types import (
@@ -145,7 +145,7 @@ def accumulate_gradient(
     *,
     autocast: Callable[[], AbstractContextManager[object]],
     scale: Callable[[Tensor], Tensor],
-    shards: Shards,
+    shards: Shards = WHOLE,
 ) -> StepGradient:
     """Adds the gradient of some rows of a step to the parameters' `.grad`; how they are cut leaves it unchanged."""
     shared = _Pass(adapter, trajectory, plan, terms, autocast, scale, shards)

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,7 @@ from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.parallel.replicas import OneProcess, Parallel
-from memsafe_rl.parallel.shards import Shards, WholeWeights
+from memsafe_rl.parallel.shards import WHOLE, Shards
 from memsafe_rl.rewards.base import RewardRunner, RewardScores
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
@@ -106,7 +106,7 @@ class TrainingSetup:
     source: PromptSource  # the prompts by position
     dataset: Any  # the prompts as a dataset
     roles: ModelRoles  # the model under its adapters, as users of episodes
-    shards: Shards = field(default_factory=WholeWeights)  # where the weights lie: whole on every rank, or divided
+    shards: Shards = WHOLE  # where the weights lie: whole on every rank, or divided
     environments: EnvironmentPool | None = None  # where episodes are played; None where a completion is one turn
     draw_rollout: DrawRollout | None = None  # draws completions in place of the engine; None for the engine
     committer: Committer | None = None  # moves the weights; None before training begins

@@ -82,7 +82,7 @@ def flat(trainer: Any, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         ranks = [own]
         if trainer.setup.shards.divided:
             ranks = trainer.setup.parallel.gather([[local_part(tensor) for tensor in own]])
-        return torch.cat([torch.cat(parts).flatten() for parts in zip(*ranks, strict=True)])
+        return torch.cat([torch.cat(parts).flatten() for parts in zip(*ranks, strict=True)]).double()
 
 
 def copied(tensors: Any) -> list[torch.Tensor]:
@@ -196,7 +196,7 @@ def storm(
                     "phases": [str(event["phase"]) for event in trainer.memory_events if event["event"] == "failure"],
                     "fallbacks": sum(event["event"] == "fallback" for event in trainer.memory_events),
                     "notes": list(notes),
-                    "weights": flat(trainer, [p for p in trainer.model.parameters() if p.requires_grad]).double(),
+                    "weights": flat(trainer, [p for p in trainer.model.parameters() if p.requires_grad]),
                     "gained_bytes": device.live_bytes - live_bytes,
                 }
             )
