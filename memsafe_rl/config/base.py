@@ -57,6 +57,8 @@ class TrainerConfig(TrainerSettings, ABC):
     """The settings of a trainer: mutable, filled in and checked when built and again by the trainer."""
 
     algorithm: ClassVar[str]
+    kl_in_rewards: ClassVar[bool] = False
+    """Whether `beta` charges a completion's reward for the KL, in place of the loss."""
     _world_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -189,6 +191,8 @@ class TrainerConfig(TrainerSettings, ABC):
     @property
     def loss_has_kl(self) -> bool:
         """Whether the loss, or that of an objective, has a KL to the reference in it."""
+        if self.kl_in_rewards:
+            return False
         objectives = self.objective_list
         return any(objective.beta != 0 for objective in objectives) if objectives else self.beta != 0
 

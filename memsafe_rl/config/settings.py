@@ -543,7 +543,9 @@ class GRPOSettings(TrainerSettings):
         registry="losses",
     )
     importance_sampling_level: str = loss(
-        "token", "Ratios per 'token' or per 'sequence' (GSPO).", choices=("token", "sequence")
+        "token",
+        "Ratios per 'token', or per sequence: 'sequence' (its mean log-ratio, GSPO) or 'sequence_sum' (RLOO).",
+        choices=("token", "sequence", "sequence_sum"),
     )
     off_policy_mask_threshold: float | None = loss(
         None, "Drop rows with a negative advantage and a larger mean KL to the sampler, in nats; None: none.", above=0
@@ -554,6 +556,23 @@ class GRPOSettings(TrainerSettings):
     vespo_lambda_pos: float = loss(3.0, "Decay of VESPO's weight for positive advantages.", low=0)
     vespo_k_neg: float = loss(3.0, "Power of VESPO's weight for negative advantages.", low=0)
     vespo_lambda_neg: float = loss(2.0, "Decay of VESPO's weight for negative advantages.", low=0)
+
+
+@declare()
+class RLOOSettings(TrainerSettings):
+    """Settings of REINFORCE leave-one-out; names, defaults and meanings are TRL 1.16's."""
+
+    num_generations: int = again(TrainerSettings, "num_generations", 2)
+    beta: float = again(
+        TrainerSettings,
+        "beta",
+        0.05,
+        "Cost of a nat of KL to the reference model in a completion's reward; 0: no reference is loaded.",
+    )
+    normalize_advantages: bool = reward(False, "Scale advantages to mean 0 and deviation 1 over the whole rollout.")
+    reward_clip_range: list[float] | None = reward(
+        None, "Least and greatest reward of a completion, before the KL's cost; None: no bounds."
+    )
 
 
 @declare()
@@ -605,3 +624,14 @@ class PPOSettings(TrainerSettings):
         low=0,
         tokens_only=True,
     )
+
+
+ALGORITHMS: dict[str, type[TrainerSettings]] = {"GRPO": GRPOSettings, "RLOO": RLOOSettings, "PPO": PPOSettings}
+"""The settings of each algorithm."""
+DECLARED: dict[str, Setting] = {
+    **GRPOSettings.declared,
+    **RLOOSettings.declared,
+    **PPOSettings.declared,
+    **GRPOSettings.declared,
+}
+"""The settings of all algorithms; GRPO's where defaults differ."""

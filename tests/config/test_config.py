@@ -35,7 +35,16 @@ from memsafe_rl.config import validation
 from memsafe_rl.config.declaring import declare, grouped, setting
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.refusals import ALIASES, REFUSED
-from memsafe_rl.config.settings import CACHES, GROUPS, OPTIMIZER_ARGUMENTS, OPTIMIZERS, GRPOSettings, PPOSettings
+from memsafe_rl.config.settings import (
+    ALGORITHMS,
+    CACHES,
+    DECLARED,
+    GROUPS,
+    OPTIMIZER_ARGUMENTS,
+    OPTIMIZERS,
+    GRPOSettings,
+    RLOOSettings,
+)
 from memsafe_rl.config.validation import ENUMS, REGISTRIES
 from memsafe_rl.config.views import KLStop
 from memsafe_rl.errors import ConfigError
@@ -46,6 +55,7 @@ from memsafe_rl.types import LossSettings, SamplingSettings
 
 OURS = {field.name: field for field in dataclasses.fields(GRPOSettings)}
 THEIRS = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
+RLOO_THEIRS = {field.name: field for field in dataclasses.fields(trl.RLOOConfig)}
 
 NEW = {
     "vllm_server_fallback",
@@ -119,6 +129,13 @@ def test_defaults_are_trls(name: str) -> None:
     expected = DIFFERENT_DEFAULTS.get(name, default_of(THEIRS[name]))
     assert OURS[name].default == expected
     assert type(OURS[name].default) is type(expected)
+
+
+def test_rloo_has_every_setting_of_trls_with_its_default() -> None:
+    for name, field in RLOO_THEIRS.items():
+        assert (name in RLOOSettings.declared) + (name in ALIASES) + (name in REFUSED) == 1, name
+        if name in RLOOSettings.declared:
+            assert RLOOSettings.declared[name].default == DIFFERENT_DEFAULTS.get(name, default_of(field)), name
 
 
 def test_what_is_not_trls_is_known() -> None:
@@ -419,8 +436,8 @@ def test_wrong_values_are_refused_in_one_line(settings: dict[str, Any], parts: t
 
 
 def test_every_declaration_fits_its_setting() -> None:
-    every = {**PPOSettings.declared, **GRPOSettings.declared}
-    assert set(every) == {*OURS, *(field.name for field in dataclasses.fields(PPOSettings))}
+    every = DECLARED
+    assert set(every) == {field.name for one in ALGORITHMS.values() for field in dataclasses.fields(one)}
     assert not set(REFUSED) & set(every)
     assert not set(ALIASES) & set(every)
     assert set(OPTIMIZERS) <= {name.value for name in OptimizerNames}

@@ -107,7 +107,12 @@ class CriticAdvantages:
             values = value_all(network, trajectory, mine, critic.head, attempt=attempt, columns=columns)
         return replace(trajectory, values=scorer.laid_beside(trajectory, mine, values), has_old=has_old)
 
-    def assign(self, trajectory: Trajectory, rewards_B: Tensor) -> tuple[Trajectory, dict[str, float]]:
+    def assign(
+        self,
+        trajectory: Trajectory,
+        rewards_B: Tensor,
+        group_size: int,  # noqa: ARG002
+    ) -> tuple[Trajectory, dict[str, float]]:
         """Gives every action of a rollout its advantage and return; whitening is over all rows of all ranks."""
         config, rows = self._config, range(len(trajectory))
         if trajectory.values is None:

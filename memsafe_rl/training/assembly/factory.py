@@ -16,6 +16,7 @@ from peft import PeftModel
 
 from memsafe_rl.accounting import weights_of
 from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.config.grpo import RLOOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.data.environments import ENVIRONMENTS, EnvironmentPool, environment_pool_for, with_prompts
 from memsafe_rl.data.prompts import PromptSource
@@ -36,6 +37,7 @@ from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.training.algorithms.advantages import Advantages, GroupAdvantages
 from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
+from memsafe_rl.training.algorithms.leave_one_out import LeaveOneOutAdvantages
 from memsafe_rl.training.algorithms.objectives import Combiner
 from memsafe_rl.training.assembly.inputs import (
     check_sampler,
@@ -262,6 +264,8 @@ def _advantages(
 ) -> Advantages:
     """Makes what turns rewards into advantages; a critic that was passed as an object is prepared once."""
     config, wanted = inputs.config, inputs.request.critic
+    if isinstance(config, RLOOConfig):
+        return LeaveOneOutAdvantages(config)
     if not isinstance(config, PPOConfig):
         return GroupAdvantages()
     make, values = inputs.models.critic, (adapter, wanted, machine.device, partial(check, config, inputs.models))
