@@ -594,6 +594,15 @@ class PPOSettings(TrainerSettings):
         high=1,
         also=("lam",),
     )
+    gae_lambda_critic: float | None = critic(
+        None,
+        "Lambda of the returns that the critic learns (VAPO, arXiv:2504.05118: 1.0); None: gae_lambda.",
+        low=0,
+        high=1,
+    )
+    critic_warmup_rollouts: int = critic(
+        0, "First rollouts from which only the critic learns (VAPO); needs a critic with weights of its own.", low=0
+    )
     vf_coef: float = critic(0.1, "Coefficient of the critic's loss.", low=0)
     vf_clip: float | None = critic(
         0.2,

@@ -77,6 +77,7 @@ class TrainingRequest:
         environment_factory: makes environments.
         memory_policy: a policy, or the name of one.
         critic: as `PPOTrainer` takes it.
+        ref_model: as `PPOTrainer` takes it.
     """
 
     model: Any
@@ -92,6 +93,7 @@ class TrainingRequest:
     environment_factory: Any = None
     memory_policy: Any = None
     critic: Any = None
+    ref_model: Any = None
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,7 @@ def _load(inputs: Inputs, machine: Machine) -> LoadedModel:
     more = {
         "quantization_config": request.quantization_config,
         "peft_config": request.peft_config,
+        "ref_model": request.ref_model,
         "room_bytes": room_for_weights(recovery.tracker.budget_bytes),
     }
     # An adapter goes into a model object in place, so that only a model loaded by name can be loaded again.
