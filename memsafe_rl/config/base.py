@@ -332,8 +332,8 @@ class TrainerConfig(TrainerSettings, ABC):
     # Writing it down
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives every setting as plain data; a configuration made from it is equal to this one."""
-        return {name: _plain(getattr(self, name)) for name in self.declared}
+        """Gives every setting as plain data; a configuration made from it is equal to this one but for secrets."""
+        return {name: None if one.secret else _plain(getattr(self, name)) for name, one in self.declared.items()}
 
     def to_json_string(self) -> str:
         """Writes every setting as JSON."""

@@ -294,6 +294,26 @@ class RunSettings:
         None, "Whether a larger value of that metric is better; None: unless its name ends in 'loss'."
     )
 
+    push_to_hub: bool = checkpoint(
+        False, "Upload weights to a hub at every save, beside training, and in save_model()."
+    )
+    hub_model_id: str | None = checkpoint(
+        None, "Repository to upload to, as 'owner/name'; None: the name of output_dir, in your own account."
+    )
+    hub_strategy: str = checkpoint(
+        "every_save",
+        "What is uploaded: 'every_save' (weights), 'checkpoint' (the newest too, as last-checkpoint), "
+        "'all_checkpoints', or 'end' (what save_model() and push_to_hub() write).",
+        choices=("end", "every_save", "checkpoint", "all_checkpoints"),
+        enum="HubStrategy",
+    )
+    hub_token: str | None = checkpoint(
+        None, "Token for uploads; it is written nowhere; None: that of `hf auth login` or HF_TOKEN.", secret=True
+    )
+    hub_private_repo: bool | None = checkpoint(None, "Whether a new repository is private; None: the owner's default.")
+    hub_always_push: bool = checkpoint(False, "Upload a save even while an earlier one is still on its way.")
+    hub_revision: str | None = checkpoint(None, "Branch to upload to, made where it is missing; None: the main one.")
+
     logging_strategy: str = log("steps", "When to log: 'no', 'steps' or 'epoch'.", **_INTERVAL)
     logging_first_step: bool = log(False, "Log the first optimizer step too.")
     logging_steps: float = log(10, "Optimizer steps between two lines of the log; below 1: share of the run.", above=0)

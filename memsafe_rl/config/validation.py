@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from transformers.optimization import get_scheduler
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging as transformers_logging
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ENUMS = {kind.__name__: kind for kind in (IntervalStrategy, SaveStrategy, SchedulerType, OptimizerNames)}
+ENUMS = {kind.__name__: kind for kind in (HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType, OptimizerNames)}
 """The enumerations of transformers that settings are declared with."""
 
 REGISTRIES: dict[str, Registry[Any]] = {"losses": LOSSES, "estimators": ESTIMATORS, "engines": ENGINES}

@@ -354,7 +354,7 @@ def test_a_broken_file_of_prompts(trainer: type[FakeTrainer], run_file: Path, tm
     ("words", "parts"),
     [
         (["--learnin-rate", "1"], ("no setting 'learnin_rate'", "Did you mean 'learning_rate'?")),
-        (["--push-to-hub"], ("push_to_hub is True, which is refused",)),
+        (["--save-on-each-node"], ("save_on_each_node is True, which is refused",)),
         (["--learning-rate"], ("--learning-rate has no value",)),
         (["--learning-rate", "--bf16"], ("--learning-rate has no value",)),
         (["--log-completions", "maybe"], ("'maybe' stands alone",)),

@@ -750,8 +750,8 @@ def test_flags_of_trl_that_are_off_are_parsed_and_others_refused_with_the_reason
     assert config == GRPOConfig()
     assert config.use_vllm is False
     assert "vllm_group_port" not in config.to_dict()
-    for flags in (["--push_to_hub"], ["--push_to_hub", "True"]):
-        with pytest.raises(ConfigError, match=r"push_to_hub is 'True', which is refused"):
+    for flags in (["--save_on_each_node"], ["--save_on_each_node", "True"]):
+        with pytest.raises(ConfigError, match=r"save_on_each_node is 'True', which is refused"):
             parser.parse_args_into_dataclasses(flags)
     with pytest.raises(ConfigError, match="vllm_group_port is '8001'"):
         parser.parse_args_into_dataclasses(["--vllm_group_port", "8001"])

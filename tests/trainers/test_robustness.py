@@ -259,7 +259,9 @@ def test_the_usual_idioms_of_a_trl_script_work(tmp_path: Path, capsys: pytest.Ca
     trainer.end()
 
 
-@pytest.mark.parametrize(("name", "reason"), [("push_to_hub", "hub"), ("get_train_dataloader", "read by position")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("init_hf_repo", "repository"), ("get_train_dataloader", "read by position")]
+)
 def test_what_is_not_there_says_why(tmp_path: Path, name: str, reason: str) -> None:
     with pytest.raises(AttributeError, match=f"no '{name}'.*{reason}"):
         getattr(make_trainer(tmp_path), name)

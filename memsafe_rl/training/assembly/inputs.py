@@ -145,7 +145,8 @@ def evaluation_prompts(config: TrainerConfig, dataset: Any, reader: PromptReader
         return {name: evaluation_prompts(config, part, reader, rewards) for name, part in dataset.items()}
     dataset = text_dataset(config, dataset, "eval_dataset")
     if isinstance(dataset, IterableDataset):
-        raise DataError("eval_dataset is a stream. Pass a Dataset, such as Dataset.from_list(list(stream)).")
+        # every evaluation reads it to its end; how long its prompts are must be known before the first
+        dataset = Dataset.from_list(list(dataset), features=dataset.features)
     overlong = config.overlong_prompts
     keep = usable_prompts(dataset, reader, overlong=overlong, name="eval_dataset")
     rewards.check_columns(dataset.column_names)
