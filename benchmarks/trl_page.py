@@ -23,7 +23,10 @@ from memsafe_rl.config.settings import ALGORITHMS
 PAGE = Path(__file__).parents[1] / "docs" / "trl-settings.md"
 ALGORITHMS_OF_TRL = ("GRPO", "RLOO")
 
-HINTS = ("auto_find_batch_size", "cache_implementation", "gradient_checkpointing", "pad_to_multiple_of")
+HINTS = (
+    *("auto_find_batch_size", "cache_implementation", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    "pad_to_multiple_of",
+)
 """Settings whose own help is what differs."""
 _STEP = "taken over the whole optimizer step and all ranks, TRL's over a micro-batch"
 NOTES = {
@@ -38,7 +41,6 @@ NOTES = {
     "disable_dropout": "a batch that is cut otherwise would draw other masks",
     "bf16": "on where the device has it, else off with a line in the log",
     "generation_kwargs": "every key that sampling has, stop strings and processors too; others are refused by name",
-    "gradient_checkpointing_kwargs": "see [hints](#hints) below",
     "loss_type": "TRL's eight, 'rloo', and a loss of your own; token means are over the step's own tokens",
     "lr_scheduler_type": "the schedules of transformers that need no metric",
     "optim": "those that a failed attempt can be undone for (`memsafe-rl train --help` lists them)",
@@ -140,10 +142,6 @@ def page() -> str:
         "",
         *head,
         *rows,
-        "",
-        "## Hints",
-        "",
-        HINTS_TEXT,
     ]
     return "\n".join(lines) + "\n"
 
@@ -151,11 +149,7 @@ def page() -> str:
 INTRODUCTION = """\
 Written by `python -m benchmarks.trl_page` from the declarations of settings and `memsafe_rl/config/refused.yaml`; a
 test holds it to them. A name without brackets is of both GRPO and RLOO. A refused setting is accepted at its off value.
-What
-differs in how a run works is in [What differs from TRL](trl.md)."""
-HINTS_TEXT = """\
-Whether activations are recomputed, leave the device or stay is the plan's choice at every step
-([memory policies](memory-policies.md)), so that settings of checkpointing are hints to it."""
+What differs in how a run works is in [What differs from TRL](trl.md)."""
 
 
 def main() -> None:

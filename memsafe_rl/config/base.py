@@ -229,6 +229,12 @@ class TrainerConfig(TrainerSettings, ABC):
         return named or ("default" if self.torch_compile else None)
 
     @property
+    def offload_activations(self) -> bool | None:
+        """Whether plans are to keep activations in host memory; None: they decide."""
+        offload = cast(dict[str, Any], self.gradient_checkpointing_kwargs or {}).get("offload")
+        return True if str(offload).lower() == "true" else None
+
+    @property
     def caches_in_8_bits(self) -> bool:
         """Whether rollouts keep their keys and values in 8 bits."""
         return self.cache_implementation == QUANTISED_CACHE

@@ -188,7 +188,10 @@ class RunSettings:
         None, "Hint: recompute activations; None: the plan decides.", also=("activation_checkpointing",)
     )
     gradient_checkpointing_kwargs: Settings = memory(
-        None, 'Only {"use_reentrant": false}, which is how it works here.', also=("activation_checkpointing_kwargs",)
+        None,
+        'Hints under transformers\' names: {"offload": true} keeps activations in host memory; "every_n_layers" and '
+        '"use_reentrant" change nothing, the log says why.',
+        also=("activation_checkpointing_kwargs",),
     )
     torch_empty_cache_steps: int | None = memory(
         None, "Hint: optimizer steps between two releases of cached device memory; None: the plan decides.", low=1

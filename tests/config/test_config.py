@@ -228,6 +228,11 @@ def test_any_of_transformers_settings_of_compiling_gives_plans_a_mode() -> None:
     assert GRPOConfig(torch_compile_backend="inductor").compile_mode == "default"
     assert GRPOConfig(torch_compile_mode="reduce-overhead").compile_mode == "reduce-overhead"
     assert chosen_policy(None, GRPOConfig(torch_compile=True)) == AdaptivePolicy(compile="default")
+    offloading = GRPOConfig(activation_checkpointing_kwargs={"offload": True})
+    assert chosen_policy(None, offloading) == AdaptivePolicy(offload_activations=True)
+    assert chosen_policy("ladder", offloading).update.offload_activations  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="offload_activations is True with memory_policy '24GB"):
+        chosen_policy("24GB+", offloading)
     with pytest.raises(ConfigError, match="which decides it"):
         chosen_policy("24GB+", GRPOConfig(torch_compile=True))
     with pytest.raises(ConfigError, match="inductor"):
@@ -395,7 +400,9 @@ def test_values_are_read(name: str, given: Any, expected: Any) -> None:
         ({"memory_budget": "120%"}, ("memory_budget is '120%'", "100%")),
         ({"memory_budget": 0}, ("memory_budget is 0", "more than 0 bytes")),
         ({"allow_lossy": ["shorter"]}, ("allow_lossy is 'shorter'", "max_completion_length, num_generations")),
-        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, ("use_reentrant=True", "None")),
+        ({"gradient_checkpointing_kwargs": {"use_reentrent": True}}, ("use_reentrent", "Did you mean 'use_reentrant'")),
+        ({"gradient_checkpointing_kwargs": {"every_n_layers": 0}}, ("every_n_layers", "at least 1")),
+        ({"gradient_checkpointing_kwargs": {"offload": "maybe"}}, ("offload", "maybe")),
         ({"kl_stop": 0}, ("kl_stop is 0", "more than 0 nats")),
         ({"kl_stop": {"goal": 1}}, ("no key of kl_stop 'goal'", "target")),
         ({"kl_stop": {"unit": "token"}}, ("kl_stop", "without a target")),
@@ -851,7 +858,6 @@ HINTS = {
     "auto_find_batch_size",
     "cache_implementation",
     "do_train",  # for scripts
-    "gradient_checkpointing_kwargs",  # only what is the case anyway is accepted
     "pad_to_multiple_of",
     "per_device_eval_batch_size",
     "torch_empty_cache_steps",
