@@ -114,7 +114,8 @@ class PolicyTrainer:
         if self.accelerator.is_main_process:  # several at once would take the folder from under each other
             check_writable(Path(self.args.output_dir))
         inputs = read_inputs(self.args, request)
-        self.train_dataset, self.tools = inputs.train_dataset, list(request.tools or ())
+        self.train_dataset, self._eval_dataset = inputs.train_dataset, request.eval_dataset
+        self.tools = list(request.tools or ())
         outputs = self._check_outputs(inputs.models.processing_class)
         machine = machine_for(inputs, self.accelerator.device, connect(self.accelerator))
         self.forecast = forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None
@@ -235,10 +236,8 @@ class PolicyTrainer:
             options: `revision`, `token`, `private`, and `dataset_name`, `model_name` and `tags` of the card.
 
         Returns:
-            The commit, or its future where nobody waits; None on other ranks than the first.
-
-        Raises:
-            ConfigError: the repository cannot be opened.
+            The commit, or its future where nobody waits; None on other ranks than the first. A repository that cannot
+            be opened is a `ConfigError`.
         """
         push, is_main = self._hub.push_model, self.is_world_process_zero()
         return push(self.save_model, commit_message, wait=blocking, **options) if is_main else None
@@ -343,12 +342,12 @@ class PolicyTrainer:
 
     @property
     def eval_dataset(self) -> Any:
-        """The evaluation prompts."""
-        return self._loop.eval_dataset
+        """The evaluation prompts, as they were passed."""
+        return self._eval_dataset
 
     @eval_dataset.setter
     def eval_dataset(self, dataset: Any) -> None:
-        self._loop.eval_dataset = dataset
+        self._eval_dataset = self._loop.eval_dataset = dataset
 
     @property
     def optimizer(self) -> Any:
