@@ -13,14 +13,14 @@ from urllib.parse import urlsplit
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from transformers.optimization import get_scheduler
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.config.degradation import LOSSY_REMEDIES
 from memsafe_rl.config.generation_options import check_generation
 from memsafe_rl.config.settings import OPTIMIZER_ARGUMENTS
-from memsafe_rl.config.values import check_choice, read
+from memsafe_rl.config.values import check_choice, read, unknown
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.ops.advantages import ESTIMATORS
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ENUMS = {kind.__name__: kind for kind in (IntervalStrategy, SaveStrategy, SchedulerType, OptimizerNames)}
+ENUMS = {kind.__name__: kind for kind in (HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType, OptimizerNames)}
 """The enumerations of transformers that settings are declared with."""
 
 REGISTRIES: dict[str, Registry[Any]] = {"losses": LOSSES, "estimators": ESTIMATORS, "engines": ENGINES}
@@ -375,15 +375,27 @@ def _check_memory(config: TrainerConfig) -> None:
         raise ConfigError(f"{told} 'auto' leaves the choice to the library.") from None
     for remedy in config.allow_lossy:
         check_choice("allow_lossy", remedy, tuple(LOSSY_REMEDIES))
-    for key, value in (config.gradient_checkpointing_kwargs or {}).items():
-        if key != "use_reentrant" or value not in (False, "false", "False"):
-            raise ConfigError(
-                f"gradient_checkpointing_kwargs has {key}={value!r}; recomputation here is not reentrant and has "
-                "no other settings. Set gradient_checkpointing_kwargs=None."
-            )
+    _check_checkpointing(config)
     if isinstance(config.pad_to_multiple_of, str) and config.pad_to_multiple_of != "auto":
         config.fill("pad_to_multiple_of", read("pad_to_multiple_of", config.pad_to_multiple_of, int | None))
         config.declared["pad_to_multiple_of"].read(config.pad_to_multiple_of)
+
+
+def _check_checkpointing(config: TrainerConfig) -> None:
+    kinds: dict[str, Any] = {"use_reentrant": bool, "offload": bool, "every_n_layers": int}
+    instead = {
+        "use_reentrant": "recomputation here is not reentrant, with the same gradient",
+        "every_n_layers": "the plan recomputes all blocks or none, and cuts micro-batches to fit beside either",
+    }
+    given = config.gradient_checkpointing_kwargs or {}
+    for key, value in given.items():
+        if key not in kinds:
+            raise unknown(key, kinds, "key of gradient_checkpointing_kwargs")
+        found = read(f"{key} of gradient_checkpointing_kwargs", value, kinds[key])
+        if key == "every_n_layers" and found < 1:
+            raise ConfigError(f"every_n_layers of gradient_checkpointing_kwargs is {found}; it must be at least 1.")
+        if (key, found) in (("use_reentrant", True), ("every_n_layers", max(2, found))):
+            _say_once(f"gradient_checkpointing_kwargs has {key}={found!r}, which changes nothing here: {instead[key]}.")
 
 
 @functools.cache

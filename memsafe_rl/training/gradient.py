@@ -244,7 +244,7 @@ def check_separable(settings: LossSettings) -> None:
     """Refuses losses that need all columns of a row at once, where a network's columns are learnt one by one."""
     separable = ", ".join(loss.name for loss in LOSSES.values() if loss.traits.separable)
     remedies = {
-        "importance_sampling_level": "importance_sampling_level='token'",
+        "importance_sampling_level": "importance_sampling_level='token' in GRPOConfig",
         "off_policy_mask_threshold": "off_policy_mask_threshold=None",
         "loss_type": f"a loss_type whose traits are separable: {separable}",
     }

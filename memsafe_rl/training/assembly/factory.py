@@ -16,6 +16,7 @@ from peft import PeftModel
 
 from memsafe_rl.accounting import weights_of
 from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.config.grpo import RLOOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.data.environments import ENVIRONMENTS, EnvironmentPool, environment_pool_for, with_prompts
 from memsafe_rl.data.prompts import PromptSource
@@ -37,6 +38,7 @@ from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.training.algorithms.advantages import Advantages, GroupAdvantages
 from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
+from memsafe_rl.training.algorithms.leave_one_out import LeaveOneOutAdvantages
 from memsafe_rl.training.algorithms.objectives import Combiner
 from memsafe_rl.training.assembly.inputs import (
     check_sampler,
@@ -77,6 +79,7 @@ class TrainingRequest:
         environment_factory: makes environments.
         memory_policy: a policy, or the name of one.
         critic: as `PPOTrainer` takes it.
+        ref_model: as `PPOTrainer` takes it.
     """
 
     model: Any
@@ -92,6 +95,7 @@ class TrainingRequest:
     environment_factory: Any = None
     memory_policy: Any = None
     critic: Any = None
+    ref_model: Any = None
 
 
 @dataclass(frozen=True)
@@ -282,6 +286,8 @@ def _advantages(
 ) -> Advantages:
     """Makes what turns rewards into advantages; a critic that was passed as an object is prepared once."""
     config, wanted = inputs.config, inputs.request.critic
+    if isinstance(config, RLOOConfig):
+        return LeaveOneOutAdvantages(config)
     if not isinstance(config, PPOConfig):
         return GroupAdvantages()
     make, values = inputs.models.critic, (adapter, wanted, machine.device, partial(check, config, inputs.models))
@@ -296,6 +302,7 @@ def _load(inputs: Inputs, machine: Machine) -> LoadedModel:
     more = {
         "quantization_config": request.quantization_config,
         "peft_config": request.peft_config,
+        "ref_model": request.ref_model,
         "room_bytes": room_for_weights(recovery.tracker.budget_bytes),
     }
     # An adapter goes into a model object in place, so that only a model loaded by name can be loaded again.
