@@ -142,7 +142,8 @@ class ShardedWeights:
         self._whole: Any = None  # the network whose weights are whole now
         self._recorded: list[_Operation] | None = None
         self._order: tuple[_Operation, ...] | None = None
-        self._left: deque[_Operation] = deque()  # what the round in progress still has to communicate
+        # what the round in progress still has to communicate; None between rounds, where a user may run a network
+        self._left: deque[_Operation] | None = None
         mesh = init_device_mesh(device.type, (ranks.world_size,))
         with charge(Component.WEIGHTS):
             for network in networks:
@@ -204,7 +205,7 @@ class ShardedWeights:
                 module.set_reshard_after_forward(False, recurse=False)
         for _, group in inside:
             repeat(Stage.PREPARE, _unshard, group)
-        self._check_ended()
+        self._end_round()
 
     def _root_of(self, network: nn.Module) -> Any:
         return next((module for module in network.modules() if module in self._roots), None)
@@ -231,6 +232,7 @@ class ShardedWeights:
         Raises:
             PeerOutOfMemoryError: another rank failed; drop the gradient, and begin again.
         """
+        self._reset()  # a user's own forward leaves traces
         waiting = iter(micro_batches)
         micro, more = _next(waiting)
         while True:
@@ -244,7 +246,7 @@ class ShardedWeights:
             self._left = deque(self._order)
             if more:
                 yield micro  # type: ignore[misc]
-                self._check_ended()
+                self._end_round()
                 micro, more = _next(waiting)
             else:
                 self._play()
@@ -261,37 +263,39 @@ class ShardedWeights:
         self._play(repeat)
         self._reset()
 
-    def _check_ended(self) -> None:
+    def _end_round(self) -> None:
         if self._left:
             raise AssertionError(f"{len(self._left)} collectives of a round were left out, the first {self._left[0]}")
+        self._left = None
 
     def issue(self, operation: _Operation, collective: Callable[[], T]) -> T:
         """Runs a collective of the round in progress, and notes how far that is."""
-        if self._recorded is None and (not self._left or self._left[0] != operation):
+        if self._left is not None and list(self._left)[:1] != [operation]:
             raise AssertionError(f"{operation} does not belong where this round stands: {list(self._left)[:1]}")
         try:
             work = collective()
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            self._left.clear()
+            self._left = None
             raise self._ranks.lost(error) from error
-        if self._recorded is None:
+        if self._left is not None:
             self._left.popleft()
-        else:
+        elif self._recorded is not None:
             self._recorded.append(operation)
         return work
 
     def _play(self, repeat: Repeat = _once) -> None:
         """Takes part in the remaining collectives without computing; what they bring of gradients is kept."""
         while self._left:
-            left = len(self._left)
-            repeat(Stage.ACCOMPANY, self._play_next)
-            if len(self._left) == left:
-                raise AssertionError(f"{self._left[0]} could not be played")
+            before = list(self._left)
+            repeat(Stage.ACCOMPANY, self._play_next, before[0])
+            if len(self._left) == len(before):
+                raise AssertionError(f"{before[0]} could not be played")
+        self._left = None
 
-    def _play_next(self) -> None:
-        place, kind = self._left[0]
+    def _play_next(self, operation: _Operation) -> None:
+        place, kind = operation
         group = self._groups[place]
         try:
             if kind is _Kind.GATHER:

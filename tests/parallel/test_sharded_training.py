@@ -13,8 +13,11 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
+from benchmarks.forecast_error import beside
+from benchmarks.sharded_forecast import make_trainer as make_forecast_trainer
+from benchmarks.sharded_forecast import save_model
 from memsafe_rl.accounting import local_part, weights_of
 from memsafe_rl.models.blocks import blocks_of
 from memsafe_rl.trainers.grpo import GRPOTrainer
@@ -35,7 +38,11 @@ def grpo(folder: Path, rank: int | None, **settings: Any) -> GRPOTrainer:
     dtype, tied = settings.pop("dtype", torch.float32), settings.pop("tied", True)
     model = tiny_model(scale=4.0, tied=tied, dtype=dtype)
     return make_trainer(
-        folder, model=model, policy=cut(20 if rank == 1 else 60), **{**SETTINGS, **own, **sharding(rank), **settings}
+        folder,
+        callbacks=[Asks()],
+        model=model,
+        policy=cut(20 if rank == 1 else 60),
+        **{**SETTINGS, **own, **sharding(rank), **settings},
     )
 
 
@@ -132,6 +139,14 @@ def ask_to_stop(trainer: Any) -> None:
     trainer.loop.stop.reason = "SIGTERM"
 
 
+class Asks(TrainerCallback):
+    """Runs the model itself, on all ranks, as a callback that shows samples does."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        with torch.no_grad():
+            assert model(input_ids=torch.ones(1, 3, dtype=torch.int64)).logits.isfinite().all()
+
+
 ENDINGS: dict[str, Callable[[Any], None]] = {
     "an error in a forward": lambda trainer: at_a_forward(trainer, fail),
     "asked to stop": ask_to_stop,
@@ -151,6 +166,12 @@ def train_rank(rank: int, port: int, folder: str) -> None:
         for source, given in (("two", path / "checkpoint-3"), ("one", Path(folder) / "one" / name / "checkpoint-3")):
             resumed = saving(make, Path(folder) / f"{name} from {source}", rank, resume_from_checkpoint=str(given))
             found[f"{name} from {source}"] = the_last_step(resumed)
+    shape = {"vocab_size": 1000, "num_hidden_layers": 4, "beta": 0.1, "tokens": 8}
+    if rank == 0:
+        save_model(shape, Path(folder) / "forecast" / "model")
+    torch.distributed.barrier()
+    make_forecast = partial(make_forecast_trainer, shape, Path(folder) / "forecast")
+    found["forecast"] = beside("forecast", make_forecast, on_device=False)
     for name, spoil in ENDINGS.items():
         trainer = saving(grpo, Path(folder) / name, rank, save_steps=100)
         if rank == 1:
@@ -215,6 +236,19 @@ def test_a_saved_model_is_whole(ranks: list[Any], alone: tuple[Path, dict[str, A
     saved = AutoModelForCausalLM.from_pretrained(alone[0] / "tied" / "saved")
     values = torch.cat([weight.detach().flatten().double() for weight in saved.parameters()])
     assert torch.equal(values, ranks[0]["tied"]["end"])
+
+
+def test_a_forecast_of_a_rank_is_what_the_rank_then_holds(ranks: list[Any]) -> None:
+    for found in (one["forecast"] for one in ranks):
+        for phase, low, high in (
+            ("load", 0.01, 0.01),
+            ("rollout", 0.01, 0.01),
+            ("score", 0.01, 0.01),
+            ("update", 0, 0.05),
+        ):
+            error = found["forecast_bytes"][phase] / found["held_bytes"][phase] - 1
+            assert -low <= error <= high, phase
+        assert found["failures"] == 0
 
 
 def test_a_rank_that_fails_inside_a_round_ends_the_others_with_its_reason(ranks: list[Any]) -> None:

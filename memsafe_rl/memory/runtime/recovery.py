@@ -193,7 +193,7 @@ class Attempts(Generic[Plan]):
                 with self.around(self.plan):
                     return unit(self.plan)
             except PeerOutOfMemoryError:
-                self._tracker.record("repeated for another rank", phase=self._tracker.phase_now)
+                self._tracker.record("joined_retry", phase=self._tracker.phase_now)
             except BaseException as error:
                 if not is_out_of_memory(error):
                     raise
