@@ -32,8 +32,8 @@ pytestmark = [
     pytest.mark.skipif(not compiler_available(), reason="only the C++ allocator fails inside an operator"),
 ]
 
-FAULTS = 25
-"""Runs in which rank 1 fails, of each case."""
+FAULTS = {"full": 25, "lora": 25, "sharded": 12, "sharded lora": 12}
+"""Faults on rank 1, of each case, at least; `benchmarks.sharded_storm` has more."""
 SECOND_FAULTS = 3
 """Every so many runs, the repeated work fails too, so that the plan of rank 1 alone changes."""
 PATIENCE_SECONDS = 600
@@ -164,7 +164,7 @@ def storm(
     rank: int,
     seed: int,
     *,
-    faults: int = FAULTS,
+    faults: int | None = None,
     phases: Sequence[Phase] = WORKING,
     failing: Sequence[int] = (1,),
 ) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def storm(
         start, notes, planted = copied(trainer.model.parameters()), listen_to_steps(trainer), Faults(trainer, device)
         trainer.train()
         runs, live_bytes = [], device.live_bytes
-        while sum(run["faults"] for run in runs) < faults:
+        while sum(run["faults"] for run in runs) < (faults or FAULTS[case]):
             put_weights(trainer, start)
             turn = len(runs)
             if rank in failing and (len(failing) == 1 or turn % 3 in (rank, 2)):
@@ -374,7 +374,7 @@ def test_ranks_of_which_one_fails_again_and_again_learn_what_one_rank_does(
 @pytest.mark.parametrize("case", CASES)
 def test_the_faults_hit_every_phase_and_leave_nothing_behind(outcomes: list[dict[str, Any]], case: str) -> None:
     untroubled, troubled = (found[case]["runs"] for found in outcomes)
-    assert sum(run["faults"] for run in troubled) >= FAULTS
+    assert sum(run["faults"] for run in troubled) >= FAULTS[case]
     assert set(WORKING) <= {phase for run in troubled for phase in run["phases"]}
     assert sum(run["fallbacks"] for run in troubled) > 0
     assert not any(run["phases"] for run in untroubled)
