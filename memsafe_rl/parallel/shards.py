@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from memsafe_rl.accounting import charge, host_memory, local_part
+from memsafe_rl.accounting import charge, host_memory, local_part, staging
 from memsafe_rl.errors import ConfigError, PeerOutOfMemoryError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
@@ -111,7 +111,7 @@ class _Noted:
         self.allocate = issue.allocate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with uninterrupted():
+        with uninterrupted(), staging():  # a collective that broke off half way could not be issued again
             return self._weights.issue(self._operation, partial(self._issue, *args, **kwargs))
 
 

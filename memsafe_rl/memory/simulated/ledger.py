@@ -134,6 +134,10 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before, self._component = self._component, component
         return before
 
+    def mark_others(self, on_host: bool) -> bool:
+        """Changes nothing: a ledger hears of its own thread alone."""
+        return on_host
+
     def mark_host(self, on_host: bool) -> bool:
         """Says whether what is allocated from now on stands for host memory, which is counted apart."""
         before, self._on_host = self._on_host, on_host
