@@ -940,3 +940,35 @@ def test_a_copy_may_count_other_ranks() -> None:
     assert (twin.world_size, twin.step_rows, config.world_size) == (4, 32, 1)
     assert twin.left_open("steps_per_generation")
     assert not GRPOConfig(steps_per_generation=1).left_open("steps_per_generation")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"fsdp": "shard_grad_op"}, "fsdp is 'shard_grad_op', but 'shard_grad_op' is not supported"),
+        ({"fsdp": "full_shard offload"}, "'offload' is not supported"),
+        ({"fsdp_config": {"cpu_offload": True}}, "fsdp_config has cpu_offload=True, which is not supported"),
+        ({"optim": "adafactor"}, "optim is 'adafactor' with fsdp"),
+        ({"master_weights": "stochastic_rounding"}, "master_weights='stochastic_rounding' is set with fsdp"),
+        ({"verify_plan": True}, "verify_plan is set with fsdp"),
+        ({"probe_worst_case": True}, "probe_worst_case is set with fsdp"),
+        ({"torch_compile": True}, "torch_compile is set with fsdp"),
+        ({"save_in_background": True}, "save_in_background is set with fsdp"),
+    ],
+)
+def test_what_sharded_ranks_cannot_do_is_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        GRPOConfig(**{"fsdp": "full_shard", "report_to": "none", **given}).on_ranks(2).validate()
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "sharded"),
+    [
+        ({}, 2, False),
+        ({"fsdp": True}, 2, True),
+        ({"fsdp": "full_shard auto_wrap"}, 2, True),
+        ({"fsdp": True}, 1, False),
+    ],
+)
+def test_ranks_share_weights_where_they_are_told_to(given: dict[str, Any], ranks: int, sharded: bool) -> None:
+    assert GRPOConfig(report_to="none", **given).on_ranks(ranks).sharded is sharded

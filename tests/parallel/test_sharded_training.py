@@ -25,6 +25,7 @@ from tests.parallel.test_ranks import PATIENCE_SECONDS, outcome_of, run_ranks, s
 from tests.parallel.test_ranks_under_faults import At
 from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, make_trainer, relative, rewire
+from tests.trainers.test_encoder_decoder import tiny_t5
 from tests.trainers.test_ppo import make_ppo
 
 pytestmark = pytest.mark.slow
@@ -166,6 +167,10 @@ def train_rank(rank: int, port: int, folder: str) -> None:
         for source, given in (("two", path / "checkpoint-3"), ("one", Path(folder) / "one" / name / "checkpoint-3")):
             resumed = saving(make, Path(folder) / f"{name} from {source}", rank, resume_from_checkpoint=str(given))
             found[f"{name} from {source}"] = the_last_step(resumed)
+    found["refused"] = {
+        "adapter": outcome_of(partial(ppo, Path(folder) / "adapter", rank, "adapter")),
+        "T5": outcome_of(partial(make_trainer, Path(folder) / "T5", model=tiny_t5(), fsdp="full_shard")),
+    }
     shape = {"vocab_size": 1000, "num_hidden_layers": 4, "beta": 0.1, "tokens": 8}
     if rank == 0:
         save_model(shape, Path(folder) / "forecast" / "model")
@@ -236,6 +241,14 @@ def test_a_saved_model_is_whole(ranks: list[Any], alone: tuple[Path, dict[str, A
     saved = AutoModelForCausalLM.from_pretrained(alone[0] / "tied" / "saved")
     values = torch.cat([weight.detach().flatten().double() for weight in saved.parameters()])
     assert torch.equal(values, ranks[0]["tied"]["end"])
+
+
+def test_what_cannot_be_divided_is_refused_on_all_ranks(ranks: list[Any]) -> None:
+    for refused in (found["refused"] for found in ranks):
+        assert refused["adapter"].startswith(
+            "ConfigError: critic='adapter' trains a second adapter on the model's weights"
+        )
+        assert refused["T5"].startswith("ConfigError: fsdp divides causal language models, and T5")
 
 
 def test_a_forecast_of_a_rank_is_what_the_rank_then_holds(ranks: list[Any]) -> None:
