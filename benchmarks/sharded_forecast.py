@@ -30,8 +30,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks.forecast_error import beside
 from benchmarks.machine import describe_machine
 from benchmarks.small import byte_tokenizer
-from memsafe_rl import GRPOConfig, GRPOTrainer
+from memsafe_rl import GRPOTrainer
 from tests.parallel.test_ranks import run_ranks, set_up_rank
+from tests.preflight.beside import alternating, config_for
 
 CASES: dict[str, dict[str, Any]] = {
     "tied head": {"vocab_size": 4000},
@@ -66,38 +67,24 @@ def save_model(case: dict[str, Any], folder: Path) -> None:
 
 def make_trainer(case: dict[str, Any], folder: Path) -> GRPOTrainer:
     """Makes a rank's trainer of a case, which forecasts its run."""
-    tokens = case.get("tokens", 32)
-    config = GRPOConfig(
-        str(folder / "run"),
-        num_generations=4,
+    config = config_for(
+        folder,
         per_device_train_batch_size=8,
-        max_completion_length=tokens,
+        max_completion_length=case.get("tokens", 32),
         beta=case.get("beta", 0.0),
         gradient_checkpointing=case.get("checkpointing", True),
-        generation_kwargs={"min_new_tokens": tokens},
         fsdp="full_shard",
-        memory_forecast=True,
-        max_steps=2,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
         alarms=False,
     )
     prompts = [f"{index:02d}".ljust(24, ".") for index in range(16)]
     return GRPOTrainer(
         str(folder / "model"),
-        _alternating,
+        alternating,
         config,
         Dataset.from_dict({"prompt": prompts}),
         processing_class=byte_tokenizer(),
         peft_config=LoraConfig(r=case["lora"], target_modules="all-linear") if "lora" in case else None,
     )
-
-
-def _alternating(completions: list[str], **_: Any) -> list[float]:
-    """Pays neighbours differently, so that every row learns."""
-    return [float(place % 2) for place in range(len(completions))]
 
 
 def _rank(names: list[str], rank: int, port: int, folder: str) -> None:

@@ -179,12 +179,12 @@ def _saved_types(folder: Path) -> set[torch.dtype]:
 def _read_adapter(model: PeftModel, folder: Path) -> None:
     name = model.active_adapter
     saved = load_peft_weights(str(folder if name == _ADAPTER else folder / name), device="cpu")
-    wanted = {key: tuple(value.shape) for key, value in get_peft_model_state_dict(model, adapter_name=name).items()}
+    own = get_peft_model_state_dict(model, adapter_name=name)
+    wanted = {key: tuple(value.shape) for key, value in own.items()}
     found = {key: tuple(value.shape) for key, value in saved.items()}
     if wanted != found:
         differing = sorted({key for key, _ in wanted.items() ^ found.items()})
         raise ValueError(f"{len(differing)} weights of the adapter differ, such as {differing[0]}")
-    own = get_peft_model_state_dict(model, adapter_name=name)
     if any(local_part(weight) is not weight for weight in own.values()):
         for key, target in own.items():
             copy_into(target, saved[key])

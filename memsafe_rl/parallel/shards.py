@@ -74,9 +74,6 @@ class WholeWeights:
     def finish_round(self, repeat: Repeat) -> None:
         """Returns at once: nobody waits."""
 
-    def learn_order(self, run: Callable[[], object]) -> None:
-        """Does nothing: forward and backward communicate with nobody."""
-
     def total_norm(self, norms: Callable[[], tuple[float, float]], repeat: Repeat) -> float | None:  # noqa: ARG002
         """Gives None: each rank can measure its gradients alone."""
         return None
@@ -384,8 +381,8 @@ def check_critic_dividable(critic: Any) -> None:
         )
 
 
-def check_dividable(adapter: Any) -> bool:
-    """Refuses to divide what has not been proved to learn the same; True for the others."""
+def check_dividable(adapter: Any) -> None:
+    """Refuses to divide what has not been proved to learn the same."""
     if not hasattr(FSDPModule, "reset_iter_state"):
         raise ConfigError(f"fsdp needs torch 2.13 or later, and this is {torch.__version__}. Upgrade torch.")
     told = f"fsdp divides causal language models, and {type(adapter.model).__name__}"
@@ -397,4 +394,3 @@ def check_dividable(adapter: Any) -> bool:
     odd = next((name for name, one in adapter.lm.named_parameters() if not one.is_floating_point()), None)
     if odd is not None:
         raise ConfigError(f"{told} has quantised weights ({odd}), which it cannot divide. {remedy}")
-    return True

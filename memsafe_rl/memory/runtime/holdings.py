@@ -55,7 +55,7 @@ class Holdings:
         return [*map(local_part, weights_of(*self.networks)), *self._optimizer_tensors(), *self.trajectory()]
 
     def _optimizer_tensors(self) -> list[Tensor]:
-        return [] if self.optimizer is None else [*map(local_part, self.optimizer())]
+        return [] if self.optimizer is None else self.optimizer()
 
 
 # ------------------------------------------------------------------ who owns what

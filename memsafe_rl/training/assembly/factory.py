@@ -256,15 +256,17 @@ def _divided(setup: TrainingSetup, ranks: Replicas, device: torch.device) -> Sha
     """Divides the weights of model, reference copy and critic among the ranks."""
     for critic in setup.advantages.critics:
         check_critic_dividable(critic)
-    adapters = [setup.adapter, setup.adapter.reference_adapter, *(one.network for one in setup.advantages.critics)]
-    networks = {id(one.lm): one.lm for one in adapters if one is not None and check_dividable(one)}
+    found = [setup.adapter, setup.adapter.reference_adapter, *(one.network for one in setup.advantages.critics)]
+    adapters = [one for one in found if one is not None]
+    for one in adapters:
+        check_dividable(one)
+    networks = {id(one.lm): one.lm for one in adapters}
     shards = ShardedWeights(list(networks.values()), ranks, device)
     learn = partial(pass_once, setup.adapter, setup.advantages.critics, autocast=setup.autocast, shards=shards)
     shards.learn_order(learn)
     setup.trained.zero_grad()
     for one in adapters:
-        if one is not None:
-            one.reread()
+        one.reread()
     return shards
 
 
