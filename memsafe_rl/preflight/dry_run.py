@@ -376,7 +376,7 @@ def _try(setup: TrainingSetup, committer: Committer, trial: Trial) -> None:
         try_scoring(setup, longest, trajectory, trial.plans[1].logprob_tile)
     config, count = setup.config, _CUDA_MICRO_BATCHES if setup.memory.state().device == "cuda" else _MICRO_BATCHES
     # The run's first step fixes its terms before it has a plan, others under that of the step before.
-    is_first = longest.rollout == 0 and config.updates_per_epoch * config.num_iterations == 1
+    is_first = longest.rollout == 0 and config.steps_per_rollout == 1
     for step in trial.steps:
         terms = terms_of(setup, trajectory, step.rows) if is_first else None
         Learner(setup).plan(trajectory, step.rows)
