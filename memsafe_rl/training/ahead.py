@@ -18,7 +18,7 @@ def draw_ahead(setup: TrainingSetup, state: RunState, rollout: Rollout) -> None:
     """
     config, ahead = setup.config, setup.engine.supports.ahead
     least = 1 if config.kl_stop_rule else config.steps_per_rollout
-    if not config.async_rollouts or ahead is None or state.step + least >= setup.planned_steps:
+    if ahead is None or state.step + least >= setup.planned_steps:
         return
     with setup.memory.phase(Phase.ROLLOUT, compared=False):
         setup.recovery.repeat(Stage.PREPARE, _begin, setup, ahead, state, rollout)

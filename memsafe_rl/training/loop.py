@@ -189,7 +189,8 @@ class TrainingLoop:
         state = self.state
         with self.setup.gathered():
             rollout = collect(self.collector, state, self.learner.later_rows(state.cursor))
-        draw_ahead(self.setup, state, rollout)
+        if self.config.async_rollouts:
+            draw_ahead(self.setup, state, rollout)
         self.report.table = rollout.table
         state.random = self.setup.recovery.repeat(Stage.PREPARE, capture_random_state)
         return rollout
