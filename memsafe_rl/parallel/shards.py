@@ -56,6 +56,9 @@ class WholeWeights:
 
     divided = False  # whether ranks share the weights
 
+    def __init__(self, *, in_rounds: bool = False) -> None:
+        self.in_rounds = in_rounds  # whether micro-batches share nothing, as in the rounds that are foreseen
+
     @contextmanager
     def gathered(self, repeat: Repeat, network: nn.Module) -> Iterator[None]:  # noqa: ARG002
         """Changes nothing: the weights are whole."""
@@ -133,7 +136,7 @@ class ShardedWeights:
         device: where the weights are.
     """
 
-    divided = True
+    divided = in_rounds = True
 
     def __init__(self, networks: Sequence[nn.Module], ranks: Replicas, device: torch.device) -> None:
         self._ranks = ranks

@@ -28,6 +28,7 @@ from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
 from memsafe_rl.models.loading import LoadedModel, read_config
 from memsafe_rl.parallel.replicas import OneProcess
+from memsafe_rl.parallel.shards import WholeWeights
 from memsafe_rl.preflight.fake.device import nothing_differs
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
 from memsafe_rl.preflight.outcome import MemoryForecast
@@ -216,7 +217,8 @@ class DryRun:
             self._loaded = _loaded_before(adapter.model, critic, parts.get(Component.WEIGHTS, 1))
             _take_over(checked, config, models, adapter)
 
-        return build_setup(inputs, machine, load=load, check=check)
+        setup = build_setup(inputs, machine, load=load, check=check)
+        return replace(setup, shards=WholeWeights(in_rounds=self.shared.sharding is Sharding.FSDP))
 
     def _seconds(self, setup: TrainingSetup, longest: Longest) -> StepSeconds | None:
         """Estimates the seconds of a step, where the device's speed is known and this library decodes tokens."""

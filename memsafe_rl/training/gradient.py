@@ -170,7 +170,7 @@ def _micro_batches(shared: _Pass, rows: Sequence[int]) -> Generator[MicroBatch]:
         together = [rows[place] for place in group.places]
         read_once = adapter.read_together(trajectory, together, partial(shared.forward, adapter))
         # An encoder that is read around several rounds would communicate outside of them.
-        with nullcontext() if shared.shards.divided else read_once:
+        with nullcontext() if shared.shards.in_rounds else read_once:
             yield from group.to_run()
 
 
