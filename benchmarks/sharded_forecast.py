@@ -6,7 +6,8 @@ Two processes over gloo train tiny Qwen3 and T5 networks under ``fsdp="full_shar
 counts every byte; every trainer has forecast its run before it loaded weights. Completions are forced to their full
 length.
 
-Writes `benchmarks/results/sharded_forecast.json`; exits with 1 where a phase is more than 1 % below (load: 3 %) or 6 % above.
+Writes `benchmarks/results/sharded_forecast.json`; exits with 1 where a phase is more than 1 % below (load: 3 %) or more
+than 6 % above.
 """
 
 from __future__ import annotations
