@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -30,16 +31,27 @@ class ScoringNeeds:
     with_kl: bool = False  # whether the KL to the reference comes with the log-probs, in closed form
 
 
-class GroupAdvantages:
-    """Compares the rewards of a prompt's completions; a row has one advantage, which needs nothing but rewards."""
+class CriticFree(ABC):
+    """What advantages have in common that come from rewards and log-probs alone: nothing more to train or to save."""
 
-    joins_sequences = True  # whether an episode that became several sequences can be learnt from
     critics: tuple[Critic, ...] = ()  # networks whose values are read, and which are trained and saved
 
     @property
+    @abstractmethod
     def needs(self) -> ScoringNeeds:
-        """Nothing beyond what the loss needs."""
-        return ScoringNeeds()
+        """What is scored beyond what the loss needs."""
+
+    @abstractmethod
+    def score(self, scorer: Scorer, trajectory: Trajectory, later_rows: Sequence[int]) -> Trajectory:
+        """Scores what advantages are made from."""
+
+    @abstractmethod
+    def assign(self, trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> tuple[Trajectory, dict[str, float]]:
+        """Gives each row its advantage."""
+
+    @abstractmethod
+    def placeholder(self, trajectory: Trajectory, numbers: Ragged | None) -> Trajectory:
+        """Lays made-up numbers where `score` would lay true ones."""
 
     def modules(self) -> dict[str, nn.Module]:
         """Trains nothing beside the model."""
@@ -48,6 +60,38 @@ class GroupAdvantages:
     def work(self, work: UpdateWork) -> UpdateWork:
         """Adds nothing."""
         return work
+
+    def loss_settings(self, settings: LossSettings) -> LossSettings:
+        """Leaves the loss as configured."""
+        return settings
+
+    def loss_term(self) -> ValueTerms | None:
+        """Adds no term."""
+        return None
+
+    def end_rollout(self, metrics: Mapping[str, float]) -> None:  # noqa: B027 - nothing is what there is to do
+        """Moves nothing."""
+
+    def reset(self) -> None:  # noqa: B027
+        """Has nothing to forget."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Keeps the scale under which checkpoints of critics are read, at its start."""
+        return {"kl_scale": 1.0}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Has nothing to restore."""
+
+
+class GroupAdvantages(CriticFree):
+    """Compares the rewards of a prompt's completions; a row has one advantage, which needs nothing but rewards."""
+
+    joins_sequences = True  # whether an episode that became several sequences can be learnt from
+
+    @property
+    def needs(self) -> ScoringNeeds:
+        """Nothing beyond what the loss needs."""
+        return ScoringNeeds()
 
     def score(self, scorer: Scorer, trajectory: Trajectory, later_rows: Sequence[int]) -> Trajectory:  # noqa: ARG002
         """Scores nothing."""
@@ -62,27 +106,6 @@ class GroupAdvantages:
         """Leaves each row its group advantage."""
         return trajectory, {}
 
-    def loss_settings(self, settings: LossSettings) -> LossSettings:
-        """Leaves the loss as configured."""
-        return settings
-
-    def loss_term(self) -> ValueTerms | None:
-        """Adds no term."""
-        return None
-
     def placeholder(self, trajectory: Trajectory, numbers: Ragged | None) -> Trajectory:  # noqa: ARG002
         """Leaves the store as it is."""
         return trajectory
-
-    def end_rollout(self, metrics: Mapping[str, float]) -> None:
-        """Moves nothing."""
-
-    def reset(self) -> None:
-        """Has nothing to forget."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Keeps the scale under which checkpoints of critics are read, at its start."""
-        return {"kl_scale": 1.0}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has nothing to restore."""

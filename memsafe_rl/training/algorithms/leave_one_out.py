@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.config.grpo import RLOOConfig
-from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.advantages import leave_one_out, normalised_in_batch
-from memsafe_rl.training.algorithms.advantages import ScoringNeeds
-from memsafe_rl.training.gradient import ValueTerms
-from memsafe_rl.types import Component, LossSettings, Ragged, Trajectory, UpdateWork
+from memsafe_rl.training.algorithms.advantages import CriticFree, ScoringNeeds
+from memsafe_rl.types import Component, Ragged, Trajectory
 
 if TYPE_CHECKING:
     from memsafe_rl.training.scorer import Scorer
 
 
-class LeaveOneOutAdvantages:
+class LeaveOneOutAdvantages(CriticFree):
     """Compares the rewards of a prompt's completions, less what each pays for its KL to the reference."""
 
     joins_sequences = False  # a ratio is of a whole completion
-    critics: tuple[Critic, ...] = ()
 
     def __init__(self, config: RLOOConfig) -> None:
         self._config = config
@@ -33,14 +30,6 @@ class LeaveOneOutAdvantages:
     def needs(self) -> ScoringNeeds:
         """Log-probs, where rewards pay for the KL."""
         return ScoringNeeds(logprobs=self._config.has_reference)
-
-    def modules(self) -> dict[str, nn.Module]:
-        """Trains nothing beside the model."""
-        return {}
-
-    def work(self, work: UpdateWork) -> UpdateWork:
-        """Adds nothing."""
-        return work
 
     def score(self, scorer: Scorer, trajectory: Trajectory, later_rows: Sequence[int]) -> Trajectory:
         """Adds the log-probs from which the KL is taken; the first update's ratios are of its own even so."""
@@ -75,27 +64,6 @@ class LeaveOneOutAdvantages:
         claim(Component.TRAJECTORY, [advantages_B])
         return replace(trajectory, advantages=advantages_B), metrics
 
-    def loss_settings(self, settings: LossSettings) -> LossSettings:
-        """Leaves the loss as configured."""
-        return settings
-
-    def loss_term(self) -> ValueTerms | None:
-        """Adds no term."""
-        return None
-
     def placeholder(self, trajectory: Trajectory, numbers: Ragged | None) -> Trajectory:
         """Lays made-up log-probs where rewards pay for the KL."""
         return replace(trajectory, old_logprobs=numbers) if self._config.has_reference else trajectory
-
-    def end_rollout(self, metrics: Mapping[str, float]) -> None:
-        """Moves nothing."""
-
-    def reset(self) -> None:
-        """Has nothing to forget."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Keeps the scale under which checkpoints of critics are read, at its start."""
-        return {"kl_scale": 1.0}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has nothing to restore."""
