@@ -1,4 +1,4 @@
-"""Train language models with GRPO and PPO inside a memory budget, without changing what is learnt."""
+"""Train language models with GRPO, RLOO and PPO inside a memory budget, without changing what is learnt."""
 
 from __future__ import annotations
 

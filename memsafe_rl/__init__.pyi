@@ -1,6 +1,7 @@
 """The public names: type checkers read them here, and `__init__.py` finds where each is from."""
 
 from memsafe_rl.config.grpo import GRPOConfig as GRPOConfig
+from memsafe_rl.config.grpo import RLOOConfig as RLOOConfig
 from memsafe_rl.config.ppo import PPOConfig as PPOConfig
 from memsafe_rl.errors import ConfigError as ConfigError
 from memsafe_rl.errors import DataError as DataError
@@ -48,6 +49,7 @@ from memsafe_rl.rollout.multi_turn.users import CallableUser as CallableUser
 from memsafe_rl.rollout.multi_turn.users import ModelUser as ModelUser
 from memsafe_rl.trainers.grpo import GRPOTrainer as GRPOTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer as PPOTrainer
+from memsafe_rl.trainers.rloo import RLOOTrainer as RLOOTrainer
 from memsafe_rl.training.assembly.factory import TrainingRequest as TrainingRequest
 from memsafe_rl.training.assembly.factory import prepare as prepare
 from memsafe_rl.training.collector import Collector as Collector

@@ -45,6 +45,9 @@ class Counter(Protocol):
     def mark_host(self, on_host: bool) -> bool:
         """Counts what this thread allocates from now on as host memory or not, and gives the mark before."""
 
+    def mark_others(self, on_host: bool) -> bool:
+        """Counts what threads without marks of their own allocate from now on as host memory or not; gives the last."""
+
     def claim(self, component: Component, tensors: Iterable[Tensor]) -> None:
         """Moves the bytes of counted tensors to a component; passes over others."""
 
@@ -98,6 +101,11 @@ def charge(component: Component) -> AbstractContextManager[None]:
 def host_memory() -> AbstractContextManager[None]:
     """Declares that what this thread allocates inside stands for host memory, as a simulated device has to be told."""
     return _host_memory() if _counters else _UNHEARD
+
+
+def staging() -> AbstractContextManager[None]:
+    """Declares that a collective runs inside, for which gloo's threads allocate host memory."""
+    return _staging() if _counters else _UNHEARD
 
 
 def claim(component: Component, tensors: Iterable[Tensor]) -> None:
@@ -180,6 +188,12 @@ def weights_of(*networks: nn.Module) -> Iterator[Tensor]:
             yield from _tensors(state, "CB", "SCB")
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Gives what this rank holds of a tensor: its part of one that FSDP2 divides, else all."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 def _quantisation_state(weight: Tensor) -> Iterator[Tensor]:
     yield from _tensors(weight, "CB", "SCB")
     state = getattr(weight, "quant_state", None)
@@ -217,6 +231,14 @@ def _host_memory() -> Iterator[None]:
     with ExitStack() as stack:
         for counter in _counters:
             stack.callback(counter.mark_host, counter.mark_host(True))
+        yield
+
+
+@contextmanager
+def _staging() -> Iterator[None]:
+    with _host_memory(), ExitStack() as stack:
+        for counter in _counters:
+            stack.callback(counter.mark_others, counter.mark_others(True))
         yield
 
 

@@ -47,6 +47,10 @@ class RewardTimeoutError(MemsafeError, TimeoutError):
     """A reward function took longer than the run allows."""
 
 
+class PeerOutOfMemoryError(MemsafeError):
+    """Another rank ran out of memory in work that ranks share, so that all of them repeat it."""
+
+
 class MemoryBudgetError(MemsafeError, MemoryError):
     """The work does not fit in the memory budget, even with the leanest plan allowed.
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from memsafe_rl.checkpoint.manifest import LOOP, Manifest, RunMark, check_files, read_manifest, write_manifest
-from memsafe_rl.checkpoint.trajectory_file import load_trajectory, save_trajectory
+from memsafe_rl.checkpoint.manifest import LOOP, MANIFEST, Manifest, RunMark, check_files, read_manifest, write_manifest
+from memsafe_rl.checkpoint.trajectory_file import TRAJECTORY_FILES, load_trajectory, save_trajectory
 from memsafe_rl.durable import sync, sync_all
 from memsafe_rl.errors import ConfigError, DamagedCheckpointError, SaveError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
@@ -33,6 +33,8 @@ PREVIOUS = "previous"
 """The folder inside a run's own that keeps what other runs left there."""
 _STATE = "training_state.pt"
 _TRAINER = "trainer_state.json"
+RUN_STATE = frozenset({MANIFEST, LOOP, _STATE, _TRAINER, *TRAJECTORY_FILES})
+"""The files of a checkpoint that a resume needs and a user of the weights does not."""
 _SIGNS_OF_DAMAGE = (OSError, EOFError, LookupError, RuntimeError, TypeError, ValueError, AttributeError)
 """What readers raise on torn files, whose bytes can look like anything."""
 CANNOT_WRITE = (OSError, RuntimeError, SafetensorError)

@@ -14,6 +14,8 @@ from memsafe_rl.types import Ragged, Trajectory
 
 _TENSORS = "trajectory.safetensors"
 _INDEX = "trajectory.json"
+TRAJECTORY_FILES = (_TENSORS, _INDEX)
+"""The files that hold a rollout."""
 
 
 def save_trajectory(trajectory: Trajectory, folder: Path) -> None:

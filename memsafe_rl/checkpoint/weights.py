@@ -15,10 +15,11 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from memsafe_rl.accounting import host_memory
+from memsafe_rl.accounting import host_memory, local_part
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.models.critic import Critic
+from memsafe_rl.models.module_state import copy_into, tensor_place
 
 _ADAPTER = "default"
 _PLAIN = "model.safetensors"
@@ -112,7 +113,7 @@ def _host_like(tensor: Tensor) -> Tensor:
 
 def _replaced(value: Any, copies: Mapping[Any, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return copies[_place(value)]
+        return copies[tensor_place(value)]
     if isinstance(value, Mapping):
         return {name: _replaced(each, copies) for name, each in value.items()}
     return type(value)(_replaced(each, copies) for each in value) if type(value) in (list, tuple) else value
@@ -121,14 +122,9 @@ def _replaced(value: Any, copies: Mapping[Any, Tensor]) -> Any:
 def _tensors_of(value: Any) -> dict[tuple[Any, ...], Tensor]:
     """Gives the tensors in nested dicts, lists and tuples by where their values lie."""
     if isinstance(value, Tensor):
-        return {_place(value): value}
+        return {tensor_place(value): value}
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     return {place: tensor for part in parts for place, tensor in _tensors_of(part).items()}
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Tells where a tensor's values lie, which tied weights share."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def bytes_of(value: Any) -> int:
@@ -183,12 +179,17 @@ def _saved_types(folder: Path) -> set[torch.dtype]:
 def _read_adapter(model: PeftModel, folder: Path) -> None:
     name = model.active_adapter
     saved = load_peft_weights(str(folder if name == _ADAPTER else folder / name), device="cpu")
-    wanted = {key: tuple(value.shape) for key, value in get_peft_model_state_dict(model, adapter_name=name).items()}
+    own = get_peft_model_state_dict(model, adapter_name=name)
+    wanted = {key: tuple(value.shape) for key, value in own.items()}
     found = {key: tuple(value.shape) for key, value in saved.items()}
     if wanted != found:
         differing = sorted({key for key, _ in wanted.items() ^ found.items()})
         raise ValueError(f"{len(differing)} weights of the adapter differ, such as {differing[0]}")
-    set_peft_model_state_dict(model, saved, adapter_name=name)
+    if any(local_part(weight) is not weight for weight in own.values()):
+        for key, target in own.items():
+            copy_into(target, saved[key])
+    else:
+        set_peft_model_state_dict(model, saved, adapter_name=name)
 
 
 def _read_model(model: Any, folder: Path) -> None:
@@ -204,7 +205,7 @@ def _read_model(model: Any, folder: Path) -> None:
         raise ValueError(f"types of weights differ: {', '.join(sorted(map(str, types)))}")
     with torch.no_grad():
         for (_, target), (_, source) in zip(model.named_parameters(), saved.named_parameters(), strict=True):
-            target.copy_(source)
+            copy_into(target, source)
         stored = model.state_dict().keys()
         for (name, target), (_, source) in zip(model.named_buffers(), saved.named_buffers(), strict=True):
             if name in stored:  # the others were made by whoever made the model, and maybe rounded on the way

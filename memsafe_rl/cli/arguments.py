@@ -11,7 +11,7 @@ import yaml
 
 from memsafe_rl.config.declaring import Setting, declare, setting
 from memsafe_rl.config.refusals import ALIASES, REFUSED, REFUSED_ENTRIES, admit
-from memsafe_rl.config.settings import GRPOSettings, PPOSettings
+from memsafe_rl.config.settings import DECLARED
 from memsafe_rl.errors import ConfigError
 
 TRUTH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
@@ -23,7 +23,7 @@ class RunFields:
 
     declared: ClassVar[Mapping[str, Setting]]
 
-    trainer: str = setting("grpo", "What trains: 'grpo' or 'ppo', each with settings of its own.")
+    trainer: str = setting("grpo", "What trains: 'grpo', 'rloo' or 'ppo', each with settings of its own.")
     model: str | None = setting(None, "Model to train: a folder, or a name where a hub is reachable.")
     dataset: str | None = setting(
         None, "File of prompts (.json, .jsonl, .csv, .parquet; column 'prompt'), or a folder that datasets saved."
@@ -57,8 +57,7 @@ class RunFields:
 
 
 RUN_NAMES = tuple(RunFields.declared)
-SETTING_NAMES = tuple(dict.fromkeys((*GRPOSettings.declared, *PPOSettings.declared)))
-_DECLARED = {**RunFields.declared, **PPOSettings.declared, **GRPOSettings.declared}
+_DECLARED = {**RunFields.declared, **DECLARED}
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class RunRequest:
 def read_request(tokens: Sequence[str]) -> RunRequest:
     """Reads a command line: a run file, if any, and flags that override it."""
     file, flags = parse_flags(tokens)
-    known, refused = (*RUN_NAMES, *SETTING_NAMES), REFUSED | REFUSED_ENTRIES
+    known, refused = tuple(_DECLARED), REFUSED | REFUSED_ENTRIES
     written = admit(read_run_file(Path(file)), known, refused) if file is not None else {}
     merged = written | admit(flags, known, refused)
     run = {name: value for name, value in merged.items() if name in RUN_NAMES}

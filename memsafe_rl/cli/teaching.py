@@ -16,7 +16,7 @@ from rich.text import Text
 
 from memsafe_rl.cli.arguments import RunFields
 from memsafe_rl.config.declaring import Setting, grouped
-from memsafe_rl.config.settings import GROUPS, GRPOSettings, PPOSettings
+from memsafe_rl.config.settings import ALGORITHMS, GROUPS, GRPOSettings
 
 _TEXTS: dict[str, str] = yaml.safe_load(resources.files(__package__).joinpath("templates/help.yaml").read_text("utf-8"))
 EXAMPLE = _TEXTS["example"]
@@ -39,10 +39,13 @@ def show_train_help(console: Console) -> None:
     for title in GROUPS:
         console.print(_panel(title, _table(groups[title])))
     grpo = GRPOSettings.declared
-    ppo = [one for name, one in PPOSettings.declared.items() if name not in grpo or one.default != grpo[name].default]
-    console.print(_panel("With 'trainer: ppo', in place of a group's advantages and losses", _table(ppo)))
-    own = ("--print-config", "Print the run with every setting resolved, as a run file, and leave.")
-    console.print(_panel("Other flags", _own_flags(own)))
+    for trainer, settings in ALGORITHMS.items():
+        own = [one for name, one in settings.declared.items() if name not in grpo or one.default != grpo[name].default]
+        if own:
+            told = f"With 'trainer: {trainer.lower()}', in place of what GRPO alone has"
+            console.print(_panel(told, _table(own)))
+    printing = ("--print-config", "Print the run with every setting resolved, as a run file, and leave.")
+    console.print(_panel("Other flags", _own_flags(printing)))
     console.print("A setting of TRL that is missing here is refused by name, with the reason and the nearest way.")
 
 

@@ -23,8 +23,6 @@ from transformers import BitsAndBytesConfig
 from memsafe_rl.checkpoint.run_folder import check_writable
 from memsafe_rl.cli.arguments import RunFields, RunRequest
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.config.grpo import GRPOConfig
-from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.config.values import check_choice, read, unknown
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
@@ -32,6 +30,7 @@ from memsafe_rl.rewards import REWARD_FACTORIES, REWARD_FUNCTIONS, resolve_rewar
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer
+from memsafe_rl.trainers.rloo import RLOOTrainer
 from memsafe_rl.training.assembly.inputs import chosen_policy
 from memsafe_rl.types import Component, Phase
 from memsafe_rl.units import format_bytes, parse_bytes
@@ -40,8 +39,8 @@ _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parq
 """File types of prompts, and their names in `datasets`."""
 
 
-CONFIGS: dict[str, type[TrainerConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
-"""Configs by the trainer's name in a run file."""
+TRAINERS: dict[str, type[PolicyTrainer]] = {"grpo": GRPOTrainer, "rloo": RLOOTrainer, "ppo": PPOTrainer}
+"""Trainers by their name in a run file."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,10 @@ def prepare(request: RunRequest, simulate: str | None = None) -> Run:
     size = None if simulate is None else _simulated_bytes(simulate)
     settings = dict(request.settings) if size is None else {**request.settings, "use_cpu": True}
     run = RunFields(**named)
-    check_choice("trainer", run.trainer, tuple(CONFIGS))
+    check_choice("trainer", run.trainer, TRAINERS)
     if run.critic is not None and run.trainer != "ppo":
         raise ConfigError(f"critic is {run.critic!r} with trainer {run.trainer!r}, which has none. Set trainer to ppo.")
-    config: TrainerConfig = CONFIGS[run.trainer](**settings)
+    config: TrainerConfig = TRAINERS[run.trainer].config_class(**settings)
     return Run(run, config, size)
 
 
@@ -101,7 +100,7 @@ def train(run: Run, console: Console) -> None:
 
 def trainer_of(run: Run) -> type[PolicyTrainer]:
     """Gives the class of a run's trainer."""
-    return PPOTrainer if run.fields.trainer == "ppo" else GRPOTrainer
+    return TRAINERS[run.fields.trainer]
 
 
 def ingredients(run: Run) -> dict[str, Any]:

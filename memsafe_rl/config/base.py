@@ -57,6 +57,8 @@ class TrainerConfig(TrainerSettings, ABC):
     """The settings of a trainer: mutable, filled in and checked when built and again by the trainer."""
 
     algorithm: ClassVar[str]
+    kl_in_rewards: ClassVar[bool] = False
+    """Whether `beta` charges a completion's reward for the KL, in place of the loss."""
     _world_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -189,6 +191,8 @@ class TrainerConfig(TrainerSettings, ABC):
     @property
     def loss_has_kl(self) -> bool:
         """Whether the loss, or that of an objective, has a KL to the reference in it."""
+        if self.kl_in_rewards:
+            return False
         objectives = self.objective_list
         return any(objective.beta != 0 for objective in objectives) if objectives else self.beta != 0
 
@@ -225,6 +229,12 @@ class TrainerConfig(TrainerSettings, ABC):
         return named or ("default" if self.torch_compile else None)
 
     @property
+    def offload_activations(self) -> bool | None:
+        """Whether plans are to keep activations in host memory; None: they decide."""
+        offload = cast(dict[str, Any], self.gradient_checkpointing_kwargs or {}).get("offload")
+        return True if str(offload).lower() == "true" else None
+
+    @property
     def caches_in_8_bits(self) -> bool:
         """Whether rollouts keep their keys and values in 8 bits."""
         return self.cache_implementation == QUANTISED_CACHE
@@ -252,6 +262,12 @@ class TrainerConfig(TrainerSettings, ABC):
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         return math.ceil(num_training_steps * self.warmup_steps)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the ranks of the run share its weights, gradients and optimizer state."""
+        asked = bool(self.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes")
+        return asked and self.world_size > 1
 
     # Where the run takes place; read from the launcher's environment until ranks have met.
 
@@ -328,8 +344,8 @@ class TrainerConfig(TrainerSettings, ABC):
     # Writing it down
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives every setting as plain data; a configuration made from it is equal to this one."""
-        return {name: _plain(getattr(self, name)) for name in self.declared}
+        """Gives every setting as plain data; a configuration made from it is equal to this one but for secrets."""
+        return {name: None if one.secret else _plain(getattr(self, name)) for name, one in self.declared.items()}
 
     def to_json_string(self) -> str:
         """Writes every setting as JSON."""

@@ -34,6 +34,7 @@ class Setting:
     also: tuple[str, ...] = ()  # other names that TRL and transformers have for it
     resume: Resume = "must agree"  # whether a resumed run must agree on it or may change it
     tokens_only: bool = False  # whether only rows of tokens, or models loaded by name, have a use for it
+    secret: bool = False  # whether it is written nowhere: into no file, log or tracker
     positional: bool = False  # whether it may be given without its name
     name: str = ""  # the field's name; `declare` sets it
     hint: Any = Any  # the field's type; `declare` sets it
@@ -46,6 +47,7 @@ class Setting:
         return dataclasses.field(
             default=self.default,
             kw_only=not self.positional,
+            repr=not self.secret,
             metadata={"help": self.help.replace("%", "%%"), **({"aliases": flags} if flags else {}), **bare},
         )
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memsafe_rl.config.refusals import DECLARED, REFUSED_OPTIONS, admit
+from memsafe_rl.config.refusals import REFUSED_OPTIONS, admit
+from memsafe_rl.config.settings import DECLARED
 from memsafe_rl.config.values import Range, check_in, read
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.rollout.native.processors import processors_of

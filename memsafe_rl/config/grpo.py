@@ -1,4 +1,4 @@
-"""The configuration of a GRPO run."""
+"""The configurations of runs that compare the completions of a prompt: GRPO and RLOO."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from memsafe_rl.config.base import TrainerConfig, configuration
 from memsafe_rl.config.objectives import Objective, read_objectives
-from memsafe_rl.config.settings import GRPOSettings
+from memsafe_rl.config.settings import GRPOSettings, RLOOSettings
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.ops.advantages import ESTIMATORS
 from memsafe_rl.ops.losses import LOSSES
@@ -65,6 +65,56 @@ class GRPOConfig(GRPOSettings, TrainerConfig):
         _check_objectives(self)
         _check_estimator(self)
         _check_level(self)
+
+
+@configuration
+class RLOOConfig(RLOOSettings, TrainerConfig):
+    """Settings of `RLOOTrainer`, under TRL 1.16's names, with its defaults and meanings.
+
+    What `GRPOConfig` says of its differences from TRL's defaults holds here too.
+    """
+
+    algorithm: ClassVar[str] = "RLOO"
+    kl_in_rewards: ClassVar[bool] = True
+    loss_type: ClassVar[str] = "rloo"
+    importance_sampling_level: ClassVar[str] = "sequence_sum"
+
+    @property
+    def least_group(self) -> int:
+        """2: a completion is compared with the others of its prompt."""
+        return ESTIMATORS["rloo"].least_group
+
+    @property
+    def objective_list(self) -> tuple[Objective, ...]:
+        """None: rewards are summed."""
+        return ()
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference is needed: for the KL that rewards pay for."""
+        return self.beta != 0
+
+    @property
+    def every_row_learns(self) -> bool:
+        """Whether the loss has a bonus on entropy, so that rows whose advantage is 0 count too."""
+        return self.gives_entropy_bonus
+
+    def advantage_settings(self) -> dict[str, str]:
+        """Gives how rewards are compared before they pay for the KL."""
+        return {"estimator": "rloo"}
+
+    def merge_settings(self) -> dict[str, Any]:
+        """Gives the merge of a single gradient, which is itself."""
+        return {"method": "sum"}
+
+    def check_algorithm(self) -> None:
+        """Checks the bounds of rewards."""
+        bounds = self.reward_clip_range
+        if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
+            raise ConfigError(
+                f"reward_clip_range is {bounds!r}; it must be two numbers, the lower one first. Set "
+                "reward_clip_range=(-1.0, 1.0), or None."
+            )
 
 
 def _check_objectives(config: GRPOConfig) -> None:

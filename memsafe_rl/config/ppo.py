@@ -50,7 +50,15 @@ class PPOConfig(PPOSettings, TrainerConfig):
         return {"method": "sum"}
 
     def check_algorithm(self) -> None:
-        """Checks that there is a KL to steer, and a group to replace."""
+        """Checks that there is a KL to steer, a group to replace, and nothing that moves the policy in a warm-up."""
+        moving = [
+            name for name in ("beta", "entropy_coef", "use_adaptive_entropy", "weight_decay") if getattr(self, name)
+        ]
+        if self.critic_warmup_rollouts and moving:
+            raise ConfigError(
+                f"critic_warmup_rollouts is {self.critic_warmup_rollouts}, but {moving[0]} is "
+                f"{getattr(self, moving[0])}, which moves the policy whatever its advantages. Leave one of the two out."
+            )
         if self.kl_target is not None and not self.has_reference:
             raise ConfigError(
                 f"kl_target is {self.kl_target} nats a row, but kl_coef and beta are 0, so that there is nothing to "

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from memsafe_rl.config.settings import GRPOSettings, PPOSettings
+from memsafe_rl.config.settings import ALGORITHMS, DECLARED
 from memsafe_rl.config.values import unknown
 from memsafe_rl.errors import ConfigError
 
@@ -60,8 +60,6 @@ REFUSED_OPTIONS = _read_section(_TABLE["generation_kwargs"])
 REFUSED_ENTRIES = _read_section(_TABLE["run_file"])
 """What scripts of TRL call an entry of a run file."""
 
-DECLARED = {**PPOSettings.declared, **GRPOSettings.declared}
-"""The settings of all algorithms; GRPO's where defaults differ."""
 ALIASES = {other: one.name for one in DECLARED.values() for other in one.also}
 """Other names that TRL and transformers have for a setting of ours; None under such a name means not given."""
 
@@ -90,7 +88,7 @@ def admit(
             elif not refusal.admits(value):
                 raise ConfigError(f"{target} is {value!r}, which is refused: {refusal.reason}. {refusal.remedy}")
         elif what == "setting" and target in DECLARED:
-            algorithm = "GRPO" if target in GRPOSettings.declared else "PPO"
+            algorithm = next(name for name, settings in ALGORITHMS.items() if target in settings.declared)
             raise ConfigError(
                 f"{name} is {value!r:.100}, but it is a setting of {algorithm} alone. Use {algorithm}Config with "
                 f"{algorithm}Trainer, or leave {name} out."

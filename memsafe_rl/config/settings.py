@@ -112,6 +112,13 @@ class RunSettings:
     )
     seed: int = seeding(42, "Seed of all randomness; samples depend on it, never on how work is cut.")
     data_seed: int | None = seeding(None, "Seed of the order of prompts; None: seed.")
+    fsdp: str | None = run(
+        None,
+        "Divides weights, gradients and optimizer state among the ranks of a launch, by FSDP2: 'full_shard'; None: "
+        "every rank holds all of them.",
+        spellings={True: "full_shard", False: "none"},
+    )
+    fsdp_config: Settings = run(None, 'Further settings of fsdp, such as {"version": 2}; JSON on a command line.')
     use_cpu: bool = run(False, "Train on the CPU even where a CUDA device is available.")
 
     learning_rate: float = optimizer(1e-6, "Highest learning rate.", low=0)
@@ -188,7 +195,10 @@ class RunSettings:
         None, "Hint: recompute activations; None: the plan decides.", also=("activation_checkpointing",)
     )
     gradient_checkpointing_kwargs: Settings = memory(
-        None, 'Only {"use_reentrant": false}, which is how it works here.', also=("activation_checkpointing_kwargs",)
+        None,
+        'Hints under transformers\' names: {"offload": true} keeps activations in host memory; "every_n_layers" and '
+        '"use_reentrant" change nothing, the log says why.',
+        also=("activation_checkpointing_kwargs",),
     )
     torch_empty_cache_steps: int | None = memory(
         None, "Hint: optimizer steps between two releases of cached device memory; None: the plan decides.", low=1
@@ -293,6 +303,26 @@ class RunSettings:
     greater_is_better: bool | None = checkpoint(
         None, "Whether a larger value of that metric is better; None: unless its name ends in 'loss'."
     )
+
+    push_to_hub: bool = checkpoint(
+        False, "Upload weights to a hub at every save, beside training, and in save_model()."
+    )
+    hub_model_id: str | None = checkpoint(
+        None, "Repository to upload to, as 'owner/name'; None: the name of output_dir, in your own account."
+    )
+    hub_strategy: str = checkpoint(
+        "every_save",
+        "What is uploaded: 'every_save' (weights), 'checkpoint' (the newest too, as last-checkpoint), "
+        "'all_checkpoints', or 'end' (what save_model() and push_to_hub() write).",
+        choices=("end", "every_save", "checkpoint", "all_checkpoints"),
+        enum="HubStrategy",
+    )
+    hub_token: str | None = checkpoint(
+        None, "Token for uploads; it is written nowhere; None: that of `hf auth login` or HF_TOKEN.", secret=True
+    )
+    hub_private_repo: bool | None = checkpoint(None, "Whether a new repository is private; None: the owner's default.")
+    hub_always_push: bool = checkpoint(False, "Upload a save even while an earlier one is still on its way.")
+    hub_revision: str | None = checkpoint(None, "Branch to upload to, made where it is missing; None: the main one.")
 
     logging_strategy: str = log("steps", "When to log: 'no', 'steps' or 'epoch'.", **_INTERVAL)
     logging_first_step: bool = log(False, "Log the first optimizer step too.")
@@ -543,7 +573,9 @@ class GRPOSettings(TrainerSettings):
         registry="losses",
     )
     importance_sampling_level: str = loss(
-        "token", "Ratios per 'token' or per 'sequence' (GSPO).", choices=("token", "sequence")
+        "token",
+        "Ratios per 'token', or per sequence: 'sequence' (its mean log-ratio, GSPO) or 'sequence_sum' (RLOO).",
+        choices=("token", "sequence", "sequence_sum"),
     )
     off_policy_mask_threshold: float | None = loss(
         None, "Drop rows with a negative advantage and a larger mean KL to the sampler, in nats; None: none.", above=0
@@ -554,6 +586,23 @@ class GRPOSettings(TrainerSettings):
     vespo_lambda_pos: float = loss(3.0, "Decay of VESPO's weight for positive advantages.", low=0)
     vespo_k_neg: float = loss(3.0, "Power of VESPO's weight for negative advantages.", low=0)
     vespo_lambda_neg: float = loss(2.0, "Decay of VESPO's weight for negative advantages.", low=0)
+
+
+@declare()
+class RLOOSettings(TrainerSettings):
+    """Settings of REINFORCE leave-one-out; names, defaults and meanings are TRL 1.16's."""
+
+    num_generations: int = again(TrainerSettings, "num_generations", 2)
+    beta: float = again(
+        TrainerSettings,
+        "beta",
+        0.05,
+        "Cost of a nat of KL to the reference model in a completion's reward; 0: no reference is loaded.",
+    )
+    normalize_advantages: bool = reward(False, "Scale advantages to mean 0 and deviation 1 over the whole rollout.")
+    reward_clip_range: list[float] | None = reward(
+        None, "Least and greatest reward of a completion, before the KL's cost; None: no bounds."
+    )
 
 
 @declare()
@@ -574,6 +623,15 @@ class PPOSettings(TrainerSettings):
         low=0,
         high=1,
         also=("lam",),
+    )
+    gae_lambda_critic: float | None = critic(
+        None,
+        "Lambda of the returns that the critic learns (VAPO, arXiv:2504.05118: 1.0); None: gae_lambda.",
+        low=0,
+        high=1,
+    )
+    critic_warmup_rollouts: int = critic(
+        0, "First rollouts from which only the critic learns (VAPO); needs a critic with weights of its own.", low=0
     )
     vf_coef: float = critic(0.1, "Coefficient of the critic's loss.", low=0)
     vf_clip: float | None = critic(
@@ -605,3 +663,14 @@ class PPOSettings(TrainerSettings):
         low=0,
         tokens_only=True,
     )
+
+
+ALGORITHMS: dict[str, type[TrainerSettings]] = {"GRPO": GRPOSettings, "RLOO": RLOOSettings, "PPO": PPOSettings}
+"""The settings of each algorithm."""
+DECLARED: dict[str, Setting] = {
+    **GRPOSettings.declared,
+    **RLOOSettings.declared,
+    **PPOSettings.declared,
+    **GRPOSettings.declared,
+}
+"""The settings of all algorithms; GRPO's where defaults differ."""

@@ -13,14 +13,14 @@ from urllib.parse import urlsplit
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from transformers.optimization import get_scheduler
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.config.degradation import LOSSY_REMEDIES
 from memsafe_rl.config.generation_options import check_generation
 from memsafe_rl.config.settings import OPTIMIZER_ARGUMENTS
-from memsafe_rl.config.values import check_choice, read
+from memsafe_rl.config.values import check_choice, read, unknown
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.budget import MemoryBudget
 from memsafe_rl.ops.advantages import ESTIMATORS
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ENUMS = {kind.__name__: kind for kind in (IntervalStrategy, SaveStrategy, SchedulerType, OptimizerNames)}
+ENUMS = {kind.__name__: kind for kind in (HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType, OptimizerNames)}
 """The enumerations of transformers that settings are declared with."""
 
 REGISTRIES: dict[str, Registry[Any]] = {"losses": LOSSES, "estimators": ESTIMATORS, "engines": ENGINES}
@@ -54,6 +54,7 @@ def validate(config: TrainerConfig) -> None:
     _check_optimizer(config)
     _check_importance(config)
     _check_engine(config)
+    _check_sharding(config)
     _check_reference(config)
     _check_saving(config)
     _check_memory(config)
@@ -214,6 +215,51 @@ def _check_importance(config: TrainerConfig) -> None:
         )
 
 
+def _check_sharding(config: TrainerConfig) -> None:
+    """Refuses what FSDP2 cannot do here, or what has not been proved to learn the same under it."""
+    unknown = [word for word in (config.fsdp or "").split() if word not in ("full_shard", "auto_wrap")]
+    if unknown:
+        raise ConfigError(
+            f"fsdp is {config.fsdp!r}, but {unknown[0]!r} is not supported: weights, gradients and optimizer state are "
+            "divided, block by block. Set fsdp='full_shard'."
+        )
+    odd = [name for name, value in (config.fsdp_config or {}).items() if value not in _FSDP_SETTINGS.get(name, ())]
+    if odd and config.fsdp:
+        raise ConfigError(
+            f"fsdp_config has {odd[0]}={(config.fsdp_config or {})[odd[0]]!r}, which is not supported: FSDP2 divides "
+            "each block, with every setting as PyTorch has it. Leave it out."
+        )
+    if not config.sharded:
+        return
+    together = {
+        "verify_plan": config.verify_plan,
+        "probe_worst_case": config.probe_worst_case,
+        "torch_compile": config.compile_mode is not None,
+        "fp16": config.fp16,
+        "objectives": bool(config.objective_list),
+        "master_weights='stochastic_rounding'": config.master_weights == "stochastic_rounding",
+        "save_in_background": config.save_in_background is True,
+    }
+    optim = getattr(config.optim, "value", str(config.optim))
+    if optim not in _ELEMENTWISE:
+        raise ConfigError(
+            f"optim is {optim!r} with fsdp, but what it does to a weight depends on how the weight is cut. Set optim "
+            f"to one of {', '.join(_ELEMENTWISE)}."
+        )
+    for name, is_set in together.items():
+        if is_set:
+            raise ConfigError(f"{name} is set with fsdp, under which it does not work yet. Leave one of the two out.")
+
+
+_ELEMENTWISE = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
+_FSDP_SETTINGS: dict[str, tuple[object, ...]] = {
+    "version": (2, "2"),
+    "fsdp_version": (2, "2"),
+    "reshard_after_forward": (True, "true"),
+    "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",),
+}
+
+
 def _check_engine(config: TrainerConfig) -> None:
     if len(config.engines_chosen) > 1:
         names = " and ".join(config.engines_chosen)
@@ -329,15 +375,27 @@ def _check_memory(config: TrainerConfig) -> None:
         raise ConfigError(f"{told} 'auto' leaves the choice to the library.") from None
     for remedy in config.allow_lossy:
         check_choice("allow_lossy", remedy, tuple(LOSSY_REMEDIES))
-    for key, value in (config.gradient_checkpointing_kwargs or {}).items():
-        if key != "use_reentrant" or value not in (False, "false", "False"):
-            raise ConfigError(
-                f"gradient_checkpointing_kwargs has {key}={value!r}; recomputation here is not reentrant and has "
-                "no other settings. Set gradient_checkpointing_kwargs=None."
-            )
+    _check_checkpointing(config)
     if isinstance(config.pad_to_multiple_of, str) and config.pad_to_multiple_of != "auto":
         config.fill("pad_to_multiple_of", read("pad_to_multiple_of", config.pad_to_multiple_of, int | None))
         config.declared["pad_to_multiple_of"].read(config.pad_to_multiple_of)
+
+
+def _check_checkpointing(config: TrainerConfig) -> None:
+    kinds: dict[str, Any] = {"use_reentrant": bool, "offload": bool, "every_n_layers": int}
+    instead = {
+        "use_reentrant": "recomputation here is not reentrant, with the same gradient",
+        "every_n_layers": "the plan recomputes all blocks or none, and cuts micro-batches to fit beside either",
+    }
+    given = config.gradient_checkpointing_kwargs or {}
+    for key, value in given.items():
+        if key not in kinds:
+            raise unknown(key, kinds, "key of gradient_checkpointing_kwargs")
+        found = read(f"{key} of gradient_checkpointing_kwargs", value, kinds[key])
+        if key == "every_n_layers" and found < 1:
+            raise ConfigError(f"every_n_layers of gradient_checkpointing_kwargs is {found}; it must be at least 1.")
+        if (key, found) in (("use_reentrant", True), ("every_n_layers", max(2, found))):
+            _say_once(f"gradient_checkpointing_kwargs has {key}={found!r}, which changes nothing here: {instead[key]}.")
 
 
 @functools.cache

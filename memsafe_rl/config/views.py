@@ -32,6 +32,8 @@ def loss_settings(config: TrainerConfig) -> LossSettings:
     """Gives what the loss reads; what an algorithm has no setting for stays at its default."""
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     clipping: dict[str, Any] = {"epsilon_low": config.epsilon, "epsilon_high": high}
+    if config.kl_in_rewards:
+        clipping["beta"] = 0.0
     own = {field.name for field in fields(LossSettings)} - clipping.keys()
     return LossSettings(**{name: getattr(config, name) for name in own if hasattr(config, name)}, **clipping)
 

@@ -159,7 +159,9 @@ class PromptTokenizer:
         if not prompts:
             return []
         _check_kind(prompts)
-        if isinstance(prompts[0], str):
+        if _is_tokens(prompts[0]):
+            ids = prompts
+        elif isinstance(prompts[0], str):
             ids = self.tokenizer(text=list(prompts))["input_ids"]
         else:
             ids = self._templated(prompts)
@@ -182,6 +184,8 @@ class PromptTokenizer:
             if longest > self.limit and not self.truncate:
                 raise DataError(overlong_message(longest, self, 1))
             rows = [row[-self.limit :] for row in rows]
+        if _is_tokens(prompts[0]):  # what reward functions see is text
+            prompts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
         ids = tuple(torch.tensor(row, dtype=torch.int64) for row in rows)
         return Prompts(tuple(examples), tuple(prompts), ids)
 
@@ -214,6 +218,8 @@ def check_dataset(dataset: Any, name: str) -> Dataset | IterableDataset:
             f"{name} is {dataset!r:.100} ({type(dataset).__name__}). Pass a datasets.Dataset or IterableDataset with a "
             "'prompt' column, or a list of dicts with that key."
         )
+    if "input_ids" in (names := dataset.column_names or ()) and "prompt" not in names:
+        dataset = dataset.rename_column("input_ids", "prompt")  # prompts that are tokens already, as for TRL's PPO
     for column, feature in (dataset.features or dict.fromkeys(dataset.column_names or ())).items():
         kind = getattr(feature, "feature", feature)
         if column in ("image", "images") or isinstance(kind, Image):
@@ -279,7 +285,13 @@ def overlong_message(longest: int, reader: PromptReader, count: int) -> str:
     )
 
 
+def _is_tokens(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+
+
 def _check_kind(prompts: Sequence[Any]) -> None:
+    if all(map(_is_tokens, prompts)):
+        return
     conversational = not isinstance(prompts[0], str)
     for prompt in prompts:
         is_messages = isinstance(prompt, Sequence) and not isinstance(prompt, str)

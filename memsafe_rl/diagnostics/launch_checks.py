@@ -11,9 +11,9 @@ from memsafe_rl.units import format_bytes
 
 _OLD_KEYS = ("fp16", "dynamo_backend")  # keys of earlier versions that accelerate still converts
 
-_REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU")
+_SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 _SEVERAL = "MULTI_"
-_SHARDED = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA (TPU)"}
+_SHARDED = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA (TPU)"}
 _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DeepSpeed", "megatron_lm_config": "Megatron-LM"}
 _MOVED = {
     "gradient_accumulation_steps": "Set gradient_accumulation_steps in the run file or GRPOConfig, where it counts.",
@@ -77,7 +77,7 @@ def _distribution(content: Mapping[Any, Any], name: str, known: Collection[str])
         near = difflib.get_close_matches(str(kind).upper(), list(known), n=1, cutoff=0.5)
         remedy = f"Write {near[0]}." if near else "Write 'NO' or MULTI_GPU."
         yield finding("accelerate-distributed/unknown", kind=kind, name=name, remedy=remedy)
-    elif str(kind) not in _REPLICATED:
+    elif str(kind) not in _SUPPORTED:
         yield finding("accelerate-sharded/other", kind=kind, name=name)
 
 

@@ -16,15 +16,18 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import ModelAdapter, ScoringAdapter
-from memsafe_rl.models.module_state import adapter_weights, kept_trainable, refuse_trained_bias
+from memsafe_rl.models.module_state import adapter_weights, copy_into, kept_trainable, refuse_trained_bias
 from memsafe_rl.types import Component, ModelGeometry
 
 CRITIC_ADAPTER = "critic"
 """Name of the PEFT adapter of a critic on the model's own base."""
+SCORE = "score"
+"""Name of the layer that gives one number, in transformers' networks that classify sequences."""
 
 
 class ValueLayer(nn.Module):
@@ -112,7 +115,7 @@ class Critic:
                 "critic that the checkpoint was written with."
             )
         for name, weight in own.items():
-            weight.copy_(saved[name])
+            copy_into(weight, saved[name])
 
     @property
     def beside_bytes(self) -> int:
@@ -162,8 +165,29 @@ class OwnModel(Critic):
             )
         super().__init__(_head_on(adapter, "a critic of its own"), adapter, is_own=True)
         lm: Any = adapter.model
+        score = getattr(lm, SCORE, None)
+        if isinstance(score, nn.Linear):  # from `critic_of`
+            self.load_weights({**self.weights(), "head.weight": score.weight.detach()[0]})
+            delattr(lm, SCORE)
         if lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
             lm.set_output_embeddings(nn.Identity())  # nothing reads its logits, and it is as large as the embedding
+
+
+def critic_of(value_model: Any) -> Any:
+    """Gives a network that classifies sequences with one number, as TRL's PPO takes it, the form of a critic.
+
+    Its weights stay where they are, and its last layer is what the critic's head begins with; any other value is given
+    as it is.
+    """
+    score = getattr(value_model, SCORE, None)
+    if not isinstance(value_model, PreTrainedModel) or not isinstance(score, nn.Linear) or score.out_features != 1:
+        return value_model
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(value_model.config, dtype=value_model.dtype)
+    setattr(lm, lm.base_model_prefix, value_model.base_model)
+    lm.get_output_embeddings().weight = lm.get_input_embeddings().weight  # nothing reads its logits
+    setattr(lm, SCORE, score)
+    return lm
 
 
 def add_critic_adapter(model: PeftModel) -> None:

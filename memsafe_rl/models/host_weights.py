@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from memsafe_rl.accounting import charge, hold, host_memory, is_on_host, weights_of
+from memsafe_rl.accounting import charge, hold, host_memory, is_on_host, local_part, weights_of
 from memsafe_rl.models.blocks import blocks_of
 from memsafe_rl.types import Component, blocks_on_host
 
@@ -98,7 +98,9 @@ class HostWeights:
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         shared = _storages_of_several(blocks)
-        self._blocks = [_Streamed(block, list(_frozen_weights(block, shared))) for block in blocks]
+        divided = any(local_part(weight) is not weight for weight in weights_of(*blocks))  # FSDP2 brings those
+        frozen = [[] if divided else list(_frozen_weights(block, shared)) for block in blocks]
+        self._blocks = [_Streamed(block, own) for block, own in zip(blocks, frozen, strict=True)]
         self._away: frozenset[int] = frozenset()  # blocks whose weights wait on the host
         self._settled: frozenset[int] = frozenset()  # blocks whose weights lie on the host as ordinary tensors
         self._here: dict[int, torch.cuda.Event | None] = {}  # those of them that are on the device, or on their way

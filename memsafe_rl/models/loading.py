@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
@@ -113,6 +113,7 @@ def load_model(
     trust_remote_code: bool = False,
     device: torch.device | str = "cpu",
     with_reference: bool = False,
+    ref_model: str | nn.Module | None = None,
     room_bytes: int | None = None,
 ) -> LoadedModel:
     """Loads what is trained and, if wanted, what answers for the reference.
@@ -120,7 +121,9 @@ def load_model(
     Weights of a named model that stay frozen (the base under an adapter, the reference) are bf16 on CUDA, trained
     ones fp32; all are fp32 elsewhere; ``model_init_kwargs["dtype"]`` overrides both. Weights of a new adapter are
     fp32. A model object keeps its types. The reference costs no second copy of the base under an adapter: a new
-    adapter is switched off; one that came with the model is copied, as it is now, to a frozen adapter "ref". Where the
+    adapter is switched off; one that came with the model is copied, as it is now, to a frozen adapter "ref". Without an
+    adapter ``ref_model`` may take the place of a copy: it is frozen in place, and stands aside where no reference is
+    wanted. Where the
     base under an adapter would take more than ``room_bytes``, its blocks stay in host memory.
     """
     arguments = dict(model_init_kwargs or {})
@@ -129,14 +132,15 @@ def load_model(
             raise ConfigError("quantization_config is given twice, alone and in model_init_kwargs. Give it once.")
         arguments["quantization_config"] = quantization_config
     _refuse_contradictions(model, arguments, peft_config, with_reference)
+    _check_reference(model, peft_config, ref_model)
     facts = read_config(model, trust_remote_code=trust_remote_code, model_init_kwargs=arguments)
     device = torch.device(device)
 
-    def load(frozen: bool) -> Any:
-        return _from_name(cast(str, model), facts.config, arguments, trust_remote_code, device, frozen=frozen)
+    def load(name: Any, frozen: bool) -> Any:
+        return _from_name(name, facts.config, arguments, trust_remote_code, device, frozen=frozen)
 
     with charge(Component.WEIGHTS):
-        base: Any = load(frozen=peft_config is not None) if isinstance(model, str) else model
+        base: Any = load(model, frozen=peft_config is not None) if isinstance(model, str) else model
         trained, reference = base, None
         if peft_config is not None:
             with warnings.catch_warnings():  # PEFT asks transformers by an old name, which is no business of the user's
@@ -151,9 +155,9 @@ def load_model(
                 "train an adapter on it, or leave quantization_config out."
             )
         elif with_reference:
-            reference = (
-                (load(frozen=True) if isinstance(model, str) else copy.deepcopy(base)).requires_grad_(False).eval()
-            )
+            source = model if ref_model is None else ref_model
+            taken = load(source, frozen=True) if isinstance(source, str) else source
+            reference = (copy.deepcopy(base) if taken is model else taken).requires_grad_(False).eval()
         for network in (trained, reference):
             if network is not None:
                 _place(language_model_of(network), device, room_bytes)
@@ -243,6 +247,23 @@ def _refuse_contradictions(
         refuse_prompt_learning(config)
     if with_reference:
         refuse_trained_bias(configs)
+
+
+def _check_reference(model: Any, peft_config: Any, ref_model: Any) -> None:
+    """Refuses a reference that is the model, that an adapter makes needless, or that has other tokens."""
+    if ref_model is None:
+        return
+    if ref_model is model and not isinstance(model, str):
+        raise ConfigError("ref_model is the model itself, which moves. Leave ref_model out for a copy as it is now.")
+    if peft_config is not None or isinstance(model, PeftModel):
+        raise ConfigError(
+            "ref_model is given beside an adapter, without which the model is the reference already. Leave it out."
+        )
+    sizes = [read_config(one, told=told).vocab_size for one, told in ((model, "model"), (ref_model, "ref_model"))]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"ref_model knows {sizes[1]} tokens and the model {sizes[0]}. Give a network with the model's tokenizer."
+        )
 
 
 def _check_kind(model: Any, told: str = "model") -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from memsafe_rl.accounting import local_part
 from memsafe_rl.errors import ConfigError
 
 REFERENCE_ADAPTER = "ref"
@@ -21,6 +22,38 @@ REFERENCE_ADAPTER = "ref"
 
 _switch = threading.RLock()
 _ABSENT = object()
+
+
+def tensor_place(tensor: Tensor) -> tuple[Any, ...]:
+    """Tells where a tensor's values lie, which tied weights share."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+class DividedPart(NamedTuple):
+    """This rank's part of a tensor that lies on all ranks together, cut along its first dimension."""
+
+    part: Tensor
+
+
+def local_slice(whole: Tensor, like: Tensor) -> Tensor:
+    """Cuts out of a whole tensor what this rank holds of one that FSDP2 divides; all of it, where it does not."""
+    local, mesh = local_part(like), getattr(like, "device_mesh", None)
+    if mesh is None:
+        return whole
+    rows = -(-like.shape[0] // mesh.size())
+    return whole.narrow(0, min(mesh.get_local_rank() * rows, like.shape[0]), local.shape[0])
+
+
+@torch.no_grad()
+def copy_into(target: Tensor, whole: Tensor) -> None:
+    """Copies whole values into a tensor that may be divided among ranks, in place and bit for bit."""
+    local_part(target).copy_(local_slice(whole, target))
+
+
+def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copies all of a model's weights and buffers in, by their names in its `state_dict`."""
+    for name, target in model.state_dict().items():
+        copy_into(target, weights[name])
 
 
 @contextmanager

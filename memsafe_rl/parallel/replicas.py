@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
-_REPLICATED = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+_KNOWN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP}
+_DIVIDED = (Component.WEIGHTS, Component.GRADIENTS, Component.OPTIMIZER)
 _REASON_BYTES = 1000
 _POLL_SECONDS = 0.01
 _CUT_OFF = "An earlier collective of this rank did not complete, so the ranks are out of step. Start the run again."
@@ -62,21 +63,24 @@ def open_accelerator(use_cpu: bool, **options: Any) -> Accelerator:
     return accelerator
 
 
-def connect(accelerator: Accelerator) -> Parallel:
-    """Gives what stands for the processes of a run, as it was launched."""
-    if accelerator.distributed_type not in _REPLICATED:
+def connect(accelerator: Accelerator, *, sharded: bool = False) -> Parallel:
+    """Gives what stands for the processes of a run, as it was launched; whether they share what they train."""
+    if accelerator.distributed_type not in _KNOWN:
         raise ConfigError(
-            f"the launcher asks for {accelerator.distributed_type}; only one process or replicated data parallel "
-            "is supported. Launch with distributed_type NO, MULTI_GPU or MULTI_CPU."
+            f"the launcher asks for {accelerator.distributed_type}; only one process, replicated data parallel and "
+            "FSDP2 are supported. Launch with distributed_type NO, MULTI_GPU, MULTI_CPU or FSDP."
         )
-    return OneProcess() if accelerator.num_processes == 1 else Replicas(accelerator)
+    return OneProcess() if accelerator.num_processes == 1 else Replicas(accelerator, sharded=sharded)
 
 
 class Replicas:
     """Splits work over ranks and brings results together; no collective happens anywhere else."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, *, sharded: bool = False) -> None:
         self.world_size: int = accelerator.num_processes
+        self._parts: dict[Component, int] = dict.fromkeys(
+            _DIVIDED if sharded else (), self.world_size
+        )  # ranks that share each component
         self.rank: int = accelerator.process_index
         self.is_main: bool = accelerator.is_main_process
         self._ended: str | None = None
@@ -122,9 +126,29 @@ class Replicas:
             for gradient in gradients:
                 distributed.all_reduce(gradient)
 
-    def local_bytes(self, component: Component, size_bytes: int) -> int:  # noqa: ARG002
-        """Gives all bytes: every rank holds the whole model and its state."""
-        return size_bytes
+    def words(self, word: int) -> tuple[int, ...]:
+        """Exchanges one number a rank; gives all, in rank order."""
+        with self._collective(word) as words:
+            return words
+
+    def to_main(self, part: Tensor) -> list[Tensor] | None:
+        """Brings every rank's part of a tensor to the host of the main rank, in rank order; the others get None."""
+        with host_memory():
+            own = part.detach().to("cpu").contiguous()
+            with self._collective(own.shape[0]) as rows:
+                if not self.is_main:
+                    if own.numel():
+                        distributed.send(own.view(torch.uint8), 0, group=self._hosts)
+                    return None
+                parts = [own, *(own.new_empty((count, *own.shape[1:])) for count in rows[1:])]
+                for source, other in enumerate(parts):
+                    if source != self.rank and other.numel():
+                        distributed.recv(other.view(torch.uint8), source, group=self._hosts)
+        return parts
+
+    def local_bytes(self, component: Component, size_bytes: int) -> int:
+        """Gives the bytes that one rank holds, rounded up."""
+        return -(-size_bytes // self._parts.get(component, 1))
 
     def wait(self) -> None:
         """Waits for all ranks; at once where the ranks have parted, so that what is left can still be saved."""
@@ -161,11 +185,16 @@ class Replicas:
                     raise MemsafeError(self._ended)
                 yield tuple(self._word[1:])
             except RuntimeError as error:
-                raise MemsafeError(
-                    f"rank {self.rank} lost the others ({error}): a rank was killed, or took longer than the process "
-                    "group's timeout. See the other ranks' logs, and resume from the last checkpoint."
-                ) from error
+                raise self.lost(error) from error
             self._ended = None
+
+    def lost(self, error: RuntimeError) -> MemsafeError:
+        """Says that a collective broke off, after which no other can work."""
+        self._ended = _CUT_OFF
+        return MemsafeError(
+            f"rank {self.rank} lost the others ({error}): a rank was killed, or took longer than the process group's "
+            "timeout. See the other ranks' logs, and resume from the last checkpoint."
+        )
 
     def _exchange(self, size: int = 0, *, has_failed: bool = False) -> int | None:
         """One reduction of a few integers; where a rank has failed, its reason follows."""

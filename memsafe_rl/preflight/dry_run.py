@@ -96,9 +96,10 @@ class SharedState:
                 f"{one}, each with whole weights; gradients are added up in place, and buffers of NCCL not counted",
             )
         own = "buckets of DeepSpeed (by default up to 500 million elements each)"
+        theirs = ("this library's trainers do not run under it", f"{own} come on top")
         return (
-            f"{one} under {self.sharding.value}; this library's trainers do not run under it yet",
-            *(() if self.sharding is Sharding.FSDP else (f"{own} come on top",)),
+            f"{one} under {self.sharding.value}",
+            *(() if self.sharding is Sharding.FSDP else theirs),
             *(("rollouts gather the whole weights, as TRL's do",) if Component.WEIGHTS in self.parts else ()),
         )
 
@@ -212,7 +213,7 @@ class DryRun:
             return LoadedModel(model, reference, 0.0)
 
         def check(config: TrainerConfig, models: ModelFactory, adapter: Any) -> None:
-            self._loaded = _loaded_before(adapter.model, critic)
+            self._loaded = _loaded_before(adapter.model, critic, parts.get(Component.WEIGHTS, 1))
             _take_over(checked, config, models, adapter)
 
         return build_setup(inputs, machine, load=load, check=check)
@@ -307,12 +308,13 @@ def _phases(
     return {**found, Phase.LOAD: max(found[Phase.LOAD], check, key=lambda parts: sum(parts.values()))}
 
 
-def _loaded_before(model: Any, critic: Any) -> dict[Component, int]:
-    """Divides what is held when a network is checked; critics are made after it, though here they are there."""
+def _loaded_before(model: Any, critic: Any, ranks: int) -> dict[Component, int]:
+    """Divides what is held when a network is checked, before ranks divide its weights and critics are made."""
     (memory,) = open_simulations()[-1:]
     held = memory.live_by_component()
     within = [weight for name, weight in model.named_parameters() if f".{CRITIC_ADAPTER}." in name]
     beside = list(weights_of(critic)) if isinstance(critic, nn.Module) else []
+    held[Component.WEIGHTS] *= ranks
     held[Component.WEIGHTS] -= sum(weight.nbytes for weight in (*within, *beside))
     return held
 

@@ -305,6 +305,8 @@ def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast 
             eval_dataset=inputs.eval_dataset,
             reward_models=inputs.rewards.models,
             speed=speed,
+            ranks=config.world_size if config.sharded else 1,
+            sharding="fsdp" if config.sharded else "none",
         )
     except Exception as error:  # fake tensors do not run every network, and a run needs no forecast
         logger.warning("no forecast of this run's memory: %s: %s", type(error).__name__, str(error).split("\n")[0])

@@ -133,7 +133,7 @@ def _scoring(setup: TrainingSetup, longest: Longest) -> list[tuple[float, Work]]
     slices = widest_slices(setup, trajectory, [range(len(trajectory))], setup.memory.rollout_plan.score_tokens)
     with counter:
         try_scoring(setup, longest, trajectory, setup.memory.update_plan.logprob_tile)
-    return [(len(trajectory) / sum(map(len, slices)), counter.lap())] if counter.work.launches else []
+    return [(len(trajectory) / sum(len(one.rows) for one in slices), counter.lap())] if counter.work.launches else []
 
 
 def _update(setup: TrainingSetup, longest: Longest) -> list[tuple[float, Work]]:

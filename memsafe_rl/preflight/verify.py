@@ -399,7 +399,7 @@ class _Comparison:
         rows, scorer = range(self._rows), Scorer(trial)
         later = rows if trial.config.updates_per_epoch > 1 else ()
         trajectory = scorer.score_unrewarded(self._laid_down(), later, external=False)
-        trajectory, _ = trial.advantages.assign(trajectory, trajectory.advantages)
+        trajectory, _ = trial.advantages.assign(trajectory, trajectory.advantages, self._group)
         trajectory = scorer.score_later(trajectory, later, external=False)
         return Rollout(trajectory, consumed=0, external=False), rows
 

@@ -515,8 +515,9 @@ def try_scoring(setup: TrainingSetup, longest: Longest, trajectory: Trajectory, 
     for critic in setup.advantages.critics:
         with setup.memory.phase(Phase.SCORE), critic.running() as network:
             attempt = collector.scorer.scoring(trajectory, everyone)
-            for part in widest_slices(setup, trajectory, [everyone], setup.memory.rollout_plan.score_tokens):
-                value_all(network, trajectory, part, critic.head, attempt=attempt, columns=needs.columns)
+            for rows, packed in widest_slices(setup, trajectory, [everyone], setup.memory.rollout_plan.score_tokens):
+                columns = needs.columns
+                value_all(network, trajectory, rows, critic.head, attempt=attempt, columns=columns, packed=packed)
 
 
 def _score(
@@ -530,10 +531,18 @@ def _score(
     **wanted: Any,
 ) -> None:
     with setup.memory.phase(Phase.SCORE):
-        for part in widest_slices(setup, trajectory, sets, setup.memory.rollout_plan.score_tokens):
-            attempt = collector.scorer.attempt(Stage.SCORE, setup.adapter.work(trajectory, part), context)
-            temperature = setup.config.temperature
-            score_all(adapter, trajectory, part, temperature=temperature, attempt=attempt, tile=tile, **wanted)
+        for rows, packed in widest_slices(setup, trajectory, sets, setup.memory.rollout_plan.score_tokens):
+            attempt = collector.scorer.attempt(Stage.SCORE, setup.adapter.work(trajectory, rows), context)
+            score_all(
+                adapter,
+                trajectory,
+                rows,
+                temperature=setup.config.temperature,
+                attempt=attempt,
+                tile=tile,
+                packed=packed,
+                **wanted,
+            )
 
 
 def longest_rows(setup: TrainingSetup, longest: Longest) -> Trajectory:

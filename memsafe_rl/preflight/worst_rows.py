@@ -63,18 +63,26 @@ def later_rows(setup: TrainingSetup, rollout: int | None = None) -> list[list[in
     return sets
 
 
+class WideSlice(NamedTuple):
+    """Rows of a slice, and whether they are packed, which all rows that are scored together decide."""
+
+    rows: list[int]
+    packed: bool
+
+
 def widest_slices(
     setup: TrainingSetup, trajectory: Trajectory, sets: Sequence[Sequence[int]], budget: int
-) -> list[list[int]]:
+) -> list[WideSlice]:
     """Cuts rows that are scored together, and gives the slices that may hold most."""
     if setup.adapter.time_separable:
-        return [max(map(list, sets), key=len)]
-    slices: list[list[int]] = []
+        return [WideSlice(max(map(list, sets), key=len), packed=False)]
+    slices: list[WideSlice] = []
     for rows in sets:
         work = setup.adapter.work(trajectory, rows)
-        slices += [[rows[place] for place in part] for part in cut_work(work, budget, packed=packing_saves(work))]
+        packed = packing_saves(work)
+        slices += [WideSlice([rows[place] for place in part], packed) for part in cut_work(work, budget, packed=packed)]
     whole = setup.adapter.work(trajectory, range(len(trajectory)))
-    return [slices[index] for index in widest(whole, slices, packed=packing_saves(whole))]
+    return [slices[index] for index in widest(whole, [one.rows for one in slices], packed=packing_saves(whole))]
 
 
 def tried_places(work: UpdateWork, plan: UpdatePlan, micro_batches: int) -> list[int]:

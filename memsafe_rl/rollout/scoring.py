@@ -100,11 +100,13 @@ def score_all(
     with_kl: bool = False,
     columns: Sequence[int] | None = None,
     value_head: ValueHead | None = None,
+    packed: bool | None = None,
 ) -> list[RowScores]:
     """Scores the actions of any number of rows without gradient, in eval mode, a slice at a time.
 
     A slice is what is repeated when memory runs out. Rows are packed behind one copy of each of their prompts where
-    that saves enough; where columns are scored one by one, those in which no row counts are left out.
+    that saves enough, unless ``packed`` says; where columns are scored one by one, those in which no row counts are
+    left out.
     """
 
     def score(chosen: Sequence[int], micro: MicroBatch, plan: RolloutPlan) -> tuple[Numbers, Sequence[int]]:
@@ -113,7 +115,7 @@ def score_all(
 
     wanted = {"logprobs": True, "entropies": with_entropy, "kl": with_kl, "values": value_head is not None}
     kinds = [kind for kind, is_wanted in wanted.items() if is_wanted]
-    return [RowScores(**one) for one in _in_slices(adapter, trajectory, rows, columns, attempt, score, kinds)]
+    return [RowScores(**one) for one in _in_slices(adapter, trajectory, rows, columns, attempt, score, kinds, packed)]
 
 
 def value_all(
@@ -124,6 +126,7 @@ def value_all(
     *,
     attempt: Attempt[RolloutPlan],
     columns: Sequence[int] | None = None,
+    packed: bool | None = None,
 ) -> list[Tensor]:
     """Gives a critic's values of any number of rows without gradient, in eval mode, a slice at a time."""
 
@@ -131,7 +134,8 @@ def value_all(
         distribution = network.distribution(trajectory, chosen, micro.columns, packed=micro.packed)
         return {"values": _values(distribution, value_head)}, distribution.lengths
 
-    return [one["values"] for one in _in_slices(network, trajectory, rows, columns, attempt, value, ["values"])]
+    found = _in_slices(network, trajectory, rows, columns, attempt, value, ["values"], packed)
+    return [one["values"] for one in found]
 
 
 def read_sources(adapter: ModelAdapter, trajectory: Trajectory, attempt: Attempt[RolloutPlan]) -> Ragged:
@@ -161,9 +165,10 @@ def _in_slices(
     attempt: Attempt[RolloutPlan],
     run: Run,
     kinds: Sequence[str],
+    packed: bool | None,
 ) -> list[Numbers]:
     """Runs rows without gradient, in eval mode, a slice at a time; columns that were not wanted have 0."""
-    packed = packing_saves(adapter.work(trajectory, rows))
+    packed = packing_saves(adapter.work(trajectory, rows)) if packed is None else packed
     found: list[Numbers] = [{} for _ in rows]
     waiting: list[MicroBatch] = []
     cut_for = 0

@@ -29,7 +29,7 @@ _EVALUATION = "override evaluate(), or pass eval_dataset"
 _TOOLS = "pass tools or environment_factory (docs/agents.md)"
 _OPTIMIZER = "override create_optimizer(), which train() calls"
 _SAVING = "override save_model(), which every checkpoint calls"
-_HUB = "nothing is pushed to a hub; save_model() writes a folder that huggingface_hub can upload"
+_HUB = "the repository is opened when the trainer is built; set hub_model_id and hub_private_repo"
 _MASKS = "pass what it changes as a loss of your own (loss_type, docs/extending.md)"
 
 INSTEAD = {
@@ -60,7 +60,6 @@ INSTEAD = {
     "get_optimizer_cls_and_kwargs": _OPTIMIZER,
     "_save": _SAVING,
     "_save_checkpoint": _SAVING,
-    "push_to_hub": _HUB,
     "init_hf_repo": _HUB,
     "hub_model_id": _HUB,
     "create_model_card": "no model card is written; save_model() writes weights and tokenizer",

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from memsafe_rl.callbacks.console import CompletionsTable, ProgressBar, banner
 from memsafe_rl.callbacks.status_file import RunRecord, StatusFile
 from memsafe_rl.callbacks.trackers import Trackers, check_installed
+from memsafe_rl.checkpoint.hub_push import HubPush
 from memsafe_rl.checkpoint.run_folder import check_writable
 from memsafe_rl.checkpoint.weights import check_savable
 from memsafe_rl.config.base import TrainerConfig
@@ -113,9 +114,10 @@ class PolicyTrainer:
         if self.accelerator.is_main_process:  # several at once would take the folder from under each other
             check_writable(Path(self.args.output_dir))
         inputs = read_inputs(self.args, request)
-        self.train_dataset, self.tools = inputs.train_dataset, list(request.tools or ())
-        self._trackers = self._check_outputs(inputs.models.processing_class)
-        machine = machine_for(inputs, self.accelerator.device, connect(self.accelerator))
+        self.train_dataset, self._eval_dataset = inputs.train_dataset, request.eval_dataset
+        self.tools = list(request.tools or ())
+        outputs = self._check_outputs(inputs.models.processing_class)
+        machine = machine_for(inputs, self.accelerator.device, connect(self.accelerator, sharded=self.args.sharded))
         self.forecast = forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None
 
         def draw_rollout(prompts: list[Any]) -> Mapping[str, Any]:
@@ -133,23 +135,29 @@ class PolicyTrainer:
             hooks=hooks_of(self, PolicyTrainer),
         )
         self._own_rewards = OwnRewards(self, self._calculate_rewards, PolicyTrainer)
-        for callback in (*self._own_callbacks(setup), *_listed(callbacks)):
+        own = _own_callbacks(self.args, setup, self.accelerator.device, self._run_record)
+        for callback in (*own, *outputs, *_listed(callbacks)):
             handler.add_callback(callback)
         self._loop.report.fire("on_init_end", self._loop.state)
         if setup.parallel.is_main and not self.args.disable_tqdm:
             banner(self._facts())
 
-    def _check_outputs(self, processing_class: Any) -> list[Trackers]:
-        """Proves that the run's results can be written and followed, before any weight is loaded."""
+    def _check_outputs(self, processing_class: Any) -> list[Any]:
+        """Proves that the run's results can be written, followed and uploaded, before any weight is loaded."""
+        self._hub = HubPush(self.args)
         if not self.accelerator.is_main_process:
             return []
+        outputs: list[Any] = []
+        if self.args.push_to_hub:
+            self._hub.open()
+            outputs.append(self._hub)
         if self.args.save_strategy != "no":
             check_savable(processing_class)
-        if not self.args.trackers:
-            return []
-        trackers = Trackers(self.accelerator, project=self.args.project, run_name=self.args.run_name)
-        trackers.open(self.args)
-        return [trackers]
+        if self.args.trackers:
+            trackers = Trackers(self.accelerator, project=self.args.project, run_name=self.args.run_name)
+            trackers.open(self.args)
+            outputs.append(trackers)
+        return outputs
 
     def __getattr__(self, name: str) -> Any:
         reason = INSTEAD.get(name)
@@ -209,14 +217,30 @@ class PolicyTrainer:
 
         Args:
             output_dir: folder; None for `args.output_dir`.
-            _internal_call: whether the folder is that of a checkpoint being written, as TRL's trainer says it to
-                subclasses that save in their own way.
+            _internal_call: whether a checkpoint or an upload is being written, as TRL's trainer tells subclasses.
         """
         folder = Path(output_dir or self.args.output_dir)
         if _internal_call:
             self._loop.checkpoints.write_weights(folder)
         else:
             self._loop.save_model(folder)
+            if self.args.push_to_hub:
+                self.push_to_hub("Model save")
+
+    def push_to_hub(self, commit_message: str = "End of training", blocking: bool = True, **options: Any) -> Any:
+        """Uploads the weights (the adapter's, when there is one), the tokenizer and a model card.
+
+        Args:
+            commit_message: of the commit.
+            blocking: whether to wait for the upload.
+            options: `revision`, `token`, `private`, and `dataset_name`, `model_name` and `tags` of the card.
+
+        Returns:
+            The commit, or its future where nobody waits; None on other ranks than the first. A repository that cannot
+            be opened is a `ConfigError`.
+        """
+        push, is_main = self._hub.push_model, self.is_world_process_zero()
+        return push(self.save_model, commit_message, wait=blocking, **options) if is_main else None
 
     # ------------------------------------------------------------------ what subclasses replace
 
@@ -318,12 +342,12 @@ class PolicyTrainer:
 
     @property
     def eval_dataset(self) -> Any:
-        """The evaluation prompts."""
-        return self._loop.eval_dataset
+        """The evaluation prompts, as they were passed."""
+        return self._eval_dataset
 
     @eval_dataset.setter
     def eval_dataset(self, dataset: Any) -> None:
-        self._loop.eval_dataset = dataset
+        self._eval_dataset = self._loop.eval_dataset = dataset
 
     @property
     def optimizer(self) -> Any:
@@ -413,22 +437,6 @@ class PolicyTrainer:
         """Closes trackers and leaves the process group."""
         self.accelerator.end_training()
 
-    def _own_callbacks(self, setup: TrainingSetup) -> list[Any]:
-        """Makes the callbacks that every run has."""
-        output_dir, device = Path(self.args.output_dir), self.accelerator.device
-        parallel = setup.parallel
-        own: list[Any] = [
-            RunRecord(output_dir, setup.memory, device, self._run_record),
-            StatusFile(output_dir, setup.memory, device, rank=parallel.rank, world_size=parallel.world_size),
-        ]
-        if self.args.log_completions:
-            limit = self.args.num_completions_to_print
-            own.append(CompletionsTable(output_dir, limit=limit, unique_prompts=self.args.log_unique_prompts))
-        own.extend(self._trackers)
-        if not self.args.disable_tqdm:
-            own.append(ProgressBar())
-        return own
-
     def _run_record(self) -> dict[str, Any]:
         """Says what the run's folder holds of the run besides its settings."""
         return {
@@ -447,6 +455,21 @@ def _check_before_training(loop: TrainingLoop) -> None:
         require_proof(loop)
     if loop.config.probe_worst_case:
         check_worst_case(loop)
+
+
+def _own_callbacks(args: TrainerConfig, setup: TrainingSetup, device: torch.device, record: Any) -> list[Any]:
+    """Makes the callbacks that every run has; ``record`` says what the run's folder holds besides settings."""
+    output_dir, parallel = Path(args.output_dir), setup.parallel
+    own: list[Any] = [
+        RunRecord(output_dir, setup.memory, device, record),
+        StatusFile(output_dir, setup.memory, device, rank=parallel.rank, world_size=parallel.world_size),
+    ]
+    if args.log_completions:
+        limit = args.num_completions_to_print
+        own.append(CompletionsTable(output_dir, limit=limit, unique_prompts=args.log_unique_prompts))
+    if not args.disable_tqdm:
+        own.append(ProgressBar())
+    return own
 
 
 def _listed(callbacks: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.data.external_rollout import RolloutFunction
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
-from memsafe_rl.models.critic import Critic
+from memsafe_rl.models.critic import Critic, critic_of
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
 from memsafe_rl.training.assembly.factory import TrainingRequest
 
@@ -48,6 +48,10 @@ class PPOTrainer(PolicyTrainer):
             tokenizer, perhaps a smaller one: its name, its path, or the model itself, which is then trained in place.
             Of a `DiffusionPolicy`: None for a small network on state, timestep and condition, or a module that is
             called as the denoiser is and gives one value for each state.
+        ref_model: the reference, without an adapter: a name, or a model, which is then frozen; None for a copy.
+        reward_model: TRL's name for ``reward_funcs``: a reward model, which reads the model's own tokens.
+        value_model: TRL's name for ``critic``; a network that classifies sequences with one number
+            (`AutoModelForSequenceClassification`) keeps its last layer as the critic's head.
 
     Raises:
         ConfigError: a setting cannot work; the message names it, its value and the remedy.
@@ -74,7 +78,15 @@ class PPOTrainer(PolicyTrainer):
         environment_factory: Any = None,
         memory_policy: MemoryPolicy | str | None = None,
         critic: Any = None,
+        *,
+        ref_model: Any = None,
+        reward_model: Any = None,
+        value_model: Any = None,
     ) -> None:
+        if reward_model is not None and reward_processing_classes is None:
+            reward_processing_classes = processing_class  # as TRL's, it reads the model's own tokens
+        reward_funcs = _given("reward_funcs", reward_funcs, "reward_model", reward_model)
+        critic = critic_of(_given("critic", critic, "value_model", value_model))
         if critic is not None and critic is model:
             raise ConfigError(
                 "critic is the model itself. Leave critic out for a head on the model's own hidden states, or give a "
@@ -94,6 +106,7 @@ class PPOTrainer(PolicyTrainer):
             environment_factory,
             memory_policy,
             critic,
+            ref_model,
         )
         self._build(request, args, callbacks, optimizers)
 
@@ -102,3 +115,10 @@ class PPOTrainer(PolicyTrainer):
         """What foresees rewards."""
         critic: Critic = self.setup.advantages.critic  # type: ignore[union-attr]
         return critic
+
+
+def _given(name: str, value: Any, other: str, named: Any) -> Any:
+    """Gives an argument that may be passed under either of two names."""
+    if value is not None and named is not None:
+        raise ConfigError(f"{other} is another name of {name}. Pass one of the two.")
+    return named if value is None else value

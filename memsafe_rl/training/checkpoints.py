@@ -34,7 +34,9 @@ from memsafe_rl.config.resume_checks import check_same_run, run_facts
 from memsafe_rl.data.partial_rollouts import plain_groups
 from memsafe_rl.data.prompts import Cursor
 from memsafe_rl.diagnostics.status import plain_number
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
+from memsafe_rl.models.module_state import copy_weights
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.hooks import Hooks
 from memsafe_rl.training.metrics.run_log import RunLog
@@ -44,6 +46,10 @@ from memsafe_rl.training.state import Ending, RunState
 from memsafe_rl.types import Trajectory
 
 logger = logging.getLogger(__name__)
+
+
+Saved = tuple[Weights, Weights, dict[str, Any] | None]
+"""The weights of the model and of the critic, and the tensors beside them; None for weights alone."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,11 @@ class Checkpoints:
     """Writes and restores the checkpoints of a run."""
 
     def __init__(self, setup: TrainingSetup, collector: Collector, hooks: Hooks) -> None:
+        if hooks.save_model is not None and setup.shards.divided:
+            raise ConfigError(
+                "save_model is overridden, with fsdp, under which no rank has the weights to save. Save after training "
+                "with trainer.save_model of the class itself, which gathers them."
+            )
         self._setup = setup
         self._collector = collector
         self._hooks = hooks
@@ -83,18 +94,29 @@ class Checkpoints:
         """Gives the bytes of the tensors that a checkpoint holds, the rollout left out."""
         return sum(map(bytes_of, self._saved()))
 
-    def _saved(self) -> tuple[Weights, Weights, dict[str, Any] | None]:
+    def _saved(self) -> Saved:
         """Gives the weights of the model and of the critic, and the tensors beside them; None for weights alone."""
         setup = self._setup
         tensors = None if setup.config.save_only_model else self._tensors()
         return saved_weights(setup.model), self._critics(), tensors
 
-    def content(self, state: RunState, report: RunLog, *, copied: bool) -> CheckpointContent:
+    def saved(self) -> Saved:
+        """Gives the tensors of a checkpoint; those that are divided, whole on the host of the main rank.
+
+        All ranks take part where weights are divided.
+        """
+        return self._setup.shards.on_main(self._saved())
+
+    def writer(self) -> Callable[[Path], None]:
+        """Gives what writes the weights as they are now; all ranks take part in it where weights are divided."""
+        model, critic = self._setup.shards.on_main((saved_weights(self._setup.model), self._critics()))
+        return partial(self.write_weights, model=model, critic=critic)
+
+    def content(self, state: RunState, report: RunLog, saved: Saved, *, copied: bool) -> CheckpointContent:
         """Gives what a checkpoint will hold, its tensors copied to the host where training goes on meanwhile.
 
         A step that did not end is resumed with the random state it began from.
         """
-        saved = self._saved()
         trajectory = None if state.rollout is None else state.rollout.trajectory
         stored = 0 if trajectory is None else sum(trajectory.nbytes().values())
         progress = asdict(replace(state.progress, log_history=[]))  # metrics.jsonl has it
@@ -106,6 +128,7 @@ class Checkpoints:
         if copied:
             saved = self._copies.copy(saved)
             trajectory = None if trajectory is None else trajectory.moved(host_copy)
+        if copied or self._setup.shards.divided:
             save_model = partial(self.write_weights, model=saved[0], critic=saved[1])
         return CheckpointContent(
             step=state.step,
@@ -128,7 +151,7 @@ class Checkpoints:
         self.load_weights(folder)
         setup.committed.load_state_dict(saved.tensors)
         if setup.reference_model is not None and "reference" in saved.tensors:
-            setup.reference_model.load_state_dict(saved.tensors["reference"])
+            copy_weights(setup.reference_model, saved.tensors["reference"])
         state.progress = TrainerState(**loop["trainer_state"])
         if state.progress.best_model_checkpoint:  # it moved along with the folder
             best = folder.parent / Path(state.progress.best_model_checkpoint).name

@@ -136,7 +136,7 @@ class Collector:
         samples = drawn.samples
         advantages = self._repeat(self._advantages, samples)
         trajectory = self._repeat(judged, trajectory, advantages)
-        trajectory, assigned = self._repeat(self._assigned, trajectory, advantages)
+        trajectory, assigned = self._repeat(self._assigned, trajectory, advantages, samples.group_size)
         if not trajectory.sample_of_row:
             advantages = replace(advantages, advantages_B=trajectory.advantages)
         trajectory = self.scorer.score_later(trajectory, later_rows, external=samples.external)
@@ -431,9 +431,11 @@ class Collector:
         weights_F = torch.tensor(rewards.weights, dtype=torch.float32)
         return judge(samples.rewards_BF, rewards.names, weights_F, self._settings.objectives, estimate)
 
-    def _assigned(self, trajectory: Trajectory, advantages: AdvantageResult) -> tuple[Trajectory, dict[str, float]]:
+    def _assigned(
+        self, trajectory: Trajectory, advantages: AdvantageResult, group_size: int
+    ) -> tuple[Trajectory, dict[str, float]]:
         with host_memory():  # where the rollout is
-            return self._setup.advantages.assign(trajectory, advantages.rewards_B)
+            return self._setup.advantages.assign(trajectory, advantages.rewards_B, group_size)
 
     # ------------------------------------------------------------------ what is logged
 

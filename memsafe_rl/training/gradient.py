@@ -5,8 +5,8 @@ Axes: ``B`` rows, ``T`` completion tokens or denoising steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TypeVar
@@ -23,7 +23,9 @@ from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
 from memsafe_rl.ops.gae import value_loss
 from memsafe_rl.ops.losses import LOSSES, needs_whole_rows, policy_loss
+from memsafe_rl.parallel.shards import WHOLE, Shards
 from memsafe_rl.rollout.scoring import RowScores, score_rows, value_rows
+from memsafe_rl.slices import MicroBatch
 from memsafe_rl.types import (
     Denominators,
     LossInputs,
@@ -101,6 +103,7 @@ class _Pass:
     terms: StepTerms
     autocast: Callable[[], AbstractContextManager[object]]
     scale: Callable[[Tensor], Tensor]
+    shards: Shards
 
     @contextmanager
     def forward(self, network: ScoringAdapter) -> Iterator[None]:
@@ -142,22 +145,54 @@ def accumulate_gradient(
     *,
     autocast: Callable[[], AbstractContextManager[object]],
     scale: Callable[[Tensor], Tensor],
+    shards: Shards = WHOLE,
 ) -> StepGradient:
     """Adds the gradient of some rows of a step to the parameters' `.grad`; how they are cut leaves it unchanged."""
-    shared = _Pass(adapter, trajectory, plan, terms, autocast, scale)
+    shared = _Pass(adapter, trajectory, plan, terms, autocast, scale, shards)
     if adapter.time_separable:
         return _accumulate_columns(shared, rows)
     zero = torch.zeros((), device=adapter.device)
     step = StepGradient(loss=zero, run_tokens=zero)
-    for group in adapter.micro_batches(trajectory, rows, plan.micro_batch_tokens, packed=shared.packs(adapter)):
+    with closing(_micro_batches(shared, rows)) as micro_batches:
+        for micro in shards.rounds(micro_batches):
+            with shared.balanced() as balanced:
+                chosen = [rows[place] for place in micro.places]
+                _learn_from(step, shared, chosen, packed=micro.packed, balanced=balanced)
+            step.tokens += micro.tokens
+    return step
+
+
+def _micro_batches(shared: _Pass, rows: Sequence[int]) -> Generator[MicroBatch]:
+    """Cuts rows as the plan says; what several micro-batches read is read once, around them."""
+    adapter, trajectory = shared.adapter, shared.trajectory
+    groups = adapter.micro_batches(trajectory, rows, shared.plan.micro_batch_tokens, packed=shared.packs(adapter))
+    for group in groups:
         together = [rows[place] for place in group.places]
         with adapter.read_together(trajectory, together, partial(shared.forward, adapter)):
-            for micro in group.to_run():
-                with shared.balanced() as balanced:
-                    chosen = [rows[place] for place in micro.places]
-                    _learn_from(step, shared, chosen, packed=micro.packed, balanced=balanced)
-                step.tokens += micro.tokens
-    return step
+            yield from group.to_run()
+
+
+def pass_once(
+    adapter: ScoringAdapter,
+    critics: Sequence[Critic],
+    *,
+    autocast: Callable[[], AbstractContextManager[object]],
+    shards: Shards,
+) -> None:
+    """Runs the forward and backward of a micro-batch of two tokens, as `accumulate_gradient` does one."""
+    one = Ragged(torch.zeros(1, dtype=torch.int64), (1,))
+    row = Trajectory(one, (0,), one, Ragged(torch.ones(1), (1,)), None, torch.zeros(1), (0,), (True,))
+    beside = next((critic.head for critic in critics if critic.shares_forward), None)
+    scored = partial(score_rows, adapter, row, [0], temperature=1.0, tile=1, value_head=beside)
+    with autocast():
+        scores = shards.forward(adapter.model, scored)
+    values = 0.0 if scores.values_BT is None else scores.values_BT.sum()
+    torch.autograd.backward(scores.logprobs_BT.sum() + values)
+    for critic in critics:
+        if not critic.shares_forward:
+            with critic.running() as network, autocast():
+                values = shards.forward(network.model, partial(value_rows, network, row, [0], critic.head))
+            torch.autograd.backward(values.sum())
 
 
 def as_it_is(value: Value) -> Value:
@@ -176,17 +211,19 @@ def _learn_from(
     """Adds the gradient of one micro-batch, and what is measured of it; its tensors are freed on return."""
     terms, trajectory = shared.terms, shared.trajectory
     critic = None if terms.values is None else terms.values.critic
+    scored = partial(
+        score_rows,
+        shared.adapter,
+        trajectory,
+        rows,
+        temperature=terms.temperature,
+        tile=shared.plan.logprob_tile,
+        with_entropy=terms.with_entropy,
+        packed=packed,
+        value_head=critic.head if critic is not None and critic.shares_forward else None,
+    )
     with shared.forward(shared.adapter):
-        scores = score_rows(
-            shared.adapter,
-            trajectory,
-            rows,
-            temperature=terms.temperature,
-            tile=shared.plan.logprob_tile,
-            with_entropy=terms.with_entropy,
-            packed=packed,
-            value_head=critic.head if critic is not None and critic.shares_forward else None,
-        )
+        scores = shared.shards.forward(shared.adapter.model, scored)
     inputs = loss_inputs(trajectory, rows, terms, scores)
     result = _with_sampler_gap(policy_loss(inputs, terms.settings, terms.denominators), trajectory, rows, inputs)
     if scores.values_BT is not None:
@@ -207,7 +244,7 @@ def check_separable(settings: LossSettings) -> None:
     """Refuses losses that need all columns of a row at once, where a network's columns are learnt one by one."""
     separable = ", ".join(loss.name for loss in LOSSES.values() if loss.traits.separable)
     remedies = {
-        "importance_sampling_level": "importance_sampling_level='token'",
+        "importance_sampling_level": "importance_sampling_level='token' in GRPOConfig",
         "off_policy_mask_threshold": "off_policy_mask_threshold=None",
         "loss_type": f"a loss_type whose traits are separable: {separable}",
     }
@@ -373,8 +410,11 @@ def _critic_gradient(
 ) -> LossResult:
     """Adds the gradient of a critic that runs by itself, over the same rows, or some columns of them."""
     with critic.running() as network:
+        valued = partial(
+            value_rows, network, shared.trajectory, rows, critic.head, columns, packed=shared.packs(network)
+        )
         with shared.forward(network):
-            values_BT = value_rows(network, shared.trajectory, rows, critic.head, columns, packed=shared.packs(network))
+            values_BT = shared.shards.forward(network.model, valued)
         share = value_share(shared.trajectory, rows, shared.terms, values_BT, columns)
         shared.backward(share.loss)
     return share

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.data.prompts import Cursor, rows_of_step
-from memsafe_rl.errors import MemoryBudgetError, MemsafeError
+from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.planning.policies import check_packing
 from memsafe_rl.memory.runtime.holdings import watch_gradients
 from memsafe_rl.memory.runtime.stages import Stage
@@ -97,7 +97,8 @@ class Learner:
         if rollout is None:
             raise AssertionError("a step learns from a rollout")
         rows = rollout.trajectory.rows_of(self.rows(state.cursor))
-        terms = self.fix_terms(rollout, rows, state.controllers)  # over the whole step, before anything is cut
+        with self._setup.gathered() if self._scores_first else nullcontext():
+            terms = self.fix_terms(rollout, rows, state.controllers)  # over the whole step, before anything is cut
         mine = self.local_rows(rollout.trajectory, rows)
         self.plan(rollout.trajectory, mine)
         with self._setup.memory.phase(Phase.UPDATE):
@@ -126,6 +127,11 @@ class Learner:
         ):
             self._repeat(Stage.PREPARE, committer.make_state)
             _check_commit_fits(self._setup)
+
+    @property
+    def _scores_first(self) -> bool:
+        """Whether the terms of a step's loss take a pass without gradient."""
+        return self._config.top_entropy_quantile < 1.0 or self._setup.adapter.routers is not None
 
     # ------------------------------------------------------------------ before anything is cut
 
@@ -238,12 +244,14 @@ class Learner:
                 terms,
                 autocast=setup.autocast,
                 scale=committer.scaled,
+                shards=setup.shards,
             )
             return placed, found
 
         work = replace(self.work(rollout.trajectory, rows), gradients_aside=gradients_aside)
         around = partial(setup.under, context=nullcontext())
-        attempts = setup.recovery.attempts(Stage.ACCUMULATE, setup.memory.update_plan, work, around)
+        leave = partial(setup.shards.leave_round, self._repeat)
+        attempts = setup.recovery.attempts(Stage.ACCUMULATE, setup.memory.update_plan, work, around, leave)
         setup.model.train(not self._config.disable_dropout)
         try:
             with watch_gradients(committer.parameters):
@@ -251,12 +259,14 @@ class Learner:
         finally:
             setup.model.eval()
         self._repeat(Stage.MEASURE, committer.complete_gradients)
-        setup.parallel.sum_gradients(committer.parameters)
+        setup.parallel.sum_gradients(committer.half.parts.whole)
         return placed, gradient
 
     def measure(self, gradient: StepGradient, terms: StepTerms, *, step: int) -> dict[str, float]:
         """Measures the gradient's norm and reads the step's numbers; the last thing that may be repeated."""
-        norm = self._repeat(Stage.MEASURE, self._setup.committed.measure)
+        committer = self._setup.committed
+        known = self._setup.shards.total_norm(committer.norms, self._repeat)
+        norm = self._repeat(Stage.MEASURE, committer.measure, known)
         numbers = self._repeat(Stage.MEASURE, read_step, gradient, norm)
         self._refuse_broken(numbers.grad_norm, step)
         metrics = step_metrics(numbers, terms, self._setup.parallel) | gradient.merge
@@ -324,6 +334,11 @@ def make_committer(
     """Makes optimizer, schedule and loss scale."""
     config, repeat = setup.config, setup.recovery.repeat
     optimizer, scheduler = given
+    if optimizer is not None and setup.shards.divided:
+        raise ConfigError(
+            f"optimizers holds a {type(optimizer).__name__} with fsdp, made of weights that are divided since. Name an "
+            "optimizer by optim."
+        )
     if optimizer is not None:
         check_holds(optimizer, {"model": setup.model, **setup.advantages.modules()})
         if (
@@ -364,7 +379,8 @@ def _check_commit_fits(setup: TrainingSetup) -> None:
     held = setup.holdings.by_component()
     held[Component.GRADIENTS] = sum(parameter.nbytes for parameter in committer.parameters)
     held[Component.OPTIMIZER] += committer.half.scratch_bytes
-    needed = sum(parallel.local_bytes(component, size) for component, size in held.items())
+    divided = setup.shards.divided  # what is held is then this rank's part already
+    needed = sum(size if divided else parallel.local_bytes(component, size) for component, size in held.items())
     if needed > setup.memory.budget_bytes:
         parts = ", ".join(f"{component} {format_bytes(size)}" for component, size in held.items() if size)
         raise MemoryBudgetError(

@@ -151,9 +151,12 @@ class TrainingLoop:
 
     def _stop_if_asked(self) -> None:
         """Ends the run between two steps, on all ranks where one was asked to."""
-        asked = self.setup.parallel.gather([self.stop.reason or self.files.stop_asked()])
-        reason = next(filter(None, asked), "")
+        owed = self.files.owes(self.config, self.state.step)
+        asked = self.setup.parallel.gather([(self.stop.reason or self.files.stop_asked(), owed)])
+        reason = next((reason for reason, _ in asked if reason), "")
         if reason:
+            if asked[0][1] and self.setup.shards.divided:
+                self.save_checkpoint()  # while all ranks are there to take part
             raise TrainingInterrupted(reason)
 
     def step(self) -> None:
@@ -183,7 +186,8 @@ class TrainingLoop:
     def collect(self) -> Rollout:
         """Collects the next rollout; reward functions may draw random numbers."""
         state = self.state
-        rollout = collect(self.collector, state, self.learner.later_rows(state.cursor))
+        with self.setup.gathered():
+            rollout = collect(self.collector, state, self.learner.later_rows(state.cursor))
         self.report.table = rollout.table
         state.random = self.setup.recovery.repeat(Stage.PREPARE, capture_random_state)
         return rollout
@@ -253,7 +257,8 @@ class TrainingLoop:
         """Evaluates on the run's own evaluation prompts, or on others."""
         chosen = self.eval_dataset if dataset is None else dataset
         try:
-            return evaluated(self.collector, self.learner, self.report, self.state, chosen, prefix)
+            with self.setup.gathered():
+                return evaluated(self.collector, self.learner, self.report, self.state, chosen, prefix)
         finally:
             if not self._running:
                 self.setup.return_weights()
@@ -307,13 +312,13 @@ class TrainingLoop:
         setup = self.setup
         if setup.committer is None:
             return
-        setup.committer.drop_gradients()
         flush_autograd()  # an interrupted backward left its graph there
+        setup.shards.finish_round(setup.recovery.repeat)
+        setup.committer.drop_gradients()
         setup.parallel.fail(f"{type(error).__name__}: {error}")
-        if not isinstance(error, (KeyboardInterrupt, MemsafeError)):
+        if not isinstance(error, (KeyboardInterrupt, MemsafeError)) or isinstance(error, SaveError):
             return
-        unsaved = self._begun and self.state.step > self.files.saved_step  # half restored, it is no state of the run
-        if self.config.save_strategy != "no" and unsaved and not isinstance(error, SaveError):
+        if self._begun and not setup.shards.divided and self.files.owes(self.config, self.state.step):
             logger.warning("saving step %d before leaving", self.state.step)
             try:
                 self.save_checkpoint()
@@ -401,16 +406,18 @@ class TrainingLoop:
         if progress.best_global_step == self.state.step:
             progress.best_model_checkpoint = str(checkpoint_folder(Path(self.config.output_dir), self.state.step))
         with self.setup.memory.phase(Phase.CHECKPOINT), self.stop.saving():
+            saved = self.setup.recovery.repeat(Stage.CHECKPOINT, self.checkpoints.saved)
             if self.setup.parallel.is_main:
-                self.files.save(self.setup, self.checkpoints, self.report, self.state, wait=wait)
+                self.files.save(self.setup, self.checkpoints, self.report, self.state, saved, wait=wait)
             else:
                 self.report.saved(self.state.progress)
             self.setup.parallel.wait()
 
     def save_model(self, folder: Path) -> None:
         """Writes the weights (the adapter's, when there is one) and the tokenizer."""
+        write = self.checkpoints.writer()
         if self.setup.parallel.is_main:
-            self.files.save_model(folder, self.checkpoints.write_weights, self.config)
+            self.files.save_model(folder, write, self.config)
         self.setup.parallel.wait()
 
     def _end(self, started: float, first: int) -> TrainResult:

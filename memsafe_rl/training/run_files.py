@@ -27,7 +27,7 @@ from memsafe_rl.errors import ConfigError, SaveError
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.parallel.replicas import Parallel
 from memsafe_rl.records import RUN_FILE, records_until, still_ours
-from memsafe_rl.training.checkpoints import Checkpoints
+from memsafe_rl.training.checkpoints import Checkpoints, Saved
 from memsafe_rl.training.metrics.run_log import RunLog
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.training.state import RunState
@@ -61,6 +61,10 @@ class RunFiles:
     def mark(self) -> RunMark:
         """Which run, and which of its starts, this is."""
         return RunMark() if self.folder is None else self.folder.mark
+
+    def owes(self, config: TrainerConfig, step: int) -> bool:
+        """Whether steps were done that no checkpoint holds though one should; half restored, a run is in no step."""
+        return config.save_strategy != "no" and step > self.saved_step
 
     def claim(self, config: TrainerConfig, parallel: Parallel, resume: bool | str | Path | None) -> Path | None:
         """Takes the folder for this run; gives the checkpoint to resume from, the same on all ranks."""
@@ -117,7 +121,14 @@ class RunFiles:
             self._prepared = self._writer.submit(checkpoints.prepared_copies())
 
     def save(
-        self, setup: TrainingSetup, checkpoints: Checkpoints, report: RunLog, state: RunState, *, wait: bool
+        self,
+        setup: TrainingSetup,
+        checkpoints: Checkpoints,
+        report: RunLog,
+        state: RunState,
+        saved: Saved,
+        *,
+        wait: bool,
     ) -> None:
         """Writes a checkpoint, after the records of the steps that it builds on; never two at a time.
 
@@ -127,7 +138,7 @@ class RunFiles:
         self.finish(report, setup.config)
         progress, beside = copy.copy(state.progress), not wait and _writes_beside(setup, checkpoints)
         try:
-            written = self._write(setup, checkpoints, report, state, beside=beside)
+            written = self._write(setup, checkpoints, report, state, saved, beside=beside)
         except SaveError as error:
             self._complain(error, setup.config)
             return
@@ -136,7 +147,14 @@ class RunFiles:
             self.finish(report, setup.config)
 
     def _write(
-        self, setup: TrainingSetup, checkpoints: Checkpoints, report: RunLog, state: RunState, *, beside: bool
+        self,
+        setup: TrainingSetup,
+        checkpoints: Checkpoints,
+        report: RunLog,
+        state: RunState,
+        saved: Saved,
+        *,
+        beside: bool,
     ) -> Future[None]:
         folder = checkpoint_folder(Path(setup.config.output_dir), state.step)
         self.check_ours(folder)
@@ -144,7 +162,7 @@ class RunFiles:
             raise SaveError(f"{folder} was not saved: the logs beside it cannot be written. Free space there.")
         if self._prepared is not None:
             wait_for([self._prepared])  # a failure to make memory ahead shows where it is needed
-        content = setup.recovery.repeat(Stage.CHECKPOINT, checkpoints.content, state, report, copied=beside)
+        content = setup.recovery.repeat(Stage.CHECKPOINT, checkpoints.content, state, report, saved, copied=beside)
         values = content, self.mark, state.progress.best_model_checkpoint
         if beside:
             return self._writer.submit(checkpoints.write, *values)
@@ -239,7 +257,7 @@ class RunFiles:
 
 def _writes_beside(setup: TrainingSetup, checkpoints: Checkpoints) -> bool:
     """Tells whether training goes on while a checkpoint is written, from a copy for which the host needs room."""
-    if not checkpoints.writes_weights_itself:
+    if not checkpoints.writes_weights_itself or setup.shards.divided:
         return False
     chosen = setup.config.save_in_background
     if chosen is not None:

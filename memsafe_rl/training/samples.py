@@ -107,7 +107,7 @@ def build_trajectory(samples: Samples, *, masks_truncated: bool, needs_whole: bo
     if split and needs_whole:
         raise ConfigError(
             "An episode became several sequences, for the chat template changes what was said before once more is "
-            "said, and a critic judges the actions of one sequence. Set processing_class.chat_template to one that "
+            "said, but PPO and RLOO take an episode as one sequence. Set processing_class.chat_template to one that "
             "keeps what was said, or use GRPO."
         )
     return Trajectory(

@@ -15,8 +15,9 @@ from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.importance import importance_weights
-from memsafe_rl.rollout.scoring import RowScores, read_sources, score_all
+from memsafe_rl.rollout.scoring import RowScores, read_sources, score_all, value_all
 from memsafe_rl.training.gradient import contributes
 from memsafe_rl.training.samples import Samples
 from memsafe_rl.training.setup import TrainingSetup
@@ -46,9 +47,9 @@ class Scorer:
 
         return setup.recovery.attempts(stage, setup.memory.rollout_plan, work, around)
 
-    def scoring(self, trajectory: Trajectory, rows: Sequence[int], network: Any = None) -> Attempt[RolloutPlan]:
-        """Begins a scoring pass over some rows, by the model or another network."""
-        return self.attempt(Stage.SCORE, (network or self.adapter).work(trajectory, rows))
+    def scoring(self, trajectory: Trajectory, rows: Sequence[int]) -> Attempt[RolloutPlan]:
+        """Begins a scoring pass of the model over some rows."""
+        return self.attempt(Stage.SCORE, self.adapter.work(trajectory, rows))
 
     def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """Gives this rank's part of rows that are scored together."""
@@ -71,16 +72,25 @@ class Scorer:
     ) -> tuple[list[int], list[RowScores]]:
         """Passes this rank's part of some rows through a network; gives which they are, and their scores."""
         mine = self.local_rows(trajectory, rows)
-        found = score_all(
-            adapter,
-            trajectory,
-            mine,
-            temperature=self._config.temperature,
-            attempt=self.attempt(Stage.SCORE, adapter.work(trajectory, mine), context),
-            tile=self._setup.memory.update_plan.logprob_tile,
-            **wanted,
-        )
+        with self._setup.gathered(adapter.model):
+            found = score_all(
+                adapter,
+                trajectory,
+                mine,
+                temperature=self._config.temperature,
+                attempt=self.attempt(Stage.SCORE, adapter.work(trajectory, mine), context),
+                tile=self._setup.memory.update_plan.logprob_tile,
+                **wanted,
+            )
         return mine, found
+
+    def valued(self, critic: Critic, trajectory: Trajectory, columns: Sequence[int] | None) -> Ragged:
+        """Gives a critic's values of all rows, shared over the ranks."""
+        mine = self.local_rows(trajectory, list(range(len(trajectory))))
+        with critic.running() as network, self._setup.gathered(network.model):
+            attempt = self.attempt(Stage.SCORE, network.work(trajectory, mine))
+            values = value_all(network, trajectory, mine, critic.head, attempt=attempt, columns=columns)
+        return self.laid_beside(trajectory, mine, values)
 
     def laid_beside(
         self, trajectory: Trajectory, mine: Sequence[int], found: Sequence[Tensor], known: Ragged | None = None

@@ -26,6 +26,7 @@ from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.parallel.replicas import OneProcess, Parallel
+from memsafe_rl.parallel.shards import WHOLE, Shards
 from memsafe_rl.rewards.base import RewardRunner, RewardScores
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
@@ -105,6 +106,7 @@ class TrainingSetup:
     source: PromptSource  # the prompts by position
     dataset: Any  # the prompts as a dataset
     roles: ModelRoles  # the model under its adapters, as users of episodes
+    shards: Shards = WHOLE  # where the weights lie: whole on every rank, or divided
     environments: EnvironmentPool | None = None  # where episodes are played; None where a completion is one turn
     draw_rollout: DrawRollout | None = None  # draws completions in place of the engine; None for the engine
     committer: Committer | None = None  # moves the weights; None before training begins
@@ -188,6 +190,10 @@ class TrainingSetup:
                 "Frozen weights stay in host memory, since the device has no room for all of them. Move the model "
                 "there (trainer.model.cpu()) before you merge its adapter or run it outside of the trainer."
             )
+
+    def gathered(self, network: nn.Module | None = None) -> AbstractContextManager[None]:
+        """The context of passes of a network (None: the model) without gradient: its weights lie whole."""
+        return self.shards.gathered(self.recovery.repeat, network or self.model)
 
     @contextmanager
     def under(self, plan: RolloutPlan | UpdatePlan, context: AbstractContextManager[object]) -> Iterator[None]:

@@ -25,7 +25,7 @@ class LossSettings:
     """The part of the configuration that the loss reads; TRL's names and meanings."""
 
     loss_type: str = "dapo"  # name of a loss in `memsafe_rl.ops.losses`
-    importance_sampling_level: str = "token"  # "token" or "sequence" (GSPO)
+    importance_sampling_level: str = "token"  # "token", "sequence" (GSPO) or "sequence_sum" (RLOO)
     epsilon_low: float = 0.2  # clip range below 1
     epsilon_high: float = 0.2  # clip range above 1
     delta: float | None = None  # upper bound of the unclipped ratio, None for none

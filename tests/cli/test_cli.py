@@ -22,15 +22,16 @@ import memsafe_rl
 from memsafe_rl.cli import app
 from memsafe_rl.cli import train as training_module
 from memsafe_rl.cli import verify as verifying_module
-from memsafe_rl.cli.arguments import RUN_NAMES, SETTING_NAMES, RunFields, parse_flags
-from memsafe_rl.config.grpo import GRPOConfig
+from memsafe_rl.cli.arguments import RUN_NAMES, RunFields, parse_flags, read_request
+from memsafe_rl.config.grpo import GRPOConfig, RLOOConfig
 from memsafe_rl.config.ppo import PPOConfig
-from memsafe_rl.config.settings import GROUPS
+from memsafe_rl.config.settings import DECLARED, GROUPS
 from memsafe_rl.errors import ConfigError, MemoryBudgetError, TrainingInterrupted
 from memsafe_rl.memory.planning.policies import PRESETS, AdaptivePolicy, LadderPolicy
 from memsafe_rl.memory.simulated.device import active_simulation
 from memsafe_rl.preflight.verify import Verification, verify_plan
 from memsafe_rl.rewards import REWARD_FUNCTIONS
+from memsafe_rl.trainers.rloo import RLOOTrainer
 from tests.tiny import tiny_model, tiny_tokenizer
 
 RUNNER = CliRunner()
@@ -43,6 +44,7 @@ def invoke(*words: object) -> Any:
 class FakeTrainer:
     """Remembers how it was made and used."""
 
+    config_class: type = GRPOConfig
     made: list[FakeTrainer]
     failure: BaseException | None = None
 
@@ -62,7 +64,7 @@ class FakeTrainer:
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> type[FakeTrainer]:
-    monkeypatch.setattr(training_module, "GRPOTrainer", FakeTrainer)
+    monkeypatch.setitem(training_module.TRAINERS, "grpo", FakeTrainer)
     monkeypatch.setattr(FakeTrainer, "made", [], raising=False)
     monkeypatch.setattr(FakeTrainer, "failure", None)
     return FakeTrainer
@@ -141,7 +143,8 @@ def test_flags_go_before_the_file(trainer: type[FakeTrainer], run_file: Path, pr
 
 
 def test_a_run_of_ppo(monkeypatch: pytest.MonkeyPatch, trainer: type[FakeTrainer], run_file: Path) -> None:
-    monkeypatch.setattr(training_module, "PPOTrainer", FakeTrainer)
+    fake = type("FakePPO", (FakeTrainer,), {"config_class": PPOConfig})
+    monkeypatch.setitem(training_module.TRAINERS, "ppo", fake)
     entries = yaml.safe_load(run_file.read_text())
     entries = {"trainer": "ppo", "critic": "some/critic", "gae_lambda": 0.9, **entries}
     result = invoke(write(run_file.parent, **entries), "--vf-coef", "0.5")
@@ -152,9 +155,17 @@ def test_a_run_of_ppo(monkeypatch: pytest.MonkeyPatch, trainer: type[FakeTrainer
     assert (made.arguments["args"].gae_lambda, made.arguments["args"].vf_coef) == (0.9, 0.5)
     grpo = write(run_file.parent, **{**entries, "trainer": "grpo"})
     refused(invoke(grpo), "critic is 'some/critic'", "trainer to ppo")
-    refused(invoke(write(run_file.parent, **{**entries, "trainer": "sft"})), "trainer is 'sft'", "grpo, ppo")
+    refused(invoke(write(run_file.parent, **{**entries, "trainer": "sft"})), "trainer is 'sft'", "grpo, rloo, ppo")
     del entries["critic"]
     refused(invoke(write(run_file.parent, **{**entries, "trainer": "grpo"})), "gae_lambda")
+
+
+def test_a_run_of_rloo(run_file: Path) -> None:
+    request = read_request([str(run_file), "--trainer", "rloo", "--reward-clip-range", "-1,2"])
+    run = training_module.prepare(request)
+    assert training_module.trainer_of(run) is RLOOTrainer
+    assert isinstance(run.config, RLOOConfig)
+    assert run.config.reward_clip_range == [-1.0, 2.0]
 
 
 def test_a_run_needs_no_file(trainer: type[FakeTrainer], prompts: Path) -> None:
@@ -343,7 +354,7 @@ def test_a_broken_file_of_prompts(trainer: type[FakeTrainer], run_file: Path, tm
     ("words", "parts"),
     [
         (["--learnin-rate", "1"], ("no setting 'learnin_rate'", "Did you mean 'learning_rate'?")),
-        (["--push-to-hub"], ("push_to_hub is True, which is refused",)),
+        (["--save-on-each-node"], ("save_on_each_node is True, which is refused",)),
         (["--learning-rate"], ("--learning-rate has no value",)),
         (["--learning-rate", "--bf16"], ("--learning-rate has no value",)),
         (["--log-completions", "maybe"], ("'maybe' stands alone",)),
@@ -582,7 +593,7 @@ def test_the_version_is_told() -> None:
 def test_help_teaches_every_setting() -> None:
     result = invoke("--help")
     assert result.exit_code == 0
-    for name in (*RUN_NAMES, *SETTING_NAMES):
+    for name in (*RUN_NAMES, *DECLARED):
         assert f"--{name.replace('_', '-')} " in result.stdout
     for title in GROUPS:
         assert title in result.stdout
@@ -610,9 +621,9 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_names_do_not_collide() -> None:
-    assert not set(RUN_NAMES) & set(SETTING_NAMES)
-    assert list(GRPOConfig().to_dict()) == list(SETTING_NAMES)[: len(GRPOConfig().to_dict())]
-    assert set(PPOConfig().to_dict()) <= set(SETTING_NAMES)
+    assert not set(RUN_NAMES) & set(DECLARED)
+    assert list(GRPOConfig().to_dict()) == list(DECLARED)[: len(GRPOConfig().to_dict())]
+    assert set(PPOConfig().to_dict()) <= set(DECLARED)
 
 
 def test_flags_are_split_as_written() -> None:

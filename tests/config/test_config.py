@@ -35,7 +35,16 @@ from memsafe_rl.config import validation
 from memsafe_rl.config.declaring import declare, grouped, setting
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.refusals import ALIASES, REFUSED
-from memsafe_rl.config.settings import CACHES, GROUPS, OPTIMIZER_ARGUMENTS, OPTIMIZERS, GRPOSettings, PPOSettings
+from memsafe_rl.config.settings import (
+    ALGORITHMS,
+    CACHES,
+    DECLARED,
+    GROUPS,
+    OPTIMIZER_ARGUMENTS,
+    OPTIMIZERS,
+    GRPOSettings,
+    RLOOSettings,
+)
 from memsafe_rl.config.validation import ENUMS, REGISTRIES
 from memsafe_rl.config.views import KLStop
 from memsafe_rl.errors import ConfigError
@@ -46,6 +55,7 @@ from memsafe_rl.types import LossSettings, SamplingSettings
 
 OURS = {field.name: field for field in dataclasses.fields(GRPOSettings)}
 THEIRS = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
+RLOO_THEIRS = {field.name: field for field in dataclasses.fields(trl.RLOOConfig)}
 
 NEW = {
     "vllm_server_fallback",
@@ -119,6 +129,13 @@ def test_defaults_are_trls(name: str) -> None:
     expected = DIFFERENT_DEFAULTS.get(name, default_of(THEIRS[name]))
     assert OURS[name].default == expected
     assert type(OURS[name].default) is type(expected)
+
+
+def test_rloo_has_every_setting_of_trls_with_its_default() -> None:
+    for name, field in RLOO_THEIRS.items():
+        assert (name in RLOOSettings.declared) + (name in ALIASES) + (name in REFUSED) == 1, name
+        if name in RLOOSettings.declared:
+            assert RLOOSettings.declared[name].default == DIFFERENT_DEFAULTS.get(name, default_of(field)), name
 
 
 def test_what_is_not_trls_is_known() -> None:
@@ -211,6 +228,11 @@ def test_any_of_transformers_settings_of_compiling_gives_plans_a_mode() -> None:
     assert GRPOConfig(torch_compile_backend="inductor").compile_mode == "default"
     assert GRPOConfig(torch_compile_mode="reduce-overhead").compile_mode == "reduce-overhead"
     assert chosen_policy(None, GRPOConfig(torch_compile=True)) == AdaptivePolicy(compile="default")
+    offloading = GRPOConfig(activation_checkpointing_kwargs={"offload": True})
+    assert chosen_policy(None, offloading) == AdaptivePolicy(offload_activations=True)
+    assert chosen_policy("ladder", offloading).update.offload_activations  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="offload_activations is True with memory_policy '24GB"):
+        chosen_policy("24GB+", offloading)
     with pytest.raises(ConfigError, match="which decides it"):
         chosen_policy("24GB+", GRPOConfig(torch_compile=True))
     with pytest.raises(ConfigError, match="inductor"):
@@ -378,7 +400,9 @@ def test_values_are_read(name: str, given: Any, expected: Any) -> None:
         ({"memory_budget": "120%"}, ("memory_budget is '120%'", "100%")),
         ({"memory_budget": 0}, ("memory_budget is 0", "more than 0 bytes")),
         ({"allow_lossy": ["shorter"]}, ("allow_lossy is 'shorter'", "max_completion_length, num_generations")),
-        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, ("use_reentrant=True", "None")),
+        ({"gradient_checkpointing_kwargs": {"use_reentrent": True}}, ("use_reentrent", "Did you mean 'use_reentrant'")),
+        ({"gradient_checkpointing_kwargs": {"every_n_layers": 0}}, ("every_n_layers", "at least 1")),
+        ({"gradient_checkpointing_kwargs": {"offload": "maybe"}}, ("offload", "maybe")),
         ({"kl_stop": 0}, ("kl_stop is 0", "more than 0 nats")),
         ({"kl_stop": {"goal": 1}}, ("no key of kl_stop 'goal'", "target")),
         ({"kl_stop": {"unit": "token"}}, ("kl_stop", "without a target")),
@@ -419,8 +443,8 @@ def test_wrong_values_are_refused_in_one_line(settings: dict[str, Any], parts: t
 
 
 def test_every_declaration_fits_its_setting() -> None:
-    every = {**PPOSettings.declared, **GRPOSettings.declared}
-    assert set(every) == {*OURS, *(field.name for field in dataclasses.fields(PPOSettings))}
+    every = DECLARED
+    assert set(every) == {field.name for one in ALGORITHMS.values() for field in dataclasses.fields(one)}
     assert not set(REFUSED) & set(every)
     assert not set(ALIASES) & set(every)
     assert set(OPTIMIZERS) <= {name.value for name in OptimizerNames}
@@ -733,8 +757,8 @@ def test_flags_of_trl_that_are_off_are_parsed_and_others_refused_with_the_reason
     assert config == GRPOConfig()
     assert config.use_vllm is False
     assert "vllm_group_port" not in config.to_dict()
-    for flags in (["--push_to_hub"], ["--push_to_hub", "True"]):
-        with pytest.raises(ConfigError, match=r"push_to_hub is 'True', which is refused"):
+    for flags in (["--save_on_each_node"], ["--save_on_each_node", "True"]):
+        with pytest.raises(ConfigError, match=r"save_on_each_node is 'True', which is refused"):
             parser.parse_args_into_dataclasses(flags)
     with pytest.raises(ConfigError, match="vllm_group_port is '8001'"):
         parser.parse_args_into_dataclasses(["--vllm_group_port", "8001"])
@@ -834,7 +858,6 @@ HINTS = {
     "auto_find_batch_size",
     "cache_implementation",
     "do_train",  # for scripts
-    "gradient_checkpointing_kwargs",  # only what is the case anyway is accepted
     "pad_to_multiple_of",
     "per_device_eval_batch_size",
     "torch_empty_cache_steps",
@@ -917,3 +940,35 @@ def test_a_copy_may_count_other_ranks() -> None:
     assert (twin.world_size, twin.step_rows, config.world_size) == (4, 32, 1)
     assert twin.left_open("steps_per_generation")
     assert not GRPOConfig(steps_per_generation=1).left_open("steps_per_generation")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"fsdp": "shard_grad_op"}, "fsdp is 'shard_grad_op', but 'shard_grad_op' is not supported"),
+        ({"fsdp": "full_shard offload"}, "'offload' is not supported"),
+        ({"fsdp_config": {"cpu_offload": True}}, "fsdp_config has cpu_offload=True, which is not supported"),
+        ({"optim": "adafactor"}, "optim is 'adafactor' with fsdp"),
+        ({"master_weights": "stochastic_rounding"}, "master_weights='stochastic_rounding' is set with fsdp"),
+        ({"verify_plan": True}, "verify_plan is set with fsdp"),
+        ({"probe_worst_case": True}, "probe_worst_case is set with fsdp"),
+        ({"torch_compile": True}, "torch_compile is set with fsdp"),
+        ({"save_in_background": True}, "save_in_background is set with fsdp"),
+    ],
+)
+def test_what_sharded_ranks_cannot_do_is_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        GRPOConfig(**{"fsdp": "full_shard", "report_to": "none", **given}).on_ranks(2).validate()
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "sharded"),
+    [
+        ({}, 2, False),
+        ({"fsdp": True}, 2, True),
+        ({"fsdp": "full_shard auto_wrap"}, 2, True),
+        ({"fsdp": True}, 1, False),
+    ],
+)
+def test_ranks_share_weights_where_they_are_told_to(given: dict[str, Any], ranks: int, sharded: bool) -> None:
+    assert GRPOConfig(report_to="none", **given).on_ranks(ranks).sharded is sharded

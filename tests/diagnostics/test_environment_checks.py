@@ -239,7 +239,6 @@ def test_a_healthy_launch_file_has_no_findings(text: str, tmp_path: Path) -> Non
         ("distributed_type: 'NO'\nmixed_precision: no\n", "accelerate-precision", True),
         ("distributed_type: 'NO'\nmixed_precision: bfloat16\n", "accelerate-precision", True),
         ("distributed_type: 'NO'\nmixed_precision: fp8\n", "accelerate-precision", False),
-        ("distributed_type: FSDP\nnum_processes: 2\n", "accelerate-sharded", False),
         ("distributed_type: DEEPSPEED\nnum_processes: 2\n", "accelerate-sharded", False),
         ("distributed_type: MULTI_NPU\nnum_processes: 2\n", "accelerate-sharded", False),
         ("distributed_type: 'NO'\nfsdp_config: {fsdp_version: 2}\n", "accelerate-section", False),

@@ -116,6 +116,9 @@ class _PhaseLog:
         self._since = now
 
     def mark_component(self, component: Any) -> None: ...
+    def mark_others(self, on_host: bool) -> bool:
+        return on_host
+
     def mark_host(self, on_host: bool) -> bool:
         return False
 

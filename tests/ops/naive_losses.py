@@ -61,7 +61,8 @@ def _token_term(inputs, settings, counts, row, column, columns):
     if settings.importance_sampling_level == "token":
         ratio = log_ratios[column].exp()
     else:
-        ratio = (sum(log_ratios.values()) / len(columns)).exp()
+        shared = len(columns) if settings.importance_sampling_level == "sequence" else 1
+        ratio = (sum(log_ratios.values()) / shared).exp()
     loss = _surrogate(inputs, settings, row, columns, ratio, advantage, logprob, log_ratios)
     if settings.off_policy_mask_threshold is not None and advantage < 0:
         sampler = old if inputs.sampling_logprobs_BT is None else inputs.sampling_logprobs_BT
@@ -81,6 +82,7 @@ def _token_term(inputs, settings, counts, row, column, columns):
 def _divisor(settings, counts, row_tokens):
     return {
         "grpo": counts.rows * row_tokens,
+        "rloo": counts.rows * row_tokens,
         "sapo": counts.rows * row_tokens,
         "luspo": counts.rows,
         "dr_grpo": counts.rows * settings.max_completion_length,

@@ -23,7 +23,7 @@ from memsafe_rl.types import Denominators, LossInputs, LossSettings
 from tests.ops.naive_losses import counts_of, naive_loss, rows_of
 
 LENGTHS = (7, 3, 1, 5, 4, 6)
-LEVELS = ("token", "sequence")
+LEVELS = ("token", "sequence", "sequence_sum")
 
 OPTIONS = {
     "plain": {},
@@ -326,7 +326,7 @@ def test_adaptive_entropy_coefficient_by_hand():
     ("settings", "changes", "words"),
     [
         (LossSettings("ppo2"), {}, "'ppo2'.*Set it to one of bnpo, cispo"),
-        (LossSettings(importance_sampling_level="row"), {}, "'row'.*sequence, token"),
+        (LossSettings(importance_sampling_level="row"), {}, "'row'.*sequence, sequence_sum, token"),
         (LossSettings(beta=0.1), {"ref_logprobs_BT": None}, "`beta` is 0.1"),
         (LossSettings(), {"entropies_BT": None, "entropy_coef": 0.1}, "`entropy_coef` is 0.1"),
     ],

@@ -90,7 +90,7 @@ def test_traits_are_declared_and_never_assumed():
         (lambda: Loss("m", mine, "token"), r"loss 'm' has traits 'token', .*; give LossTraits"),
         (
             lambda: LossTraits(levels=("row",)),
-            r"levels of a loss are \('row',\); write \('token',\), ",
+            r"levels of a loss are \('row',\); write a tuple of sequence, ",
         ),
         (lambda: LossTraits(levels="token"), "levels of a loss are 'token'"),
         (lambda: LossTraits(levels=()), r"levels of a loss are \(\)"),

@@ -31,9 +31,9 @@ def learn(folder: Path, rows: int, *, invariant: bool) -> dict[str, Any]:
     )
     gradients, own = [], Committer.measure
 
-    def watched(committer: Committer) -> torch.Tensor:
+    def watched(committer: Committer, known_norm: float | None) -> torch.Tensor:
         gradients.append(torch.cat([each.grad.double().flatten() for each in committer.parameters]))
-        return own(committer)
+        return own(committer, known_norm)
 
     with patch.object(Committer, "measure", watched):
         trainer.train()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from memsafe_rl.accounting import host_memory
+from memsafe_rl.accounting import host_memory, local_part
 from memsafe_rl.memory.simulated.counting import compiler_available
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
@@ -32,8 +32,8 @@ pytestmark = [
     pytest.mark.skipif(not compiler_available(), reason="only the C++ allocator fails inside an operator"),
 ]
 
-FAULTS = 25
-"""Runs in which rank 1 fails, of each case."""
+FAULTS = {"full": 25, "lora": 25, "sharded": 12, "sharded lora": 12}
+"""Faults on rank 1, of each case, at least; `benchmarks.sharded_storm` has more."""
 SECOND_FAULTS = 3
 """Every so many runs, the repeated work fails too, so that the plan of rank 1 alone changes."""
 PATIENCE_SECONDS = 600
@@ -51,6 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
     "full": {"optim": "adamw_torch_fused"},
     # An optimizer whose step allocates, so that the commit is rolled back too.
     "lora": {"optim": "adamw_torch"},
+    "sharded": {"optim": "adamw_torch_fused", "fsdp": "full_shard"},
+    "sharded lora": {"optim": "adamw_torch", "fsdp": "full_shard"},
 }
 
 
@@ -62,7 +64,7 @@ def build(folder: Path, case: str, *, ranks: int = 2, **settings: Any) -> GRPOTr
         "reward_funcs": [count_digits, classifier().double()],  # of which rounding is not the subject
         "reward_processing_classes": [None, tiny_tokenizer()],
     }
-    if case == "lora":
+    if "lora" in case:
         given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     return make_trainer(folder, **{**COMMON, **CASES[case], **given, **settings})
 
@@ -71,6 +73,16 @@ def put_weights(trainer: GRPOTrainer, values: list[torch.Tensor]) -> None:
     with torch.no_grad(), host_memory():
         for parameter, value in zip(trainer.model.parameters(), values, strict=True):
             parameter.copy_(value)
+
+
+def flat(trainer: Any, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Lays tensors end to end, those whole that ranks share: all ranks ask for it together, outside of the device."""
+    with host_memory():
+        own = [tensor.detach() for tensor in tensors]
+        ranks = [own]
+        if trainer.setup.shards.divided:
+            ranks = trainer.setup.parallel.gather([[local_part(tensor) for tensor in own]])
+        return torch.cat([torch.cat(parts).flatten() for parts in zip(*ranks, strict=True)]).double()
 
 
 def copied(tensors: Any) -> list[torch.Tensor]:
@@ -89,7 +101,7 @@ def listen_to_steps(trainer: GRPOTrainer) -> list[dict[str, Any]]:
         measured = measure(*arguments, **named)
         assert trainer.loop.state.rollout is not None
         with host_memory():
-            gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+            gradient = flat(trainer, [p.grad for p in trainer.model.parameters() if p.grad is not None])
             tokens = trainer.loop.state.rollout.trajectory.actions.flat.clone()
         notes.append({"gradient": gradient, "tokens": tokens})
         return measured
@@ -146,19 +158,32 @@ class Faults:
             self.again_after = None
 
 
-def storm(folder: Path, case: str, rank: int, seed: int) -> dict[str, Any]:
-    """Trains again and again from the same weights; in every run an allocation of rank 1 fails, or two."""
-    dice = random.Random(seed)
+def storm(
+    folder: Path,
+    case: str,
+    rank: int,
+    seed: int,
+    *,
+    faults: int | None = None,
+    phases: Sequence[Phase] = WORKING,
+    failing: Sequence[int] = (1,),
+) -> dict[str, Any]:
+    """Trains again and again from the same weights; in every run an allocation of each failing rank fails, or two.
+
+    Where both may fail, one of them does in two runs of three, by turns.
+    """
+    dice = random.Random(seed + 1000 * rank)
     with SimulatedMemory(exact=True) as device:
         trainer = build(folder, case)
-        start, notes, faults = copied(trainer.model.parameters()), listen_to_steps(trainer), Faults(trainer, device)
+        start, notes, planted = copied(trainer.model.parameters()), listen_to_steps(trainer), Faults(trainer, device)
         trainer.train()
         runs, live_bytes = [], device.live_bytes
-        while sum(run["faults"] for run in runs) < FAULTS:
+        while sum(run["faults"] for run in runs) < (faults or FAULTS[case]):
             put_weights(trainer, start)
-            if rank == 1:
-                faults.choose(WORKING[len(runs) % len(WORKING)], dice, again=len(runs) % SECOND_FAULTS == 0)
-            faults.forget()
+            turn = len(runs)
+            if rank in failing and (len(failing) == 1 or turn % 3 in (rank, 2)):
+                planted.choose(phases[turn % len(phases)], dice, again=turn % SECOND_FAULTS == 0)
+            planted.forget()
             notes.clear()
             trainer.memory_events.clear()
             refused = device.refusals
@@ -171,7 +196,7 @@ def storm(folder: Path, case: str, rank: int, seed: int) -> dict[str, Any]:
                     "phases": [str(event["phase"]) for event in trainer.memory_events if event["event"] == "failure"],
                     "fallbacks": sum(event["event"] == "fallback" for event in trainer.memory_events),
                     "notes": list(notes),
-                    "weights": weights_of(trainer.model),
+                    "weights": flat(trainer, [p for p in trainer.model.parameters() if p.requires_grad]),
                     "gained_bytes": device.live_bytes - live_bytes,
                 }
             )
@@ -349,7 +374,7 @@ def test_ranks_of_which_one_fails_again_and_again_learn_what_one_rank_does(
 @pytest.mark.parametrize("case", CASES)
 def test_the_faults_hit_every_phase_and_leave_nothing_behind(outcomes: list[dict[str, Any]], case: str) -> None:
     untroubled, troubled = (found[case]["runs"] for found in outcomes)
-    assert sum(run["faults"] for run in troubled) >= FAULTS
+    assert sum(run["faults"] for run in troubled) >= FAULTS[case]
     assert set(WORKING) <= {phase for run in troubled for phase in run["phases"]}
     assert sum(run["fallbacks"] for run in troubled) > 0
     assert not any(run["phases"] for run in untroubled)

@@ -41,6 +41,20 @@ def run(folder: Path, policy: Any = None, **settings: Any) -> tuple[Any, dict[Ph
     return beside.run(folder, given=given, alarms=False, **{"per_device_train_batch_size": 12, **settings})
 
 
+def test_a_slice_is_packed_where_all_rows_that_are_scored_with_it_are(tmp_path: Path) -> None:
+    """Of 12 rows behind 3 prompts a slice has 8; by themselves they would be packed, and hold less."""
+    tiny_model("qwen3", layers=1, hidden=256).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    given = {"train_dataset": ragged(4, 6, 11), "peft_config": LoraConfig(r=4, target_modules="all-linear")}
+    settings = {"num_generations": 4, "max_completion_length": 48, "beta": 0.1, "max_steps": 1}
+    policy = FixedPolicy(RolloutPlan(score_tokens=512), UpdatePlan(micro_batch_tokens=512, checkpointing=True))
+    trainer, held = beside.run(
+        tmp_path, given={**given, "memory_policy": policy}, alarms=False, per_device_train_batch_size=12, **settings
+    )
+    assert trainer.forecast is not None
+    assert trainer.forecast.phase_bytes[Phase.SCORE] == pytest.approx(held[Phase.SCORE], rel=0.005)
+
+
 def check(trainer: Any, held: dict[Phase, int], *, rel: float = 0.005) -> None:
     assert trainer.forecast is not None
     for phase, size in trainer.forecast.phase_bytes.items():

@@ -555,7 +555,7 @@ def test_ppo_plays_episodes_that_are_one_sequence(tmp_path: Path) -> None:
     trainer.train()
     assert not torch.equal(weights(trainer), before)
     assert trainer.history[0]["episodes/mean_turns"] > 1
-    with pytest.raises(ConfigError, match="a critic judges the actions of one sequence"):
+    with pytest.raises(ConfigError, match="PPO and RLOO take an episode as one sequence"):
         trainer_with(FORGETFUL).train()
 
 

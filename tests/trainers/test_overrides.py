@@ -33,6 +33,7 @@ CALLED_BY_SCRIPTS = {
     "is_world_process_zero",
     "log_metrics",
     "pop_callback",
+    "push_to_hub",
     "remove_callback",
     "save_metrics",
     "save_state",

@@ -90,9 +90,8 @@ def test_the_first_ratio_is_1(critic: str, tmp_path: Path) -> None:
 
 PLANS = {
     "rows alone": {"micro_batch_tokens": 1},
-    "small": {"micro_batch_tokens": 40},
+    "small, in tiles": {"micro_batch_tokens": 40, "logprob_tile": 3},
     "recomputed": {"micro_batch_tokens": 40, "checkpointing": True},
-    "tiles": {"logprob_tile": 3},
 }
 
 

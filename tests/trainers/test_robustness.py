@@ -259,7 +259,9 @@ def test_the_usual_idioms_of_a_trl_script_work(tmp_path: Path, capsys: pytest.Ca
     trainer.end()
 
 
-@pytest.mark.parametrize(("name", "reason"), [("push_to_hub", "hub"), ("get_train_dataloader", "read by position")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("init_hf_repo", "repository"), ("get_train_dataloader", "read by position")]
+)
 def test_what_is_not_there_says_why(tmp_path: Path, name: str, reason: str) -> None:
     with pytest.raises(AttributeError, match=f"no '{name}'.*{reason}"):
         getattr(make_trainer(tmp_path), name)
@@ -372,3 +374,18 @@ def test_what_does_not_fit_is_named_with_the_limit_that_refused_it(tmp_path: Pat
             trainer.train()
     assert format_bytes(int(1.5 * weights_bytes)) in str(caught.value)
     assert device.capacity_bytes is None
+
+
+def test_hints_of_checkpointing_move_activations_and_no_weight(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL 1.16's GRPO ends with both keys: `Unexpected keyword arguments: offload`."""
+    hints = {"offload": True, "every_n_layers": 2}
+    trained = []
+    for name, given in (("plain", None), ("hinted", hints)):
+        trainer = make_trainer(tmp_path / name, gradient_checkpointing_kwargs=given, max_steps=2)
+        trainer.train()
+        assert trainer.setup.memory.update_plan.offload_activations is (given is not None)
+        trained.append(weights(trainer))
+    assert torch.equal(*trained)
+    assert "every_n_layers=2, which changes nothing here: the plan recomputes all blocks or none" in caplog.text

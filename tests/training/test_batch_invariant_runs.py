@@ -109,8 +109,8 @@ def test_no_plan_moves_the_mask_by_entropy(tmp_path: Path, monkeypatch: pytest.M
     found: list[torch.Tensor] = []
     own = Committer.measure
 
-    def watched(committer: Committer) -> torch.Tensor:
-        norm = own(committer)
+    def watched(committer: Committer, known_norm: float | None) -> torch.Tensor:
+        norm = own(committer, known_norm)
         found.append(torch.cat([each.grad.double().flatten() for each in committer.parameters]))
         return norm
 

@@ -248,7 +248,7 @@ def test_elements_outside_a_mask_move_nothing():
 )
 def test_losses_of_whole_rows_are_refused_and_only_what_is_wrong_is_to_be_changed(settings, remedy):
     adapter = DiffusionAdapter(make_policy())
-    with pytest.raises(ConfigError, match=rf"one by one\. Set {remedy}\.$"):
+    with pytest.raises(ConfigError, match=rf"one by one\. Set {remedy}( in GRPOConfig)?\.$"):
         accumulate(adapter, lay_down(adapter, draw(adapter)), settings, UpdatePlan())
 
 

@@ -85,3 +85,14 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         evaluated(tmp_path, eval_pass_at=[1, 8])
     with pytest.raises(ConfigError, match="eval_pass_reward is 'other', and there is no such reward function"):
         evaluated(tmp_path, eval_pass_reward="other")
+
+
+def test_a_stream_of_prompts_is_evaluated_as_its_dataset_is(tmp_path: Path) -> None:
+    dataset = Dataset.from_dict({"prompt": PROMPTS[:4]})
+    found = []
+    for name, given in (("dataset", dataset), ("stream", dataset.to_iterable_dataset())):
+        trainer = make_trainer(tmp_path / name, eval_dataset=given, max_steps=1)
+        assert trainer.eval_dataset is given
+        found.append(trainer.evaluate())
+    assert found[0]["eval_reward"] == found[1]["eval_reward"]
+    assert found[0]["eval_loss"] == found[1]["eval_loss"]

@@ -145,12 +145,14 @@ class AdaptivePolicy(MemoryPolicy):
         pack_prompts: whether completions share one copy of their prompt, where they can; None for yes where it spares
             a tenth of the tokens, which then costs neither bytes nor time.
         compile: mode of `torch.compile` for decoding steps and blocks; None for none.
+        offload_activations: True to insist on activations in host memory, False to let the budget decide.
     """
 
     checkpointing: bool | None = None
     trajectory_device: str = "host"
     pack_prompts: bool | None = None
     compile: str | None = None
+    offload_activations: bool = False
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
         """Decodes and scores as many rows together as are fast, or as fit: one row in flight when nothing fits."""
@@ -186,6 +188,7 @@ class AdaptivePolicy(MemoryPolicy):
             else max(work.least_tokens, tokens),
             logprob_tile=full_speed_tile(memory.device, work),
             checkpointing=bool(self.checkpointing),
+            offload_activations=self.offload_activations,
             pack_prompts=packs,
             trajectory_device=self.trajectory_device,
             compile=self.compile,

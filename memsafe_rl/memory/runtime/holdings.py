@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from memsafe_rl.accounting import claim, is_on_host, listened_to, weights_of
+from memsafe_rl.accounting import claim, is_on_host, listened_to, local_part, weights_of
 from memsafe_rl.memory.simulated.ledger import storages_of
 from memsafe_rl.types import Component
 
@@ -52,7 +52,7 @@ class Holdings:
 
     def tensors(self) -> list[Tensor]:
         """Gives the tensors that may outlive a step."""
-        return [*weights_of(*self.networks), *self._optimizer_tensors(), *self.trajectory()]
+        return [*map(local_part, weights_of(*self.networks)), *self._optimizer_tensors(), *self.trajectory()]
 
     def _optimizer_tensors(self) -> list[Tensor]:
         return [] if self.optimizer is None else self.optimizer()

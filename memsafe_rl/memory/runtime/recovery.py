@@ -22,7 +22,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.errors import ConfigError, MemoryBudgetError
+from memsafe_rl.errors import ConfigError, MemoryBudgetError, PeerOutOfMemoryError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.failures import is_out_of_memory, requested_bytes
 from memsafe_rl.memory.runtime.first_use import flush_autograd
@@ -91,9 +91,19 @@ class Recovery:
         self.tracker = tracker
         self.policy = policy
 
-    def attempts(self, stage: Stage, plan: Plan, work: Work, around: Around[Plan] = nullcontext) -> Attempts[Plan]:
-        """Begins a stage that a plan cuts; its units run again under ever leaner plans, each inside ``around``."""
-        return Attempts(self, _allowed(stage, Retry.LEANER_PLAN), plan, work, around)
+    def attempts(
+        self,
+        stage: Stage,
+        plan: Plan,
+        work: Work,
+        around: Around[Plan] = nullcontext,
+        leave_round: Callable[[], None] | None = None,
+    ) -> Attempts[Plan]:
+        """Begins a stage that a plan cuts; its units run again under ever leaner plans, each inside ``around``.
+
+        ``leave_round`` tells ranks that run the unit together of a failure, so that all of them run it again.
+        """
+        return Attempts(self, _allowed(stage, Retry.LEANER_PLAN), plan, work, around, leave_round)
 
     def repeat(
         self,
@@ -160,9 +170,16 @@ class Attempts(Generic[Plan]):
     """One piece of work in units that may each be repeated; the plan after a failed unit serves the later ones too."""
 
     def __init__(
-        self, recovery: Recovery, stage: Stage, plan: Plan, work: Work | None, around: Around[Plan] = nullcontext
+        self,
+        recovery: Recovery,
+        stage: Stage,
+        plan: Plan,
+        work: Work | None,
+        around: Around[Plan] = nullcontext,
+        leave_round: Callable[[], None] | None = None,
     ) -> None:
         self.plan = plan
+        self._leave_round = leave_round
         self._recovery, self._tracker = recovery, recovery.tracker
         self._stage, self._work, self.around = stage, work, around
         self._failed_plans: list[Plan] = []
@@ -171,15 +188,22 @@ class Attempts(Generic[Plan]):
         """Runs a unit until it succeeds: again under the same plan, then under the policy's next ones."""
         start, tries = self._recovery.start(), 0
         while True:
-            began = time.perf_counter()
+            began, failed = time.perf_counter(), None
             try:
                 with self.around(self.plan):
                     return unit(self.plan)
+            except PeerOutOfMemoryError:
+                self._tracker.record("joined_retry", phase=self._tracker.phase_now)
             except BaseException as error:
                 if not is_out_of_memory(error):
                     raise
                 failed = _Failed.of(error)
             _clear(start, undo)  # only here, where the error has died together with the frames it held
+            if failed is None:
+                continue
+            if self._leave_round is not None:
+                self._leave_round()
+                _clear(start, undo)  # of what the rest of the round brought
             tries += 1
             self._recovery.record_failure(failed, start.live_bytes, tries, time.perf_counter() - began)
             if tries < (UNPLANNED_TRIES if self.plan is None else SAME_PLAN_TRIES):

@@ -27,6 +27,7 @@ class Stage(StrEnum):
     SCORE = "score"
     STORE = "store"
     ACCUMULATE = "accumulate"
+    ACCOMPANY = "accompany"
     MERGE = "merge"
     MEASURE = "measure"
     COMMIT = "commit"
@@ -43,6 +44,7 @@ RETRIES: dict[Stage, Retry] = {
     Stage.SCORE: Retry.LEANER_PLAN,  # a slice of rows without gradient
     Stage.STORE: Retry.SAME_PLAN,  # what was scored, joined into the trajectory
     Stage.ACCUMULATE: Retry.LEANER_PLAN,  # all micro-batches of an optimizer step; gradients are dropped first
+    Stage.ACCOMPANY: Retry.SAME_PLAN,  # a collective of a round in which this rank computes nothing
     Stage.MERGE: Retry.SAME_PLAN,  # gradients of several objectives
     Stage.MEASURE: Retry.SAME_PLAN,  # unscales no gradient twice
     Stage.COMMIT: Retry.SAME_PLAN,  # rolled back first

@@ -152,6 +152,10 @@ class CountingAllocator:
         before = self._library.memsafe_mark_component(number)
         return None if before == _UNMARKED else _COMPONENTS[before]
 
+    def mark_others(self, on_host: bool) -> bool:
+        """Counts what threads without marks of their own allocate from now on as host memory or not."""
+        return self._library is not None and bool(self._library.memsafe_mark_others(on_host))
+
     def mark_host(self, on_host: bool) -> bool:
         """Says whether what this thread allocates from now on stands for host memory, which is counted apart."""
         return self._library is not None and bool(self._library.memsafe_mark_host(on_host))

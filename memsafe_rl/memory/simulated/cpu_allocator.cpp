@@ -41,6 +41,7 @@ struct Marks {
   uint64_t session = 0;
   int component = kUnmarked;
   bool on_host = false;
+  bool is_marked = false;  // whether the thread has ever been told what it allocates for
 };
 
 // Bytes of the device and how they divide; the parts always sum to the total.
@@ -59,13 +60,16 @@ int unmarked = 0;
 
 std::atomic<uint64_t> session{0};
 std::atomic<c10::Allocator*> wrapped{nullptr};
+std::atomic<bool> others_on_host{false};  // whether threads without marks allocate host memory now
 thread_local Marks thread_marks;
 
 Marks& marks() {
   const uint64_t now = session.load();
-  if (thread_marks.session != now) thread_marks = Marks{now, kUnmarked, false};
+  if (thread_marks.session != now) thread_marks = Marks{now, kUnmarked, false, false};
   return thread_marks;
 }
+
+bool on_host_now(const Marks& mark) { return mark.on_host || (!mark.is_marked && others_on_host.load()); }
 
 void add(const Header& block, int64_t sign) {
   Split& arena = block.on_host ? host : device;
@@ -153,7 +157,7 @@ struct CountingAllocator final : c10::Allocator {
     const c10::Device cpu(c10::DeviceType::CPU);
     if (count == 0) return {nullptr, nullptr, &release, cpu};
     const Marks mark = marks();
-    Header header{static_cast<int64_t>(count), 0, nullptr, nullptr, mark.component, mark.on_host};
+    Header header{static_cast<int64_t>(count), 0, nullptr, nullptr, mark.component, on_host_now(mark)};
     int64_t held = 0;
     const Verdict verdict = admit(header, held);
     TORCH_CHECK_WITH(OutOfMemoryError, verdict == kAdmitted, "Simulated device out of memory. Tried to allocate ", count,
@@ -250,8 +254,16 @@ int memsafe_set_unmarked(int component) {
   return std::exchange(unmarked, component);
 }
 // Marks of this thread; each gives the one before. A negative component takes the mark away.
-int memsafe_mark_component(int component) { return std::exchange(marks().component, component); }
-int memsafe_mark_host(int on_host) { return std::exchange(marks().on_host, on_host != 0); }
+int memsafe_mark_component(int component) {
+  marks().is_marked = true;
+  return std::exchange(marks().component, component);
+}
+int memsafe_mark_host(int on_host) {
+  marks().is_marked = true;
+  return std::exchange(marks().on_host, on_host != 0);
+}
+// The mark of all threads that never had one; gives the one before.
+int memsafe_mark_others(int on_host) { return others_on_host.exchange(on_host != 0); }
 
 void memsafe_claim(int component, const int64_t* storages, int64_t count) {
   for (const int64_t* storage = storages; storage != storages + count; ++storage) {

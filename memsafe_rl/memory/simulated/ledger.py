@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from memsafe_rl.accounting import local_part
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.caching_allocator import Block, CachingAllocator
 from memsafe_rl.memory.simulated.workspaces import WORKSPACES
@@ -132,6 +133,10 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Says what is allocated for from now on."""
         before, self._component = self._component, component
         return before
+
+    def mark_others(self, on_host: bool) -> bool:
+        """Changes nothing: a ledger hears of its own thread alone."""
+        return on_host
 
     def mark_host(self, on_host: bool) -> bool:
         """Says whether what is allocated from now on stands for host memory, which is counted apart."""
@@ -333,7 +338,8 @@ def refusal(requested_bytes: int, held_bytes: int, *, chosen: bool) -> torch.Out
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Gives the storages of a tensor."""
+    """Gives the storages of a tensor; of one that is divided among ranks, of this rank's part."""
+    tensor = local_part(tensor)
     if type(tensor) is FakeTensor:  # whose `device` is an operator of its own
         if tensor.layout is torch.strided and tensor.fake_device.type != "meta":
             yield tensor.untyped_storage()

@@ -1,7 +1,7 @@
 """What a loss is, what losses share, and the policy loss of a micro-batch: ratios, masks, KL, bonus and measures.
 
 Axes: ``B`` rows, ``T`` columns. Shapes written (B, T|1) are (B, 1) when a row has one ratio
-(``importance_sampling_level="sequence"``) and (B, T) otherwise.
+(``importance_sampling_level`` is "sequence" or "sequence_sum") and (B, T) otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.ops.registry import Registry, check_part, wrong_answer
 from memsafe_rl.types import Denominators, LossInputs, LossResult, LossSettings
 
-LEVELS = ("sequence", "token")
+LEVELS = ("sequence", "sequence_sum", "token")
 """What has a ratio of its own."""
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
@@ -34,7 +34,8 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, denominators: Denomi
     ``loss = aggregate(f(ratio, A) · keep · uncertain · w + beta · KL) - c · sum(H · mask · uncertain) / N_H``: f is the
     chosen loss, ``keep`` the off-policy mask, ``uncertain`` the entropy mask, w the importance weights, and
 
-    - ``ratio = exp(log pi - log pi_old)`` per token, or exp of its mean over a row (GSPO, arXiv:2507.18071, eq. 7);
+    - ``ratio = exp(log pi - log pi_old)`` per token, or exp of its mean over a row (GSPO, arXiv:2507.18071, eq. 7)
+      or of its sum (RLOO, arXiv:2402.14740);
     - ``KL = exp(d) - d - 1``, ``d = log pi_ref - log pi`` (k3, Schulman 2020, "Approximating KL Divergence"),
       multiplied by the ratio under ``use_bias_correction_kl`` (DeepSeek-V3.2, arXiv:2512.02556).
 
@@ -96,7 +97,7 @@ def needs_whole_rows(settings: LossSettings) -> list[str]:
         ConfigError: If the loss is unknown.
     """
     whole = {
-        "importance_sampling_level": settings.importance_sampling_level == "sequence",
+        "importance_sampling_level": settings.importance_sampling_level != "token",
         "loss_type": not LOSSES[settings.loss_type].traits.separable,
         "off_policy_mask_threshold": settings.off_policy_mask_threshold is not None,
     }
@@ -161,11 +162,15 @@ def _ratios(inputs: LossInputs, settings: LossSettings) -> Ratios:
     # Without old log-probs they are the current ones: the ratio is exactly 1 and still carries the gradient.
     old_BT = logprobs_BT.detach() if inputs.old_logprobs_BT is None else inputs.old_logprobs_BT
     log_ratio_BT = logprobs_BT - old_BT
-    log_ratio = log_ratio_BT if level == "token" else row_mean(log_ratio_BT, inputs.mask_BT)[:, None]
+    by_level = {
+        "token": lambda: log_ratio_BT,
+        "sequence": lambda: row_mean(log_ratio_BT, inputs.mask_BT)[:, None],
+        "sequence_sum": lambda: (log_ratio_BT * inputs.mask_BT).sum(1, keepdim=True),
+    }
     return Ratios(
         logprobs_BT,
         log_ratio_BT,
-        log_ratio.exp(),
+        by_level[level]().exp(),
         advantages[:, None] if advantages.dim() == 1 else advantages,
         inputs.mask_BT,
         inputs.importance_weights_BT,
@@ -290,7 +295,7 @@ class LossTraits:
 
     def __post_init__(self) -> None:
         if not isinstance(self.levels, tuple) or not self.levels or not {*self.levels} <= {*LEVELS}:
-            raise ConfigError(f"levels of a loss are {self.levels!r}; write ('token',), ('sequence',) or both.")
+            raise ConfigError(f"levels of a loss are {self.levels!r}; write a tuple of {', '.join(LEVELS)}.")
         if self.aggregation not in AGGREGATIONS:
             known = ", ".join(AGGREGATIONS)
             raise ConfigError(f"aggregation of a loss is {self.aggregation!r}, which is not known. Set one of {known}.")

@@ -11,7 +11,7 @@ unit per block and one for the rest, the root:
 - the root's whole weights stay from the first forward to the end of the backward; then its whole gradients are reduced.
 
 ZeRO-3 is taken to gather alike. Rollouts hold the whole weights, as TRL's do (``ds3_gather_for_generation``,
-``summon_full_params``).
+``summon_full_params``), and so do passes without gradient: those of the network that they read.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _DIVIDED: Mapping[Sharding, tuple[Component, ...]] = {
     Sharding.ZERO3: (Component.OPTIMIZER, Component.GRADIENTS, Component.WEIGHTS),
     Sharding.FSDP: (Component.OPTIMIZER, Component.GRADIENTS, Component.WEIGHTS),
 }
-_GATHERED_WHOLE = (Phase.ROLLOUT, Phase.EVALUATE)
-_BY_BLOCKS = (Phase.SCORE, Phase.UPDATE)
+_GATHERED_WHOLE = (Phase.ROLLOUT, Phase.EVALUATE, Phase.SCORE)
+_BY_BLOCKS = (Phase.UPDATE,)
 
 
 def parts_of(sharding: Sharding, ranks: int) -> dict[Component, int]:
@@ -82,7 +82,7 @@ class Gathering:
         self._ranks = ranks
         self._phases: list[Phase] = []
         self._held: dict[str, Tensor] = {}
-        self._whole_bytes = _bytes_of(networks[0].parameters())
+        self._network_bytes = [_bytes_of(network.parameters()) for network in networks]
         self._judge_bytes = sum(_bytes_of(judge.parameters()) for judge in judges)
         self._roots = [self._divide(network) for network in networks]
         embedding = getattr(networks[0], "get_input_embeddings", lambda: None)()
@@ -106,7 +106,8 @@ class Gathering:
         """Gathers what a phase holds throughout."""
         self._phases.append(phase)
         if phase in _GATHERED_WHOLE:
-            self._hold("whole", self._whole_bytes + (self._judge_bytes if phase is Phase.EVALUATE else 0))
+            whole = max(self._network_bytes) if phase is Phase.SCORE else self._network_bytes[0]
+            self._hold("whole", whole + (self._judge_bytes if phase is Phase.EVALUATE else 0))
         elif phase is Phase.REWARD:
             self._hold("whole", self._judge_bytes)
         elif phase in _BY_BLOCKS:

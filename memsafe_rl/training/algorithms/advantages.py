@@ -14,9 +14,10 @@ from memsafe_rl.types import LossSettings, Ragged, Trajectory, UpdateWork
 
 if TYPE_CHECKING:
     from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
+    from memsafe_rl.training.algorithms.leave_one_out import LeaveOneOutAdvantages
     from memsafe_rl.training.scorer import Scorer
 
-Advantages: TypeAlias = "GroupAdvantages | CriticAdvantages"
+Advantages: TypeAlias = "GroupAdvantages | LeaveOneOutAdvantages | CriticAdvantages"
 """Turns a rollout's rewards into advantages, and says what that needs of scoring, loss and memory."""
 
 
@@ -52,7 +53,12 @@ class GroupAdvantages:
         """Scores nothing."""
         return trajectory
 
-    def assign(self, trajectory: Trajectory, rewards_B: Tensor) -> tuple[Trajectory, dict[str, float]]:  # noqa: ARG002
+    def assign(
+        self,
+        trajectory: Trajectory,
+        rewards_B: Tensor,  # noqa: ARG002
+        group_size: int,  # noqa: ARG002
+    ) -> tuple[Trajectory, dict[str, float]]:
         """Leaves each row its group advantage."""
         return trajectory, {}
 

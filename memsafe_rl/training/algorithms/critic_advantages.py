@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.config.ppo import PPOConfig
-from memsafe_rl.errors import MemsafeError
+from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.gae import (
     adaptive_kl_coef,
@@ -24,7 +24,6 @@ from memsafe_rl.ops.gae import (
     token_rewards,
     whiten,
 )
-from memsafe_rl.rollout.scoring import value_all
 from memsafe_rl.training.algorithms.advantages import ScoringNeeds
 from memsafe_rl.training.gradient import ValueTerms
 from memsafe_rl.types import Component, LossSettings, Ragged, Trajectory, UnitBytes, UpdateWork
@@ -43,8 +42,13 @@ class CriticAdvantages:
 
     def __init__(self, config: PPOConfig, critic: Critic) -> None:
         self.critic, self.critics = critic, (critic,)
+        if config.critic_warmup_rollouts and critic.shares_forward:
+            raise ConfigError(
+                f"critic_warmup_rollouts is {config.critic_warmup_rollouts}, but the critic is a head on the model's "
+                "own hidden states, so that it moves the policy. Pass critic='adapter' or a model, or set it to 0."
+            )
         self._config = config
-        self._kl_scale = 1.0
+        self._kl_scale, self._rollouts = 1.0, 0
 
     @property
     def needs(self) -> ScoringNeeds:
@@ -101,13 +105,14 @@ class CriticAdvantages:
             trajectory = replace(trajectory, old_logprobs=old, kl=kl)
         elif self._pays_kl:
             trajectory = replace(trajectory, old_logprobs=scorer.scored(scorer.adapter, trajectory, everyone))
-        with critic.running() as network:
-            mine = scorer.local_rows(trajectory, everyone)
-            attempt = scorer.scoring(trajectory, mine, network)
-            values = value_all(network, trajectory, mine, critic.head, attempt=attempt, columns=columns)
-        return replace(trajectory, values=scorer.laid_beside(trajectory, mine, values), has_old=has_old)
+        return replace(trajectory, values=scorer.valued(critic, trajectory, columns), has_old=has_old)
 
-    def assign(self, trajectory: Trajectory, rewards_B: Tensor) -> tuple[Trajectory, dict[str, float]]:
+    def assign(
+        self,
+        trajectory: Trajectory,
+        rewards_B: Tensor,
+        group_size: int,  # noqa: ARG002
+    ) -> tuple[Trajectory, dict[str, float]]:
         """Gives every action of a rollout its advantage and return; whitening is over all rows of all ranks."""
         config, rows = self._config, range(len(trajectory))
         if trajectory.values is None:
@@ -124,10 +129,15 @@ class CriticAdvantages:
         found = generalized_advantages(
             rewards_BT, values_BT, judged_BT, gamma=config.gamma, gae_lambda=config.gae_lambda
         )
-        advantages_BT = found.advantages_BT.masked_fill(~mask_BT, 0.0)
+        returns_BT, advantages_BT = found.returns_BT, found.advantages_BT.masked_fill(~mask_BT, 0.0)
+        if config.gae_lambda_critic is not None:
+            lambdas = {"gamma": config.gamma, "gae_lambda": config.gae_lambda_critic}
+            returns_BT = generalized_advantages(rewards_BT, values_BT, judged_BT, **lambdas).returns_BT
         if config.whiten_advantages:
             advantages_BT = whiten(advantages_BT, mask_BT)
-        metrics = _metrics(values_BT, found.returns_BT, judged_BT)
+        if self._rollouts < config.critic_warmup_rollouts:
+            advantages_BT = torch.zeros_like(advantages_BT)
+        metrics = _metrics(values_BT, returns_BT, judged_BT)
         if kl_BT is not None:
             counted_B = judged_BT.any(1)
             kl_B = (kl_BT * judged_BT).sum(1)
@@ -143,7 +153,7 @@ class CriticAdvantages:
             # for the log, where a row has one advantage: (B,) float32
             advantages=(advantages_BT.sum(1) / mask_BT.sum(1).clamp(min=1)).float(),
             action_advantages=_unpadded(advantages_BT, lengths),
-            returns=_unpadded(found.returns_BT, lengths),
+            returns=_unpadded(returns_BT, lengths),
         )
         claim(Component.TRAJECTORY, judged.tensors())
         return judged, metrics
@@ -155,6 +165,7 @@ class CriticAdvantages:
     def end_rollout(self, metrics: Mapping[str, float]) -> None:
         """Moves the KL coefficients towards the target by a rollout's KL."""
         config = self._config
+        self._rollouts += 1
         if config.kl_target is not None and ROLLOUT_KL in metrics:
             self._kl_scale = adaptive_kl_coef(
                 self._kl_scale,
@@ -165,16 +176,17 @@ class CriticAdvantages:
             )
 
     def reset(self) -> None:
-        """Starts the KL coefficients where the configuration has them."""
-        self._kl_scale = 1.0
+        """Starts the KL coefficients where the configuration has them, and the critic's warm-up."""
+        self._kl_scale, self._rollouts = 1.0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Gives the factor of the KL coefficients."""
-        return {"kl_scale": self._kl_scale}
+        """Gives the factor of the KL coefficients, and the rollouts learnt from."""
+        return {"kl_scale": self._kl_scale, "rollouts": self._rollouts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the factor of the KL coefficients."""
+        """Restores them; a checkpoint of earlier versions, which had no warm-up, is past it."""
         self._kl_scale = state["kl_scale"]
+        self._rollouts = state.get("rollouts", self._config.critic_warmup_rollouts)
 
     def _judged(self, mask_BT: Tensor) -> Tensor:
         """Marks the actions through which advantages are added up: those that count, or all candidates of a chain."""

@@ -75,11 +75,14 @@ class Denoisers:
         *,
         quantization_config: Any,
         peft_config: Any,
+        ref_model: Any,
         room_bytes: int,  # noqa: ARG002
     ) -> LoadedModel:
         """Puts the policy where it is trained; see `ModelFactory.load`."""
         if quantization_config is not None:
             raise ConfigError("quantization_config is for models loaded by name. Quantise the denoiser yourself.")
+        if ref_model is not None:
+            raise ConfigError("ref_model is for networks that draw tokens. Leave it out for a copy of the policy.")
         with charge(Component.WEIGHTS):
             trained, reference = prepare_policy(
                 model, peft_config=peft_config, device=device, with_reference=self._config.has_reference

@@ -16,6 +16,7 @@ from peft import PeftModel
 
 from memsafe_rl.accounting import weights_of
 from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.config.grpo import RLOOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.data.environments import ENVIRONMENTS, EnvironmentPool, environment_pool_for, with_prompts
 from memsafe_rl.data.prompts import PromptSource
@@ -30,12 +31,14 @@ from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.loading import LoadedModel
-from memsafe_rl.parallel.replicas import Parallel, connect, open_accelerator
+from memsafe_rl.parallel.replicas import Parallel, Replicas, connect, open_accelerator
+from memsafe_rl.parallel.shards import ShardedWeights, check_critic_dividable, check_dividable
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.training.algorithms.advantages import Advantages, GroupAdvantages
 from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
+from memsafe_rl.training.algorithms.leave_one_out import LeaveOneOutAdvantages
 from memsafe_rl.training.algorithms.objectives import Combiner
 from memsafe_rl.training.assembly.inputs import (
     check_sampler,
@@ -48,6 +51,7 @@ from memsafe_rl.training.assembly.inputs import (
 )
 from memsafe_rl.training.assembly.language_models import bound_prompts
 from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES, ModelFactory
+from memsafe_rl.training.gradient import pass_once
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.setup import DrawRollout, TrainingSetup
 from memsafe_rl.types import Phase
@@ -75,6 +79,7 @@ class TrainingRequest:
         environment_factory: makes environments.
         memory_policy: a policy, or the name of one.
         critic: as `PPOTrainer` takes it.
+        ref_model: as `PPOTrainer` takes it.
     """
 
     model: Any
@@ -90,6 +95,7 @@ class TrainingRequest:
     environment_factory: Any = None
     memory_policy: Any = None
     critic: Any = None
+    ref_model: Any = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,7 @@ def prepare(
     set_seed(config.seed)
     inputs = read_inputs(config, request)
     accelerator = open_accelerator(config.use_cpu)
-    setup = build_setup(inputs, machine_for(inputs, accelerator.device, connect(accelerator)))
+    setup = build_setup(inputs, machine_for(inputs, accelerator.device, connect(accelerator, sharded=config.sharded)))
     setup = replace(setup, committer=make_committer(setup, optimizers, setup.planned_steps))
     Learner(setup).make_state()
     return setup
@@ -240,8 +246,28 @@ def build_setup(
         environments=inputs.environments,
         draw_rollout=draw_rollout,
     )
+    if config.sharded and isinstance(machine.parallel, Replicas):
+        setup = replace(setup, shards=_divided(setup, machine.parallel, machine.device))
     machine.holdings.networks, machine.holdings.resident_blocks = setup.networks, lambda: adapter.resident_blocks
     return setup
+
+
+def _divided(setup: TrainingSetup, ranks: Replicas, device: torch.device) -> ShardedWeights:
+    """Divides the weights of model, reference copy and critic among the ranks."""
+    for critic in setup.advantages.critics:
+        check_critic_dividable(critic)
+    found = [setup.adapter, setup.adapter.reference_adapter, *(one.network for one in setup.advantages.critics)]
+    adapters = [one for one in found if one is not None]
+    for one in adapters:
+        check_dividable(one)
+    networks = {id(one.lm): one.lm for one in adapters}
+    shards = ShardedWeights(list(networks.values()), ranks, device)
+    learn = partial(pass_once, setup.adapter, setup.advantages.critics, autocast=setup.autocast, shards=shards)
+    shards.learn_order(learn)
+    setup.trained.zero_grad()
+    for one in adapters:
+        one.reread()
+    return shards
 
 
 def factory_of(model: Any) -> Callable[[TrainerConfig, Any, Any], ModelFactory]:
@@ -262,6 +288,8 @@ def _advantages(
 ) -> Advantages:
     """Makes what turns rewards into advantages; a critic that was passed as an object is prepared once."""
     config, wanted = inputs.config, inputs.request.critic
+    if isinstance(config, RLOOConfig):
+        return LeaveOneOutAdvantages(config)
     if not isinstance(config, PPOConfig):
         return GroupAdvantages()
     make, values = inputs.models.critic, (adapter, wanted, machine.device, partial(check, config, inputs.models))
@@ -276,6 +304,7 @@ def _load(inputs: Inputs, machine: Machine) -> LoadedModel:
     more = {
         "quantization_config": request.quantization_config,
         "peft_config": request.peft_config,
+        "ref_model": request.ref_model,
         "room_bytes": room_for_weights(recovery.tracker.budget_bytes),
     }
     # An adapter goes into a model object in place, so that only a model loaded by name can be loaded again.

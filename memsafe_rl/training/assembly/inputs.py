@@ -145,7 +145,8 @@ def evaluation_prompts(config: TrainerConfig, dataset: Any, reader: PromptReader
         return {name: evaluation_prompts(config, part, reader, rewards) for name, part in dataset.items()}
     dataset = text_dataset(config, dataset, "eval_dataset")
     if isinstance(dataset, IterableDataset):
-        raise DataError("eval_dataset is a stream. Pass a Dataset, such as Dataset.from_list(list(stream)).")
+        # every evaluation reads it to its end; how long its prompts are must be known before the first
+        dataset = Dataset.from_list(list(dataset), features=dataset.features)
     overlong = config.overlong_prompts
     keep = usable_prompts(dataset, reader, overlong=overlong, name="eval_dataset")
     rewards.check_columns(dataset.column_names)
@@ -213,16 +214,18 @@ def chosen_policy(given: MemoryPolicy | str | None, config: TrainerConfig) -> Me
         return given
     if isinstance(given, type):
         raise ConfigError(f"memory_policy is the class {given.__name__}. Pass an instance: {given.__name__}().")
-    mode = config.compile_mode
+    mode, offload = config.compile_mode, bool(config.offload_activations)
     checkpointing, place = config.gradient_checkpointing, config.trajectory_device or UpdatePlan.trajectory_device
     if given in (None, "adaptive"):
-        return AdaptivePolicy(checkpointing=checkpointing, trajectory_device=place, compile=mode)
+        return AdaptivePolicy(checkpointing, place, compile=mode, offload_activations=offload)
     if given == "ladder":
-        update = UpdatePlan(checkpointing=bool(checkpointing), trajectory_device=place, compile=mode)
+        update = UpdatePlan(
+            checkpointing=bool(checkpointing), offload_activations=offload, trajectory_device=place, compile=mode
+        )
         return LadderPolicy(rollout=RolloutPlan(compile=mode), update=update)
     if given not in PRESETS:
         raise unknown(str(given), ("adaptive", "ladder", *PRESETS), "memory_policy")
-    for hint in ("gradient_checkpointing", "trajectory_device", "compile_mode"):
+    for hint in ("gradient_checkpointing", "offload_activations", "trajectory_device", "compile_mode"):
         if getattr(config, hint) is not None:
             raise ConfigError(
                 f"{hint} is {getattr(config, hint)!r} with memory_policy {given!r}, which decides it. Leave one of the "

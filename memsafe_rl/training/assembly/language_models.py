@@ -47,7 +47,14 @@ class LanguageModels:
         self.reader: PromptReader = prompt_reader(config, self.processing_class, facts)
 
     def load(
-        self, model: Any, device: torch.device, *, quantization_config: Any, peft_config: Any, room_bytes: int
+        self,
+        model: Any,
+        device: torch.device,
+        *,
+        quantization_config: Any,
+        peft_config: Any,
+        ref_model: Any,
+        room_bytes: int,
     ) -> LoadedModel:
         """Loads a model by name, or prepares a given one; see `ModelFactory.load`."""
         return load_model(
@@ -58,6 +65,7 @@ class LanguageModels:
             trust_remote_code=self._config.trust_remote_code,
             device=device,
             with_reference=self._config.has_reference,
+            ref_model=ref_model,
             room_bytes=room_bytes,
         )
 

@@ -34,7 +34,14 @@ class ModelFactory(Protocol):
         """Reads what must be known before any weight is loaded, and refuses what cannot be trained."""
 
     def load(
-        self, model: Any, device: torch.device, *, quantization_config: Any, peft_config: Any, room_bytes: int
+        self,
+        model: Any,
+        device: torch.device,
+        *,
+        quantization_config: Any,
+        peft_config: Any,
+        ref_model: Any,
+        room_bytes: int,
     ) -> LoadedModel:
         """Loads what is trained, and a frozen copy where the reference needs one.
 
@@ -43,6 +50,7 @@ class ModelFactory(Protocol):
             device: where the weights go.
             quantization_config: of the base; None for none.
             peft_config: of a new adapter; None for none.
+            ref_model: as `PPOTrainer` takes it; None for a copy of the model, where one is needed.
             room_bytes: int, bytes that all weights may take; of more, frozen ones that can stay in host memory.
 
         Returns:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from memsafe_rl.accounting import charge
 from memsafe_rl.config.settings import OPTIMIZERS
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.runtime.host_memory import to_device, to_host
+from memsafe_rl.training.optim.local_parts import LocalParts
 from memsafe_rl.types import Component
 from memsafe_rl.units import format_bytes
 
@@ -246,14 +247,16 @@ class HalfWeights:
 
     def __init__(
         self,
-        trained: Sequence[nn.Parameter],
+        parts: LocalParts,
         half: Sequence[nn.Parameter] = (),  # those of them that are stepped on by stand-ins
         wide: MasterCopies | StochasticRounding | None = None,
     ) -> None:
+        self.parts = parts
         self.wide = wide or MasterCopies(half)
         self._half = list(half)
+        self._parts = {id(other): weight for weight, other in zip(half, self.wide.parameters, strict=True)}
         self._stand_ins = {id(weight): other for weight, other in zip(half, self.wide.parameters, strict=True)}
-        self.plain = [weight for weight in trained if id(weight) not in self._stand_ins]  # stepped on directly
+        self.plain = [weight for weight in parts.parameters if id(weight) not in self._stand_ins]  # stepped on directly
         self._layout = Layout.of([weight.numel() for weight in half])
         self._buffer: Tensor | None = None
 
@@ -269,7 +272,12 @@ class HalfWeights:
 
     def stepped(self, weight: nn.Parameter) -> nn.Parameter:
         """Gives what the optimizer holds for a weight."""
-        return self._stand_ins.get(id(weight), weight)
+        part = self.parts.of(weight)
+        return self._stand_ins.get(id(part), part)
+
+    def part_of(self, stepped: nn.Parameter) -> nn.Parameter:
+        """Gives the part of a weight for which the optimizer holds a parameter."""
+        return self._parts.get(id(stepped), stepped)
 
     def open(self) -> None:
         """Takes what a step needs besides, so that the step itself allocates nothing; may be repeated."""
@@ -323,12 +331,21 @@ class HalfWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """Gives an entry for checkpoints; none where every weight is stepped on directly."""
-        return {"master_weights": self.wide.state_dict()} if self._half else {}
+        if not self._half:
+            return {}
+        state = self.wide.state_dict()
+        return {"master_weights": {**state, **self._copies(state, self.parts.marked)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave, once the weights are what they were; may be repeated."""
         if self._half:
-            self.wide.load_state_dict(state.get("master_weights", {}))
+            saved = state.get("master_weights", {})
+            self.wide.load_state_dict({**saved, **self._copies(saved, self.parts.cut)})
+
+    def _copies(self, state: Mapping[str, Any], change: Callable[[Any, nn.Parameter], Any]) -> dict[str, Any]:
+        """Changes the float32 copies in a state, where it has any."""
+        copies = zip(state["copies"], self._half, strict=True) if "copies" in state else None
+        return {} if copies is None else {"copies": [change(copied, part) for copied, part in copies]}
 
 
 def half_weights_of(model: nn.Module, choice: str | None, given: torch.optim.Optimizer | None) -> list[nn.Parameter]:
@@ -347,17 +364,18 @@ def half_weights_for(model: nn.Module, config: Any, given: torch.optim.Optimizer
             f"master_weights is {choice!r} with a {type(given).__name__} in optimizers, which holds the weights "
             "themselves. Name an optimizer by optim instead, or load the model in float32."
         )
-    half = half_weights_of(model, choice, given)
+    parts = LocalParts(trained)
+    half = [parts.of(weight) for weight in half_weights_of(model, choice, given)]
     if not half:
-        return HalfWeights(trained)
+        return HalfWeights(parts)
     if choice == STOCHASTIC:
         if OPTIMIZERS.get(optim) == "torchao":
             raise ConfigError(
                 f"master_weights is {choice!r} with optim {optim!r}, whose step is compiled for its own tensors. Set "
                 "optim to 'adamw_torch_fused' or 'adamw_bnb_8bit', or master_weights=True."
             )
-        return HalfWeights(trained, half, StochasticRounding(half, config.seed))
-    made = HalfWeights(trained, half, MasterCopies(half))
+        return HalfWeights(parts, half, StochasticRounding(half, config.seed))
+    made = HalfWeights(parts, half, MasterCopies(half))
     if choice is None:
         logger.warning("%s", _decided(half))
     return made

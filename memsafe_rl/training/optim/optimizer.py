@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from transformers import Trainer, get_scheduler
 
 from memsafe_rl.accounting import charge, device_type_of
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.runtime.holdings import optimizer_tensors
 from memsafe_rl.training.optim.half_weights import ClipFactors, HalfWeights
+from memsafe_rl.training.optim.local_parts import LocalParts
 from memsafe_rl.training.optim.state import (
     OptimizerOffload,
     Snapshot,
@@ -73,7 +75,7 @@ _WHERE = {"model": "model", "critic": "critic.beside"}
 
 def build_optimizer(model: nn.Module, config: Any, half: HalfWeights | None = None) -> torch.optim.Optimizer:
     """Makes the optimizer that `optim` names, with weight decay on everything but biases and norms."""
-    half = half or HalfWeights(trained_parameters(model))
+    half = half or HalfWeights(LocalParts(trained_parameters(model)))
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     trained = [(name, half.stepped(weight)) for name, weight in model.named_parameters() if weight.requires_grad]
     groups = [
@@ -143,9 +145,10 @@ class Committer:
         self.scheduler = scheduler
         self.warmup_steps = warmup_steps
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.parameters = trained_parameters(model)
-        self.half = half or HalfWeights(self.parameters)
-        self.stepped = [self.half.stepped(parameter) for parameter in self.parameters]
+        weights = trained_parameters(model)
+        self.half = half or HalfWeights(LocalParts(weights))
+        self.parameters = self.half.parts.parameters
+        self.stepped = [self.half.stepped(weight) for weight in weights]
         self._max_grad_norm = max_grad_norm
         self._unscaled = 0
         self._clipped = 0
@@ -192,8 +195,8 @@ class Committer:
         """Frees every gradient, and forgets what was measured of them; undoes a commit that broke off, if it can."""
         if self._moving and self._snapshot is not None:
             self.roll_back()
-        grouped = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        for parameter in (*self.parameters, *grouped):
+        self.half.parts.drop_gradients()
+        for parameter in self._held:
             parameter.grad = None
         self.half.close()
         self._unscaled = self._clipped = 0
@@ -202,17 +205,33 @@ class Committer:
 
     def complete_gradients(self) -> None:
         """Gives zeros to what no row reached: momentum and decay act as if rows of zero advantage had been run."""
+        self.half.parts.take_gradients()
         with charge(Component.GRADIENTS):
             missing = [parameter for parameter in self.parameters if parameter.grad is None]
             for parameter, zeros in zip(missing, [torch.zeros_like(parameter) for parameter in missing], strict=True):
                 parameter.grad = zeros
 
-    def measure(self) -> Tensor:
-        """Unscales the gradients in place, once, and measures their norm and the factor that clips; may be repeated."""
+    def norms(self) -> tuple[float, float]:
+        """Gives the norm of this rank's part of divided gradients, and that of whole ones; may be repeated."""
+        self.complete_gradients()
+        self._unscale()
+        known = {id(parameter) for parameter in self.half.parts.whole}
+        apart: tuple[list[Tensor], list[Tensor]] = [], []
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                apart[id(parameter) in known].append(parameter.grad)
+        divided, whole = (float(get_total_norm(gradients)) for gradients in apart)
+        return divided, whole
+
+    def measure(self, known_norm: float | None = None) -> Tensor:
+        """Unscales the gradients in place, once, and measures their norm and the factor that clips; may be repeated.
+
+        The norm of gradients that are divided among ranks has to be known.
+        """
         self.complete_gradients()
         scale = self._unscale()
         gradients = self._gradients
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = get_total_norm(gradients) if known_norm is None else gradients[0].new_tensor(known_norm)
         self._measured = _Measured(
             clip_factors=_clip_factors([*gradients, *self.stepped], norm, self._max_grad_norm),
             one=torch.ones(()),
@@ -269,7 +288,8 @@ class Committer:
 
     def state_dict(self) -> dict[str, Any]:
         """Gives the state of optimizer, schedule and scale."""
-        state = {"optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict()}
+        held = self.half.parts.marked_state(self.optimizer.state_dict(), self._parts)
+        state = {"optimizer": held, "scheduler": self.scheduler.state_dict()}
         state |= self.half.state_dict()
         return state if self.scaler is None else {**state, "scaler": self.scaler.state_dict()}
 
@@ -278,7 +298,7 @@ class Committer:
         self._parking.forget()
         self.optimizer.state.clear()
         try:
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(self.half.parts.cut_state(state["optimizer"], self._parts))
         except ValueError as error:
             raise ConfigError(
                 f"the checkpoint holds the state of another optimizer than this {type(self.optimizer).__name__} "
@@ -294,6 +314,15 @@ class Committer:
         self.scheduler.load_state_dict(dict(schedule))
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
+
+    @property
+    def _held(self) -> list[nn.Parameter]:
+        """What the optimizer holds, in the order of its state."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    @property
+    def _parts(self) -> list[nn.Parameter]:
+        return [self.half.part_of(parameter) for parameter in self._held]
 
     @property
     def _gradients(self) -> list[Tensor]:

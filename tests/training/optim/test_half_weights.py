@@ -25,6 +25,7 @@ from memsafe_rl.training.optim.half_weights import (
     StochasticRounding,
     half_weights_for,
 )
+from memsafe_rl.training.optim.local_parts import LocalParts
 from memsafe_rl.training.optim.optimizer import Committer, build_optimizer
 from memsafe_rl.types import Component
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -470,7 +471,7 @@ def test_a_device_without_room_for_copies_is_refused_with_remedies(tmp_path: Pat
 
 
 def test_copies_alone_are_the_identity() -> None:
-    half = HalfWeights([], (), MasterCopies(()))
+    half = HalfWeights(LocalParts([]), (), MasterCopies(()))
     half.open()
     half.close()
     assert (half.state_dict(), half.tensors(), half.scratch_bytes, half.replaces_any) == ({}, [], 0, False)

@@ -1,0 +1,127 @@
+"""How far is the forecast of a sharded rank from what it then holds?
+
+    python -m benchmarks.sharded_forecast [--only NAME]
+
+Two processes over gloo train tiny Qwen3 networks under ``fsdp="full_shard"``, each under an allocator that counts every
+byte; every trainer has forecast its run before it loaded weights. Completions are forced to their full length.
+
+Writes `benchmarks/results/sharded_forecast.json`; exits with 1 where a phase is more than 1 % below or 5 % above.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from benchmarks.forecast_error import beside
+from benchmarks.machine import describe_machine
+from benchmarks.small import byte_tokenizer
+from memsafe_rl import GRPOTrainer
+from tests.parallel.test_ranks import run_ranks, set_up_rank
+from tests.preflight.beside import alternating, config_for
+
+CASES: dict[str, dict[str, Any]] = {
+    "tied head": {"vocab_size": 4000},
+    "untied head": {"vocab_size": 2000, "tie_word_embeddings": False},
+    "LoRA": {"vocab_size": 4000, "lora": 16},
+    "many blocks": {"vocab_size": 500, "num_hidden_layers": 8},
+    "reference": {"vocab_size": 1000, "beta": 0.1},
+    "activations kept": {"vocab_size": 1000, "num_hidden_layers": 3, "tokens": 96, "checkpointing": False},
+}
+PHASES = ("load", "rollout", "score", "update", "optimizer")
+MOST_LOW, MOST_HIGH = 0.01, 0.05
+PATIENCE_SECONDS = 900
+
+
+def save_model(case: dict[str, Any], folder: Path) -> None:
+    """Saves the network of a case.
+
+    Args:
+        case: of `CASES`.
+        folder: where it goes.
+    """
+    known = ("vocab_size", "num_hidden_layers", "tie_word_embeddings")
+    sizes = {
+        "num_hidden_layers": 4,
+        "tie_word_embeddings": True,
+        **{name: case[name] for name in known if name in case},
+    }
+    width = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1}
+    AutoModelForCausalLM.from_config(Qwen3Config(**width, **heads, **sizes)).save_pretrained(folder)
+
+
+def make_trainer(case: dict[str, Any], folder: Path) -> GRPOTrainer:
+    """Makes a rank's trainer of a case, which forecasts its run."""
+    config = config_for(
+        folder,
+        per_device_train_batch_size=8,
+        max_completion_length=case.get("tokens", 32),
+        beta=case.get("beta", 0.0),
+        gradient_checkpointing=case.get("checkpointing", True),
+        fsdp="full_shard",
+        alarms=False,
+    )
+    prompts = [f"{index:02d}".ljust(24, ".") for index in range(16)]
+    return GRPOTrainer(
+        str(folder / "model"),
+        alternating,
+        config,
+        Dataset.from_dict({"prompt": prompts}),
+        processing_class=byte_tokenizer(),
+        peft_config=LoraConfig(r=case["lora"], target_modules="all-linear") if "lora" in case else None,
+    )
+
+
+def _rank(names: list[str], rank: int, port: int, folder: str) -> None:
+    logging.getLogger("memsafe_rl").setLevel(logging.ERROR)
+    set_up_rank(rank, port)
+    found = {
+        name: beside(name, partial(make_trainer, CASES[name], Path(folder) / name), on_device=False) for name in names
+    }
+    torch.save(found, Path(folder) / f"{rank}.pt")
+
+
+def main() -> None:
+    """Prints and writes a row for every case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=tuple(CASES), help="one case; nothing is written")
+    only = parser.parse_args().only
+    names = [name for name in CASES if only in (None, name)]
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            save_model(CASES[name], Path(folder) / name / "model")
+        ranks = run_ranks(partial(_rank, names), Path(folder), PATIENCE_SECONDS)
+    table, worst = Table("network", "peak, MB", *PHASES, title="forecast of a rank, beside what it held"), (0.0, 0.0)
+    for name in names:
+        found = max((one[name] for one in ranks), key=lambda one: one["held_peak_bytes"])
+        held, foreseen = found["held_bytes"], found["forecast_bytes"]
+        errors = {phase: foreseen[phase] / held[phase] - 1 for phase in PHASES if phase in foreseen and phase in held}
+        worst = min(worst[0], *errors.values()), max(worst[1], *errors.values())
+        cells = (f"{errors[phase]:+.2%}" if phase in errors else "" for phase in PHASES)
+        table.add_row(name, f"{found['held_peak_bytes'] / 1e6:.1f}", *cells)
+    Console(width=120).print(table)
+    if only is None:
+        record = {"machine": describe_machine(), "cases": CASES, "ranks": ranks}
+        Path("benchmarks/results/sharded_forecast.json").write_text(json.dumps(record, indent=2) + "\n")
+    if worst[0] < -MOST_LOW or worst[1] > MOST_HIGH:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()

@@ -1,0 +1,396 @@
+"""Weights divided among ranks by FSDP2: whole where completions are drawn and scored, a block at a time in an update.
+
+A pass without gradient runs on whole weights (`ShardedWeights.gathered`): they are gathered once, no collective follows
+until they are dropped, and so each rank draws, scores and retries at its own pace.
+
+An update communicates inside every forward and backward, in an order that the model fixes and neither rows nor plans
+change. So ranks run micro-batches in *rounds*. Before each, all exchange one word: another micro-batch, none left, or
+failed. A rank with none left plays a blank round: the same collectives, zeros for gradients. One that fails inside a
+round plays its remaining collectives, and then all ranks drop the gradient and accumulate it again, the failed one
+under its policy's next plan. No rank ever waits for a collective that another will not join.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from memsafe_rl.accounting import charge, host_memory, local_part, staging
+from memsafe_rl.errors import ConfigError, PeerOutOfMemoryError
+from memsafe_rl.memory.runtime.failures import is_out_of_memory
+from memsafe_rl.memory.runtime.interrupts import uninterrupted
+from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.models.blocks import blocks_of
+from memsafe_rl.models.module_state import DividedPart, tensor_place
+from memsafe_rl.parallel.replicas import Replicas
+from memsafe_rl.types import Component
+
+T = TypeVar("T")
+
+_FORWARD = "memsafe_forward"
+"""The method of a divided network inside of which FSDP2 expects its forward."""
+
+
+class Repeat(Protocol):
+    """Runs a stage until it fits; `Recovery.repeat` is one."""
+
+    def __call__(self, stage: Stage, function: Callable[..., T], *values: Any) -> T:
+        """Runs the stage."""
+
+
+class WholeWeights:
+    """Weights that lie whole on every rank."""
+
+    divided = False  # whether ranks share the weights
+
+    @contextmanager
+    def gathered(self, repeat: Repeat, network: nn.Module) -> Iterator[None]:  # noqa: ARG002
+        """Changes nothing: the weights are whole."""
+        yield
+
+    def forward(self, network: nn.Module, run: Callable[[], T]) -> T:  # noqa: ARG002
+        """Runs a network's forward."""
+        return run()
+
+    def rounds(self, micro_batches: Iterable[T]) -> Iterator[T]:
+        """Gives this rank's micro-batches."""
+        yield from micro_batches
+
+    def leave_round(self, repeat: Repeat) -> None:
+        """Returns at once: a failure concerns nobody else."""
+
+    def finish_round(self, repeat: Repeat) -> None:
+        """Returns at once: nobody waits."""
+
+    def total_norm(self, norms: Callable[[], tuple[float, float]], repeat: Repeat) -> float | None:  # noqa: ARG002
+        """Gives None: each rank can measure its gradients alone."""
+        return None
+
+    def on_main(self, value: T) -> T:
+        """Gives back what a checkpoint holds."""
+        return value
+
+
+WHOLE = WholeWeights()
+
+
+class _Kind(Enum):
+    """Collectives inside a forward and backward."""
+
+    GATHER = "all-gather of a unit's weights"
+    REDUCE = "reduce-scatter of a unit's gradients"
+
+
+class _Operation(NamedTuple):
+    """A collective of one unit."""
+
+    group: int  # index of the unit's parameter group
+    kind: _Kind
+
+
+class _Noted:
+    """FSDP2's own collective, noted once it was issued."""
+
+    def __init__(self, weights: ShardedWeights, issue: Any, operation: _Operation) -> None:
+        self._weights, self._issue, self._operation = weights, issue, operation
+        self.allocate = issue.allocate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with uninterrupted(), staging():  # a collective that broke off half way could not be issued again
+            return self._weights.issue(self._operation, partial(self._issue, *args, **kwargs))
+
+
+def _once(stage: Stage, function: Callable[..., T], *values: Any) -> T:  # noqa: ARG001
+    return function(*values)
+
+
+class _Word:
+    """What ranks tell each other before a round."""
+
+    DONE, MORE, FAILED = 0, 1, 2
+
+
+class ShardedWeights:
+    """Networks whose weights, gradients and optimizer states are divided among all ranks.
+
+    Args:
+        networks: language models with the layers of their adapters in place, each whole on the device; changed in
+            place.
+        ranks: the processes.
+        device: where the weights are.
+    """
+
+    divided = True
+
+    def __init__(self, networks: Sequence[nn.Module], ranks: Replicas, device: torch.device) -> None:
+        self._ranks = ranks
+        self._whole: Any = None  # the network whose weights are whole now
+        self._recorded: list[_Operation] | None = None
+        self._order: tuple[_Operation, ...] | None = None
+        # what the round in progress still has to communicate; None between rounds, where a user may run a network
+        self._left: deque[_Operation] | None = None
+        mesh = init_device_mesh(device.type, (ranks.world_size,))
+        with charge(Component.WEIGHTS):
+            for network in networks:
+                for block in blocks_of(network):
+                    fully_shard(block, mesh=mesh)
+                fully_shard(network, mesh=mesh)
+        self._roots: list[Any] = list(networks)
+        self._units: list[Any] = [
+            module for root in self._roots for module in root.modules() if isinstance(module, FSDPModule)
+        ]
+        self._groups = [group for unit in self._units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        for unit in self._units:
+            unit.set_gradient_divide_factor(1.0)  # denominators are those of the whole step
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_reduce_scatter_unused_params(True)  # else ranks that lack a gradient skip what others wait in
+        for place, group in enumerate(self._groups):
+            for name, issue, kind in (
+                ("_all_gather_comm", DefaultAllGather(), _Kind.GATHER),
+                ("_reduce_scatter_comm", DefaultReduceScatter(), _Kind.REDUCE),
+            ):
+                setattr(group, name, _Noted(self, issue, _Operation(place, kind)))
+        for root in self._roots:
+            setattr(root, _FORWARD, MethodType(_run, root))
+            register_fsdp_forward_method(root, _FORWARD)
+            root._get_fsdp_state()._lazy_init()  # else the first block to run would take itself for a root
+
+    # ------------------------------------------------------------------ whole weights
+
+    @contextmanager
+    def gathered(self, repeat: Repeat, network: nn.Module) -> Iterator[None]:
+        """Holds a network's weights whole while passes without gradient run, and those of no other network.
+
+        All ranks enter it together. Inside of another one, that one's network is gathered again afterwards.
+        """
+        root, before = self._root_of(network), self._whole
+        if root is before or root is None:
+            yield
+            return
+        self._change_to(root, repeat)
+        try:
+            yield
+        except BaseException:
+            self._change_to(None, repeat)  # the other ranks may have left
+            raise
+        self._change_to(before, repeat)
+
+    def _change_to(self, root: Any, repeat: Repeat) -> None:
+        """Drops what is whole, and gathers a root's weights."""
+        self._reset()
+        for unit in self._units:
+            unit.set_reshard_after_forward(unit not in self._roots, recurse=False)
+        self._whole = root
+        if root is None:
+            return
+        inside = [(place, group) for place, group in enumerate(self._groups) if group.modules[0] in set(root.modules())]
+        self._left = deque(_Operation(place, _Kind.GATHER) for place, _ in inside)
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.set_reshard_after_forward(False, recurse=False)
+        for _, group in inside:
+            repeat(Stage.PREPARE, _unshard, group)
+        self._end_round()
+
+    def _root_of(self, network: nn.Module) -> Any:
+        return next((module for module in network.modules() if module in self._roots), None)
+
+    # ------------------------------------------------------------------ rounds
+
+    def forward(self, network: nn.Module, run: Callable[[], T]) -> T:
+        """Runs the forward of a network's trunk and head as one forward of what FSDP2 holds together."""
+        root = self._root_of(network)
+        if root is None:
+            return run()
+        result: T = getattr(root, _FORWARD)(run)
+        return result
+
+    def learn_order(self, run: Callable[[], object]) -> None:
+        """Notes in which order a forward and backward communicate: all ranks run one together, before all else."""
+        self._recorded = []
+        run()
+        self._order, self._recorded = tuple(self._recorded), None
+
+    def rounds(self, micro_batches: Iterable[T]) -> Iterator[T]:
+        """Gives this rank's micro-batches, one a round; plays blank rounds until no rank has any left.
+
+        Raises:
+            PeerOutOfMemoryError: another rank failed; drop the gradient, and begin again.
+        """
+        self._reset()  # a user's own forward leaves traces
+        waiting = iter(micro_batches)
+        micro, more = _next(waiting)
+        while True:
+            words = self._ranks.words(_Word.MORE if more else _Word.DONE)
+            if _Word.FAILED in words:
+                raise PeerOutOfMemoryError(f"rank {words.index(_Word.FAILED)} ran out of memory in this accumulation")
+            if _Word.MORE not in words:
+                return
+            if self._order is None:
+                raise AssertionError("learn the order of collectives before the first round")
+            self._left = deque(self._order)
+            if more:
+                yield micro  # type: ignore[misc]
+                self._end_round()
+                micro, more = _next(waiting)
+            else:
+                self._play()
+                self._reset()
+
+    def leave_round(self, repeat: Repeat) -> None:
+        """Plays what is left of a round that failed, and tells the other ranks; all begin the accumulation again."""
+        self.finish_round(repeat)
+        self._ranks.words(_Word.FAILED)
+
+    def finish_round(self, repeat: Repeat) -> None:
+        """Plays what is left of a round or a gathering, so that nobody waits for this rank in it."""
+        self._reset()
+        self._play(repeat)
+        self._reset()
+
+    def _end_round(self) -> None:
+        if self._left:
+            raise AssertionError(f"{len(self._left)} collectives of a round were left out, the first {self._left[0]}")
+        self._left = None
+
+    def issue(self, operation: _Operation, collective: Callable[[], T]) -> T:
+        """Runs a collective of the round in progress, and notes how far that is."""
+        if self._left is not None and list(self._left)[:1] != [operation]:
+            raise AssertionError(f"{operation} does not belong where this round stands: {list(self._left)[:1]}")
+        try:
+            work = collective()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            self._left = None
+            raise self._ranks.lost(error) from error
+        if self._left is not None:
+            self._left.popleft()
+        elif self._recorded is not None:
+            self._recorded.append(operation)
+        return work
+
+    def _play(self, repeat: Repeat = _once) -> None:
+        """Takes part in the remaining collectives without computing; what they bring of gradients is kept."""
+        while self._left:
+            before = list(self._left)
+            repeat(Stage.ACCOMPANY, self._play_next, before[0])
+            if len(self._left) == len(before):
+                raise AssertionError(f"{before[0]} could not be played")
+        self._left = None
+
+    def _play_next(self, operation: _Operation) -> None:
+        place, kind = operation
+        group = self._groups[place]
+        try:
+            if kind is _Kind.GATHER:
+                _unshard(group)
+                group._to_sharded()
+            else:
+                group.post_backward()
+        except BaseException:
+            self._reset()  # what was gathered before memory ran out would pass for gathered the next time
+            raise
+
+    def _reset(self) -> None:
+        """Leaves nothing of a pass that broke off, nor of whole weights; the rank's own gradients stay."""
+        for group in self._groups:
+            for weight in group.fsdp_params:
+                weight.unsharded_accumulated_grad = None
+                if hasattr(weight, "_unsharded_param"):
+                    weight._unsharded_param.grad = None
+        for root in self._roots:
+            root.reset_iter_state()
+        for group in self._groups:
+            for weight in group.fsdp_params:  # a gathering that broke off between its buffers counts as none
+                if hasattr(weight, "_unsharded_param"):
+                    weight.free_unsharded_param()
+
+    # ------------------------------------------------------------------ gradients and checkpoints
+
+    def total_norm(self, norms: Callable[[], tuple[float, float]], repeat: Repeat) -> float:
+        """Joins the norms of all ranks' parts, and that of the gradients that all have whole."""
+        divided, whole = repeat(Stage.MEASURE, norms)
+        return math.hypot(whole, *self._ranks.gather([divided]))
+
+    def on_main(self, value: T) -> T:
+        """Copies the tensors in nested dicts and lists to the host, the divided ones whole and on the main rank only.
+
+        All ranks call it with the same names in the same order; the others get nothing where a tensor is divided. What
+        is tied stays so.
+        """
+        return self._brought(value, {})  # type: ignore[no-any-return]
+
+    def _brought(self, value: Any, known: dict[Any, Any]) -> Any:
+        if isinstance(value, (Tensor, DividedPart)):
+            part = value.part if isinstance(value, DividedPart) else local_part(value)
+            place = tensor_place(part)
+            if place not in known:
+                known[place] = self._bring(part, divided=part is not value)
+            return known[place]
+        if isinstance(value, Mapping):
+            return {name: self._brought(each, known) for name, each in value.items()}
+        parts = type(value) in (list, tuple)
+        return type(value)(self._brought(each, known) for each in value) if parts else value
+
+    def _bring(self, part: Tensor, *, divided: bool) -> Tensor | None:
+        with host_memory():
+            if not divided:
+                return part.detach().to("cpu", copy=True)
+            parts = self._ranks.to_main(part)
+            return None if parts is None else torch.cat(parts)
+
+
+Shards = WholeWeights | ShardedWeights
+"""Where a run's weights lie: whole on every rank, or divided."""
+
+
+def _run(network: nn.Module, run: Callable[[], T]) -> T:  # noqa: ARG001
+    return run()
+
+
+def _next(waiting: Iterator[T]) -> tuple[T | None, bool]:
+    for item in waiting:
+        return item, True
+    return None, False
+
+
+def _unshard(group: Any) -> None:
+    group.unshard()
+    group.wait_for_unshard()
+
+
+def check_critic_dividable(critic: Any) -> None:
+    """Refuses a critic that switches which of a network's weights are trained, which FSDP2 reads once."""
+    if critic.own_geometry is None and not critic.shares_forward:
+        raise ConfigError(
+            "critic='adapter' trains a second adapter on the model's weights, which fsdp does not divide yet. Leave "
+            "the critic out for a head on the model, or pass a model of its own."
+        )
+
+
+def check_dividable(adapter: Any) -> None:
+    """Refuses to divide what has not been proved to learn the same."""
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise ConfigError(f"fsdp needs torch 2.13 or later, and this is {torch.__version__}. Upgrade torch.")
+    told = f"fsdp divides causal language models, and {type(adapter.model).__name__}"
+    remedy = "Leave fsdp out; every rank then holds all weights."
+    if getattr(adapter, "lm", None) is None or adapter.time_separable or adapter.geometry.source_bytes is not None:
+        raise ConfigError(f"{told} is none. {remedy}")
+    if not blocks_of(adapter.lm):
+        raise ConfigError(f"{told} has no repeated blocks. {remedy}")
+    odd = next((name for name, one in adapter.lm.named_parameters() if not one.is_floating_point()), None)
+    if odd is not None:
+        raise ConfigError(f"{told} has quantised weights ({odd}), which it cannot divide. {remedy}")
