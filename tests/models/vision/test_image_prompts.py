@@ -4,69 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-)
 
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.models.vision.image_prompts import ImagePrompts
+from memsafe_rl.models.vision.image_prompts import ImagePrompt, ImagePrompts
 from memsafe_rl.types import Ragged, Trajectory
+from tests.images import END, FAMILIES, IMAGE, START, small
 from tests.models.language.test_packing import InDouble
 
-IMAGE, START, END = 60, 58, 59
-ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rope_parameters": ROPE,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-IDS = {"image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": START, "vision_end_token_id": END}
-TOWER: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 4, "in_channels": 3}
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 
-
-class Prompt(NamedTuple):
-    """A prompt as a processor gives it."""
-
-    ids: Tensor
-    pixels: Tensor
-    grids: Tensor
-
-
-def small(family: str = "qwen2_vl", dtype: torch.dtype = torch.float32) -> Any:
-    """Makes a network of two blocks and a frozen tower of two."""
-    torch.manual_seed(0)
-    model: Any
-    if family == "qwen2_vl":
-        tower = {**TOWER, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
-        model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=TEXT, vision_config=tower, **IDS))
-    else:
-        tower = {**TOWER, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
-        tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
-        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=TEXT, vision_config=tower, **IDS))
-    model.model.visual.requires_grad_(False)
-    return model.to(dtype).eval()
-
-
-def prompt(*sides: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.float32) -> Prompt:
+def prompt(*sides: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.float32) -> ImagePrompt:
     """Makes a prompt of images of so many patches in height and width, with text before, between and after."""
     source = torch.Generator().manual_seed(seed)
     ids = [5, 6]
@@ -74,7 +28,7 @@ def prompt(*sides: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.fl
         ids += [START, *[IMAGE] * (height * width // 4), END, 7]
     patches = sum(height * width for height, width in sides)
     pixels = torch.randn(patches, 3 * 2 * 4 * 4, generator=source, dtype=dtype)
-    return Prompt(torch.tensor([*ids, 8, 9]), pixels, torch.tensor([(1, *side) for side in sides]))
+    return ImagePrompt(torch.tensor([*ids, 8, 9]), pixels, torch.tensor([(1, *side) for side in sides]))
 
 
 SEVERAL = (prompt((4, 4)), prompt((4, 8), (8, 4), seed=1), prompt((6, 4), (2, 2), (4, 10), seed=2))
@@ -114,7 +68,7 @@ def logprobs(adapter: CausalLMAdapter, trajectory: Trajectory, rows: Sequence[in
     return torch.log_softmax(logits_MV, -1).gather(1, found.tokens_M[:, None])[:, 0]
 
 
-def own_logprobs(model: Any, given: Prompt, action: Tensor) -> Tensor:
+def own_logprobs(model: Any, given: ImagePrompt, action: Tensor) -> Tensor:
     """Gives the same by the model's own forward."""
     ids_1L = torch.cat([given.ids, action])[None]
     model.model.rope_deltas = None
@@ -130,13 +84,13 @@ def own_logprobs(model: Any, given: Prompt, action: Tensor) -> Tensor:
 def test_log_probs_are_the_models_own(family: str, packed: bool) -> None:
     model = small(family)
     adapter, images = adapter_of(model)
-    trajectory = rows_of([images.add(*given) for given in SEVERAL])
+    trajectory = rows_of(images.read(SEVERAL))
     with torch.no_grad():
         found = logprobs(adapter, trajectory, range(9), packed=packed)
         actions = trajectory.actions.rows()
         own = [own_logprobs(model, SEVERAL[row // 3], actions[row]) for row in range(9)]
         torch.testing.assert_close(found, torch.cat(own), rtol=0, atol=1e-5)
-        other = images.add(SEVERAL[0].ids, SEVERAL[0].pixels + 1, SEVERAL[0].grids)
+        other = images.read([SEVERAL[0]._replace(pixels=SEVERAL[0].pixels + 1)])[0]
         unlike = logprobs(adapter, rows_of([other]), range(3), packed=packed)
     assert (unlike - found[: len(unlike)]).abs().max() > 1e-4, "the image makes no difference"
 
@@ -152,7 +106,7 @@ def gradient(adapter: CausalLMAdapter, trajectory: Trajectory, cuts: Sequence[Se
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 def test_every_cut_gives_the_same_gradient(dtype: torch.dtype, allowed: float) -> None:
     adapter, images = adapter_of(small(dtype=dtype))
-    trajectory = rows_of([images.add(given.ids, given.pixels.to(dtype), given.grids) for given in SEVERAL])
+    trajectory = rows_of([images.read([given._replace(pixels=given.pixels.to(dtype))])[0] for given in SEVERAL])
     with InDouble() if dtype is torch.float64 else nullcontext():
         whole = gradient(adapter, trajectory, [range(9)], False)
         for cuts in ([[row] for row in range(9)], [[0, 4, 8], [1, 2], [3, 5, 6, 7]]):
@@ -179,7 +133,7 @@ def test_greedy_tokens_are_those_of_generate(family: str, chunk: int | None) -> 
             do_sample=False,
             eos_token_id=None,
         )[0, len(given.ids) :]
-        logits_PV, state = adapter.prefill([images.add(*given)], chunk)
+        logits_PV, state = adapter.prefill([images.read([given])[0]], chunk)
         state, tokens = state.select([0, 0]), []
         logits_BV = logits_PV.expand(2, -1)
         for _ in range(12):
@@ -193,9 +147,9 @@ def test_the_tower_reads_equal_prompts_once_and_a_group_shares_their_bytes() -> 
     towers: list[int] = []
     adapter.lm.model.visual.register_forward_pre_hook(lambda *_: towers.append(1))
     given = prompt((16, 16))
-    stored = images.add(*given)
+    stored = images.read([given])[0]
     begun = len(towers)
-    assert images.add(*given) is stored
+    assert images.read([given])[0] is stored
     assert len(towers) == begun
 
     def peak(rows: Trajectory, packed: bool) -> int:
@@ -218,24 +172,23 @@ def test_a_moved_placeholder_is_refused() -> None:
     first = int((moved == END).nonzero()[0])
     moved[last], moved[first] = END, IMAGE
     with pytest.raises(DataError, match=r"runs of \[9, 7\] image placeholders.*have \[8, 8\] features"):
-        images.add(moved, given.pixels, given.grids)
+        images.read([given._replace(ids=moved)])
     with pytest.raises(DataError, match=r"image placeholders, but its 1 image"):
-        images.add(given.ids, given.pixels[:32], given.grids[:1])
+        images.read([given._replace(pixels=given.pixels[:32], grids=given.grids[:1])])
 
 
-@pytest.mark.parametrize("what", ["_places", "_positions"])
+@pytest.mark.parametrize("what", ["places", "positions"])
 def test_a_shift_by_one_place_is_refused_at_start(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, images = adapter_of(small())
-    enter = images._enter
+    grown = images._grown
 
-    def shifted(*given: Tensor) -> Tensor:
-        entered_L = enter(*given)
-        setattr(images, what, getattr(images, what).roll(1, -1))
-        return entered_L
+    def shifted(*given: Any) -> Any:
+        table = grown(*given)
+        return replace(table, **{what: getattr(table, what).roll(1, -1)})
 
-    monkeypatch.setattr(images, "_enter", shifted)
+    monkeypatch.setattr(images, "_grown", shifted)
     with pytest.raises(ConfigError, match="other hidden states than its own forward"):
-        images.add(*SEVERAL[1])
+        images.read([SEVERAL[1]])
 
 
 def test_a_trained_tower_is_refused_by_name() -> None:

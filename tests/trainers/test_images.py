@@ -1,0 +1,229 @@
+"""GRPO on prompts with images: tokens and gradients of a naive run, however memory is cut, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+from memsafe_rl import ConfigError, PPOConfig, PPOTrainer, SimulatedMemory
+from memsafe_rl.ops.sampling import sample_tokens
+from memsafe_rl.rollout.native.sequences import key_tensor
+from memsafe_rl.types import SequenceKey
+from tests.images import IMAGE, VIDEO, picture, processor, rows, small
+from tests.trainers.helpers import cut, gradient_of, make_trainer, relative, weights
+
+GROUP, LENGTH = 4, 6
+
+
+def pay(completions: list[Any], goal: list[int], images: list[Any], **_: Any) -> list[float]:
+    """Pays for long and for early words, and for what the row says."""
+    texts = [completion[0]["content"].split() for completion in completions]
+    return [
+        len(words) / 7 + sum(len(word) for word in words) / 5 + own * len(shown or ())
+        for words, own, shown in zip(texts, goal, images, strict=True)
+    ]
+
+
+def make(output_dir: Path, *, model: Any = None, **more: Any) -> Any:
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 16,
+        "num_generations": GROUP,
+        "max_completion_length": LENGTH,
+        "shuffle_dataset": False,
+        "reward_funcs": pay,
+        "train_dataset": rows(),
+        "processing_class": processor(),
+        "bf16": False,
+    }
+    return make_trainer(output_dir, model=small() if model is None else model, **{**given, **more})
+
+
+def own_logits(model: Any, row: dict[str, Any], completion: list[int]) -> Tensor:
+    """Gives logits at and after the prompt's end by the model's own forward, one row alone; images as pixels."""
+    known = processor()
+    shown = known.image_processor(images=row["images"], return_tensors="pt") if row["images"] else None
+    counts = [] if shown is None else [int(grid.prod()) // 4 for grid in shown["image_grid_thw"]]
+    parts = [f"<|vision_start|> {'<|image_pad|> ' * count} <|vision_end|>" for count in counts]
+    text = " ".join(["user", *parts, row["prompt"][0]["content"], "assistant"])
+    ids = [*known.tokenizer(text)["input_ids"], *completion]
+    ids_1L = torch.tensor(ids)[None]
+    model.model.rope_deltas = None
+    pixels = {} if shown is None else {"pixel_values": shown["pixel_values"], "image_grid_thw": shown["image_grid_thw"]}
+    output = model(input_ids=ids_1L, mm_token_type_ids=(ids_1L == IMAGE).int(), **pixels)
+    return output.logits[0, len(ids) - len(completion) - 1 :]
+
+
+def naive_tokens(model: Any, row: dict[str, Any], prompt: int, sample: int) -> list[int]:
+    """Draws a completion by whole forwards, one token at a time."""
+    drawn: list[int] = []
+    while len(drawn) < LENGTH and 2 not in drawn:
+        with torch.no_grad():
+            logits_1V = own_logits(model, row, drawn)[-1:].clone()
+        logits_1V[:, [IMAGE, VIDEO]] = -torch.inf
+        keys_14 = key_tensor([SequenceKey(42, 0, prompt, sample)])
+        drawn.append(int(sample_tokens(logits_1V, keys_14, torch.tensor([len(drawn)])).tokens_B))
+    return drawn
+
+
+def naive_run(model: Any) -> tuple[list[list[int]], Tensor]:
+    """Gives the tokens of a whole batch and the gradient of their first step."""
+    tokenizer = processor().tokenizer
+    drawn = [naive_tokens(model, row, place, one) for place, row in enumerate(rows()) for one in range(GROUP)]
+    owners = [row for row in rows() for _ in range(GROUP)]
+    texts = [[{"content": tokenizer.decode(ids, skip_special_tokens=True)}] for ids in drawn]
+    rewards = torch.tensor(pay(texts, [row["goal"] for row in owners], [row["images"] for row in owners]))
+    rewards_PG = rewards.view(-1, GROUP)
+    advantages = (rewards_PG - rewards_PG.mean(1, True)) / (rewards_PG.std(1, keepdim=True) + 1e-4)
+    model.zero_grad()
+    for row, ids, advantage in zip(owners, drawn, advantages.flatten(), strict=True):
+        logprobs = own_logits(model, row, ids)[:-1].log_softmax(-1).gather(1, torch.tensor(ids)[:, None])
+        (-advantage * logprobs.sum() / sum(map(len, drawn))).backward()
+    return drawn, torch.cat([w.grad.flatten().double() for w in model.parameters() if w.requires_grad])
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_first_step_is_the_naive_one_however_it_is_cut(tmp_path: Path, family: str) -> None:
+    tokens, wanted = naive_run(small(family))
+    for index, policy in enumerate((None, cut(40, 3), cut(8192, 64, checkpointing=True), cut(100, pack_prompts=True))):
+        trainer = make(tmp_path / str(index), model=small(family), policy=policy)
+        found = gradient_of(trainer)
+        drawn = [ids.tolist() for ids in trainer.loop.state.rollout.trajectory.actions.rows()]
+        assert drawn == tokens
+        assert relative(found, wanted) < 1e-6
+
+
+def steps(output_dir: Path, **more: Any) -> Any:
+    return make(output_dir, **{"max_steps": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1, **more})
+
+
+def test_a_resumed_run_reads_its_images_again_and_goes_on_bitwise(tmp_path: Path) -> None:
+    whole = steps(tmp_path / "whole", beta=0.05)
+    towers: list[int] = []
+    whole.model.model.visual.register_forward_pre_hook(lambda *_: towers.append(1))
+    whole.train()
+    assert len(towers) == 1 + 2 * 3  # the check at start; then each prompt once a rollout, not once a completion
+    assert whole.ref_model.model.visual is whole.model.model.visual
+    steps(tmp_path / "parts", beta=0.05, max_steps=3).train()
+    second = steps(tmp_path / "parts", beta=0.05)
+    second.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(second), weights(whole))
+    swapped = [{**row, "images": row["images"] and [picture(16, 16, 9), *row["images"][1:]]} for row in rows()]
+    third = steps(tmp_path / "parts", beta=0.05, max_steps=6, train_dataset=swapped)
+    with pytest.raises(ConfigError, match="first prompts of train_dataset was"):
+        third.train(resume_from_checkpoint=True)
+    grown = [*rows()[:2], {**rows()[2], "images": [picture(24, 24)]}, rows()[3]]
+    third = steps(tmp_path / "parts", beta=0.05, max_steps=6, train_dataset=grown)
+    with pytest.raises(ConfigError, match="drawn from other prompts than train_dataset has"):
+        third.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3"))
+
+
+def test_a_tower_that_runs_out_of_memory_is_run_again(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def ended(fail_at: int | None) -> tuple[Any, SimulatedMemory]:
+        with SimulatedMemory(fail_at=fail_at) as memory:
+            trainer = make(tmp_path / str(fail_at), max_steps=2)
+            blocks = trainer.model.model.visual.blocks
+            blocks[1].register_forward_pre_hook(lambda *_: seen.append(memory.allocations))
+            trainer.train()
+        return trainer, memory
+
+    plain, _ = ended(None)
+    for entered in (seen[0], seen[2], seen[-1]):  # the first prompt, the last of its rollout, and of the next one
+        for later in (1, 30):
+            found, memory = ended(entered + later)
+            assert memory.refusals == 1
+            retries = [str(event["phase"]) for event in found.memory_events if event["event"] == "retry"]
+            assert retries == ["rollout"]
+            assert torch.equal(weights(found), weights(plain))
+
+
+def test_a_group_shares_the_bytes_of_its_images(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "w1"}], "image": picture(64, 64), "goal": 1}
+
+    def peak(policy: Any, group: int) -> int:
+        more = {"num_generations": group, "per_device_train_batch_size": group, "reward_funcs": pay_words}
+        trainer = make(tmp_path / str(len(list(tmp_path.iterdir()))), policy=policy, train_dataset=[row], **more)
+        with SimulatedMemory() as memory:
+            gradient_of(trainer)
+        return memory.peak_bytes
+
+    shared, copied = peak(cut(4096, 64, pack_prompts=True), 8), peak(cut(4096, 64, pack_prompts=False), 8)
+    assert shared < copied / 2
+
+
+def pay_words(completions: list[Any], image: list[Any], **_: Any) -> list[float]:
+    assert all(one.size == (64, 64) for one in image)
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def test_a_network_is_loaded_by_name_and_saved_with_its_processor(tmp_path: Path) -> None:
+    small().save_pretrained(tmp_path / "model")
+    processor().save_pretrained(tmp_path / "model")
+    within = [{"type": "image", "image": picture(16, 16)}, {"type": "text", "text": "w1"}]
+    data = [{"prompt": [{"role": "user", "content": within}], "goal": place, "images": None} for place in range(4)]
+    shown: list[Any] = []
+
+    def reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+        shown.extend(prompt[0]["content"][0]["image"].size for prompt in prompts)
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    made = make(
+        tmp_path / "run", model=str(tmp_path / "model"), processing_class=None, train_dataset=data, reward_funcs=reward
+    )
+    frozen = {name for name, weight in made.model.named_parameters() if not weight.requires_grad}
+    assert frozen == {name for name, _ in made.model.named_parameters() if name.startswith("model.visual.")}
+    made.train()
+    assert set(shown) == {(16, 16)}
+    made.save_model(str(tmp_path / "saved"))
+    again = make(tmp_path / "again", model=str(tmp_path / "saved"), processing_class=None)
+    assert torch.equal(weights(again), weights(made))
+
+
+def test_an_adapter_learns_on_the_language_alone(tmp_path: Path) -> None:
+    everywhere = LoraConfig(r=2, target_modules="all-linear")
+    with pytest.raises(ConfigError, match="exclude_modules"):
+        make(tmp_path / "a", peft_config=everywhere)
+    language = LoraConfig(r=2, target_modules="all-linear", exclude_modules=r".*visual\..*")
+    trainer = make(tmp_path / "b", peft_config=language, beta=0.1)
+    before = weights(trainer)
+    trainer.train()
+    assert not torch.equal(weights(trainer), before)
+
+
+def test_ppo_has_a_critic_of_the_same_states(tmp_path: Path) -> None:
+    config = PPOConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        max_completion_length=LENGTH,
+        max_steps=2,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        bf16=False,
+    )
+    found = []
+    for policy in (cut(), cut(30, 2)):
+        model = small()
+        trainer = PPOTrainer(model, pay, config, rows(), processing_class=processor(), memory_policy=policy)
+        found.append(gradient_of(trainer))
+    assert relative(found[1], found[0]) < 1e-6
+    with pytest.raises(ConfigError, match="reads no images"):
+        PPOTrainer(small(), pay, config, rows(), processing_class=processor(), critic=small())
+
+
+def test_evaluation_leaves_what_the_rollout_keeps(tmp_path: Path) -> None:
+    settings = {"max_steps": 4, "num_iterations": 2, "eval_strategy": "steps", "eval_steps": 1}
+    plain, evaluating = make(tmp_path / "a", max_steps=4, num_iterations=2), None
+    plain.train()
+    others = [{**row, "images": [picture(40, 24, 7)]} for row in rows()]
+    evaluating = make(tmp_path / "b", eval_dataset=others, **settings)
+    evaluating.train()
+    assert torch.equal(weights(evaluating), weights(plain))
+    assert "eval_loss" in evaluating.state.log_history[0] | evaluating.state.log_history[1]
