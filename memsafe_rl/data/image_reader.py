@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.data.images import COLUMNS, UNREADABLE, filled, hollow, images_in, opened
+from memsafe_rl.data.images import COLUMNS, UNREADABLE, filled, hollow, images_in, size_of
 from memsafe_rl.data.prompts import PromptReader, Prompts, PromptTokenizer, overlong_message, prompt_of
 from memsafe_rl.errors import DataError
 from memsafe_rl.models.vision.image_prompts import ImagePrompt, ImagePrompts, Table
@@ -45,21 +45,25 @@ class ImagePromptReader(PromptReader):
         """Goes back to what was kept before, or to nothing."""
         self._tower.forget(kept)
 
+    def rehearse(self, prompts: Sequence[Tensor]) -> None:
+        """Keeps as much as reading prompts with so many image tokens would keep."""
+        self._tower.rehearse(prompts)
+
     def tensors(self) -> list[Tensor]:
         """Gives what is kept on the device."""
         return [] if self._images is None else self._images.table.tensors()
 
     def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
         """Tokenizes prompts without a limit; of each image only the size is read."""
-        shown = [[opened(image) for image in images_in(prompt)] for prompt in prompts]
+        shown = [[size_of(image) for image in images_in(prompt)] for prompt in prompts]
         rows = self._text.ids([hollow(prompt) for prompt in prompts])
-        return [self._expanded(row, images) for row, images in zip(rows, shown, strict=True)]
+        return [self._expanded(row, sizes) for row, sizes in zip(rows, shown, strict=True)]
 
     def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:
         """Tokenizes the prompts of some examples, and has the tower read their images."""
         prompts = tuple(filled(prompt_of(example)) for example in examples)
         with host_memory():
-            ids = [torch.tensor(row, dtype=torch.int64) for row in self._cut(prompts, self.ids(prompts))]
+            ids = [torch.tensor(row, dtype=torch.int64) for row in self._cut(self.ids(prompts))]
             read = {
                 place: ImagePrompt(ids[place], *self._pixels(prompt))
                 for place, prompt in enumerate(prompts)
@@ -75,26 +79,34 @@ class ImagePromptReader(PromptReader):
             raise AssertionError("no tower reads the images yet")
         return self._images
 
-    def _cut(self, prompts: Sequence[Any], rows: list[list[int]]) -> list[list[int]]:
-        """Cuts prompts to the limit, where that is asked for and cuts no image."""
+    def _cut(self, rows: list[list[int]]) -> list[list[int]]:
+        """Cuts prompts to the limit, where that is asked for; `ids` refuses to cut images."""
         if self.limit is None:
             return rows
-        for prompt, row in zip(prompts, rows, strict=True):
-            if len(row) > self.limit and (not self._text.truncate or _shows(prompt)):
-                raise DataError(overlong_message(len(row), self, 1))
+        longest = max(map(len, rows))
+        if longest > self.limit and not self._text.truncate:
+            raise DataError(overlong_message(longest, self, 1))
         return [row[-self.limit :] for row in rows]
 
-    def _expanded(self, row: list[int], images: Sequence[Any]) -> list[int]:
+    def _expanded(self, row: list[int], sizes: Sequence[tuple[int, int]]) -> list[int]:
         """Repeats each image's token as often as it has features."""
-        if row.count(self._placeholder) != len(images):
+        if row.count(self._placeholder) != len(sizes):
             raise DataError(
                 f"the chat template writes {row.count(self._placeholder)} image token(s) into a prompt of "
-                f"{len(images)} image(s). Write no image tokens into texts, and use the processor's own template."
+                f"{len(sizes)} image(s). Write no image tokens into texts, and use the processor's own template."
             )
+        if not sizes:
+            return row
         merged = self._image_processor.merge_size**2
-        sizes = (self._image_processor.get_number_of_image_patches(one.height, one.width, {}) for one in images)
-        counts = iter([patches // merged for patches in sizes])
-        return [token for one in row for token in [one] * (next(counts) if one == self._placeholder else 1)]
+        patches = [self._image_processor.get_number_of_image_patches(*size, {}) for size in sizes]
+        counts = iter([count // merged for count in patches])
+        tokens = [token for one in row for token in [one] * (next(counts) if one == self._placeholder else 1)]
+        if self._text.truncate and self.limit is not None and len(tokens) > self.limit:
+            raise DataError(
+                f"a prompt with images has {len(tokens)} tokens, more than {self.limit}, {self.why_limited}, and to "
+                "truncate it would cut an image. Set overlong_prompts to 'filter', or change that."
+            )
+        return tokens
 
     def _pixels(self, prompt: Any) -> tuple[Tensor, Tensor]:
         """Gives the pixels of a prompt's images and their grids."""

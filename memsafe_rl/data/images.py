@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
 
@@ -71,33 +72,51 @@ def copied(prompt: Any) -> Any:
 
 
 def opened(image: Any) -> Any:
-    """Opens an image; of a file only its head is read.
+    """Reads an image.
 
     Args:
         image: an image of Pillow, a path, bytes, a mapping of one of these as datasets store it, or an array (H, W, 3)
             uint8.
 
     Returns:
-        An image of Pillow.
+        An image of Pillow, its pixels loaded.
 
     Raises:
         DataError: it is none of these, is missing, or cannot be read.
         ConfigError: Pillow is not installed.
     """
+    with _open(image) as found:
+        found.load()
+        return found
+
+
+def size_of(image: Any) -> tuple[int, int]:
+    """Gives the height and width of an image, as `opened` takes it; of a file only the head is read."""
+    with _open(image) as found:
+        return found.height, found.width
+
+
+@contextmanager
+def _open(image: Any) -> Iterator[Any]:
+    """Opens an image, and closes its file where it was opened here."""
     try:
         from PIL import Image
     except ImportError as error:
         raise ConfigError("Prompts with images need Pillow: pip install 'memsafe-rl[images]'.") from error
     if isinstance(image, Image.Image):
-        return image
+        yield image
+        return
     try:
+        stored = image
         if isinstance(image, Mapping):
-            image = image["path"] if image.get("bytes") is None else image["bytes"]
-        if hasattr(image, "__array_interface__"):
-            return Image.fromarray(image)
-        return Image.open(BytesIO(image) if isinstance(image, bytes) else image)
+            stored = image["path"] if image.get("bytes") is None else image["bytes"]
+        if hasattr(stored, "__array_interface__"):
+            yield Image.fromarray(stored)
+            return
+        with Image.open(BytesIO(stored) if isinstance(stored, bytes) else stored) as found:
+            yield found
     except (*UNREADABLE, LookupError) as error:
-        raise DataError(f"image {image!r:.60} cannot be read ({error}). Mend it, or remove its row.") from error
+        raise DataError(f"image {image!r:.200} cannot be read ({error}). Mend it, or remove its row.") from error
 
 
 def is_chat(prompt: Any) -> bool:

@@ -142,6 +142,14 @@ class PromptReader(Protocol):
         """
         return
 
+    def rehearse(self, prompts: Sequence[Tensor]) -> None:  # noqa: ARG002
+        """Keeps as much as reading such prompts would keep, to be measured.
+
+        Args:
+            prompts: token ids (length,) int64 of each, from `ids`, on the host.
+        """
+        return
+
     def tensors(self) -> list[Tensor]:
         """Gives the tensors of `kept`."""
         return []

@@ -7,14 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset, Image
 from peft import LoraConfig
 from torch import Tensor
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from trl.data_utils import prepare_multimodal_messages
 
-from memsafe_rl import ConfigError, PPOConfig, PPOTrainer, SimulatedMemory
+from memsafe_rl import ConfigError, DataError, PPOConfig, PPOTrainer, SimulatedMemory
+from memsafe_rl.data.images import with_images
 from memsafe_rl.ops.sampling import sample_tokens
 from memsafe_rl.rollout.native.sequences import key_tensor
-from memsafe_rl.types import SequenceKey
-from tests.images import IMAGE, VIDEO, picture, processor, rows, small
+from memsafe_rl.types import Component, Phase, SequenceKey
+from tests.images import IDS, IMAGE, ROPE, TEXT, TOWER, VIDEO, picture, processor, rows, small
+from tests.preflight.beside import alternating
+from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, gradient_of, make_trainer, relative, weights
 
 GROUP, LENGTH = 4, 6
@@ -227,3 +233,88 @@ def test_evaluation_leaves_what_the_rollout_keeps(tmp_path: Path) -> None:
     evaluating.train()
     assert torch.equal(weights(evaluating), weights(plain))
     assert "eval_loss" in evaluating.state.log_history[0] | evaluating.state.log_history[1]
+
+
+def test_a_forecast_counts_the_tower_and_what_it_leaves(tmp_path: Path) -> None:
+    tower = {**TOWER, "embed_dim": 256, "hidden_size": 128, "mlp_ratio": 4}
+    text = {**TEXT, "vocab_size": 300, "hidden_size": 128, "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]}}
+    config = Qwen2VLConfig(text_config=text, vision_config=tower, **IDS)
+    Qwen2VLForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    processor().save_pretrained(tmp_path / "model")
+    data = [{"prompt": [{"role": "user", "content": f"w{one}"}], "image": picture(64, 64, one)} for one in range(4)]
+    settings: dict[str, Any] = {"per_device_train_batch_size": 8, "max_completion_length": 3, "max_steps": 2}
+    settings |= {"memory_forecast": True, "generation_kwargs": {"min_new_tokens": 3}}
+    with SimulatedMemory(2**30, exact=True) as memory:
+        given = {"train_dataset": data, "processing_class": None, "reward_funcs": alternating}
+        trainer = make(tmp_path / "run", model=str(tmp_path / "model"), **settings, **given)
+        trainer.train()
+        held = {phase: sum(parts.values()) for phase, parts in memory.phase_peaks().items()}
+        activations = memory.phase_peaks()[Phase.ROLLOUT][Component.ACTIVATIONS]
+    foreseen = {phase: sum(parts.values()) for phase, parts in trainer.forecast.phases.items()}
+    assert {Phase.LOAD, Phase.ROLLOUT, Phase.UPDATE, Phase.OPTIMIZER} <= foreseen.keys()
+    assert all(abs(foreseen[phase] / held[phase] - 1) < 0.01 for phase in foreseen), (foreseen, held)
+    assert activations > held[Phase.ROLLOUT] / 5  # the tower's, which decoding has not
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"processing_class": processor().tokenizer}, r"column 'images' of images\. Images are read by Qwen2-VL"),
+        ({"model": tiny_model()}, "reads images, but the model a 'qwen3'"),
+        (
+            {"partial_rollout_tokens": 3},
+            "partial_rollout_tokens is set, which is not supported beside",
+        ),
+        ({"rollout_func": print}, "rollout_func is set"),
+        ({"torch_compile": True}, "torch_compile is set"),
+        ({"fsdp": "full_shard"}, "fsdp is set"),
+        ({"use_vllm": True}, "use_vllm is set"),
+        ({"repetition_penalty": 1.2}, r"repetition_penalty is 1\.2, which reads the tokens of a prompt"),
+        ({"max_prompt_length": 12, "overlong_prompts": "truncate"}, r"train_dataset\[1\]: .* would cut an image"),
+    ],
+)
+def test_what_images_do_not_support_is_refused(more: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        make(tmp_path, **more).train()
+
+
+def test_a_row_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    picture(64, 64).save(tmp_path / "good.png")
+    (tmp_path / "none.png").write_bytes(b"text")
+    row = {"prompt": [{"role": "user", "content": "w1"}], "goal": 1}
+
+    def data(*images: Any) -> Dataset:
+        return Dataset.from_list([{**row, "image": image} for image in images]).cast_column("image", Image())
+
+    settings = {"per_device_train_batch_size": 4, "reward_funcs": pay_words}
+    for name in ("none.png", "missing.png"):
+        with pytest.raises(DataError, match=r"train_dataset\[1\]: image .* cannot be read"):
+            make(tmp_path / "run", train_dataset=data(str(tmp_path / "good.png"), str(tmp_path / name)), **settings)
+    cut_short = {"bytes": (tmp_path / "good.png").read_bytes()[:200], "path": None}
+    trainer = make(tmp_path / "run", train_dataset=data(cut_short), **settings)  # its head is whole
+    with pytest.raises(DataError, match=r"train_dataset\[0\] cannot be read"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("w1", r"train_dataset\[0\]: .* is no conversation"),
+        ([{"role": "user", "content": [{"type": "image"}] * 2}], r"has 2 image placeholder\(s\) and its row 1 image"),
+        ([{"role": "user", "content": "<|image_pad|>"}], r"writes 2 image token\(s\) into a prompt of 1 image"),
+    ],
+)
+def test_a_prompt_whose_images_are_miscounted_is_refused(prompt: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        make(tmp_path, train_dataset=[{"prompt": prompt, "image": picture(8, 8)}])
+
+
+def test_messages_are_trls() -> None:
+    image, other = picture(8, 8), picture(16, 8)
+    parts = [{"type": "image"}, {"type": "text", "text": "b"}, {"type": "image"}]
+    for turns, images in (
+        ([{"role": "system", "content": "s"}, {"role": "user", "content": "a"}], [image, other]),
+        ([{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}], [image, other]),
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], [image]),
+    ):
+        assert with_images(turns, images) == prepare_multimodal_messages(turns, images)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memsafe_rl.accounting import charge
+from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.types import Component
 
@@ -109,6 +109,17 @@ class ImagePrompts:
             self._checked = True
         return [self.table.known[key] for key in keys]
 
+    @torch.no_grad()
+    def rehearse(self, prompts: Sequence[Tensor]) -> None:
+        """Keeps as much of made-up images as prompts with so many placeholders would have it keep.
+
+        Args:
+            prompts: token ids (L,) int64 of each, on the host.
+        """
+        shown = [ids for ids in prompts if self._placeholder in ids]
+        if shown:
+            self.table = self._grown({str(place).encode(): self._made_up(ids) for place, ids in enumerate(shown)})
+
     def of(self, lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:
         """Gives embeddings and M-RoPE positions of tokens; no tensor value is read."""
         table = self.table
@@ -131,9 +142,8 @@ class ImagePrompts:
         first, end, known = len(old.features), len(old.tokens), dict(old.known)
         counts = {key: int(shown_L.sum()) for key, shown_L in shown.items()}
         with charge(Component.TRAJECTORY):
-            added_FD = old.features.new_empty(sum(counts.values()), old.features.shape[1])
-            features = torch.cat([old.features, added_FD])
-            del added_FD
+            features = old.features.new_empty(first + sum(counts.values()), old.features.shape[1])
+        features[:first] = old.features
         tokens, positions, places = [old.tokens], [old.positions], [old.places]
         for key, prompt in fresh.items():
             shown_L, length = shown[key], len(prompt.ids)
@@ -150,9 +160,18 @@ class ImagePrompts:
         device = self.table.tokens.device
         with self._autocast():
             read = self._lm.base_model.get_image_features(
-                prompt.pixels.to(device), prompt.grids.to(device), return_dict=True
+                prompt.pixels.to(device, copy=True), prompt.grids.to(device), return_dict=True
             ).pooler_output
         return torch.cat(tuple(read))
+
+    def _made_up(self, ids: Tensor) -> ImagePrompt:
+        """Gives a prompt of blank images, each a strip of as many patches as its placeholders stand for."""
+        tower = self._lm.config.vision_config
+        side, values = tower.spatial_merge_size, tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+        runs = [len(list(run)) for shown, run in groupby((ids == self._placeholder).tolist()) if shown]
+        with host_memory():
+            pixels = self.table.features.new_zeros(sum(runs) * side**2, values, dtype=torch.float32)
+        return ImagePrompt(ids, pixels, torch.tensor([(1, side, side * run) for run in runs]))
 
     def _positions(self, prompt: ImagePrompt, shown_L: Tensor) -> Tensor:
         """Gives M-RoPE positions (3, L) that end at the prompt's length."""
