@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from trl.data_utils import prepare_multimodal_messages
 
-from memsafe_rl import ConfigError, DataError, PPOConfig, PPOTrainer, SimulatedMemory
+from examples import count_squares
+from memsafe_rl import ConfigError, DataError, GRPOConfig, PPOConfig, PPOTrainer, SimulatedMemory
 from memsafe_rl.data.images import with_images
 from memsafe_rl.ops.sampling import sample_tokens
 from memsafe_rl.rollout.native.sequences import key_tensor
@@ -267,8 +268,7 @@ def test_a_forecast_counts_the_tower_and_what_it_leaves(tmp_path: Path) -> None:
         ),
         ({"rollout_func": print}, "rollout_func is set"),
         ({"torch_compile": True}, "torch_compile is set"),
-        ({"fsdp": "full_shard"}, "fsdp is set"),
-        ({"use_vllm": True}, "use_vllm is set"),
+        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching is set"),
         ({"repetition_penalty": 1.2}, r"repetition_penalty is 1\.2, which reads the tokens of a prompt"),
         ({"max_prompt_length": 12, "overlong_prompts": "truncate"}, r"train_dataset\[1\]: .* would cut an image"),
     ],
@@ -276,6 +276,16 @@ def test_a_forecast_counts_the_tower_and_what_it_leaves(tmp_path: Path) -> None:
 def test_what_images_do_not_support_is_refused(more: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, DataError), match=message):
         make(tmp_path, **more).train()
+
+
+def test_ranks_that_share_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GRPOConfig, "sharded", True)
+    with pytest.raises(ConfigError, match="fsdp is set, which is not supported beside prompts with images"):
+        make(tmp_path)
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    assert len(count_squares.main(2, str(tmp_path))) == 2
 
 
 def test_a_row_that_cannot_be_read_is_named(tmp_path: Path) -> None:
