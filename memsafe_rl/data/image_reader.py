@@ -98,7 +98,10 @@ class ImagePromptReader(PromptReader):
         if not sizes:
             return row
         merged = self._image_processor.merge_size**2
-        patches = [self._image_processor.get_number_of_image_patches(*size, {}) for size in sizes]
+        try:
+            patches = [self._image_processor.get_number_of_image_patches(*size, {}) for size in sizes]
+        except ValueError as error:  # such as a strip two hundred times as long as wide
+            raise DataError(f"an image of (height, width) among {list(sizes)} cannot be read: {error}.") from error
         counts = iter([count // merged for count in patches])
         tokens = [token for one in row for token in [one] * (next(counts) if one == self._placeholder else 1)]
         if self._text.truncate and self.limit is not None and len(tokens) > self.limit:

@@ -103,10 +103,10 @@ def _open(image: Any) -> Iterator[Any]:
         from PIL import Image
     except ImportError as error:
         raise ConfigError("Prompts with images need Pillow: pip install 'memsafe-rl[images]'.") from error
-    if isinstance(image, Image.Image):
-        yield image
-        return
     try:
+        if isinstance(image, Image.Image):
+            yield image
+            return
         stored = image
         if isinstance(image, Mapping):
             stored = image["path"] if image.get("bytes") is None else image["bytes"]

@@ -309,6 +309,8 @@ def _from_name(
         raise ConfigError(f"model={name!r} cannot be loaded by {kind.__name__}: {_first_line(error)}") from error
     if reads_images(config):
         freeze_tower(model)
+        if not frozen:
+            logger.warning("The image tower of %s stays frozen: only its language model is trained.", name)
     places = getattr(model, "hf_device_map", None) or {}
     if len(set(places.values())) > 1:
         raise ConfigError(

@@ -49,9 +49,8 @@ def processor_for(name: str, processing_class: Any, config: Any, *, trust_remote
 
 
 def freeze_tower(lm: Any) -> None:
-    """Freezes the image tower of a network that was loaded by name."""
+    """Freezes the image tower of a network that is loaded by name."""
     lm.base_model.visual.requires_grad_(False)
-    logger.info("The image tower of %s stays frozen.", type(lm).__name__)
 
 
 def share_tower(lm: Any, reference: Any) -> None:
