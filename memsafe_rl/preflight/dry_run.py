@@ -29,6 +29,7 @@ from memsafe_rl.models.language.factory import adapter_for, check_adapter
 from memsafe_rl.models.loading import LoadedModel, read_config
 from memsafe_rl.models.vision.processors import share_tower
 from memsafe_rl.parallel.replicas import OneProcess
+from memsafe_rl.parallel.shards import WholeWeights
 from memsafe_rl.preflight.fake.device import nothing_differs
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
 from memsafe_rl.preflight.outcome import MemoryForecast
@@ -218,7 +219,8 @@ class DryRun:
             self._loaded = _loaded_before(adapter.model, critic, parts.get(Component.WEIGHTS, 1))
             _take_over(checked, config, models, adapter)
 
-        return build_setup(inputs, machine, load=load, check=check)
+        setup = build_setup(inputs, machine, load=load, check=check)
+        return replace(setup, shards=WholeWeights(in_rounds=self.shared.sharding is Sharding.FSDP))
 
     def _seconds(self, setup: TrainingSetup, longest: Longest) -> StepSeconds | None:
         """Estimates the seconds of a step, where the device's speed is known and this library decodes tokens."""
@@ -378,7 +380,7 @@ def _try(setup: TrainingSetup, committer: Committer, trial: Trial) -> None:
         try_scoring(setup, longest, trajectory, trial.plans[1].logprob_tile)
     config, count = setup.config, _CUDA_MICRO_BATCHES if setup.memory.state().device == "cuda" else _MICRO_BATCHES
     # The run's first step fixes its terms before it has a plan, others under that of the step before.
-    is_first = longest.rollout == 0 and config.updates_per_epoch * config.num_iterations == 1
+    is_first = longest.rollout == 0 and config.steps_per_rollout == 1
     for step in trial.steps:
         terms = terms_of(setup, trajectory, step.rows) if is_first else None
         Learner(setup).plan(trajectory, step.rows)

@@ -34,7 +34,7 @@ from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.preflight.speed import DeviceSpeed, measured_speed
 from memsafe_rl.training.assembly.factory import Inputs, Machine
 from memsafe_rl.training.optim.half_weights import HalfWeights
-from memsafe_rl.types import Component, Phase
+from memsafe_rl.types import Component, Phase, RolloutPlan
 from memsafe_rl.units import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,18 @@ def forecast_memory(
         if reward_models:
             about = "reward models read as many tokens as prompt and completion have"
             found = replace(found, assumptions=(*found.assumptions, about))
-    return replace(found, seconds=time.perf_counter() - started)
+    told = () if args is None else _about_engines(args)
+    return replace(found, seconds=time.perf_counter() - started, assumptions=(*found.assumptions, *told))
+
+
+def _about_engines(args: TrainerConfig) -> tuple[str, ...]:
+    """Says what is counted where another engine draws the rollouts."""
+    engines = set(args.engines_chosen.values()) - {RolloutPlan.engine}
+    if not engines:
+        return ()
+    if engines == {"vllm_server"}:
+        return ("servers draw on other cards: rollout is what the own engine holds when it draws what none answers",)
+    return (f"rollout is what the own engine would hold; what {', '.join(engines)} holds comes in its place",)
 
 
 def _checked_device_bytes(given: int | str) -> int:
@@ -333,7 +344,7 @@ def _config_of_forecast(args: TrainerConfig, device: str, ranks: int) -> Trainer
     config.reward_weights = config.eval_pass_reward = None  # rewards are synthetic
     config.load_best_model_at_end = False
     config.use_vllm = config.use_transformers_continuous_batching = False
-    config.rollout_engine = None
+    config.rollout_engine, config.async_rollouts = None, 0
     if device == "cuda" and left_open and not config.fp16:
         config.bf16 = True
     return config

@@ -63,7 +63,7 @@ def own_rollouts(setup: TrainingSetup, longest: Longest) -> list[Longest]:
     if moves_on or not longest.longest_prompts or source.prompts_per_epoch is None:
         return [longest]
     count, steps = config.prompts_per_rollout, setup.planned_steps
-    per_rollout = 1 if config.kl_stop is not None else config.updates_per_epoch * config.num_iterations
+    per_rollout = 1 if config.kl_stop is not None else config.steps_per_rollout
     wanted, known = -(-steps // per_rollout), max(1, _PROMPTS // count)
     with true_numbers():
         taken = [source.take(place * count, count) for place in range(min(wanted, known))]
@@ -179,7 +179,7 @@ class _Planned:
         """Parts the first step from the others, which may be of its shape; a rollout that stands for all has such."""
         config, count = setup.config, setup.planned_steps
         if self.longest.rollout is not None:
-            count = min(config.updates_per_epoch * config.num_iterations, count)
+            count = min(config.steps_per_rollout, count)
         others = self.steps if len(self.steps) < count else self.steps[1:]
         return replace(self, steps=self.steps[:1]), replace(self, steps=others)
 

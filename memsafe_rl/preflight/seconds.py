@@ -105,7 +105,7 @@ def count_step(setup: TrainingSetup, longest: Longest) -> dict[Phase, list[tuple
     with every_turn():
         of_rollout = {Phase.ROLLOUT: _rollout(setup, longest), Phase.SCORE: _scoring(setup, longest)}
         update = _update(setup, longest)
-    served = setup.config.updates_per_epoch * setup.config.num_iterations
+    served = setup.config.steps_per_rollout
     pieces = {phase: [(times / served, work) for times, work in parts] for phase, parts in of_rollout.items()}
     pieces[Phase.UPDATE] = update
     return pieces

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +21,40 @@ LiveKeys = Callable[[], Sequence[SequenceKey]]
 """Gives the keys of the episodes that are not over; a key stands for its episode, whatever the turn."""
 
 
+class DrawsAhead(Protocol):
+    """Draws completions elsewhere while the caller trains; a later `Generate` of the same keys gives them."""
+
+    def begin(
+        self,
+        prompts: Sequence[Tensor],
+        keys: Sequence[Sequence[SequenceKey]],
+        settings: SamplingSettings,
+        plan: RolloutPlan,
+    ) -> None:
+        """Begins to draw with the weights as they are now, and forgets what was drawn ahead before.
+
+        Args:
+            prompts: as in `Generate`.
+            keys: likewise.
+            settings: likewise.
+            plan: how many rows may be under way at once.
+        """
+
+    def drawn(self) -> Mapping[SequenceKey, Completion]:
+        """Waits for what is under way.
+
+        Returns:
+            The completions that nobody has taken yet, on the host; fewer than were begun where drawing failed.
+        """
+
+    def restore(self, drawn: Mapping[SequenceKey, Completion]) -> None:
+        """Takes over what another process had drawn ahead.
+
+        Args:
+            drawn: as `drawn` gave it.
+        """
+
+
 @dataclass(frozen=True)
 class EngineCapabilities:
     """What an engine can do; nobody asks which engine it is."""
@@ -30,6 +64,7 @@ class EngineCapabilities:
     kv_retention: bool = False  # whether a scope keeps keys and values between turns; memory plans make room then
     int8_cache: bool = False  # whether `RolloutEngine.round_cache` works
     resumes_completions: bool = False  # whether `Generate` takes ``begun``
+    ahead: DrawsAhead | None = None  # draws the next rollout while this one is learnt from; None: it cannot
 
 
 class Generate(Protocol):

@@ -31,7 +31,7 @@ from memsafe_rl.checkpoint.weights import (
 )
 from memsafe_rl.config.degradation import Degradation
 from memsafe_rl.config.resume_checks import check_same_run, run_facts
-from memsafe_rl.data.partial_rollouts import plain_groups
+from memsafe_rl.data.partial_rollouts import completion_from, plain_completion, plain_groups
 from memsafe_rl.data.prompts import Cursor, prompt_of
 from memsafe_rl.diagnostics.status import plain_number
 from memsafe_rl.errors import ConfigError
@@ -43,7 +43,7 @@ from memsafe_rl.training.metrics.run_log import RunLog
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.training.state import Ending, RunState
-from memsafe_rl.types import Trajectory
+from memsafe_rl.types import SequenceKey, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +173,10 @@ class Checkpoints:
             waiting = self._collector.groups_from(facts["waiting"])
             state.rollout = Rollout(trajectory=saved.trajectory, **{**facts, "waiting": waiting})
         state.waiting = self._collector.groups_from(loop["waiting"])
+        ahead = setup.engine.supports.ahead
+        if ahead is not None:
+            drawn = loop.get("ahead", ())  # checkpoints of before there was any have none
+            ahead.restore({SequenceKey(*key): completion_from(plain) for key, plain in drawn})
         restore_random_state(loop["random"])
 
     @property
@@ -206,10 +210,16 @@ class Checkpoints:
             "alarms": state.alarms.state_dict(),
             "experience": _rollout_facts(state.rollout),
             "waiting": plain_groups(state.waiting),
+            "ahead": self._drawn_ahead(),
             "concessions": [asdict(degradation) for degradation in state.degradations],
             "run": self._run_facts(),
             "random": plain_random_state(state.random or capture_random_state()),
         }
+
+    def _drawn_ahead(self) -> list[tuple[SequenceKey, dict[str, Any]]]:
+        """Gives the next rollout as far as it is drawn ahead of the weights, which a resumed run no longer has."""
+        ahead = self._setup.engine.supports.ahead
+        return [] if ahead is None else [(key, plain_completion(drawn)) for key, drawn in ahead.drawn().items()]
 
     def _tensors(self) -> dict[str, Any]:
         setup = self._setup

@@ -168,7 +168,9 @@ def _micro_batches(shared: _Pass, rows: Sequence[int]) -> Generator[MicroBatch]:
     groups = adapter.micro_batches(trajectory, rows, shared.plan.micro_batch_tokens, packed=shared.packs(adapter))
     for group in groups:
         together = [rows[place] for place in group.places]
-        with adapter.read_together(trajectory, together, partial(shared.forward, adapter)):
+        read_once = adapter.read_together(trajectory, together, partial(shared.forward, adapter))
+        # An encoder that is read around several rounds would communicate outside of them.
+        with nullcontext() if shared.shards.in_rounds else read_once:
             yield from group.to_run()
 
 
@@ -178,10 +180,14 @@ def pass_once(
     *,
     autocast: Callable[[], AbstractContextManager[object]],
     shards: Shards,
+    keeps_sources: bool,
 ) -> None:
     """Runs the forward and backward of a micro-batch of two tokens, as `accumulate_gradient` does one."""
     one = Ragged(torch.zeros(1, dtype=torch.int64), (1,))
     row = Trajectory(one, (0,), one, Ragged(torch.ones(1), (1,)), None, torch.zeros(1), (0,), (True,))
+    if keeps_sources:  # an encoder that is not run in updates has no part in their collectives
+        made = torch.zeros(1, adapter.geometry.hidden_size, dtype=next(adapter.model.parameters()).dtype)
+        row = replace(row, sources=Ragged(made, (1,)))
     beside = next((critic.head for critic in critics if critic.shares_forward), None)
     scored = partial(score_rows, adapter, row, [0], temperature=1.0, tile=1, value_head=beside)
     with autocast():

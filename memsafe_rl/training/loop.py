@@ -24,6 +24,7 @@ from memsafe_rl.memory.runtime.interrupts import StopRequest, uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter
 from memsafe_rl.memory.runtime.recovery import capture_random_state, empty_caches
 from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.training.ahead import draw_ahead
 from memsafe_rl.training.checkpoints import Checkpoints, best_folder
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.evaluation import evaluated, track_best
@@ -188,6 +189,8 @@ class TrainingLoop:
         state = self.state
         with self.setup.gathered():
             rollout = collect(self.collector, state, self.learner.later_rows(state.cursor))
+        if self.config.async_rollouts:
+            draw_ahead(self.setup, state, rollout)
         self.report.table = rollout.table
         state.random = self.setup.recovery.repeat(Stage.PREPARE, capture_random_state)
         return rollout
@@ -218,7 +221,7 @@ class TrainingLoop:
         self.files.finish(report, self.config, wait=False)
         report.notify("on_progress", state.step, metrics)
         self._end_step()
-        self.setup.memory.end_step(self.setup.holdings.tensors, steps_per_rollout=self._steps_per_rollout)
+        self.setup.memory.end_step(self.setup.holdings.tensors, steps_per_rollout=self.config.steps_per_rollout)
 
     def _end_step(self) -> None:
         """Asks callbacks what follows a step, and does it; goes on where an earlier start was cut short."""
@@ -445,17 +448,13 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------ how far
 
-    @property
-    def _steps_per_rollout(self) -> int:
-        return self.config.updates_per_epoch * self.config.num_iterations
-
     def _epoch(self) -> float:
         """Passes over the dataset so far, counting a rollout as far as it has been trained on."""
         per_epoch, cursor = self.setup.source.prompts_per_epoch, self.state.cursor
         if per_epoch is None:
             return 0.0
         done = cursor.epoch * self.config.updates_per_epoch + cursor.step
-        return (cursor.position + self.state.consumed * done / self._steps_per_rollout) / per_epoch
+        return (cursor.position + self.state.consumed * done / self.config.steps_per_rollout) / per_epoch
 
     def _used_up(self) -> bool:
         """Whether the epochs asked for are over although fewer steps were done (after KL stops)."""

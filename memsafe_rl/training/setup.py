@@ -173,7 +173,7 @@ class TrainingSetup:
         if per_epoch is None:
             raise ConfigError("max_steps is -1 but the dataset is a stream of unknown length. Set max_steps.")
         rollouts = per_epoch // config.prompts_per_rollout
-        return math.ceil(config.num_train_epochs * rollouts * config.updates_per_epoch * config.num_iterations)
+        return math.ceil(config.num_train_epochs * rollouts * config.steps_per_rollout)
 
     def memory_state(self) -> MemoryState:
         """Gives what a policy may know of the device, on which no frozen weights are left that only passed by."""

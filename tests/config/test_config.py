@@ -58,6 +58,7 @@ THEIRS = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
 RLOO_THEIRS = {field.name: field for field in dataclasses.fields(trl.RLOOConfig)}
 
 NEW = {
+    "async_rollouts",
     "vllm_server_fallback",
     "vllm_server_weights_dir",
     "advantage_estimator",

@@ -61,10 +61,11 @@ class Scene:
 
 
 SCENES = (
-    Scene("one process", 0.3),
-    Scene("old checkpoints deleted", 0.3, settings={"save_total_limit": 2}),
-    Scene("saved in the background", 0.3, settings={"save_in_background": True, "save_total_limit": 3}),
+    Scene("one process", 0.25),
+    Scene("old checkpoints deleted", 0.25, settings={"save_total_limit": 2}),
+    Scene("saved in the background", 0.25, settings={"save_in_background": True, "save_total_limit": 3}),
     Scene("two ranks", 0.1, ranks=2),
+    Scene("two sharded ranks", 0.15, ranks=2, settings={"fsdp": "full_shard"}),
 )
 
 

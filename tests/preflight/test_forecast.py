@@ -385,6 +385,12 @@ class TestOfACard:
             assumed.assumptions
         )
 
+    def test_rollouts_of_servers_are_told_apart(self, tmp_path: Path) -> None:
+        tiny_model("qwen3", positions=2048).save_pretrained(tmp_path)
+        on_servers = {"use_vllm": True, "vllm_mode": "server", "async_rollouts": 1}
+        told = on_a_card(tmp_path, settings=on_servers).assumptions
+        assert any(one.startswith("servers draw on other cards: rollout is what the own engine holds") for one in told)
+
     def test_plain_values_are_json_with_the_peak_on_top(self, on_a_gib: MemoryForecast) -> None:
         forecast = on_a_gib
         written = json.loads(json.dumps(forecast.plain()))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -13,18 +13,20 @@ from typing import TypeVar
 import requests
 import torch
 from requests.adapters import HTTPAdapter
+from torch import Tensor
 
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
+from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout.engine import ENGINES, Engine, EngineContext, RolloutEngine, register_engine
 from memsafe_rl.rollout.external.function_engine import FunctionEngine
-from memsafe_rl.rollout.external.request import EngineRequest, Row, seed_of
+from memsafe_rl.rollout.external.request import EngineRequest, Row, request_of, seed_of
 from memsafe_rl.rollout.external.sampling_support import FILTERS, refuse_encoder
 from memsafe_rl.rollout.server.routes import Server, ServerError
 from memsafe_rl.rollout.server.weights import is_whole, written
 from memsafe_rl.rollout.vllm.weights import refuse_unmergeable
-from memsafe_rl.types import Completion, RolloutPlan, SequenceKey
+from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 logger = logging.getLogger(__name__)
 
@@ -61,20 +63,82 @@ class Servers:
         self._met = False  # whether any server has served this run
         self._request: EngineRequest | None = None
         self._answered: dict[Row, Completion] = {}
+        self._under_way: _Pass | None = None  # of a rollout that is not due yet
+        self._connections = ExitStack()  # to the servers that draw it
+        self._ahead: dict[SequenceKey, Completion] = {}  # what has been drawn of it
 
     def synchronise(self, step: int) -> None:
         """Forgets the weights written before if an optimizer step has moved them; the next draw writes them."""
         if step != self._step:
+            self.drawn()  # by servers that still have them
             self._step, self._weights = step, None
 
     def close(self) -> None:
-        """Forgets which weights were written."""
+        """Forgets which weights were written, and what was drawn ahead."""
         self._step = self._weights = None
+        self._forget_ahead()
+
+    def begin(
+        self,
+        prompts: Sequence[Tensor],
+        keys: Sequence[Sequence[SequenceKey]],
+        settings: SamplingSettings,
+        plan: RolloutPlan,
+    ) -> None:
+        """Hands the weights over and asks for a rollout that is not due yet; see `DrawsAhead.begin`."""
+        self._forget_ahead()
+        request, reasons = request_of(prompts, keys, settings, self._adapter.geometry), dict[str, str]()
+        with ExitStack() as opened:
+            servers = opened.enter_context(_servers(self._settings))
+            with torch.no_grad(), eval_mode(self._adapter.model):
+                ready = self._prepared(servers, reasons)
+            if not ready:
+                logger.warning("No vLLM server draws ahead: %s", "; ".join(reasons.values()))
+                return
+            self._under_way = _Pass(ready, request, self._label, reasons, request.rows, plan)
+            self._connections = opened.pop_all()
+
+    def drawn(self) -> Mapping[SequenceKey, Completion]:
+        """Waits for what is under way; see `DrawsAhead.drawn`."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return self._ahead
+        with self._connections:
+            missing = self._keep(under_way)
+            if missing:
+                missing = self._keep(under_way.again(missing))
+        if missing:
+            logger.warning(
+                "%d of %d completions were not drawn ahead and are drawn with newer weights: %s",
+                len(missing),
+                len(under_way.request.rows),
+                "; ".join(under_way.reasons.values()),
+            )
+        return self._ahead
+
+    def _keep(self, under_way: _Pass) -> list[Row]:
+        """Keeps what is drawn ahead; gives the rows that no server answered."""
+        self._ahead |= {under_way.key(row): completion for row, completion in under_way.answers()}
+        return [row for row in under_way.rows if under_way.key(row) not in self._ahead]
+
+    def restore(self, drawn: Mapping[SequenceKey, Completion]) -> None:
+        """Takes over what was drawn ahead before a checkpoint; see `DrawsAhead.restore`."""
+        self._forget_ahead()
+        self._ahead = dict(drawn)
+
+    def _forget_ahead(self) -> None:
+        if self._under_way is not None:
+            self._under_way.cancel()
+        self._connections.close()
+        self._under_way, self._ahead = None, {}
 
     def draw(self, request: EngineRequest, plan: RolloutPlan) -> list[Completion]:
         """Draws one completion for each row."""
+        self.drawn()  # servers whose weights may be replaced below finish first
         if self._request is not request:
-            self._request, self._answered = request, {}
+            keys = {row: request.keys[row[0]][row[1]] for row in request.rows}
+            self._request = request
+            self._answered = {row: self._ahead.pop(key) for row, key in keys.items() if key in self._ahead}
         reasons: dict[str, str] = {}
         with _servers(self._settings) as servers:
             for _ in range(_PASSES):
@@ -82,7 +146,11 @@ class Servers:
                 if not missing:
                     break
                 ready = self._prepared(servers, reasons)
-                _Pass(ready, request, self._label, reasons).draw(missing, plan, self._answered)
+                if ready:
+                    for row, completion in _Pass(ready, request, self._label, reasons, missing, plan).answers():
+                        self._answered[row] = completion
+                        if request.progress is not None:
+                            request.progress(len(self._answered), len(request.rows))
         missing = [row for row in request.rows if row not in self._answered]
         if missing:
             self._draw_here(missing, request, plan, reasons)
@@ -172,44 +240,60 @@ class Servers:
 
 
 class _Pass:
-    """Asks for every missing row once; a server that fails is asked for nothing more, the next one is."""
+    """Asks for rows once, side by side; a server that fails is asked for nothing more, the next one is."""
 
-    def __init__(self, servers: Sequence[Server], request: EngineRequest, label: str, reasons: dict[str, str]) -> None:
-        self._servers, self._request, self._label, self._reasons = servers, request, label, reasons
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        request: EngineRequest,
+        label: str,
+        reasons: dict[str, str],
+        rows: Sequence[Row],
+        plan: RolloutPlan,
+    ) -> None:
+        self._servers, self.request, self._label, self.reasons = servers, request, label, reasons
+        self.rows, self._plan = rows, plan
         self._failed: set[str] = set()
+        self._threads = ThreadPoolExecutor(min(len(rows), max(1, plan.rows_in_flight), _THREADS))
+        self._asked: dict[Future[Completion | None], Row] = {
+            self._threads.submit(self._row, row, first): row for first, row in enumerate(rows)
+        }
 
-    def draw(self, rows: Sequence[Row], plan: RolloutPlan, answered: dict[Row, Completion]) -> None:
-        """Adds what is answered, by row; a row that comes twice is the same."""
-        if not self._servers:
-            return
-        with ThreadPoolExecutor(min(len(rows), max(1, plan.rows_in_flight), _THREADS)) as threads:
-            asked: dict[Future[Completion | None], Row] = {
-                threads.submit(self._row, row, first): row for first, row in enumerate(rows)
-            }
-            try:
-                for done in as_completed(asked):
-                    completion = done.result()
-                    if completion is not None:
-                        answered[asked[done]] = completion
-                        if self._request.progress is not None:
-                            self._request.progress(len(answered), len(self._request.rows))
-            except BaseException:
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
+    def answers(self) -> Iterator[tuple[Row, Completion]]:
+        """Gives each completion as it comes; a row that no server answered is left out."""
+        try:
+            for done in as_completed(self._asked):
+                completion = done.result()
+                if completion is not None:
+                    yield self._asked[done], completion
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Asks for nothing more; requests under way end in their threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def again(self, rows: Sequence[Row]) -> _Pass:
+        """Asks for some rows once more, of servers that still have the weights: an answer with others is refused."""
+        return _Pass(self._servers, self.request, self._label, self.reasons, rows, self._plan)
+
+    def key(self, row: Row) -> SequenceKey:
+        """Names the sequence of a row."""
+        prompt, sample = row
+        return self.request.keys[prompt][sample]
 
     def _row(self, row: Row, first: int) -> Completion | None:
-        prompt, sample = row
-        key = self._request.keys[prompt][sample]
+        key, settings = self.key(row), self.request.settings
         name = "-".join(map(str, (*key, self._label)))
         for turn in range(len(self._servers)):
             server = self._servers[(first + turn) % len(self._servers)]
             if server.url in self._failed:
                 continue
             try:
-                return server.draw(name, self._request.ids[prompt], self._request.settings, seed_of(key), self._label)
+                return server.draw(name, self.request.ids[row[0]], settings, seed_of(key), self._label)
             except ServerError as error:
                 self._failed.add(server.url)
-                self._reasons[server.url] = str(error)
+                self.reasons[server.url] = str(error)
         return None
 
 
@@ -236,7 +320,9 @@ def vllm_server_engine(context: EngineContext) -> FunctionEngine:
         tolerance=_ROUNDED if rounded else _EXACT,
     )
     servers = Servers(context.adapter, settings, ENGINES["native"].function(context))
-    return FunctionEngine(context, servers.draw, honours=FILTERS, synchronise=servers.synchronise, close=servers.close)
+    return FunctionEngine(
+        context, servers.draw, honours=FILTERS, synchronise=servers.synchronise, close=servers.close, ahead=servers
+    )
 
 
 register_engine(Engine(NAME, vllm_server_engine))

@@ -14,7 +14,7 @@ from memsafe_rl.errors import DataError
 from memsafe_rl.memory.runtime.recovery import Attempt, capture_random_state, set_random_state
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.module_state import eval_mode
-from memsafe_rl.rollout.engine import EngineCapabilities, EngineContext, LiveKeys, Progress, RolloutScope
+from memsafe_rl.rollout.engine import DrawsAhead, EngineCapabilities, EngineContext, LiveKeys, Progress, RolloutScope
 from memsafe_rl.rollout.external.limits import drawn_by_limit
 from memsafe_rl.rollout.external.request import EngineRequest, request_of
 from memsafe_rl.rollout.external.sampling_support import refuse_begun, refuse_rounding, refuse_settings
@@ -90,6 +90,7 @@ class FunctionEngine(ExternalEngine):
         close: called when the run ends or its weights are loaded; a later call begins anew.
         is_external: whether log-probs come from other kernels or weights than the model's, so that the loss must
             correct for the difference.
+        ahead: draws rollouts before they are due, which ``draw`` then gives; None where that cannot be.
     """
 
     def __init__(
@@ -101,8 +102,9 @@ class FunctionEngine(ExternalEngine):
         synchronise: Callable[[int], object] = lambda _: None,
         close: Callable[[], object] = lambda: None,
         is_external: bool = True,
+        ahead: DrawsAhead | None = None,
     ) -> None:
-        self.name, self.supports = context.name, EngineCapabilities(is_external=is_external)
+        self.name, self.supports = context.name, EngineCapabilities(is_external=is_external, ahead=ahead)
         self._adapter, self._draw, self._honours = context.adapter, draw, PLAIN.union(honours)
         self._synchronise, self._close = synchronise, close
 

@@ -53,6 +53,7 @@ from memsafe_rl.training.assembly.language_models import bound_prompts
 from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES, ModelFactory
 from memsafe_rl.training.gradient import pass_once
 from memsafe_rl.training.learner import Learner, make_committer
+from memsafe_rl.training.scorer import Scorer
 from memsafe_rl.training.setup import DrawRollout, TrainingSetup
 from memsafe_rl.types import Phase
 from memsafe_rl.units import format_bytes
@@ -262,8 +263,10 @@ def _divided(setup: TrainingSetup, ranks: Replicas, device: torch.device) -> Sha
         check_dividable(one)
     networks = {id(one.lm): one.lm for one in adapters}
     shards = ShardedWeights(list(networks.values()), ranks, device)
-    learn = partial(pass_once, setup.adapter, setup.advantages.critics, autocast=setup.autocast, shards=shards)
-    shards.learn_order(learn)
+    critics, keeps = setup.advantages.critics, Scorer(setup).keeps_sources
+    shards.learn_order(
+        partial(pass_once, setup.adapter, critics, autocast=setup.autocast, shards=shards, keeps_sources=keeps)
+    )
     setup.trained.zero_grad()
     for one in adapters:
         one.reread()

@@ -175,6 +175,11 @@ def check_together(
         )
     if rollout_func is None and isinstance(dataset, Dataset):
         rewards.check_columns(dataset.column_names)
+    if config.async_rollouts and (rollout_func is not None or stage is not None):
+        raise ConfigError(
+            f"async_rollouts is {config.async_rollouts}, which draws single turns ahead. Leave it out beside tools, "
+            "environment_factory and rollout_func."
+        )
     check_reward_names(config.objective_list, rewards.names)
     if config.caches_in_8_bits and rollout_func is not None:
         raise ConfigError(
@@ -252,7 +257,27 @@ def engine_for(config: TrainerConfig, own: str, adapter: ModelAdapter, tracker: 
         refuse_begun(name, config.partial_rollout_tokens)
     if config.caches_in_8_bits:
         engine.round_cache()
+    if config.async_rollouts:
+        _check_ahead(config, engine)
     return engine
+
+
+def _check_ahead(config: TrainerConfig, engine: RolloutEngine) -> None:
+    told = f"async_rollouts is {config.async_rollouts}, but "
+    if engine.supports.ahead is None:
+        raise ConfigError(
+            f"{told}the engine {engine.name!r} draws in this process, on the device that trains. Set use_vllm=True and "
+            "vllm_mode='server', or leave async_rollouts out."
+        )
+    if config.dynamic_sampling:
+        raise ConfigError(
+            f"{told}with dynamic_sampling rewards decide which prompts come next. Set one of the two only."
+        )
+    if not config.vllm_importance_sampling_correction:
+        raise ConfigError(
+            f"{told}vllm_importance_sampling_correction is False, and completions of older weights need it. Set it to "
+            "True."
+        )
 
 
 def check_sampler(config: TrainerConfig, *, is_external: bool) -> None:

@@ -17,6 +17,10 @@ from safetensors.torch import load_file
 from tests.rollout.external.common import small_model
 
 
+class _Http(ThreadingHTTPServer):
+    request_queue_size = 128  # connections that wait: clients open 64 at once
+
+
 class FakeServer:
     """Its weights are random until it is given others; ``spoil`` changes an answer before it is sent."""
 
@@ -33,7 +37,7 @@ class FakeServer:
         self.drops: set[str] = set()  # tensors it does not load
         self.drawn = 0
         self._lock = threading.Lock()
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        self._http = _Http(("127.0.0.1", port), _handler(self))
         self._http.daemon_threads = True
         self.port = self._http.server_address[1]
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
