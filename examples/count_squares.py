@@ -1,4 +1,4 @@
-"""Learns to count squares in made-up pictures, offline, in half a minute: `python -m examples.count_squares`."""
+"""Learns to count squares in made-up pictures, offline, in about a minute: `python -m examples.count_squares`."""
 
 import random
 from typing import Any
