@@ -23,6 +23,7 @@ from memsafe_rl.models.diffusion.schedulers import DDPMScheduler as DDPMSchedule
 from memsafe_rl.models.diffusion.schedulers import DiffusersScheduler as DiffusersScheduler
 from memsafe_rl.models.diffusion.schedulers import FlowSDEScheduler as FlowSDEScheduler
 from memsafe_rl.models.language.function_adapter import FunctionAdapter as FunctionAdapter
+from memsafe_rl.models.vision.processors import PillowProcessor as PillowProcessor
 from memsafe_rl.ops.advantages import AdvantageEstimator as AdvantageEstimator
 from memsafe_rl.ops.advantages import register_advantage_estimator as register_advantage_estimator
 from memsafe_rl.ops.losses import Loss as Loss

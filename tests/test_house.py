@@ -10,11 +10,11 @@ import pytest
 from benchmarks.house import figures
 
 CEILINGS = {  # figure: (ceiling, what it shall become)
-    "lines of the package": (48_000, 40_000),
+    "lines of the package": (49_000, 40_000),
     "files of the largest room": (15, 15),
     "files of the largest catalogue": (11, 30),
     "lines of the largest room": (5_000, 5_000),
-    "files entered by one rollout": (48, 28),
+    "files entered by one rollout": (49, 28),
     "frames deep in one rollout": (25, 20),
     "files entered by one update": (41, 28),
     "frames deep in one update": (23, 20),

@@ -35,6 +35,7 @@ OPTIONAL = {
     "liger_kernel",
     "math_verify",
     "matplotlib",
+    "PIL",
     "pynvml",
     "vllm",
 }

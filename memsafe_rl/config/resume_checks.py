@@ -15,7 +15,7 @@ def run_facts(config: TrainerConfig, examples: Sequence[Mapping[str, Any]], prom
     """Gives everything that decides what a run computes, as plain values."""
     written = config.to_dict()
     kept = {name: written[name] for name, one in config.declared.items() if one.resume == "must agree"}
-    text = json.dumps([example.get("prompt") for example in examples], sort_keys=True, default=str)
+    text = json.dumps([example.get("prompt") for example in examples], sort_keys=True, default=_written)
     facts = {
         **kept,
         # how rows are laid out over ranks and accumulation steps may change; these may not
@@ -26,6 +26,11 @@ def run_facts(config: TrainerConfig, examples: Sequence[Mapping[str, Any]], prom
     }
     plain: dict[str, Any] = json.loads(json.dumps(facts, default=_named))
     return plain
+
+
+def _written(value: Any) -> str:
+    """Writes a value of a prompt, an image by its pixels."""
+    return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else str(value)
 
 
 def _named(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from datasets import Dataset, Image, IterableDataset
@@ -13,11 +13,17 @@ from jinja2 import TemplateError
 from rich.progress import track
 from torch import Tensor
 
+from memsafe_rl.data.images import COLUMNS, images_of, with_images
 from memsafe_rl.errors import DataError
 from memsafe_rl.rollout.multi_turn.chat import check_template
 
 _TOKENIZE_BATCH = 512
 _SHOW_PROGRESS_FROM = 20_000  # prompts whose tokenization takes over two seconds
+
+_TEXT_ALONE = (
+    "Images are read by Qwen2-VL and Qwen2.5-VL with their processor as processing_class (docs/images.md); here "
+    "prompts are text alone."
+)
 
 _PROMPT_STREAM = 1
 _ROW_STREAM = 2
@@ -57,7 +63,13 @@ class IndexedPrompts:
 
     def take(self, position: int, count: int) -> list[dict[str, Any]]:
         """Gives `count` examples from `position` on, across epochs if need be."""
-        return [self._examples[self._index(place)] for place in range(position, position + count)]
+        return [self._read(self._index(place)) for place in range(position, position + count)]
+
+    def _read(self, index: int) -> dict[str, Any]:
+        try:
+            return self._examples[index]
+        except (OSError, SyntaxError) as error:  # how an image that cannot be read complains
+            raise DataError(f"train_dataset[{index}] cannot be read ({error}). Mend or remove that row.") from error
 
     def _index(self, position: int) -> int:
         epoch, place = divmod(position, self.prompts_per_epoch)
@@ -111,10 +123,36 @@ class PromptReader(Protocol):
     Attributes:
         limit: longest prompt, in tokens; None for no limit.
         why_limited: what the limit comes from, as the end of a sentence about prompts over it.
+        columns: columns of a row that it reads.
     """
 
     limit: int | None
     why_limited: str
+    columns: ClassVar[tuple[str, ...]] = ("prompt",)
+
+    def kept(self) -> Any:
+        """Gives what is kept on the device of the prompts read so far; None where they are nothing but their ids."""
+        return None
+
+    def forget(self, kept: Any = None) -> None:  # noqa: ARG002
+        """Frees what is kept of prompts, whose ids stand for nothing from then on.
+
+        Args:
+            kept: from `kept`, what stays; None for nothing.
+        """
+        return
+
+    def rehearse(self, prompts: Sequence[Tensor]) -> None:  # noqa: ARG002
+        """Keeps as much as reading such prompts would keep, to be measured.
+
+        Args:
+            prompts: token ids (length,) int64 of each, from `ids`, on the host.
+        """
+        return
+
+    def tensors(self) -> list[Tensor]:
+        """Gives the tensors of `kept`."""
+        return []
 
     def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
         """Gives the tokens of prompts, without a limit; their number is what counts.
@@ -138,7 +176,7 @@ class PromptReader(Protocol):
 
 
 @dataclass
-class PromptTokenizer:
+class PromptTokenizer(PromptReader):
     """Turns plain or conversational prompts into token ids."""
 
     tokenizer: Any
@@ -148,6 +186,7 @@ class PromptTokenizer:
     truncate: bool  # whether a longer one keeps its end; it is refused otherwise
     vocab_size: int | None = None  # of the model
     why_limited: str = "the limit"
+    shows_images: bool = False  # whether messages may hold placeholders of images
 
     def bound(self, limit: int | None, why: str) -> None:
         """Lowers the limit."""
@@ -158,7 +197,7 @@ class PromptTokenizer:
         """Tokenizes prompts as they are, without a limit."""
         if not prompts:
             return []
-        _check_kind(prompts)
+        _check_kind(prompts, shows_images=self.shows_images)
         if _is_tokens(prompts[0]):
             ids = prompts
         elif isinstance(prompts[0], str):
@@ -203,8 +242,8 @@ class PromptTokenizer:
             return [row for prompt in prompts for row in self._templated([prompt])]
 
 
-def check_dataset(dataset: Any, name: str) -> Dataset | IterableDataset:
-    """Refuses what is no dataset of text prompts, by its form and its columns; no row of a stream is read."""
+def check_dataset(dataset: Any, name: str, columns: Sequence[str] = PromptReader.columns) -> Dataset | IterableDataset:
+    """Refuses what is no dataset of prompts, by its form and by ``columns`` read; no row of a stream is read."""
     if isinstance(dataset, (list, tuple)):
         dataset = _from_rows(dataset, name)
     if isinstance(dataset, Mapping):
@@ -222,10 +261,10 @@ def check_dataset(dataset: Any, name: str) -> Dataset | IterableDataset:
         dataset = dataset.rename_column("input_ids", "prompt")  # prompts that are tokens already, as for TRL's PPO
     for column, feature in (dataset.features or dict.fromkeys(dataset.column_names or ())).items():
         kind = getattr(feature, "feature", feature)
-        if column in ("image", "images") or isinstance(kind, Image):
+        if columns == PromptReader.columns and (column in COLUMNS or isinstance(kind, Image)):
             raise DataError(
-                f"{name} has a column {column!r}, but images are not supported yet: prompts are text. Remove the "
-                f"column with {name}.remove_columns({column!r}) if the prompts do without it."
+                f"{name} has a column {column!r} of images. {_TEXT_ALONE} Or remove the column with "
+                f"{name}.remove_columns({column!r}), if the prompts do without it."
             )
     return dataset
 
@@ -255,20 +294,38 @@ def prompt_of(example: Mapping[str, Any]) -> Any:
     """Gives an example's prompt."""
     if "prompt" not in example:
         raise DataError(f"an example has the columns {sorted(example)} but no 'prompt'. Rename or add that column.")
-    return example["prompt"]
+    images = images_of(example)
+    return with_images(example["prompt"], images) if images else example["prompt"]
+
+
+def prompt_batches(dataset: Any, columns: Sequence[str], size: int = _TOKENIZE_BATCH) -> Iterator[list[Any]]:
+    """Gives the prompts of a map-style dataset, several at once, or one by one where they may hold images."""
+    if columns == PromptReader.columns:
+        yield from (dataset[start : start + size]["prompt"] for start in range(0, len(dataset), size))
+        return
+    found = [name for name in columns if name in dataset.column_names]
+    rows = dataset if dataset.format["type"] == "custom" else dataset.select_columns(found).with_format("arrow")
+    for index in range(len(rows)):  # as they are stored: no image is decoded
+        row = rows[index]
+        yield [prompt_of(row if isinstance(row, Mapping) else row.to_pylist()[0])]
 
 
 def usable_prompts(examples: Any, tokenizer: PromptReader, *, overlong: str, name: str = "train_dataset") -> list[int]:
     """Checks every prompt of a map-style dataset before any weight is loaded."""
     if len(examples) == 0:
         raise DataError(f"{name} is empty. Pass at least one example with a 'prompt' column.")
-    prompt_of(examples[0])
+    prompt_of(dict.fromkeys(examples.column_names))
     lengths: list[int] = []
-    starts: Iterable[int] = range(0, len(examples), _TOKENIZE_BATCH)
+    batches: Iterable[list[Any]] = prompt_batches(examples, tokenizer.columns)
     if len(examples) >= _SHOW_PROGRESS_FROM:
-        starts = track(starts, description="Reading prompts", transient=True)
-    for start in starts:
-        lengths += [len(row) for row in tokenizer.ids(examples[start : start + _TOKENIZE_BATCH]["prompt"])]
+        batches = track(batches, description="Reading prompts", transient=True, total=None)
+    try:
+        for prompts in batches:
+            lengths += [len(row) for row in tokenizer.ids(prompts)]
+    except DataError as error:
+        if tokenizer.columns == PromptReader.columns:
+            raise
+        raise DataError(f"{name}[{len(lengths)}]: {error}") from error
     limit = tokenizer.limit
     over = [] if limit is None else [index for index, length in enumerate(lengths) if length > limit]
     if over and overlong == "error":
@@ -289,7 +346,7 @@ def _is_tokens(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
 
 
-def _check_kind(prompts: Sequence[Any]) -> None:
+def _check_kind(prompts: Sequence[Any], *, shows_images: bool) -> None:
     if all(map(_is_tokens, prompts)):
         return
     conversational = not isinstance(prompts[0], str)
@@ -299,8 +356,8 @@ def _check_kind(prompts: Sequence[Any]) -> None:
             raise DataError(f"prompt {prompt!r} is neither text nor a list of messages with 'role' and 'content'.")
         if is_messages and not prompt:
             raise DataError("prompt [] is a conversation without messages. Remove empty prompts from the dataset.")
-        if is_messages and any(_shows_image(turn) for turn in prompt):
-            raise DataError(f"prompt {prompt!r:.100} holds an image, but images are not supported yet. Use text alone.")
+        if is_messages and not shows_images and any(_shows_image(turn) for turn in prompt):
+            raise DataError(f"prompt {prompt!r:.100} holds an image. {_TEXT_ALONE}")
         if is_messages != conversational:
             raise DataError(
                 f"prompt {prompt!r} is not of the same kind as the first one. Use text or messages for all."

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -30,6 +31,7 @@ from memsafe_rl.models.host_weights import put_on
 from memsafe_rl.models.language.base import is_encoder_decoder, language_model_of, refuse_prompt_learning
 from memsafe_rl.models.language.factory import adapter_for, family_of
 from memsafe_rl.models.module_state import REFERENCE_ADAPTER, adapter_weights, kept_trainable, refuse_trained_bias
+from memsafe_rl.models.vision.processors import freeze_tower, reads_images, share_tower
 from memsafe_rl.types import Component, room_for_prompt
 
 logger = logging.getLogger(__name__)
@@ -97,7 +99,7 @@ def read_config(
     text = config.get_text_config(decoder=True)
     if getattr(text, "vocab_size", None) is None:
         raise ConfigError(
-            f"{told}={_name(model)!r} has a {type(config).__name__}, which names no vocab_size: it draws no tokens. "
+            f"{told}={name_of(model)!r} has a {type(config).__name__}, which names no vocab_size: it draws no tokens. "
             f"{_USE_TEXT}"
         )
     balance = getattr(text, "router_aux_loss_coef", None) if hasattr(text, "output_router_logits") else None
@@ -151,19 +153,20 @@ def load_model(
                 _copy_reference_adapter(base)
         elif _is_quantised(base):
             raise ConfigError(
-                f"model={_name(model)!r} is quantised and its weights cannot be trained. Pass a peft_config to "
+                f"model={name_of(model)!r} is quantised and its weights cannot be trained. Pass a peft_config to "
                 "train an adapter on it, or leave quantization_config out."
             )
         elif with_reference:
             source = model if ref_model is None else ref_model
             taken = load(source, frozen=True) if isinstance(source, str) else source
             reference = (copy.deepcopy(base) if taken is model else taken).requires_grad_(False).eval()
+        share_tower(language_model_of(trained), reference)
         for network in (trained, reference):
             if network is not None:
                 _place(language_model_of(network), device, room_bytes)
     if not any(weight.requires_grad for weight in trained.parameters()):
         raise ConfigError(
-            f"model={_name(model)!r} has no trainable weight. Pass a peft_config, unfreeze weights, or load the "
+            f"model={name_of(model)!r} has no trainable weight. Pass a peft_config, unfreeze weights, or load the "
             "adapter with PeftModel.from_pretrained(..., is_trainable=True)."
         )
     return LoadedModel(trained.eval(), reference, facts.router_aux_loss_coef)
@@ -176,7 +179,7 @@ def load_tokenizer(
     _check_kind(model)
     tokenizer = processing_class
     if tokenizer is None:
-        name = _name(model)
+        name = name_of(model)
         try:
             tokenizer = AutoTokenizer.from_pretrained(
                 name, trust_remote_code=trust_remote_code, **places_for(name, **places)
@@ -190,13 +193,13 @@ def load_tokenizer(
             ) from error
     if isinstance(tokenizer, ProcessorMixin) or not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(
-            f"processing_class is a {type(tokenizer).__name__}; only tokenizers are supported yet. "
-            "Pass the processor's tokenizer if the model takes text alone."
+            f"processing_class is a {type(tokenizer).__name__}, which is neither a tokenizer nor a processor of images "
+            "beside one. Pass the processor's tokenizer if the model takes text alone."
         )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ConfigError(
-                f"the tokenizer of {_name(model)!r} has neither a pad nor an eos token. "
+                f"the tokenizer of {name_of(model)!r} has neither a pad nor an eos token. "
                 "Set tokenizer.pad_token (and eos_token) to tokens of its vocabulary."
             )
         tokenizer.pad_token = tokenizer.eos_token
@@ -299,11 +302,15 @@ def _from_name(
     # bitsandbytes quantises on the way to the device, so weights must be told at once where they go.
     if settings.get("quantization_config") is not None:
         settings.setdefault("device_map", {"": device})
-    kind = AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
+    kind = auto_class_of(config)
     try:
         model = kind.from_pretrained(name, **loading_places_for(name, **settings))
     except (OSError, ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"model={name!r} cannot be loaded by {kind.__name__}: {_first_line(error)}") from error
+    if reads_images(config):
+        freeze_tower(model)
+        if not frozen:
+            logger.warning("The image tower of %s stays frozen: only its language model is trained.", name)
     places = getattr(model, "hf_device_map", None) or {}
     if len(set(places.values())) > 1:
         raise ConfigError(
@@ -311,6 +318,13 @@ def _from_name(
             "trains on one device. Leave device_map out, or quantise the base."
         )
     return model
+
+
+def auto_class_of(config: Any) -> Any:
+    """Gives the class of transformers that makes a network from its config."""
+    if reads_images(config):
+        return AutoModelForImageTextToText
+    return AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
 
 
 def _with_adapter(base: Any, peft_config: PeftConfig) -> PeftModel:
@@ -352,7 +366,8 @@ def _is_quantised(model: Any) -> bool:
     return bool(getattr(model, "is_quantized", False))
 
 
-def _name(model: str | nn.Module) -> str:
+def name_of(model: str | nn.Module) -> str:
+    """Gives the name or folder that a model was loaded from, else its class."""
     if isinstance(model, str):
         return model
     config = getattr(language_model_of(model), "config", None)

@@ -27,6 +27,7 @@ from memsafe_rl.models.language.base import ScoringPath, language_model_of
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
 from memsafe_rl.models.loading import LoadedModel, read_config
+from memsafe_rl.models.vision.processors import share_tower
 from memsafe_rl.parallel.replicas import OneProcess
 from memsafe_rl.parallel.shards import WholeWeights
 from memsafe_rl.preflight.fake.device import nothing_differs
@@ -137,6 +138,7 @@ class DryRun:
         memory.empty_cache()
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, reference = network(), network(frozen=True) if copies else None
+            share_tower(language_model_of(model), reference)
             # bitsandbytes quantises on the way to the device, where all of a base then is
             room_bytes = None if network.quantization else room_for_weights(self._budget_bytes(device_bytes))
             on_host = put_on(language_model_of(model), torch.device("cpu"), room_bytes)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
 
+from memsafe_rl.data.prompts import prompt_of
 from memsafe_rl.memory.simulated.workspaces import QUERIES
 from memsafe_rl.models.language.packing import like_lengths
 from memsafe_rl.preflight.fake.device import true_numbers
@@ -65,8 +66,10 @@ def own_rollouts(setup: TrainingSetup, longest: Longest) -> list[Longest]:
     per_rollout = 1 if config.kl_stop is not None else config.steps_per_rollout
     wanted, known = -(-steps // per_rollout), max(1, _PROMPTS // count)
     with true_numbers():
-        read = [setup.models.reader(source.take(place * count, count)) for place in range(min(wanted, known))]
-    lengths = {place: tuple(len(ids) for ids in prompts.ids) for place, prompts in enumerate(read)}
+        taken = [source.take(place * count, count) for place in range(min(wanted, known))]
+        read = [setup.models.reader.ids([prompt_of(example) for example in examples]) for examples in taken]
+    most = setup.models.reader.limit
+    lengths = {place: tuple(min(len(ids), most or len(ids)) for ids in rows) for place, rows in enumerate(read)}
     kept = {0}.union(
         *(nlargest(_ROLLOUTS // 2, lengths, key=lambda place: size(lengths[place])) for size in (max, sum))
     )

@@ -17,13 +17,14 @@ from datasets import Dataset
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.data.prompts import Prompts
+from memsafe_rl.data.prompts import Prompts, prompt_batches, prompt_of
 from memsafe_rl.errors import DataError, MemoryBudgetError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state, under
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.sampling import noise_slots
+from memsafe_rl.preflight.fake.device import host_numbers
 from memsafe_rl.preflight.synthetic import chains, embedded_prompts, lay_down
 from memsafe_rl.preflight.worst_rows import later_rows, steps_of, tried_places, widest_slices, worst_step
 from memsafe_rl.rollout.native.running_batch import generate
@@ -53,7 +54,6 @@ from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZE_BATCH = 512
 _TOKENIZED = 8192
 """Prompts that are tokenized in search of the longest one; of more, those with the most characters."""
 _STREAM_SAMPLE = 512
@@ -166,13 +166,14 @@ def _try(loop: TrainingLoop) -> dict[str, int] | MemoryBudgetError:
 @contextmanager
 def untouched(setup: TrainingSetup) -> Iterator[None]:
     """Puts everything that a step without a commit may move back as it was: gradients, modes, random state."""
-    repeat = setup.recovery.repeat
-    state = repeat(Stage.PREPARE, capture_random_state)
+    repeat, reader = setup.recovery.repeat, setup.models.reader
+    state, kept = repeat(Stage.PREPARE, capture_random_state), reader.kept()
     with eval_mode(setup.model):
         try:
             yield
         finally:
             setup.committed.drop_gradients()
+            reader.forget(kept)
             repeat(Stage.PREPARE, setup.committed.unpark)
             set_random_state(state)
             setup.memory.meter.reset_peak()
@@ -188,10 +189,9 @@ def find_longest(setup: TrainingSetup, dataset: Any = None) -> Longest:
     dataset, completion_tokens = dataset or setup.dataset, config.max_completion_length
     if isinstance(dataset, Dataset):
         dataset, source = _longest_first(dataset)
-        starts = range(0, len(dataset), _TOKENIZE_BATCH)
-        batches: Iterable[Any] = (dataset[start : start + _TOKENIZE_BATCH]["prompt"] for start in starts)
+        batches: Iterable[Any] = prompt_batches(dataset, reader.columns)
     else:
-        batches = [[example["prompt"] for example in setup.source.take(0, _STREAM_SAMPLE)]]
+        batches = [[prompt_of(example) for example in setup.source.take(0, _STREAM_SAMPLE)]]
         source = f"the longest of the stream's first {_STREAM_SAMPLE}"
     limit, truncated = reader.limit, config.overlong_prompts == "truncate"
     rows = (
@@ -283,14 +283,22 @@ def try_longest(
 
 
 def plan_rollout(setup: TrainingSetup, longest: Longest) -> None:
-    """Asks for the plan of a rollout of the longest prompts, and adopts it."""
+    """Asks for the plan of a rollout of the longest prompts, beside what is kept of these, and adopts it."""
+    setup.models.reader.forget()
+    _read(setup, drawing_of(setup, longest))
     Collector(setup).plan(_prompts_of(setup, drawing_of(setup, longest)))
 
 
 def try_drawing(setup: TrainingSetup, drawing: Drawing) -> None:
     """Tries drawing the longest rows, and the largest pass of every reward model over as many tokens as they have."""
+    reader, evaluates_now = setup.models.reader, drawing.phase is not Phase.ROLLOUT
+    kept = reader.kept()
+    if evaluates_now:  # what a rollout keeps of its prompts was there when it was planned
+        _read(setup, drawing)
     if setup.draw_rollout is None:
         _try_wave(setup, drawing)
+    if evaluates_now:
+        reader.forget(kept)
     if not setup.rewards.models or setup.adapter.time_separable:
         return
     collector, (prompts, rows) = Collector(setup), _samples_of(setup, drawing)
@@ -298,6 +306,15 @@ def try_drawing(setup: TrainingSetup, drawing: Drawing) -> None:
     attempt = collector.scorer.attempt(Stage.REWARD_PASS, work, nullcontext)
     with setup.memory.phase(Phase.REWARD if drawing.phase is Phase.ROLLOUT else drawing.phase):
         setup.rewards.rehearse(drawing.longest.row_tokens, len(rows), by_reward_rows(attempt))
+
+
+def _read(setup: TrainingSetup, drawing: Drawing) -> None:
+    """Keeps of the longest prompts what reading them keeps on the device."""
+    reader = setup.models.reader
+    if reader.kept() is None:
+        return
+    with setup.memory.phase(drawing.phase, compared=False), host_numbers():
+        setup.recovery.repeat(Stage.STORE, reader.rehearse, drawing.longest.prompts(drawing.prompts))
 
 
 def as_rollout(setup: TrainingSetup, trajectory: Trajectory) -> Rollout:

@@ -32,7 +32,7 @@ from memsafe_rl.checkpoint.weights import (
 from memsafe_rl.config.degradation import Degradation
 from memsafe_rl.config.resume_checks import check_same_run, run_facts
 from memsafe_rl.data.partial_rollouts import completion_from, plain_completion, plain_groups
-from memsafe_rl.data.prompts import Cursor
+from memsafe_rl.data.prompts import Cursor, prompt_of
 from memsafe_rl.diagnostics.status import plain_number
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
@@ -169,6 +169,7 @@ class Checkpoints:
             setup.memory.budget_bytes = loop["memory"]["budget_bytes"]
         if saved.trajectory is not None:
             facts = loop["experience"]
+            _read_again(setup, saved.trajectory, state.cursor.position, facts["consumed"])
             waiting = self._collector.groups_from(facts["waiting"])
             state.rollout = Rollout(trajectory=saved.trajectory, **{**facts, "waiting": waiting})
         state.waiting = self._collector.groups_from(loop["waiting"])
@@ -229,8 +230,22 @@ class Checkpoints:
 
     def _run_facts(self) -> dict[str, Any]:
         setup = self._setup
-        first = setup.source.take(0, 2)
+        first = [{"prompt": prompt_of({"prompt": None, **one})} for one in setup.source.take(0, 2)]
         return {**run_facts(setup.config, first, setup.source.prompts_per_epoch), **setup.models.run_facts()}
+
+
+def _read_again(setup: TrainingSetup, trajectory: Trajectory, position: int, consumed: int) -> None:
+    """Reads the prompts of a stored rollout again where their ids stand for what the device keeps of them."""
+    reader = setup.models.reader
+    reader.forget()
+    if reader.kept() is None:
+        return
+    read = {tuple(ids.tolist()) for ids in reader(setup.source.take(position, consumed)).ids}
+    if not {tuple(ids.tolist()) for ids in trajectory.conditions.rows()} <= read:
+        raise ConfigError(
+            "the checkpoint's rollout was drawn from other prompts than train_dataset has at its position. Resume with "
+            "the dataset and the processor it was written with, or start anew."
+        )
 
 
 def _rollout_facts(rollout: Rollout | None) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ import torch
 
 from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.data.external_rollout import ExternalRollout, check_contexts, read_rollout
+from memsafe_rl.data.images import copied, hollow
 from memsafe_rl.data.partial_rollouts import (
     Gathered,
     OpenGroup,
@@ -81,7 +82,7 @@ class Collector:
 
     def __init__(self, setup: TrainingSetup) -> None:
         self._setup = setup
-        self._config, self._settings = setup.config, setup.settings
+        self._config, self._settings, self.reader = setup.config, setup.settings, setup.models.reader
         self.scorer = Scorer(setup)
         self.episodes = Episodes(setup, self.scorer)
 
@@ -95,6 +96,7 @@ class Collector:
 
     def draw(self, state: RunState) -> Drawn:
         """Reads the next prompts, plans the rollout, draws completions and begins their rewards."""
+        self.reader.forget()
         if self._config.partial_rollout_tokens is not None:
             return self._draw_partly(state)
         cursor, group_size = state.cursor, self._config.num_generations
@@ -155,7 +157,7 @@ class Collector:
         Gives what is logged, and the completions as a rollout where the loss of one is known without a critic.
         """
         group_size = self._config.eval_generations
-        prompts = self._repeat(self._setup.models.reader, examples, phase=Phase.EVALUATE)
+        prompts = self._repeat(self.reader, examples, phase=Phase.EVALUATE)
         samples = self._rewarded(*self._draw(prompts, EVALUATION_ROLLOUT, group_size, state, phase=Phase.EVALUATE))
         metrics = self._repeat(self._evaluation_metrics, samples, phase=Phase.EVALUATE)
         if self._setup.advantages.critics or self._settings.objectives or self._setup.adapter.time_separable:
@@ -297,7 +299,7 @@ class Collector:
         return self._repeat(self._read_now, position, count)
 
     def _read_now(self, position: int, count: int) -> Prompts:
-        return self._setup.models.reader(self._setup.source.take(position, count))
+        return self.reader(self._setup.source.take(position, count))
 
     def _repeat(self, function: Callable[..., Made], *values: Any, phase: Phase = Phase.ROLLOUT, **named: Any) -> Made:
         """Repeats a small stage beside a phase's own work; no plan predicted it, and none is judged by it."""
@@ -389,7 +391,7 @@ class Collector:
             columns[name] = list(values) if isinstance(values, (list, tuple)) else [values] * len(mine)
         attempt = self.scorer.attempt(Stage.REWARD_PASS, self.work(prompts, group_size), nullcontext)
         return self._setup.rewards.begin(
-            given.prompts or [copy.deepcopy(prompts.prompts[row // group_size]) for row in mine],
+            given.prompts or [copied(prompts.prompts[row // group_size]) for row in mine],
             list(texts),
             self._setup.models.plain(given.completions),
             columns,
@@ -462,7 +464,7 @@ class Collector:
         names = self._setup.rewards.names
         return tuple(
             {
-                "prompt": samples.prompts.prompts[row // samples.group_size],
+                "prompt": hollow(samples.prompts.prompts[row // samples.group_size]),
                 "completion": self._setup.models.told(samples.texts[row]),
                 **samples.extras[row],
                 **{name: samples.rewards_BF[row, column].item() for column, name in enumerate(names)},

@@ -26,13 +26,17 @@ def evaluated(
         for name, part in dataset.items():
             merged |= evaluated(collector, learner, report, state, part, f"{prefix}_{name}")
         return merged
-    examples = list(check_dataset(dataset, "eval_dataset"))
+    examples = list(check_dataset(dataset, "eval_dataset", collector.reader.columns))
     if not examples:
         raise DataError("eval_dataset is empty. Pass at least one example with a 'prompt' column.")
-    values, rollout = collector.evaluate(examples, state)
-    values.pop("step_tokens")
-    if rollout is not None:
-        values["loss"] = learner.loss_of(rollout, state.controllers)
+    kept = collector.reader.kept()
+    try:
+        values, rollout = collector.evaluate(examples, state)
+        values.pop("step_tokens")
+        if rollout is not None:
+            values["loss"] = learner.loss_of(rollout, state.controllers)
+    finally:
+        collector.reader.forget(kept)
     metrics = {f"{prefix}_{name}": value for name, value in values.items()}
     report.tell_log(state, metrics)
     report.fire("on_evaluate", state, metrics)

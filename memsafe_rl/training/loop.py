@@ -464,5 +464,5 @@ class TrainingLoop:
         return self.state.cursor.position >= self.config.num_train_epochs * per_epoch
 
     def _trajectory_tensors(self) -> list[torch.Tensor]:
-        rollout = self.state.rollout
-        return [] if rollout is None else rollout.trajectory.tensors()
+        rollout, kept = self.state.rollout, self.setup.models.reader.tensors()
+        return kept if rollout is None else [*rollout.trajectory.tensors(), *kept]

@@ -98,7 +98,7 @@ def test_prompts_of_two_kinds_or_none_are_refused() -> None:
         reader().ids([[{"role": "user", "content": "a"}]])
     with pytest.raises(DataError, match="a conversation without messages"):
         reader(chat=True).ids([[{"role": "user", "content": "a"}], []])
-    with pytest.raises(DataError, match="images are not supported yet"):
+    with pytest.raises(DataError, match=r"holds an image\. Images are read by Qwen2-VL"):
         reader(chat=True).ids([[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]])
 
 
@@ -127,8 +127,8 @@ def test_datasets_streams_and_lists_of_dicts_are_taken() -> None:
         ([{"prompt": "a", "x": 1}, {"prompt": "b", "x": "one"}], "values differ in kind"),
         ("prompts.jsonl", "datasets.Dataset or IterableDataset with a 'prompt' column"),
         (None, "train_dataset is None"),
-        ([{"prompt": "a", "image": "a.png"}], "'image', but images are not supported yet"),
-        ([{"prompt": "a", "images": ["a.png"]}], "'images', but images are not supported yet"),
+        ([{"prompt": "a", "image": "a.png"}], "column 'image' of images. Images are read by Qwen2-VL"),
+        ([{"prompt": "a", "images": ["a.png"]}], "column 'images' of images. Images are read by"),
     ],
 )
 def test_other_forms_are_refused_with_the_way_out(dataset: Any, message: str) -> None:
@@ -140,5 +140,5 @@ def test_a_picture_under_any_name_is_refused_in_datasets_and_streams() -> None:
     features = Features({"prompt": Value("string"), "photo": Image()})
     dataset = Dataset.from_dict({"prompt": ["a"], "photo": [None]}, features=features)
     for given in (dataset, dataset.to_iterable_dataset()):
-        with pytest.raises(DataError, match="'photo', but images are not supported yet"):
+        with pytest.raises(DataError, match="column 'photo' of images"):
             check_dataset(given, "eval_dataset")

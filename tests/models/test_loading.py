@@ -174,7 +174,7 @@ def test_tokenizers_that_cannot_serve_are_refused(tmp_path: Path) -> None:
     tiny_config().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="Pass processing_class"):
         load_tokenizer(str(tmp_path))
-    with pytest.raises(ConfigError, match="only tokenizers"):
+    with pytest.raises(ConfigError, match="neither a tokenizer nor a processor"):
         load_tokenizer("name", object())
 
 

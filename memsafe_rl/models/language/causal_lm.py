@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,14 +52,50 @@ from memsafe_rl.types import Component, Trajectory
 logger = logging.getLogger(__name__)
 
 
+class TrunkInputs(Protocol):
+    """Turns stored token ids into what a trunk reads."""
+
+    def of(self, lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:
+        """Gives the trunk's arguments for tokens.
+
+        Args:
+            lm: the network that reads them.
+            ids_BN: (B, N) int64 on the device.
+            positions_BN: (B, N) int64, slots of the tokens in their rows; None where every row begins at slot 0.
+
+        Returns:
+            Keyword arguments of the trunk's forward; no tensor value is read.
+        """
+
+
+class TokenInputs:
+    """Ids as they are."""
+
+    def of(self, lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:  # noqa: ARG002
+        """Gives the ids, and the positions where these are known."""
+        return {"input_ids": ids_BN} | ({} if positions_BN is None else {"position_ids": positions_BN})
+
+
 class CausalLMAdapter(LanguageAdapter):
     """A causal LM of transformers behind the `ModelAdapter` protocol."""
 
-    def __init__(self, model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        pad_token_id: int,
+        reference_model: nn.Module | None = None,
+        inputs: TrunkInputs | None = None,
+    ) -> None:
         """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off."""
         lm = causal_lm_of(model)
+        self.inputs = inputs or TokenInputs()
         path = ScoringPath(_first_route(lm), logit_maps(lm.config)[0])
-        copy = None if reference_model is None else CausalLMAdapter(reference_model, pad_token_id=pad_token_id)
+        copy = (
+            None
+            if reference_model is None
+            else CausalLMAdapter(reference_model, pad_token_id=pad_token_id, inputs=self.inputs)
+        )
         super().__init__(
             model,
             lm,
@@ -76,7 +112,7 @@ class CausalLMAdapter(LanguageAdapter):
         if packed:  # behind one copy of each prompt
             laid = pack_rows(trajectory, rows, self.geometry.windows, self.device)
             with attending(self._attention_configs, laid.layout):
-                output = self.lm.base_model(input_ids=laid.ids, position_ids=laid.positions, use_cache=False)
+                output = self.lm.base_model(**self.inputs.of(self.lm, laid.ids, laid.positions), use_cache=False)
             hidden_ND: Tensor = output[0][0]
             return hidden_ND.index_select(0, laid.places.to(hidden_ND.device))
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
@@ -102,7 +138,9 @@ class CausalLMAdapter(LanguageAdapter):
         windows = self.geometry.windows
         cache = SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits, lengths=lengths, windows=windows)
         with self._attending_alone(ids_PL):
-            output = self.lm.base_model(input_ids=ids_PL.to(self.device), past_key_values=cache, use_cache=True)
+            output = self.lm.base_model(
+                **self.inputs.of(self.lm, ids_PL.to(self.device)), past_key_values=cache, use_cache=True
+            )
         last_PD = torch.stack([output[0][row, length - 1] for row, length in enumerate(lengths)])
         del output  # of which a copy of the last states is enough
         state = SharedPrefixState.of_prompts(block_of(cache.read, lengths, windows), windows, self.device)
@@ -166,11 +204,11 @@ class CausalLMAdapter(LanguageAdapter):
         trunk = self.lm.base_model
         if self.path.route is Route.LEAN:
             with self._attending_alone(ids_BL):
-                output = trunk(input_ids=ids_BL, past_key_values=transit_cache(), use_cache=False)
+                output = trunk(**self.inputs.of(self.lm, ids_BL), past_key_values=transit_cache(), use_cache=False)
         else:
             ends_B1 = torch.tensor(lengths, device=ids_BL.device)[:, None]
             mask_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device)[None] < ends_B1
-            output = trunk(input_ids=ids_BL, attention_mask=mask_BL.long(), use_cache=False)
+            output = trunk(**self.inputs.of(self.lm, ids_BL), attention_mask=mask_BL.long(), use_cache=False)
         return cast(Tensor, output[0])
 
     def _attending_alone(self, ids_BL: Tensor) -> AbstractContextManager[None]:
@@ -201,7 +239,9 @@ class CausalLMAdapter(LanguageAdapter):
             shared_prefix_attention(self._attention_configs, reading),
             short_rotations(() if mode or reading.counts is not None else self._rotations),
         ):
-            output = trunk(input_ids=ids_BN, position_ids=positions_BN, past_key_values=reading.cache, use_cache=True)
+            output = trunk(
+                **self.inputs.of(self.lm, ids_BN, positions_BN), past_key_values=reading.cache, use_cache=True
+            )
         return cast(Tensor, output[0])
 
 

@@ -25,12 +25,15 @@ def family_of(model: Any) -> Adapter | None:
     return next((family for family in reversed(ADAPTERS.values()) if family.matches(inner)), None)
 
 
-def adapter_for(model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> Any:
-    """Wraps a network by its family."""
+def adapter_for(
+    model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None, inputs: Any = None
+) -> Any:
+    """Wraps a network by its family; ``inputs`` turns stored ids into what it reads, None for tokens as they are."""
     family = family_of(model)
     if family is None:
         raise ConfigError(f"model is a {type(model).__name__}, of no known family. Name it by register_adapter.")
-    adapter = family.function(model, pad_token_id=pad_token_id, reference_model=reference_model)
+    more = {} if inputs is None else {"inputs": inputs}
+    adapter = family.function(model, pad_token_id=pad_token_id, reference_model=reference_model, **more)
     refuse_incomplete(adapter, ModelAdapter, f"adapter {family.name!r}")
     return adapter
 

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -161,6 +161,11 @@ def true_numbers() -> Iterator[None]:
     """Has tensors made inside be real ones on the host, whose numbers matter, as those of a random order do."""
     with host_memory(), unset_fake_temporarily():
         yield
+
+
+def host_numbers() -> AbstractContextManager[None]:
+    """Has operators on tensors of the host give true numbers inside; those that a fake tensor takes part in, none."""
+    return cast(AbstractContextManager[None], unset_fake_temporarily())
 
 
 def give_fake_weights(model: nn.Module) -> None:

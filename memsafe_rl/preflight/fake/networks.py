@@ -12,8 +12,6 @@ from peft import PeftConfig, get_peft_model
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
 )
@@ -21,6 +19,8 @@ from transformers import (
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.critic import add_critic_adapter
 from memsafe_rl.models.language.base import is_encoder_decoder
+from memsafe_rl.models.loading import auto_class_of
+from memsafe_rl.models.vision.processors import freeze_tower, reads_images
 from memsafe_rl.preflight.fake.device import give_fake_weights, true_numbers
 
 _BLOCK = 64
@@ -44,12 +44,14 @@ def fake_language_model(
     """Builds a causal LM or an encoder-decoder of fake weights, to be called inside `fake_device`."""
     if quantization_config is not None and not getattr(quantization_config, "load_in_4bit", False):
         raise ConfigError("Only 4-bit bases (BitsAndBytesConfig(load_in_4bit=True)) can be forecast, or plain ones.")
-    kind = AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
+    kind = auto_class_of(config)
     with torch.device("meta"):
         model = _built(kind, config, "be trained as a language model", dtype, trust_remote_code)
         # those that bitsandbytes would quantise: all linear ones but the output head
         linear = [] if quantization_config is None else [one for one in model.modules() if type(one) is nn.Linear]
         layers = [layer for layer in linear if layer is not model.get_output_embeddings()]
+        if reads_images(config):
+            freeze_tower(model)
         if frozen or peft_config is not None:
             model.requires_grad_(False)
         if peft_config is not None:

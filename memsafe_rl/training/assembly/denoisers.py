@@ -31,7 +31,7 @@ _SHORTENED_BY_NOTHING = frozenset({"max_completion_length", "cache_implementatio
 """Remedies of `allow_lossy` that would change nothing of a chain."""
 
 
-class ConditionReader:
+class ConditionReader(PromptReader):
     """Turns prompts into what a denoiser is conditioned on."""
 
     limit: int | None = None

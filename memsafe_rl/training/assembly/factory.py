@@ -46,7 +46,7 @@ from memsafe_rl.training.assembly.inputs import (
     chosen_policy,
     engine_for,
     evaluation_prompts,
-    text_dataset,
+    prompt_dataset,
     training_prompts,
 )
 from memsafe_rl.training.assembly.language_models import bound_prompts
@@ -139,7 +139,7 @@ def read_inputs(config: TrainerConfig, request: TrainingRequest) -> Inputs:
     if pool is not None:
         train_dataset = with_prompts(config, train_dataset, pool)
         eval_dataset = with_prompts(config, eval_dataset, pool, evaluates=True)
-    train_dataset = text_dataset(config, train_dataset, "train_dataset")
+    train_dataset = prompt_dataset(config, train_dataset, models.reader)
     source = training_prompts(config, train_dataset, models.reader)
     rewards = _reward_runner(config, request, pool)
     check_together(config, train_dataset, rewards, request.rollout_func, pool)

@@ -97,14 +97,17 @@ def prompt_reader(config: TrainerConfig, tokenizer: Any, facts: ModelFacts) -> P
     return reader
 
 
-def text_dataset(config: TrainerConfig, dataset: Any, name: str) -> Dataset | IterableDataset:
-    """Checks a dataset's form, and drops every column but the prompt if `remove_unused_columns` asks for it."""
+def prompt_dataset(
+    config: TrainerConfig, dataset: Any, reader: PromptReader, name: str = "train_dataset"
+) -> Dataset | IterableDataset:
+    """Checks a dataset's form, and drops every column that is not read if `remove_unused_columns` asks for it."""
     if dataset is None:
         raise DataError(f"{name} is None. Pass a datasets.Dataset with a 'prompt' column.")
-    checked = check_dataset(dataset, name)
-    names = checked.column_names
-    drops = config.remove_unused_columns and (names is None or "prompt" in names)
-    return checked.select_columns(["prompt"]) if drops else checked
+    checked = check_dataset(dataset, name, reader.columns)
+    names = checked.column_names or ["prompt"]
+    if not config.remove_unused_columns or "prompt" not in names:
+        return checked
+    return checked.select_columns([column for column in reader.columns if column in names])
 
 
 def training_prompts(config: TrainerConfig, dataset: Dataset | IterableDataset, reader: PromptReader) -> PromptSource:
@@ -143,7 +146,7 @@ def evaluation_prompts(config: TrainerConfig, dataset: Any, reader: PromptReader
                 "name a dataset, or leave eval_dataset out."
             )
         return {name: evaluation_prompts(config, part, reader, rewards) for name, part in dataset.items()}
-    dataset = text_dataset(config, dataset, "eval_dataset")
+    dataset = prompt_dataset(config, dataset, reader, "eval_dataset")
     if isinstance(dataset, IterableDataset):
         # every evaluation reads it to its end; how long its prompts are must be known before the first
         dataset = Dataset.from_list(list(dataset), features=dataset.features)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from memsafe_rl.checkpoint.weights import Weights, read_weights, write_weights
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.generation_options import say_what_is_left_out
+from memsafe_rl.data.images import hollow
 from memsafe_rl.data.prompts import PromptReader, Prompts, PromptTokenizer
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import ModelAdapter
@@ -21,8 +22,16 @@ from memsafe_rl.models.batch_invariance import is_default, require
 from memsafe_rl.models.critic import Critic, OwnModel, SecondAdapter, SharedTrunk
 from memsafe_rl.models.language.base import language_model_of
 from memsafe_rl.models.language.factory import adapter_for, check_adapter, family_of
-from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer, read_config
+from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer, name_of, read_config
+from memsafe_rl.models.vision.image_prompts import ImagePrompts
+from memsafe_rl.models.vision.processors import processor_for
 from memsafe_rl.rollout.native.sequences import check_settings
+from memsafe_rl.training.assembly.images import (
+    image_reader,
+    refuse_beside_images,
+    require_shared_prompts,
+    without_image_tokens,
+)
 from memsafe_rl.training.assembly.inputs import balance_coef, model_facts, prompt_reader, prompt_room
 from memsafe_rl.training.assembly.protocol import ModelFamily, register_model_family
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
@@ -38,13 +47,15 @@ class LanguageModels:
         facts = model_facts(config, model)
         self._balance_coef = balance_coef(config, facts)
         revision = (config.model_init_kwargs or {}).get("revision")
-        self.processing_class = load_tokenizer(
-            model,
-            processing_class,
-            trust_remote_code=config.trust_remote_code,
-            **({"revision": revision} if revision else {}),
-        )
-        self.reader: PromptReader = prompt_reader(config, self.processing_class, facts)
+        where: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+        where |= {"revision": revision} if revision else {}
+        processor = processor_for(name_of(model), processing_class, facts.config, **where)
+        given = processing_class if processor is None else processor.tokenizer
+        self.tokenizer = load_tokenizer(model, given, **where)
+        self.processing_class = self.tokenizer if processor is None else processor
+        text = prompt_reader(config, self.tokenizer, facts)
+        self._image_reader = None if processor is None else image_reader(processor, text, facts)
+        self.reader: PromptReader = self._image_reader or text
 
     def load(
         self,
@@ -71,8 +82,14 @@ class LanguageModels:
 
     def adapt(self, loaded: LoadedModel) -> ModelAdapter:
         """Wraps a model by its family; see `ModelFactory.adapt`."""
-        pad = self.processing_class.pad_token_id
-        adapter: ModelAdapter = adapter_for(loaded.model, pad_token_id=pad, reference_model=loaded.reference_model)
+        pad = self.tokenizer.pad_token_id
+        images = None
+        if self._image_reader is not None:
+            images = ImagePrompts(language_model_of(loaded.model), dtype=self._config.autocast_dtype)
+            self._image_reader.attach(images)
+        adapter: ModelAdapter = adapter_for(
+            loaded.model, pad_token_id=pad, reference_model=loaded.reference_model, inputs=images
+        )
         self._settle_numerics(adapter)
         if self._balance_coef:
             adapter.balance_experts(self._balance_coef)
@@ -93,27 +110,36 @@ class LanguageModels:
     def check(self, adapter: ModelAdapter) -> None:
         """Compares log-probs and decoding with the model's own logits; see `ModelFactory.check`."""
         check_adapter(adapter)
+        if self._image_reader is not None:
+            require_shared_prompts(adapter)
         if self._config.batch_invariant:
             require(adapter)
 
     def critic(self, adapter: ModelAdapter, wanted: Any, device: torch.device, check: Callable[[Any], None]) -> Critic:
         """Makes a critic that reads tokens; see `ModelFactory.critic`."""
-        pad = self.processing_class.pad_token_id
+        pad = self.tokenizer.pad_token_id
+        if self._image_reader is not None and wanted not in (None, "adapter"):
+            raise ConfigError(
+                "critic is a network of its own, which reads no images. Leave critic out for a head on the model's own "
+                "hidden states, or set critic='adapter'."
+            )
         return make_critic(self._config, adapter, wanted, device, check, pad_token_id=pad)
 
     def sampling_settings(self, adapter: ModelAdapter) -> SamplingSettings:
         """Gives how tokens are drawn; what the configuration leaves open, the model's generation config says."""
         declared = getattr(language_model_of(adapter.model), "generation_config", None)
         say_what_is_left_out(declared)
-        ends = eos_token_ids(self.processing_class, adapter.model)
-        settings = self._config.sampling_settings(ends, tokenizer=self.processing_class, declared=declared)
+        ends = eos_token_ids(self.tokenizer, adapter.model)
+        settings = self._config.sampling_settings(ends, tokenizer=self.tokenizer, declared=declared)
+        if self._image_reader is not None:
+            settings = without_image_tokens(settings, language_model_of(adapter.model).config)
         check_settings(settings, adapter.geometry.vocab_size)
         return settings
 
     def shown(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:
         """Gives texts, or one message each where prompts are conversations."""
         ids: list[Tensor] = [completion.ids for completion in completions]
-        texts = self.processing_class.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
         if isinstance(prompts.prompts[0], str):
             return list(texts)
         return [[{"role": "assistant", "content": text}] for text in texts]
@@ -123,15 +149,17 @@ class LanguageModels:
         return [completion.ids.tolist() for completion in completions]
 
     def told(self, shown: Any) -> Any:
-        """Gives texts and messages as they are."""
-        return shown
+        """Gives texts and messages, images left out."""
+        return hollow(shown)
 
     def run_facts(self) -> dict[str, Any]:
         """Adds nothing: all is in the configuration."""
         return {}
 
     def check_given(self, given: Mapping[str, Any]) -> None:
-        """Refuses nothing: where they do not fit together, others say so."""
+        """Refuses what takes the place of the engine that reads images; see `ModelFactory.check_given`."""
+        if self._image_reader is not None:
+            refuse_beside_images(self._config, given)
 
     def facts(self) -> dict[str, str]:
         """Says how long completions can become, for the start banner."""

@@ -1,0 +1,124 @@
+"""Reads prompts with images: how many tokens each becomes, and what a tower makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memsafe_rl.accounting import host_memory
+from memsafe_rl.data.images import COLUMNS, UNREADABLE, filled, hollow, images_in, size_of
+from memsafe_rl.data.prompts import PromptReader, Prompts, PromptTokenizer, overlong_message, prompt_of
+from memsafe_rl.errors import DataError
+from memsafe_rl.models.vision.image_prompts import ImagePrompt, ImagePrompts, Table
+
+
+class ImagePromptReader(PromptReader):
+    """Turns conversations with images into ids that name what a network reads of them."""
+
+    columns = ("prompt", *COLUMNS)
+
+    def __init__(self, text: PromptTokenizer, image_processor: Any, placeholder: int) -> None:
+        """Reads by a tokenizer and an image processor.
+
+        Args:
+            text: reads conversations whose images are placeholders.
+            image_processor: of the network, from transformers.
+            placeholder: the token that stands for an image.
+        """
+        self.limit, self.why_limited = text.limit, text.why_limited
+        text.limit, text.shows_images = None, True
+        self._text, self._image_processor, self._placeholder = text, image_processor, placeholder
+        self._images: ImagePrompts | None = None
+
+    def attach(self, images: ImagePrompts) -> None:
+        """Names the tower that reads the images, once it is loaded."""
+        self._images = images
+
+    def kept(self) -> Table:
+        """Gives what is kept of the prompts read so far."""
+        return self._tower.table
+
+    def forget(self, kept: Table | None = None) -> None:
+        """Goes back to what was kept before, or to nothing."""
+        self._tower.forget(kept)
+
+    def rehearse(self, prompts: Sequence[Tensor]) -> None:
+        """Keeps as much as reading prompts with so many image tokens would keep."""
+        self._tower.rehearse(prompts)
+
+    def tensors(self) -> list[Tensor]:
+        """Gives what is kept on the device."""
+        return [] if self._images is None else self._images.table.tensors()
+
+    def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Tokenizes prompts without a limit; of each image only the size is read."""
+        shown = [[size_of(image) for image in images_in(prompt)] for prompt in prompts]
+        rows = self._text.ids([hollow(prompt) for prompt in prompts])
+        return [self._expanded(row, sizes) for row, sizes in zip(rows, shown, strict=True)]
+
+    def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:
+        """Tokenizes the prompts of some examples, and has the tower read their images."""
+        prompts = tuple(filled(prompt_of(example)) for example in examples)
+        with host_memory():
+            ids = [torch.tensor(row, dtype=torch.int64) for row in self._cut(self.ids(prompts))]
+            read = {
+                place: ImagePrompt(ids[place], *self._pixels(prompt))
+                for place, prompt in enumerate(prompts)
+                if _shows(prompt)
+            }
+        for place, stored in zip(read, self._tower.read(list(read.values())), strict=True):
+            ids[place] = stored
+        return Prompts(tuple(examples), prompts, tuple(ids))
+
+    @property
+    def _tower(self) -> ImagePrompts:
+        if self._images is None:
+            raise AssertionError("no tower reads the images yet")
+        return self._images
+
+    def _cut(self, rows: list[list[int]]) -> list[list[int]]:
+        """Cuts prompts to the limit, where that is asked for; `ids` refuses to cut images."""
+        if self.limit is None:
+            return rows
+        longest = max(map(len, rows))
+        if longest > self.limit and not self._text.truncate:
+            raise DataError(overlong_message(longest, self, 1))
+        return [row[-self.limit :] for row in rows]
+
+    def _expanded(self, row: list[int], sizes: Sequence[tuple[int, int]]) -> list[int]:
+        """Repeats each image's token as often as it has features."""
+        if row.count(self._placeholder) != len(sizes):
+            raise DataError(
+                f"the chat template writes {row.count(self._placeholder)} image token(s) into a prompt of "
+                f"{len(sizes)} image(s). Write no image tokens into texts, and use the processor's own template."
+            )
+        if not sizes:
+            return row
+        merged = self._image_processor.merge_size**2
+        try:
+            patches = [self._image_processor.get_number_of_image_patches(*size, {}) for size in sizes]
+        except ValueError as error:  # such as a strip two hundred times as long as wide
+            raise DataError(f"an image of (height, width) among {list(sizes)} cannot be read: {error}.") from error
+        counts = iter([count // merged for count in patches])
+        tokens = [token for one in row for token in [one] * (next(counts) if one == self._placeholder else 1)]
+        if self._text.truncate and self.limit is not None and len(tokens) > self.limit:
+            raise DataError(
+                f"a prompt with images has {len(tokens)} tokens, more than {self.limit}, {self.why_limited}, and to "
+                "truncate it would cut an image. Set overlong_prompts to 'filter', or change that."
+            )
+        return tokens
+
+    def _pixels(self, prompt: Any) -> tuple[Tensor, Tensor]:
+        """Gives the pixels of a prompt's images and their grids."""
+        try:
+            read = self._image_processor(images=list(images_in(prompt)), return_tensors="pt")
+        except UNREADABLE as error:
+            raise DataError(f"an image of prompt {hollow(prompt)!r:.200} cannot be read ({error}).") from error
+        return read["pixel_values"], read["image_grid_thw"]
+
+
+def _shows(prompt: Any) -> bool:
+    return next(images_in(prompt), None) is not None

@@ -1,0 +1,198 @@
+"""Rows whose prompts hold images score, learn and decode as by the model's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.models.vision.image_prompts import ImagePrompt, ImagePrompts
+from memsafe_rl.types import Ragged, Trajectory
+from tests.images import END, FAMILIES, IMAGE, START, small
+from tests.models.language.test_packing import InDouble
+
+
+def prompt(*sides: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.float32) -> ImagePrompt:
+    """Makes a prompt of images of so many patches in height and width, with text before, between and after."""
+    source = torch.Generator().manual_seed(seed)
+    ids = [5, 6]
+    for height, width in sides:
+        ids += [START, *[IMAGE] * (height * width // 4), END, 7]
+    patches = sum(height * width for height, width in sides)
+    pixels = torch.randn(patches, 3 * 2 * 4 * 4, generator=source, dtype=dtype)
+    return ImagePrompt(torch.tensor([*ids, 8, 9]), pixels, torch.tensor([(1, *side) for side in sides]))
+
+
+SEVERAL = (prompt((4, 4)), prompt((4, 8), (8, 4), seed=1), prompt((6, 4), (2, 2), (4, 10), seed=2))
+
+
+def adapter_of(model: Any) -> tuple[CausalLMAdapter, ImagePrompts]:
+    """Wraps and checks a network."""
+    images = ImagePrompts(model)
+    adapter = CausalLMAdapter(model, pad_token_id=0, inputs=images)
+    check_head(adapter)
+    assert adapter.joins
+    assert adapter.packs_prompts
+    return adapter, images
+
+
+def rows_of(ids: Sequence[Tensor], group: int = 3) -> Trajectory:
+    """Stores a group of unlike completions of each prompt."""
+    owners = tuple(place for place in range(len(ids)) for _ in range(group))
+    lengths = tuple(2 + (3 * row) % 5 for row in range(len(owners)))
+    actions = torch.tensor([(11 + 17 * place) % 50 + 3 for place in range(sum(lengths))])
+    return Trajectory(
+        conditions=Ragged.from_rows(list(ids)),
+        condition_of_row=owners,
+        actions=Ragged(actions, lengths),
+        loss_mask=Ragged(torch.ones(sum(lengths)), lengths),
+        sampling_logprobs=None,
+        advantages=torch.zeros(len(owners)),
+        group_of_row=owners,
+        finished=(True,) * len(owners),
+    )
+
+
+def logprobs(adapter: CausalLMAdapter, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
+    """Gives the log-probs of completion tokens."""
+    found = adapter.distribution(trajectory, rows, packed=packed)
+    logits_MV = adapter.lm.lm_head(found.hidden_MD)
+    return torch.log_softmax(logits_MV, -1).gather(1, found.tokens_M[:, None])[:, 0]
+
+
+def own_logprobs(model: Any, given: ImagePrompt, action: Tensor) -> Tensor:
+    """Gives the same by the model's own forward."""
+    ids_1L = torch.cat([given.ids, action])[None]
+    model.model.rope_deltas = None
+    kinds = (ids_1L == IMAGE).int()
+    logits = model(
+        input_ids=ids_1L, pixel_values=given.pixels, image_grid_thw=given.grids, mm_token_type_ids=kinds
+    ).logits[0, len(given.ids) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(1, action[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_are_the_models_own(family: str, packed: bool) -> None:
+    model = small(family)
+    adapter, images = adapter_of(model)
+    trajectory = rows_of(images.read(SEVERAL))
+    with torch.no_grad():
+        found = logprobs(adapter, trajectory, range(9), packed=packed)
+        actions = trajectory.actions.rows()
+        own = [own_logprobs(model, SEVERAL[row // 3], actions[row]) for row in range(9)]
+        torch.testing.assert_close(found, torch.cat(own), rtol=0, atol=1e-5)
+        other = images.read([SEVERAL[0]._replace(pixels=SEVERAL[0].pixels + 1)])[0]
+        unlike = logprobs(adapter, rows_of([other]), range(3), packed=packed)
+    assert (unlike - found[: len(unlike)]).abs().max() > 1e-4, "the image makes no difference"
+
+
+def gradient(adapter: CausalLMAdapter, trajectory: Trajectory, cuts: Sequence[Sequence[int]], packed: bool) -> Tensor:
+    """Gives the gradient of the summed log-probs, run in cuts."""
+    adapter.lm.zero_grad()
+    for rows in cuts:
+        logprobs(adapter, trajectory, rows, packed=packed).sum().backward()
+    return torch.cat([weight.grad.flatten() for weight in adapter.lm.parameters() if weight.grad is not None])
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_every_cut_gives_the_same_gradient(dtype: torch.dtype, allowed: float) -> None:
+    adapter, images = adapter_of(small(dtype=dtype))
+    trajectory = rows_of([images.read([given._replace(pixels=given.pixels.to(dtype))])[0] for given in SEVERAL])
+    with InDouble() if dtype is torch.float64 else nullcontext():
+        whole = gradient(adapter, trajectory, [range(9)], False)
+        for cuts in ([[row] for row in range(9)], [[0, 4, 8], [1, 2], [3, 5, 6, 7]]):
+            for packed in (False, True):
+                difference = (gradient(adapter, trajectory, cuts, packed) - whole).norm() / whole.norm()
+                assert difference < allowed, (cuts, packed, float(difference))
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_generate(family: str, chunk: int | None) -> None:
+    model = small(family)
+    adapter, images = adapter_of(model)
+    for given in SEVERAL:
+        kinds = (given.ids == IMAGE).int()[None]
+        own = model.generate(
+            input_ids=given.ids[None],
+            attention_mask=torch.ones_like(given.ids)[None],
+            pixel_values=given.pixels,
+            image_grid_thw=given.grids,
+            mm_token_type_ids=kinds,
+            max_new_tokens=12,
+            min_new_tokens=12,
+            do_sample=False,
+            eos_token_id=None,
+        )[0, len(given.ids) :]
+        logits_PV, state = adapter.prefill([images.read([given])[0]], chunk)
+        state, tokens = state.select([0, 0]), []
+        logits_BV = logits_PV.expand(2, -1)
+        for _ in range(12):
+            tokens.append(logits_BV.argmax(-1))
+            logits_BV = adapter.decode_step(state, tokens[-1])
+        assert torch.equal(torch.stack(tokens, 1), own.expand(2, -1))
+
+
+def test_the_tower_reads_equal_prompts_once_and_a_group_shares_their_bytes() -> None:
+    adapter, images = adapter_of(small())
+    towers: list[int] = []
+    adapter.lm.model.visual.register_forward_pre_hook(lambda *_: towers.append(1))
+    given = prompt((16, 16))
+    stored = images.read([given])[0]
+    begun = len(towers)
+    assert images.read([given])[0] is stored
+    assert len(towers) == begun
+
+    def peak(rows: Trajectory, packed: bool) -> int:
+        adapter.lm.zero_grad()
+        with SimulatedMemory() as memory:
+            logprobs(adapter, rows, range(8), packed=packed).sum().backward()
+        return memory.peak_bytes
+
+    trajectory = rows_of([stored], group=8)
+    shared, copied = peak(trajectory, True), peak(trajectory, False)
+    assert shared < copied / 3
+    assert len(towers) == begun
+
+
+def test_a_moved_placeholder_is_refused() -> None:
+    _, images = adapter_of(small())
+    given = SEVERAL[1]
+    moved = given.ids.clone()
+    last = int((moved == IMAGE).nonzero()[-1])
+    first = int((moved == END).nonzero()[0])
+    moved[last], moved[first] = END, IMAGE
+    with pytest.raises(DataError, match=r"runs of \[9, 7\] image placeholders.*have \[8, 8\] features"):
+        images.read([given._replace(ids=moved)])
+    with pytest.raises(DataError, match=r"image placeholders, but its 1 image"):
+        images.read([given._replace(pixels=given.pixels[:32], grids=given.grids[:1])])
+
+
+@pytest.mark.parametrize("what", ["places", "positions"])
+def test_a_shift_by_one_place_is_refused_at_start(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, images = adapter_of(small())
+    grown = images._grown
+
+    def shifted(*given: Any) -> Any:
+        table = grown(*given)
+        return replace(table, **{what: getattr(table, what).roll(1, -1)})
+
+    monkeypatch.setattr(images, "_grown", shifted)
+    with pytest.raises(ConfigError, match="other hidden states than its own forward"):
+        images.read([SEVERAL[1]])
+
+
+def test_a_trained_tower_is_refused_by_name() -> None:
+    model = small()
+    model.model.visual.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"trains its image tower .*visual.requires_grad_\(False\)"):
+        ImagePrompts(model)
