@@ -378,7 +378,6 @@ def _plan_lines(forecast: MemoryForecast) -> Text:
             "activations offloaded": update.offload_activations,
             "prompts packed": update.pack_prompts,
             "optimizer offloaded between updates": update.park_optimizer or rollout.park_optimizer,
-            **_resident(forecast),
             "trajectory on the device": update.trajectory_device != plain.trajectory_device,
             "cache in 8 bits": rollout.cache_dtype is not None,
             "steps and blocks compiled": rollout.compile is not None or update.compile is not None,
@@ -390,18 +389,6 @@ def _plan_lines(forecast: MemoryForecast) -> Text:
         f"a time; updates of {update.micro_batch_tokens:,} tokens, logits of {update.logprob_tile:,}"
         + (f"; {', '.join(extras)}" if extras else "")
     )
-
-
-def _resident(forecast: MemoryForecast) -> dict[str, bool]:
-    """Says which blocks' frozen weights a plan leaves on the device, where not all of them."""
-    resident = {
-        "rollouts": forecast.rollout_plan.resident_blocks,
-        "updates": forecast.update_plan.resident_blocks,
-    }
-    return {
-        f"frozen weights of all but {blocks} blocks on the host in {name}": blocks is not None
-        for name, blocks in resident.items()
-    }
 
 
 def _finding_lines(forecast: MemoryForecast, findings: Findings) -> list[str]:

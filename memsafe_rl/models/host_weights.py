@@ -173,8 +173,9 @@ class HostWeights:
         frozen = [weight for weight in streamed.frozen if not weight.requires_grad]  # others are trained by now
         with host_memory():  # into the memory of before, if it has left before; it may have been written to meanwhile
             copies = _host_copies(frozen, streamed.copies, device)
-        streamed.weights = [_emptied_like(weight, device or weight.device) for weight in frozen]
         streamed.frozen, streamed.copies = frozen, copies
+        pairs = zip(frozen, copies, strict=True)
+        streamed.weights = [_emptied(weight, waiting, device or weight.device) for weight, waiting in pairs]
         self._away |= {index}
         vars(streamed.block)["forward"] = _Bringing(self, index, streamed.block.forward)
         streamed.read_from(host=True)
@@ -301,11 +302,18 @@ def _host_copies(frozen: Sequence[Tensor], before: Sequence[Tensor], device: tor
     return copies
 
 
-def _emptied_like(weight: Tensor, device: torch.device) -> Tensor:
-    """Gives what a weight is on the device: itself, where it is there and its storage can be emptied."""
-    if weight.device == device and weight.untyped_storage().resizable():
+def _emptied(weight: nn.Parameter, waiting: Tensor, device: torch.device) -> Tensor:
+    """Gives what a weight is on the device: itself, where it is there and its storage can be emptied.
+
+    Any other is its copy from then on, so that its own bytes are free before those that take its place come and go.
+    """
+    storage = weight.untyped_storage()
+    left = storage._cdata == waiting.untyped_storage()._cdata  # at a try that was refused
+    if weight.device == device and storage.resizable() and not left:
         return weight.data
-    empty = torch.empty_like(weight.data, device=device)
+    del storage
+    weight.data = waiting
+    empty = torch.empty_like(waiting, device=device)
     empty.untyped_storage().resize_(0)
     return empty
 

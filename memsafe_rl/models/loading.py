@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +140,10 @@ def load_model(
     device = torch.device(device)
 
     def load(name: Any, frozen: bool) -> Any:
-        return _from_name(name, facts.config, arguments, trust_remote_code, device, frozen=frozen)
+        given, room = arguments, None if peft_config is None else room_bytes
+        if room is not None and _bytes_in_4_bits(facts.config, arguments, trust_remote_code=trust_remote_code) > room:
+            given = {"device_map": {"": "cpu"}, **arguments}  # quantised there, since the device has no room
+        return _from_name(name, facts.config, given, trust_remote_code, device, frozen=frozen)
 
     with charge(Component.WEIGHTS):
         base: Any = load(model, frozen=peft_config is not None) if isinstance(model, str) else model
@@ -327,6 +331,20 @@ def auto_class_of(config: Any) -> Any:
     return AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
 
 
+def _bytes_in_4_bits(config: Any, arguments: Mapping[str, Any], *, trust_remote_code: bool) -> int:
+    """Counts the bytes of a base that bitsandbytes has in 4 bits, scales included; 0 for any other base."""
+    settings = arguments.get("quantization_config") or getattr(config, "quantization_config", None)
+    read = settings.get if isinstance(settings, Mapping) else partial(getattr, settings)
+    if not read("load_in_4bit", False):
+        return 0
+    with torch.device("meta"):
+        network = auto_class_of(config).from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+    layers = [layer for layer in network.modules() if type(layer) is nn.Linear]
+    packed: int = sum(layer.weight.numel() for layer in layers if layer is not network.get_output_embeddings())
+    whole: int = sum(weight.nbytes for weight in network.parameters())
+    return whole - 2 * packed + packed // 2 + packed // 16
+
+
 def _with_adapter(base: Any, peft_config: PeftConfig) -> PeftModel:
     """Puts an adapter into a model, in place."""
     try:
@@ -339,8 +357,9 @@ def _with_adapter(base: Any, peft_config: PeftConfig) -> PeftModel:
 
 
 def _place(lm: Any, device: torch.device, room_bytes: int | None) -> None:
-    """Moves a network; one that is quantised, or that its loading placed, stays where it is."""
-    if _is_quantised(lm) or getattr(lm, "hf_device_map", None):
+    """Moves a network; one that its loading placed stays there, but for a 4-bit one that was quantised on the host."""
+    waits = getattr(lm, "is_loaded_in_4bit", False) and not any(weight.is_cuda for weight in lm.parameters())
+    if not waits and (_is_quantised(lm) or getattr(lm, "hf_device_map", None)):
         hold(Component.WEIGHTS, weights_of(lm))
     else:
         put_on(lm, device, room_bytes)

@@ -139,8 +139,7 @@ class DryRun:
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, reference = network(), network(frozen=True) if copies else None
             share_tower(language_model_of(model), reference)
-            # bitsandbytes quantises on the way to the device, where all of a base then is
-            room_bytes = None if network.quantization else room_for_weights(self._budget_bytes(device_bytes))
+            room_bytes = room_for_weights(self._budget_bytes(device_bytes))
             on_host = put_on(language_model_of(model), torch.device("cpu"), room_bytes)
         if on_host:  # loaded there, they were never on the device
             memory.empty_cache()
@@ -341,7 +340,7 @@ def _try_until_settled(
     setup: TrainingSetup, longest: Longest, memory: SimulatedMemory, evaluation: Drawing | None = None
 ) -> TrainingSetup:
     """Tries what may hold most until the plans are those that a run would make of what it measures."""
-    tracker = setup.memory
+    tracker, resident = setup.memory, setup.adapter.resident_blocks
     tracker.enforce()
     try:
         committer = make_committer(setup, (None, None), setup.planned_steps)
@@ -350,8 +349,12 @@ def _try_until_settled(
         among, grows = candidates(setup, longest), not committer.optimizer.state
         trials = worst_trials(setup, among, grows=grows)
         for _ in range(_MOST_ROUNDS):
+            # A run begins with the weights where loading left them, before its first plan sends any to the host.
+            setup.recovery.repeat(Stage.PREPARE, setup.adapter.place_weights, resident)
+            setup.adapter.release_weights()
             memory.forget_phases({Phase.LOAD})
             memory.empty_cache()  # of what plans given up since have left there
+            Learner(setup).make_state()
             if grows:
                 committer.optimizer.state.clear()  # the first step comes before it
             for trial in trials:

@@ -117,8 +117,17 @@ class MemoryForecast:
         return (
             f"{verdict}: a peak of {format_bytes(self.peak_bytes)} in {self.peak_phase.value}"
             + ("" if reserved is None else f" ({format_bytes(reserved)} reserved by PyTorch's allocator)")
-            + f", of a budget of {format_bytes(self.budget_bytes)}"
+            + f", of a budget of {format_bytes(self.budget_bytes)}{self._placement()}"
         )
+
+    def _placement(self) -> str:
+        """Says how many blocks' frozen weights stay on the device, where not all of them do."""
+        plans = {"rollouts": self.rollout_plan.resident_blocks, "updates": self.update_plan.resident_blocks}
+        blocks = len(self.job.geometry.frozen_block_bytes)
+        counts = [f"{blocks if own is None else min(own, blocks)} in {phase}" for phase, own in plans.items()]
+        if all(own is None for own in plans.values()):
+            return ""
+        return f"; of {blocks} blocks, so many have their frozen weights on the device: {', '.join(counts)}"
 
     def facts(self) -> dict[str, str]:
         """Gives what a run's banner says of it."""

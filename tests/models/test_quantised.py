@@ -85,6 +85,30 @@ def test_lora_on_a_quantised_base(folder: str, kind: str) -> None:
     assert float((on - off).abs().max()) > 0.1
 
 
+def test_a_4bit_base_beyond_the_room_begins_on_the_host_and_learns_the_same_bits(folder: str) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+
+    def passed(room_bytes: int | None, resident: int | None) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(0)
+        loaded = load_model(folder, quantization_config=CONFIGS["nf4"], peft_config=config, room_bytes=room_bytes)
+        adapter = CausalLMAdapter(loaded.model, pad_token_id=PAD)
+        host = adapter.resident_blocks
+        assert host == (0 if room_bytes else 2)
+        check_head(adapter)
+        adapter.place_weights(resident)
+        adapter.place_weights(resident)
+        with torch.no_grad():  # as a rollout: where a CPU has bf16 instructions, layers may pack their weights
+            loaded.model(torch.tensor([[3, 4, 5]]))
+        with adapter.recompute(True):
+            found = logprobs_of(adapter.distribution(make_rows(), [0, 1, 2]))
+        found.sum().backward()
+        return found.detach(), *(weight.grad for weight in loaded.model.parameters() if weight.requires_grad)
+
+    whole = passed(None, None)
+    for resident in (0, 1, None):
+        assert all(map(torch.equal, passed(1, resident), whole))
+
+
 def unquantised(model: Any, folder: str) -> Any:
     """A plain model with the numbers that a quantised base stands for."""
     import bitsandbytes.functional as bnb

@@ -204,6 +204,8 @@ class SimulatedMemory:
 
     def forget_phases(self, kept: Iterable[Phase] = ()) -> None:
         """Forgets the peaks of all other phases left so far."""
+        if self.allocator is not None:
+            self.allocator.restart_peak()
         wanted = set(kept)
         self._phase_peaks = {phase: split for phase, split in self._phase_peaks.items() if phase in wanted}
         self._reserved = {phase: highest for phase, highest in self._reserved.items() if phase in wanted}
