@@ -13,7 +13,6 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import BitsAndBytesConfig
 
 from memsafe_rl import GRPOConfig, GRPOTrainer, MemoryBudgetError, SimulatedMemory, forecast_memory
 from memsafe_rl.errors import ConfigError
@@ -426,31 +425,22 @@ class TestOfACard:
         with pytest.raises(ConfigError, match=r"saved quantised \(awq\)"):
             on_a_card(tmp_path / "other", peft_config=lora)
 
-    @pytest.mark.parametrize(
-        ("size", "card", "quantised"),
-        [("8B", "16GiB", False), ("14B", "24GiB", False), ("32B", "16GiB", True)],
-    )
     @pytest.mark.slow
-    def test_models_larger_than_their_card_train_with_blocks_on_the_host(
-        self, size: str, card: str, quantised: bool
-    ) -> None:
-        four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16) if quantised else None
+    def test_a_model_larger_than_its_card_trains_with_blocks_on_the_host(self) -> None:
         config = GRPOConfig(
             "unused", num_generations=8, max_completion_length=1024, bf16=True, use_cpu=True, report_to="none"
         )
         found = forecast_memory(
-            f"Qwen/Qwen3-{size}",
+            "Qwen/Qwen3-8B",
             config,
-            device_bytes=card,
+            device_bytes="16GiB",
             prompt_tokens=256,
             peft_config=LoraConfig(r=16, target_modules="all-linear"),
-            quantization_config=four,
-            speed=speed_of_card({"16GiB": "RTX 4080", "24GiB": "RTX 4090"}[card], torch.bfloat16),
+            speed=speed_of_card("RTX 4080", torch.bfloat16),
         )
         assert found.fits, found.refusal
         assert found.rollout_plan.resident_blocks is not None or found.update_plan.resident_blocks is not None
         assert max(found.reserved_bytes.values()) <= found.device_bytes
-        assert "fits" in found.sentence()
         assert "so many have their frozen weights on the device" in found.sentence()
         assert found.step_seconds is not None
         assert "an estimate" in found.step_seconds.sentence()
