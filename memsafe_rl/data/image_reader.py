@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.data.images import COLUMNS, UNREADABLE, filled, hollow, images_in, size_of
-from memsafe_rl.data.prompts import PromptReader, Prompts, PromptTokenizer, overlong_message, prompt_of
+from memsafe_rl.data.prompts import PromptReader, Prompts, PromptTokenizer, prompt_of, within_limit
 from memsafe_rl.errors import DataError
 from memsafe_rl.models.vision.image_prompts import ImagePrompt, ImagePrompts, Table
 
@@ -63,7 +63,8 @@ class ImagePromptReader(PromptReader):
         """Tokenizes the prompts of some examples, and has the tower read their images."""
         prompts = tuple(filled(prompt_of(example)) for example in examples)
         with host_memory():
-            ids = [torch.tensor(row, dtype=torch.int64) for row in self._cut(self.ids(prompts))]
+            rows = within_limit(self.ids(prompts), self, truncates=self._text.truncate)  # `ids` refuses to cut images
+            ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
             read = {
                 place: ImagePrompt(ids[place], *self._pixels(prompt))
                 for place, prompt in enumerate(prompts)
@@ -78,15 +79,6 @@ class ImagePromptReader(PromptReader):
         if self._images is None:
             raise AssertionError("no tower reads the images yet")
         return self._images
-
-    def _cut(self, rows: list[list[int]]) -> list[list[int]]:
-        """Cuts prompts to the limit, where that is asked for; `ids` refuses to cut images."""
-        if self.limit is None:
-            return rows
-        longest = max(map(len, rows))
-        if longest > self.limit and not self._text.truncate:
-            raise DataError(overlong_message(longest, self, 1))
-        return [row[-self.limit :] for row in rows]
 
     def _expanded(self, row: list[int], sizes: Sequence[tuple[int, int]]) -> list[int]:
         """Repeats each image's token as often as it has features."""

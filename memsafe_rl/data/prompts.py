@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from rich.progress import track
 from torch import Tensor
 
-from memsafe_rl.data.images import COLUMNS, images_of, with_images
+from memsafe_rl.data.images import COLUMNS, images_of, is_chat, with_images
 from memsafe_rl.errors import DataError
 from memsafe_rl.rollout.multi_turn.chat import check_template
 
@@ -217,12 +217,7 @@ class PromptTokenizer(PromptReader):
     def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:
         """Tokenizes the prompts of some examples."""
         prompts = [prompt_of(example) for example in examples]
-        rows = self.ids(prompts)
-        if self.limit is not None:
-            longest = max(len(row) for row in rows)
-            if longest > self.limit and not self.truncate:
-                raise DataError(overlong_message(longest, self, 1))
-            rows = [row[-self.limit :] for row in rows]
+        rows = within_limit(self.ids(prompts), self, truncates=self.truncate)
         if _is_tokens(prompts[0]):  # what reward functions see is text
             prompts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
         ids = tuple(torch.tensor(row, dtype=torch.int64) for row in rows)
@@ -240,6 +235,16 @@ class PromptTokenizer(PromptReader):
                     "'role' and a text 'content', and chat_template_kwargs what the template asks for."
                 ) from error
             return [row for prompt in prompts for row in self._templated([prompt])]
+
+
+def within_limit(rows: list[list[int]], reader: PromptReader, *, truncates: bool) -> list[list[int]]:
+    """Cuts prompts to their reader's limit from the left, where that is asked for; else refuses one that is longer."""
+    if reader.limit is None:
+        return rows
+    longest = max(map(len, rows))
+    if longest > reader.limit and not truncates:
+        raise DataError(overlong_message(longest, reader, 1))
+    return [row[-reader.limit :] for row in rows]
 
 
 def check_dataset(dataset: Any, name: str, columns: Sequence[str] = PromptReader.columns) -> Dataset | IterableDataset:
@@ -352,7 +357,7 @@ def _check_kind(prompts: Sequence[Any], *, shows_images: bool) -> None:
     conversational = not isinstance(prompts[0], str)
     for prompt in prompts:
         is_messages = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-        if not isinstance(prompt, str) and not (is_messages and all(isinstance(turn, Mapping) for turn in prompt)):
+        if not isinstance(prompt, str) and not is_chat(prompt):
             raise DataError(f"prompt {prompt!r} is neither text nor a list of messages with 'role' and 'content'.")
         if is_messages and not prompt:
             raise DataError("prompt [] is a conversation without messages. Remove empty prompts from the dataset.")

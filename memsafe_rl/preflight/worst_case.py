@@ -579,24 +579,13 @@ def longest_rows(setup: TrainingSetup, longest: Longest) -> Trajectory:
     corrected = collector.corrects_sampler
     needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1 or corrected
     laid = replace(
-        trajectory,
+        collector.scorer.with_room_for_sources(trajectory),
         old_logprobs=unsure if needs_old else None,
         has_old=(needs_old,) * len(trajectory),
         ref_logprobs=unsure if config.has_reference else None,
         importance_weights=unsure if corrected else None,
-        sources=_sources(setup, trajectory) if collector.scorer.keeps_sources else None,
     )
     return setup.advantages.placeholder(laid, unsure)
-
-
-def _sources(setup: TrainingSetup, trajectory: Trajectory) -> Ragged:
-    """Makes room for what a frozen encoder would make of the prompts."""
-    dtype = setup.config.autocast_dtype or next(setup.adapter.model.parameters()).dtype
-    with host_memory():
-        return Ragged(
-            torch.zeros(len(trajectory.conditions.flat), setup.adapter.geometry.hidden_size, dtype=dtype),
-            trajectory.conditions.lengths,
-        )
 
 
 def _explained(error: MemoryBudgetError, longest: Longest) -> MemoryBudgetError:

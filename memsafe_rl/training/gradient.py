@@ -180,14 +180,12 @@ def pass_once(
     *,
     autocast: Callable[[], AbstractContextManager[object]],
     shards: Shards,
-    keeps_sources: bool,
+    lay: Callable[[Trajectory], Trajectory],
 ) -> None:
-    """Runs the forward and backward of a micro-batch of two tokens, as `accumulate_gradient` does one."""
+    """Runs the forward and backward of a micro-batch of two tokens, laid by ``lay``, as an update does one."""
     one = Ragged(torch.zeros(1, dtype=torch.int64), (1,))
     row = Trajectory(one, (0,), one, Ragged(torch.ones(1), (1,)), None, torch.zeros(1), (0,), (True,))
-    if keeps_sources:  # an encoder that is not run in updates has no part in their collectives
-        made = torch.zeros(1, adapter.geometry.hidden_size, dtype=next(adapter.model.parameters()).dtype)
-        row = replace(row, sources=Ragged(made, (1,)))
+    row = lay(row)
     beside = next((critic.head for critic in critics if critic.shares_forward), None)
     scored = partial(score_rows, adapter, row, [0], temperature=1.0, tile=1, value_head=beside)
     with autocast():

@@ -121,6 +121,15 @@ class Scorer:
             sources = read_sources(self.adapter, trajectory, self.attempt(Stage.SCORE, work, context))
         return replace(trajectory, sources=sources)
 
+    def with_room_for_sources(self, trajectory: Trajectory) -> Trajectory:
+        """Lays zeros where `with_sources` would lay what an encoder makes of the prompts."""
+        if not self.keeps_sources:
+            return trajectory
+        dtype = self._config.autocast_dtype or next(self.adapter.model.parameters()).dtype
+        with host_memory():
+            room = torch.zeros(len(trajectory.conditions.flat), self.adapter.geometry.hidden_size, dtype=dtype)
+            return replace(trajectory, sources=Ragged(room, trajectory.conditions.lengths))
+
     def score_unrewarded(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
         """Adds what no reward changes: reference log-probs, values, and old log-probs that correct another sampler."""
         # A KL in closed form is taken in the update, from the means of both networks.

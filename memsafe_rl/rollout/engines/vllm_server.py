@@ -70,7 +70,6 @@ class Servers:
     def synchronise(self, step: int) -> None:
         """Forgets the weights written before if an optimizer step has moved them; the next draw writes them."""
         if step != self._step:
-            self.drawn()  # by servers that still have them
             self._step, self._weights = step, None
 
     def close(self) -> None:

@@ -263,10 +263,9 @@ def _divided(setup: TrainingSetup, ranks: Replicas, device: torch.device) -> Sha
         check_dividable(one)
     networks = {id(one.lm): one.lm for one in adapters}
     shards = ShardedWeights(list(networks.values()), ranks, device)
-    critics, keeps = setup.advantages.critics, Scorer(setup).keeps_sources
-    shards.learn_order(
-        partial(pass_once, setup.adapter, critics, autocast=setup.autocast, shards=shards, keeps_sources=keeps)
-    )
+    # An encoder whose output is kept is not run in updates, and has no part in their collectives.
+    critics, lay = setup.advantages.critics, Scorer(setup).with_room_for_sources
+    shards.learn_order(partial(pass_once, setup.adapter, critics, autocast=setup.autocast, shards=shards, lay=lay))
     setup.trained.zero_grad()
     for one in adapters:
         one.reread()
