@@ -7,6 +7,8 @@ from memsafe_rl.rewards.base import RewardRunner as RewardRunner
 from memsafe_rl.rewards.base import RewardScores as RewardScores
 from memsafe_rl.rewards.base import RewardSource as RewardSource
 from memsafe_rl.rewards.calls import RewardFunction as RewardFunction
+from memsafe_rl.rewards.paid import Ask as Ask
+from memsafe_rl.rewards.paid import PaidReward as PaidReward
 from memsafe_rl.rewards.registry import REWARD_FACTORIES as REWARD_FACTORIES
 from memsafe_rl.rewards.registry import REWARD_FUNCTIONS as REWARD_FUNCTIONS
 from memsafe_rl.rewards.registry import resolve_reward as resolve_reward

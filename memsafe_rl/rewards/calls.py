@@ -180,7 +180,7 @@ class Calls:
             _listed(name, column, values)
         )
         available["log_metric"] = lambda metric, value: metrics.append((metric, _as_float(name, metric, value)))
-        accepted = _accepted(function)
+        accepted = accepted_names(function)
         return function(**{key: available[key] for key in available if accepted is None or key in accepted})
 
     def joined_metrics(self) -> dict[str, list[float]]:
@@ -270,7 +270,7 @@ def _parameters(function: RewardFunction) -> list[inspect.Parameter] | None:
         return None
 
 
-def _accepted(function: RewardFunction) -> set[str] | None:
+def accepted_names(function: RewardFunction) -> set[str] | None:
     """Names a function takes by keyword; None if it takes any."""
     parameters = _parameters(function)
     if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
