@@ -25,6 +25,7 @@ _COMPOSED = ("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_up
 _DEVICE_OF = torch.ops.prim.device.default
 """What a fake tensor's ``device`` asks, more often than all operators together."""
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+_MEMO = Memo()
 _CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -34,7 +35,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, number: float = 1.0, *, composed: bool = False, memory: SimulatedMemory | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._number, self._composed, self._sole_holder = number, composed, _sole_holder()
-        self._memory, self._memo = memory, Memo()
+        self._memory = memory
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -65,14 +66,15 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operator, or has its result made and counted as when it ran before."""
-        if self._memory is None or torch._C._get_dispatch_mode(_FAKE) is None:  # true numbers are asked for
+        mode = torch._C._get_dispatch_mode(_FAKE)
+        if self._memory is None or mode is None:  # true numbers are asked for
             return func(*args, **kwargs)
-        key = self._memo.key(func, args, kwargs)
-        found = None if key is None else self._memo.answer(key, args)
+        key = _MEMO.key(func, args, kwargs)
+        found = None if key is None else _MEMO.answer(key, args, mode)
         if found is None:
             result = func(*args, **kwargs)
             if key is not None:
-                self._memo.remember(key, func, args, kwargs, result)
+                _MEMO.remember(key, func, args, kwargs, result)
             return result
         made, is_new = found
         self._memory.see(made, is_new=is_new)

@@ -19,6 +19,9 @@ from memsafe_rl.memory.simulated.workspaces import WORKSPACES
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 """Types of arguments that say all about themselves."""
 
+_MOST_RECIPES = 50_000
+"""Recipes after which a process begins anew; a forecast needs some thousands."""
+
 
 class _Unknown(Exception):  # noqa: N818 - no error: the question is passed on
     """An argument that does not say all about itself, such as a number that stands for a symbol."""
@@ -35,13 +38,14 @@ class _Recipe:
     offset: int  # of the result in its storage, in elements
     dtype: torch.dtype  # of the result
     device: torch.device  # of the result, as it says
-    about: Mapping[str, Any]  # what a fake tensor knows besides
+    about: Mapping[str, Any]  # what a fake tensor knows besides, its mode left out
 
 
 class Memo:
     """Makes results of operators on fake tensors that were seen before with arguments of the same shapes.
 
-    Only operators that give one tensor are remembered: a new one, a view, or an argument they wrote to.
+    Only operators that give one tensor are remembered: a new one, a view, or an argument they wrote to. A later forecast
+    of the process asks much the same.
     """
 
     def __init__(self) -> None:
@@ -55,7 +59,7 @@ class Memo:
         except _Unknown:
             return None
 
-    def answer(self, key: Hashable, args: Sequence[Any]) -> tuple[Tensor, bool] | None:
+    def answer(self, key: Hashable, args: Sequence[Any], mode: Any) -> tuple[Tensor, bool] | None:
         """Makes a result as it was made before."""
         recipe = self._recipes.get(key)
         if recipe is None:
@@ -73,12 +77,14 @@ class Memo:
                 FakeTensor, hollow, False, dispatch_device=True, device_for_backend_keys=recipe.device
             )
             torch._C._set_throw_on_mutable_data_ptr(made)
-        made.__dict__.update(recipe.about)
+        made.__dict__.update(recipe.about, fake_mode=mode)
         return made, recipe.place is None
 
     def remember(self, key: Hashable, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Learns how a result was made."""
         if key not in self._recipes:
+            if len(self._recipes) >= _MOST_RECIPES:
+                self._recipes.clear()
             self._recipes[key] = _recipe(func, args, kwargs, result)
 
 
@@ -128,7 +134,7 @@ def _recipe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
         offset=cast(int, result.storage_offset()),
         dtype=result.dtype,
         device=result.fake_device,
-        about=dict(result.__dict__),
+        about={name: value for name, value in result.__dict__.items() if name != "fake_mode"},
     )
 
 
