@@ -43,7 +43,7 @@ def drawn(seed: int) -> RandomRun:
     )
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "expandable"])
+@pytest.fixture
 def expandable(request: pytest.FixtureRequest, cuda: Pretend, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Both ways of cutting segments, on the device and in forecasts."""
     torch.cuda.empty_cache()
@@ -55,7 +55,11 @@ def expandable(request: pytest.FixtureRequest, cuda: Pretend, monkeypatch: pytes
 
 
 # A micro-batch may find what a shorter one before it took too small, which then stays cached beside what it takes.
-@pytest.mark.parametrize(("seed", "micro_batch_tokens"), [(0, None), (1, None), (2, None), (3, 300), (4, 130)])
+@pytest.mark.parametrize(
+    ("seed", "micro_batch_tokens", "expandable"),
+    [(0, None, False), (1, None, True), (2, None, False), (2, None, True), (3, 300, False), (4, 130, True)],
+    indirect=["expandable"],
+)
 def test_a_run_reserves_what_was_said(
     seed: int, micro_batch_tokens: int | None, expandable: bool, tmp_path: Path, cuda: Pretend
 ) -> None:

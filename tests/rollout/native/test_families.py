@@ -88,12 +88,26 @@ def ids_of(rows: list[Completion]) -> list[list[int]]:
 LENGTHS = (3, 17, 1, 30, 17, 9, 22, 5)
 
 
-@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 8, pytest.param(1000, marks=pytest.mark.slow)])
+EVERY_THRESHOLD = ["llama", "gemma3", "gpt_oss"]
+"""One network each with a cache of one kind, with a sliding window, and with experts and sinks."""
+
+
+@pytest.fixture
 def threshold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Shares at which rows leave and join: as late as possible, as usual, at once."""
+    """Shares at which rows leave and join: 1 as late as possible, 8 as usual, 1000 at once."""
     monkeypatch.setattr(native, "_COMPACT_SHARE", request.param)
     monkeypatch.setattr(sequences, "_JOIN_SHARE", request.param)
     return int(request.param)
+
+
+AT_THRESHOLDS = pytest.mark.parametrize(
+    ("family", "threshold"),
+    [
+        *((family, 8) for family in FAMILIES),
+        *(pytest.param(family, share, marks=pytest.mark.slow) for family in EVERY_THRESHOLD for share in (1, 1000)),
+    ],
+    indirect=["threshold"],
+)
 
 
 @cache
@@ -108,7 +122,7 @@ def greedy_of_all(family: str) -> tuple[tuple[int, ...], list[list[int]]]:
     return eos, [ids[:end] for ids, end in zip(endless, ends, strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@AT_THRESHOLDS
 def test_greedy_tokens_are_generates(family: str, threshold: int) -> None:
     model, prompts = model_of(family), prompts_of(LENGTHS)
     eos, expected = greedy_of_all(family)
@@ -125,7 +139,7 @@ def test_greedy_tokens_are_generates(family: str, threshold: int) -> None:
                 assert row.ids.tolist() == ids or row.ties
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@AT_THRESHOLDS
 def test_sampled_tokens_are_the_same_under_any_plan(family: str, threshold: int) -> None:
     adapter = CausalLMAdapter(model_of(family), pad_token_id=0)
     check_head(adapter)
