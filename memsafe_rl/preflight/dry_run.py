@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -279,11 +279,27 @@ class Checked(NamedTuple):
     extra_bytes: int
 
 
+_CHECKS: dict[Hashable, Checked] = {}
+"""What checks of this process found: the forecasts of a search, or of one command, are often of one network."""
+
+
 def _check_shallow(model: Any, settings: Any, memory: SimulatedMemory) -> Checked:
     """Checks a network with a block of each kind; a deeper one holds little more while it is checked."""
+    coef = balance_coef(settings, read_config(model))
+    weights = tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in model.named_parameters())
+    kinds = tuple(type(module) for module in model.modules())
+    attention = getattr(model.config, "_attn_implementation", None)
+    about = model.config.to_json_string(use_diff=False), attention, coef, settings.autocast_dtype
+    key = weights, kinds, about, memory.allocator is None
+    if key not in _CHECKS:
+        _CHECKS[key] = _check(model, settings, memory, coef)
+    return _CHECKS[key]
+
+
+def _check(model: Any, settings: Any, memory: SimulatedMemory, coef: float) -> Checked:
     held = memory.live_bytes
     adapter = adapter_for(model, pad_token_id=0)
-    if coef := balance_coef(settings, read_config(model)):
+    if coef:
         adapter.balance_experts(coef)
     with in_phase(Phase.ROLLOUT), nothing_differs(), autocast(adapter.device, settings.autocast_dtype):
         check_adapter(adapter)

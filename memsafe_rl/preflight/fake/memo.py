@@ -44,8 +44,8 @@ class _Recipe:
 class Memo:
     """Makes results of operators on fake tensors that were seen before with arguments of the same shapes.
 
-    Only operators that give one tensor are remembered: a new one, a view, or an argument they wrote to. A later forecast
-    of the process asks much the same.
+    Only operators that give one tensor are remembered: a new one, a view, or an argument they wrote to. Later forecasts
+    of the process ask much the same.
     """
 
     def __init__(self) -> None:
