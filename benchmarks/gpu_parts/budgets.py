@@ -41,7 +41,7 @@ class Kind:
 
 
 KINDS = {
-    "GRPO, full": Kind(shares=(0.6, WITHOUT_FAILURE, 0.1)),
+    "GRPO, full": Kind(shares=(WITHOUT_FAILURE, 0.1)),
     "GRPO, LoRA": Kind(lora=True),
     "PPO": Kind(ppo=True),
     "T5": Kind(small_t5),
