@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import memsafe_rl
+from benchmarks.front_page import SETTINGS, with_table
 from memsafe_rl import GRPOConfig, MemoryPolicy, RolloutPlan, UpdatePlan
 from memsafe_rl.types import MemoryState, ModelGeometry, RolloutWork, UpdateWork
 from tests.tiny import VOCAB_SIZE
@@ -75,6 +76,12 @@ def test_readme_commands_set_up_the_cpu_build_with_tested_versions(marker: str) 
     assert f"torch=={torch_version.group(1)}+cpu" in block
     assert "-c constraints.txt -e '.[" in block
     assert subprocess.run(["bash", "-n"], input=block, text=True, check=False).returncode == 0
+
+
+def test_the_table_of_the_readme_is_that_of_the_result_files() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert with_table(readme) == readme
+    assert readme.count("MB |") == 2 * len(SETTINGS)
 
 
 def test_readme_commands_run_what_they_are_for() -> None:
