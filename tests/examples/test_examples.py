@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,19 @@ def keep_threads() -> Any:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+def test_the_example_to_copy_runs_from_anywhere_and_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    source = Path(smollm2_grpo.__file__).with_name("qwen_grpo.py")
+    assert len(source.read_text().splitlines()) <= 40
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["qwen_grpo.py"])
+    runpy.run_path(str(shutil.copy(source, tmp_path)))
+    before, after = map(float, re.findall(r"\d\.\d+", capsys.readouterr().out.splitlines()[-1]))
+    assert before < 0.6 < 0.9 < after
 
 
 def test_at_least_a_hundred_questions_are_held_out_and_none_of_them_is_trained_on() -> None:
