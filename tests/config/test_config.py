@@ -592,7 +592,7 @@ def test_bf16_on_cuda(monkeypatch: pytest.MonkeyPatch, fp16: bool, supported: bo
         ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "importance_sampling_level='token'"),
         *(
             ({"loss_type": loss, "importance_sampling_level": "sequence"}, "loss_type='grpo'")
-            for loss in ("bnpo", "dr_grpo", "dapo", "cispo")
+            for loss in ("bnpo", "dr_grpo", "dapo", "cispo", "dppo", "gmpo")
         ),
     ],
 )
