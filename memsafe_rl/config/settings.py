@@ -545,8 +545,8 @@ class GRPOSettings(TrainerSettings):
 
     advantage_estimator: str = reward(
         "group",
-        "Estimator of advantages: 'group' (as scale_rewards says), 'rloo', 'dr_grpo', 'reinforce++' or "
-        "'reinforce++-baseline'; in a script also a function of your own.",
+        "Estimator of advantages: 'group' (as scale_rewards says), 'rloo', 'dr_grpo', 'reinforce++', "
+        "'reinforce++-baseline', 'maxrl' or 'opo'; in a script also a function of your own.",
         registry="estimators",
     )
     scale_rewards: str = reward(

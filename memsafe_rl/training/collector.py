@@ -429,7 +429,7 @@ class Collector:
 
     def _advantages(self, samples: Samples) -> AdvantageResult:
         rewards, settings = self._setup.rewards, dict[str, Any](self._settings.advantages)
-        estimate = partial(estimated_advantages, group_size=samples.group_size, **settings)
+        estimate = partial(estimated_advantages, group_size=samples.group_size, lengths_B=samples.lengths, **settings)
         weights_F = torch.tensor(rewards.weights, dtype=torch.float32)
         return judge(samples.rewards_BF, rewards.names, weights_F, self._settings.objectives, estimate)
 

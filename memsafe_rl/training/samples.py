@@ -41,6 +41,15 @@ class Samples:
     pieces: tuple[tuple[Piece, ...], ...] = ()
     facts: Mapping[str, float] = field(default_factory=dict)  # what is logged of how they were drawn
 
+    @property
+    def lengths(self) -> Tensor:
+        """Counts, (B,) float32, the actions of each completion that the model itself chose."""
+        masks = self.masks or [None] * len(self.completions)
+        counts = [
+            len(one.ids) if mask is None else int(mask.sum()) for one, mask in zip(self.completions, masks, strict=True)
+        ]
+        return torch.tensor(counts, dtype=torch.float32)
+
     def groups(self, indices: Sequence[int]) -> Samples:
         """Gives some groups only."""
         rows = [group * self.group_size + sample for group in indices for sample in range(self.group_size)]
@@ -149,13 +158,7 @@ def judged(trajectory: Trajectory, advantages: AdvantageResult) -> Trajectory:
 
 def rollout_metrics(samples: Samples, advantages: AdvantageResult, names: Sequence[str]) -> dict[str, float]:
     """Computes TRL's rollout metrics, plus certified ties."""
-    lengths = torch.tensor(
-        [
-            len(completion.ids) if samples.masks is None else int(samples.masks[row].sum())
-            for row, completion in enumerate(samples.completions)
-        ],
-        dtype=torch.float32,
-    )
+    lengths = samples.lengths
     finished = torch.tensor([completion.finished for completion in samples.completions])
     ended = lengths[finished] if finished.any() else torch.zeros(1)
     prompt_tokens = sum(len(ids) for ids in samples.conditions)

@@ -34,17 +34,23 @@ def gradient_of(trainer: GRPOTrainer) -> torch.Tensor:
     return torch.cat([p.grad.flatten().double() for p in trainer.model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "reinforce++"])
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce++", "maxrl", "opo"])
 def test_a_run_takes_its_advantages_from_the_estimator_it_names(estimator: str, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, advantage_estimator=estimator, per_device_train_batch_size=16)
+    trainer = make_trainer(
+        tmp_path, advantage_estimator=estimator, per_device_train_batch_size=16, max_completion_length=40
+    )
     trainer.loop.begin(None)
     trainer.loop.files.folder.release()
     experience = trainer.loop.collect()
     rewards = torch.tensor([row["count_digits"] for row in experience.table], dtype=torch.float64)
     groups = rewards.view(-1, 4)
+    lengths = torch.tensor(experience.trajectory.counted_actions).view(-1, 4)
+    assert (lengths != lengths[:, :1]).any()
     expected = {
         "rloo": (groups - groups.mean(1, keepdim=True)).flatten() * 4 / 3,
         "reinforce++": (rewards - rewards.mean()) / (rewards.std() + 1e-4),
+        "maxrl": (groups / groups.mean(1, keepdim=True) - 1).nan_to_num(nan=0.0).flatten(),
+        "opo": (groups - (groups * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)).flatten(),
     }[estimator]
     torch.testing.assert_close(experience.trajectory.advantages, expected.float())
 
