@@ -42,6 +42,7 @@ from memsafe_rl.training.samples import (
     joined_pairs,
     judged,
     partial_metrics,
+    rejection_metrics,
     rollout_metrics,
 )
 from memsafe_rl.training.scorer import Scorer
@@ -142,6 +143,7 @@ class Collector:
         if not trajectory.sample_of_row:
             advantages = replace(advantages, advantages_B=trajectory.advantages)
         trajectory = self.scorer.score_later(trajectory, later_rows, external=samples.external)
+        assigned |= self._repeat(rejection_metrics, trajectory)
         return Rollout(
             trajectory=trajectory,
             consumed=drawn.consumed,

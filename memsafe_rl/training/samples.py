@@ -181,6 +181,17 @@ def rollout_metrics(samples: Samples, advantages: AdvantageResult, names: Sequen
     return metrics
 
 
+def rejection_metrics(trajectory: Trajectory) -> dict[str, float]:
+    """Gives which share of the counted actions, and of the rows that have any, has an importance weight of 0."""
+    if trajectory.importance_weights is None:
+        return {}
+    dropped = ((trajectory.importance_weights.flat == 0) & (trajectory.loss_mask.flat != 0)).float()
+    dropped_B = [float(row.sum()) for row in Ragged(dropped, trajectory.actions.lengths).rows()]
+    rows = [part == whole for part, whole in zip(dropped_B, trajectory.counted_actions, strict=True) if whole]
+    tokens = sum(dropped_B) / max(1, sum(trajectory.counted_actions))
+    return {"sampling/rejected_tokens": tokens, "sampling/rejected_rows": sum(rows) / max(1, len(rows))}
+
+
 def partial_metrics(gathered: Gathered, samples: Samples) -> dict[str, float]:
     """Counts what a partial rollout left unfinished, and what earlier weights had begun."""
     return {
