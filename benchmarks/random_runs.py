@@ -309,7 +309,7 @@ def draw_run(seed: int, index: int) -> RandomRun:
         ppo=ppo,
         critic="adapter" if ppo and lora and rng.random() < 0.5 else None,
         beta=choose([0.0, 0.0, 0.04]),
-        loss=choose(["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]),
+        loss=choose(["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "dppo", "dppo_kl", "gmpo"]),
         optim=choose(["adamw_torch_fused", "adamw_torch", "adafactor", "sgd"]),
         lora=lora,
         checkpointing=choose([None, True, False]),

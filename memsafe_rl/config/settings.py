@@ -436,6 +436,15 @@ class TrainerSettings(RunSettings):
         3.0, "Upper bound of those weights; None: none.", above=0, also=("vllm_importance_sampling_cap",)
     )
     vllm_importance_sampling_clip_min: float | None = sampling(None, "Lower bound of those weights; None: none.", low=0)
+    sampler_rejection: str | None = sampling(
+        None,
+        "Exclude what another sampler found far likelier or unlikelier from the policy loss, weights or no weights: "
+        "'token_' or 'sequence_' and 'k1' (log-ratio) or 'k3'; None: nothing.",
+        choices=("token_k1", "token_k3", "sequence_k1", "sequence_k3"),
+    )
+    sampler_rejection_limit: float | None = sampling(
+        None, "Most that sampler_rejection accepts, in nats, of a sequence per token.", above=0
+    )
 
     rollout_engine: str | None = engine(
         None,
@@ -545,8 +554,8 @@ class GRPOSettings(TrainerSettings):
 
     advantage_estimator: str = reward(
         "group",
-        "Estimator of advantages: 'group' (as scale_rewards says), 'rloo', 'dr_grpo', 'reinforce++' or "
-        "'reinforce++-baseline'; in a script also a function of your own.",
+        "Estimator of advantages: 'group' (as scale_rewards says), 'rloo', 'dr_grpo', 'reinforce++', "
+        "'reinforce++-baseline', 'maxrl' or 'opo'; in a script also a function of your own.",
         registry="estimators",
     )
     scale_rewards: str = reward(

@@ -202,6 +202,12 @@ def _check_optimizer(config: TrainerConfig) -> None:
 
 
 def _check_importance(config: TrainerConfig) -> None:
+    rejection, limit = config.sampler_rejection, config.sampler_rejection_limit
+    if (rejection is None) != (limit is None):
+        raise ConfigError(
+            f"sampler_rejection is {rejection!r} with sampler_rejection_limit {limit!r}, and neither works alone. Set "
+            "both, such as sampler_rejection='token_k1' and sampler_rejection_limit=0.7 (nats), or leave both out."
+        )
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     if low is not None and high is not None and low >= high:
         raise ConfigError(

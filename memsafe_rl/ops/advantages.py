@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from memsafe_rl.errors import ConfigError, DataError
@@ -30,14 +31,16 @@ class AdvantageEstimator:
         function: gives advantages (P, G) from the weighted sums of rewards of the whole rollout on all ranks, (P, G)
             float64, NaN for a row without any score; an advantage that is NaN becomes 0.
         least_group: fewest rows of a group that it can compare.
+        with_lengths: whether ``function`` takes a second argument, (P, G) float64: how many actions of each row count.
 
     Raises:
         ConfigError: If the name is no text, ``function`` is no function, or ``least_group`` is under 1.
     """
 
     name: str
-    function: Callable[[Tensor], Tensor]
+    function: Callable[..., Tensor]
     least_group: int = 2
+    with_lengths: bool = False
 
     def __post_init__(self) -> None:
         check_part(self)
@@ -92,6 +95,7 @@ def estimated_advantages(
     estimator: str = "group",
     scale_rewards: str = "group",
     aggregation: str = "sum_then_normalize",
+    lengths_B: Tensor | None = None,
 ) -> AdvantageResult:
     """Judges every row by the estimator of a name.
 
@@ -102,6 +106,7 @@ def estimated_advantages(
         estimator: a key of `ESTIMATORS`; "group" is `group_advantages`.
         scale_rewards: "group", "batch" or "none", what divides in ``sum_then_normalize``; for "group" alone.
         aggregation: "sum_then_normalize" or "normalize_then_sum", for "group" alone.
+        lengths_B: (B,), counted actions of each row, for estimators that weigh by them; None: all the same.
 
     Returns:
         Advantages, 0 for a row without any score; rewards; deviations (NaN where fewer than two scores gave one; 0 for
@@ -118,7 +123,9 @@ def estimated_advantages(
     rewards_B = _weighted_sum(scores_BF, weights_F, unscored_B)
     groups_PG = rewards_B.view(-1, group_size)
     if estimator != "group":
-        advantages_B, std = _compared(estimator, groups_PG).reshape(-1), _nanstd(groups_PG)
+        lengths_B = torch.ones_like(rewards_B) if lengths_B is None else lengths_B.to(rewards_B)
+        compared_PG = _compared(ESTIMATORS[estimator], groups_PG, lengths_B.view(groups_PG.shape))
+        advantages_B, std = compared_PG.reshape(-1), _nanstd(groups_PG)
     elif aggregation == "sum_then_normalize":
         std = _nanstd(rewards_B[None] if scale_rewards == "batch" else groups_PG)
         divisor = 1.0 if scale_rewards == "none" else std + _EPSILON
@@ -203,12 +210,56 @@ def group_baseline_normalised_in_batch(rewards_PG: Tensor) -> Tensor:
     return normalised_in_batch(_centred(rewards_PG))
 
 
+def relative_to_mean(rewards_PG: Tensor) -> Tensor:
+    """Compares each row with the mean of its group, in units of that mean: ``A_i = (r_i - mean r) / mean r``.
+
+    MaxRL (arXiv:2602.02710), for rewards of 0 and 1: the gradient of the log-likelihood of success, cut off after G - 1
+    terms, where GRPO's is of its probability. A prompt that is seldom solved weighs more, without bound; a group of
+    mean 0 learns nothing.
+
+    Args:
+        rewards_PG: (P, G), NaN for a row that was not scored.
+
+    Returns:
+        (P, G), at most G - 1.
+
+    Raises:
+        DataError: If a reward is negative, so that the mean is no measure of success.
+    """
+    if (rewards_PG < 0).any():
+        least = float(rewards_PG.nan_to_num(nan=0.0).min())
+        raise DataError(
+            f"advantage_estimator 'maxrl' divides by a group's mean reward, but a reward is {least:g}. Give rewards of "
+            "at least 0, best 0 and 1, or choose another advantage_estimator."
+        )
+    mean_P1 = rewards_PG.nanmean(-1, keepdim=True)
+    return (_centred(rewards_PG) / mean_P1).masked_fill(mean_P1 == 0, 0.0)
+
+
+def length_weighted(rewards_PG: Tensor, lengths_PG: Tensor) -> Tensor:
+    """Compares each row with the mean of its group weighed by lengths: ``A_i = r_i - sum_j l_j r_j / sum_j l_j``.
+
+    OPO (arXiv:2505.23585): the baseline of least variance where a row's squared gradient grows with its length.
+
+    Args:
+        rewards_PG: (P, G), NaN for a row that was not scored, which counts for nothing.
+        lengths_PG: (P, G), counted actions.
+
+    Returns:
+        (P, G); NaN in a group without an action.
+    """
+    weights_PG = lengths_PG.masked_fill(rewards_PG.isnan(), 0.0)
+    return _centred(rewards_PG, weights_PG / weights_PG.sum(-1, keepdim=True))
+
+
 for _estimator in (
     AdvantageEstimator("group", normalised_in_group),
     AdvantageEstimator("rloo", leave_one_out),
     AdvantageEstimator("dr_grpo", centred_in_group),
     AdvantageEstimator("reinforce++", normalised_in_batch, least_group=1),
     AdvantageEstimator("reinforce++-baseline", group_baseline_normalised_in_batch),
+    AdvantageEstimator("maxrl", relative_to_mean),
+    AdvantageEstimator("opo", length_weighted, with_lengths=True),
 ):
     ESTIMATORS.add(_estimator)
 
@@ -239,9 +290,14 @@ def _all_equal(values: Tensor) -> Tensor:
     return greatest <= values.masked_fill(missing, math.inf).amin(-1, keepdim=True)
 
 
-def _centred(values: Tensor) -> Tensor:
-    """Subtracts the mean over the last axis; exactly 0 where all numbers are equal, NaN where there is none."""
-    differences = values - values.nanmean(-1, keepdim=True)
+def _centred(values: Tensor, shares: Tensor | None = None) -> Tensor:
+    """Subtracts the mean over the last axis, weighed by shares; exactly 0 where all are equal, NaN where none is."""
+    mean = (
+        values.nanmean(-1, keepdim=True)
+        if shares is None
+        else (values.nan_to_num(nan=0.0) * shares).sum(-1, keepdim=True)
+    )
+    differences = values - mean
     return differences.masked_fill(_all_equal(values) & ~values.isnan(), 0.0)
 
 
@@ -264,9 +320,10 @@ def _check(rewards_BF: Tensor, group_size: int, scale_rewards: str, aggregation:
         )
 
 
-def _compared(estimator: str, rewards_PG: Tensor) -> Tensor:
+def _compared(estimator: AdvantageEstimator, rewards_PG: Tensor, lengths_PG: Tensor) -> Tensor:
     """Gives an estimator's advantages, (P, G); it may write to what it is given."""
-    given, told = ESTIMATORS[estimator].function(rewards_PG.clone()), f"advantage_estimator {estimator!r}"
+    beside = (lengths_PG.clone(),) if estimator.with_lengths else ()
+    given, told = estimator.function(rewards_PG.clone(), *beside), f"advantage_estimator {estimator.name!r}"
     if not isinstance(given, Tensor) or given.shape != rewards_PG.shape or not given.is_floating_point():
         raise wrong_answer(told, given, [tuple(rewards_PG.shape)], "one advantage for each completion")
     if given.isinf().any():

@@ -1,4 +1,4 @@
-"""Weights that correct for completions drawn by another sampler than the trained model."""
+"""Weights that correct for completions drawn by another sampler than the trained model, and the rejection of some."""
 
 from __future__ import annotations
 
@@ -42,3 +42,31 @@ def importance_weights(
     if mode.endswith("truncate"):
         return weights.clamp(low, high)
     return weights.masked_fill((weights < low) | (weights > high), 0.0)
+
+
+def accepted(
+    old_logprobs_T: Tensor, sampling_logprobs_T: Tensor, mask_T: Tensor, *, criterion: str, limit: float
+) -> Tensor:
+    """Marks the actions of one sequence whose log-probs agree well enough with their sampler's to be learnt from.
+
+    With ``d_t = old_t − sampled_t``, an estimate of the KL from the sampler to the model is bounded: k1, ``|d_t|``, or
+    k3, ``exp(d_t) − 1 − d_t`` (Schulman 2020, "Approximating KL Divergence"). Of a sequence the mean over its counted
+    actions is bounded (``|mean d_t|`` for k1), and all of it accepted or rejected. A position that the sampler could
+    not score (NaN) counts as no difference.
+
+    Args:
+        old_logprobs_T: (T,), nats, of the trained model before the first update.
+        sampling_logprobs_T: (T,), nats, of the sampler; NaN where unknown.
+        mask_T: (T,), 1 where an action counts.
+        criterion: "token_k1", "token_k3", "sequence_k1" or "sequence_k3".
+        limit: most that is accepted, nats.
+
+    Returns:
+        (T,), of the type of `old_logprobs_T`, 1 where accepted and 0 elsewhere.
+    """
+    difference = torch.nan_to_num((old_logprobs_T - sampling_logprobs_T) * mask_T, nan=0.0)
+    level, _, estimator = criterion.partition("_")
+    estimate = difference if estimator == "k1" else difference.expm1() - difference
+    if level == "sequence":
+        estimate = (estimate.sum() / mask_T.sum().clamp(min=1)).expand_as(estimate)
+    return (estimate.abs() <= limit).to(old_logprobs_T.dtype)

@@ -42,6 +42,7 @@ from memsafe_rl.training.samples import (
     joined_pairs,
     judged,
     partial_metrics,
+    rejection_metrics,
     rollout_metrics,
 )
 from memsafe_rl.training.scorer import Scorer
@@ -142,6 +143,7 @@ class Collector:
         if not trajectory.sample_of_row:
             advantages = replace(advantages, advantages_B=trajectory.advantages)
         trajectory = self.scorer.score_later(trajectory, later_rows, external=samples.external)
+        assigned |= self._repeat(rejection_metrics, trajectory)
         return Rollout(
             trajectory=trajectory,
             consumed=drawn.consumed,
@@ -429,7 +431,7 @@ class Collector:
 
     def _advantages(self, samples: Samples) -> AdvantageResult:
         rewards, settings = self._setup.rewards, dict[str, Any](self._settings.advantages)
-        estimate = partial(estimated_advantages, group_size=samples.group_size, **settings)
+        estimate = partial(estimated_advantages, group_size=samples.group_size, lengths_B=samples.lengths, **settings)
         weights_F = torch.tensor(rewards.weights, dtype=torch.float32)
         return judge(samples.rewards_BF, rewards.names, weights_F, self._settings.objectives, estimate)
 

@@ -246,12 +246,18 @@ def _learn_from(
 
 def check_separable(settings: LossSettings) -> None:
     """Refuses losses that need all columns of a row at once, where a network's columns are learnt one by one."""
-    separable = ", ".join(loss.name for loss in LOSSES.values() if loss.traits.separable)
+    fitting = (one.name for one in LOSSES.values() if one.traits.separable and not one.traits.tokens_only)
+    separable = ", ".join(fitting)
     remedies = {
         "importance_sampling_level": "importance_sampling_level='token' in GRPOConfig",
         "off_policy_mask_threshold": "off_policy_mask_threshold=None",
         "loss_type": f"a loss_type whose traits are separable: {separable}",
     }
+    if LOSSES[settings.loss_type].traits.tokens_only:
+        raise ConfigError(
+            f"loss_type is {settings.loss_type!r}, which compares probabilities of tokens; a denoising step has none. "
+            f"Set {remedies['loss_type']}."
+        )
     for name in needs_whole_rows(settings):
         raise ConfigError(
             f"{name} is {getattr(settings, name)!r}, which weighs or masks whole rows, but the steps of a denoising "

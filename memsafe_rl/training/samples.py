@@ -41,6 +41,15 @@ class Samples:
     pieces: tuple[tuple[Piece, ...], ...] = ()
     facts: Mapping[str, float] = field(default_factory=dict)  # what is logged of how they were drawn
 
+    @property
+    def lengths(self) -> Tensor:
+        """Counts, (B,) float32, the actions of each completion that the model itself chose."""
+        masks = self.masks or [None] * len(self.completions)
+        counts = [
+            len(one.ids) if mask is None else int(mask.sum()) for one, mask in zip(self.completions, masks, strict=True)
+        ]
+        return torch.tensor(counts, dtype=torch.float32)
+
     def groups(self, indices: Sequence[int]) -> Samples:
         """Gives some groups only."""
         rows = [group * self.group_size + sample for group in indices for sample in range(self.group_size)]
@@ -149,13 +158,7 @@ def judged(trajectory: Trajectory, advantages: AdvantageResult) -> Trajectory:
 
 def rollout_metrics(samples: Samples, advantages: AdvantageResult, names: Sequence[str]) -> dict[str, float]:
     """Computes TRL's rollout metrics, plus certified ties."""
-    lengths = torch.tensor(
-        [
-            len(completion.ids) if samples.masks is None else int(samples.masks[row].sum())
-            for row, completion in enumerate(samples.completions)
-        ],
-        dtype=torch.float32,
-    )
+    lengths = samples.lengths
     finished = torch.tensor([completion.finished for completion in samples.completions])
     ended = lengths[finished] if finished.any() else torch.zeros(1)
     prompt_tokens = sum(len(ids) for ids in samples.conditions)
@@ -176,6 +179,17 @@ def rollout_metrics(samples: Samples, advantages: AdvantageResult, names: Sequen
     flat = torch.isclose(advantages.std_B, torch.zeros_like(advantages.std_B))
     metrics["frac_reward_zero_std"] = flat.float().mean().item()
     return metrics
+
+
+def rejection_metrics(trajectory: Trajectory) -> dict[str, float]:
+    """Gives which share of the counted actions, and of the rows that have any, has an importance weight of 0."""
+    if trajectory.importance_weights is None:
+        return {}
+    dropped = ((trajectory.importance_weights.flat == 0) & (trajectory.loss_mask.flat != 0)).float()
+    dropped_B = [float(row.sum()) for row in Ragged(dropped, trajectory.actions.lengths).rows()]
+    rows = [part == whole for part, whole in zip(dropped_B, trajectory.counted_actions, strict=True) if whole]
+    tokens = sum(dropped_B) / max(1, sum(trajectory.counted_actions))
+    return {"sampling/rejected_tokens": tokens, "sampling/rejected_rows": sum(rows) / max(1, len(rows))}
 
 
 def partial_metrics(gathered: Gathered, samples: Samples) -> dict[str, float]:

@@ -16,7 +16,7 @@ from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.critic import Critic
-from memsafe_rl.ops.importance import importance_weights
+from memsafe_rl.ops.importance import accepted, importance_weights
 from memsafe_rl.rollout.scoring import RowScores, read_sources, score_all, value_all
 from memsafe_rl.training.gradient import contributes
 from memsafe_rl.training.samples import Samples
@@ -182,7 +182,8 @@ class Scorer:
 
     def corrects(self, external: bool) -> bool:
         """Whether the loss corrects completions that another sampler drew."""
-        return external and self._config.vllm_importance_sampling_correction
+        config = self._config
+        return external and (config.vllm_importance_sampling_correction or config.sampler_rejection is not None)
 
     def _learning(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         learns = partial(contributes, trajectory, every_row=self._setup.every_row_learns)
@@ -195,14 +196,17 @@ class Scorer:
         return Ragged.from_rows([self._correction(trajectory, row, sampled[row]) for row in range(len(trajectory))])
 
     def _correction(self, trajectory: Trajectory, row: int, sampling_logprobs_T: Tensor) -> Tensor:
-        """Weighs a row's actions by how much likelier they have become since they were drawn."""
+        """Weighs a row's actions by how much likelier they have become since they were drawn, or rejects them."""
         if trajectory.old_logprobs is None:
             raise AssertionError("corrections follow scoring")
-        return importance_weights(
-            trajectory.old_logprobs.rows()[row],
-            sampling_logprobs_T,
-            trajectory.loss_mask.rows()[row],
-            mode=self._config.vllm_importance_sampling_mode,
-            clip_min=self._config.vllm_importance_sampling_clip_min,
-            clip_max=self._config.vllm_importance_sampling_clip_max,
-        )
+        config, old_T = self._config, trajectory.old_logprobs.rows()[row]
+        compared = old_T, sampling_logprobs_T, trajectory.loss_mask.rows()[row]
+        weights_T = torch.ones_like(old_T)
+        if config.vllm_importance_sampling_correction:
+            low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+            mode = config.vllm_importance_sampling_mode
+            weights_T = importance_weights(*compared, mode=mode, clip_min=low, clip_max=high)
+        if config.sampler_rejection is not None and config.sampler_rejection_limit is not None:
+            limit = config.sampler_rejection_limit
+            weights_T = weights_T * accepted(*compared, criterion=config.sampler_rejection, limit=limit)
+        return weights_T

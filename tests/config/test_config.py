@@ -62,6 +62,8 @@ NEW = {
     "vllm_server_fallback",
     "vllm_server_weights_dir",
     "advantage_estimator",
+    "sampler_rejection",
+    "sampler_rejection_limit",
     "alarms",
     "allow_lossy",
     "batch_invariant",
@@ -424,6 +426,9 @@ def test_values_are_read(name: str, given: Any, expected: Any) -> None:
             {"use_adaptive_entropy": True, "entropy_coef": 2.0},
             ("entropy_coef is 2.0", "entropy_coef_max 1.0"),
         ),
+        ({"sampler_rejection": "token_k2"}, ("sampler_rejection is 'token_k2'", "sequence_k3")),
+        ({"sampler_rejection": "token_k1"}, ("sampler_rejection_limit None", "sampler_rejection_limit=0.7")),
+        ({"sampler_rejection_limit": 0.5}, ("sampler_rejection is None", "leave both out")),
         (
             {"vllm_importance_sampling_clip_min": 4.0},
             ("vllm_importance_sampling_clip_min is 4.0", "vllm_importance_sampling_clip_max 3.0"),
@@ -592,7 +597,7 @@ def test_bf16_on_cuda(monkeypatch: pytest.MonkeyPatch, fp16: bool, supported: bo
         ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "importance_sampling_level='token'"),
         *(
             ({"loss_type": loss, "importance_sampling_level": "sequence"}, "loss_type='grpo'")
-            for loss in ("bnpo", "dr_grpo", "dapo", "cispo")
+            for loss in ("bnpo", "dr_grpo", "dapo", "cispo", "dppo", "gmpo")
         ),
     ],
 )

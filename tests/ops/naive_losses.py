@@ -63,7 +63,7 @@ def _token_term(inputs, settings, counts, row, column, columns):
     else:
         shared = len(columns) if settings.importance_sampling_level == "sequence" else 1
         ratio = (sum(log_ratios.values()) / shared).exp()
-    loss = _surrogate(inputs, settings, row, columns, ratio, advantage, logprob, log_ratios)
+    loss = _surrogate(inputs, settings, row, column, columns, ratio, advantage, logprob, log_ratios)
     if settings.off_policy_mask_threshold is not None and advantage < 0:
         sampler = old if inputs.sampling_logprobs_BT is None else inputs.sampling_logprobs_BT
         gaps = [sampler[row, t] - inputs.logprobs_BT[row, t].detach() for t in columns]
@@ -84,12 +84,13 @@ def _divisor(settings, counts, row_tokens):
         "grpo": counts.rows * row_tokens,
         "rloo": counts.rows * row_tokens,
         "sapo": counts.rows * row_tokens,
+        "gmpo": counts.rows * row_tokens,
         "luspo": counts.rows,
         "dr_grpo": counts.rows * settings.max_completion_length,
     }.get(settings.loss_type, counts.tokens)
 
 
-def _surrogate(inputs, settings, row, columns, ratio, advantage, logprob, log_ratios):
+def _surrogate(inputs, settings, row, column, columns, ratio, advantage, logprob, log_ratios):
     if settings.loss_type == "cispo":
         return -min(float(ratio.detach()), settings.epsilon_high) * advantage * logprob
     if settings.loss_type == "sapo":
@@ -106,8 +107,33 @@ def _surrogate(inputs, settings, row, columns, ratio, advantage, logprob, log_ra
                 log_weight += math.log(at(inputs.importance_weights_BT, row, t))
         weight = math.exp(log_weight)
         return -math.exp(decay) * weight**power * math.exp(-decay * weight) * advantage * logprob
+    if settings.loss_type == "gmpo":
+        mask = inputs.entropy_mask_BT
+        kept = [t for t in columns if mask is None or mask[row, t]]
+        held = [_held(log_ratios[t], settings, at(inputs.advantages_B, row, t)) for t in kept]
+        # What multiplies each of the row's tokens; those that are not marked count for nothing later.
+        return -(sum(held) / max(1, len(kept))).exp() * advantage * len(columns) / len(kept) if kept else 0 * logprob
+    if settings.loss_type in ("dppo", "dppo_kl"):
+        new, old = (math.exp(value.detach()) for value in (logprob, logprob - log_ratios[column]))
+        up = new > old
+        if settings.loss_type == "dppo":
+            distance = abs(new - old)
+        else:
+            distance = old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
+        if advantage > 0:
+            masked = up and distance > settings.epsilon_high
+        else:
+            masked = not up and distance > settings.epsilon_low
+        weight = float(ratio.detach()) if settings.delta is None else min(float(ratio.detach()), settings.delta)
+        return -(0.0 if masked else weight) * advantage * logprob
     low, high = 1 - settings.epsilon_low, 1 + settings.epsilon_high
     clipped = min(max(float(ratio.detach()), low), high) if not low <= ratio <= high else ratio
     bounded = ratio if settings.delta is None or ratio <= settings.delta else settings.delta
     first, second = bounded * advantage, clipped * advantage
     return -(first if first <= second else second)
+
+
+def _held(log_ratio, settings, advantage):
+    if advantage > 0:
+        return log_ratio if log_ratio <= settings.epsilon_high else log_ratio * 0 + settings.epsilon_high
+    return log_ratio if log_ratio >= -settings.epsilon_low else log_ratio * 0 - settings.epsilon_low

@@ -120,6 +120,8 @@ def estimated(rewards, estimator, group_size=2, weights=ONE):
         ("dr_grpo", [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0]),
         ("reinforce++", [(r - 1.0) / (math.sqrt(1.6) + 1e-4) for r in (1, 2, 3, 0, 0, 0)]),
         ("reinforce++-baseline", [r / (math.sqrt(0.4) + 1e-4) for r in (-1, 0, 1, 0, 0, 0)]),
+        ("maxrl", [-0.5, 0.0, 0.5, 0.0, 0.0, 0.0]),  # a group of mean 0 learns nothing
+        ("opo", [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0]),  # lengths that are not known are the same
     ],
 )
 def test_estimators_by_hand(estimator, expected):
@@ -191,3 +193,36 @@ def test_an_estimator_that_writes_to_its_argument_leaves_the_rewards_alone(monke
     result = estimated(column(1.0, 2.0), "odd")
     assert result.advantages_B.tolist() == [0.0, 1.0]
     assert result.rewards_B.tolist() == [1.0, 2.0]
+
+
+def test_the_optimal_baseline_weighs_rewards_by_lengths():
+    rewards, lengths = torch.rand(2, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rewards[5], lengths = NAN, (30 * lengths).round()
+    given = ESTIMATORS["opo"].function(rewards.view(3, 4), lengths.view(3, 4)).flatten()
+    for row in (row for row in range(12) if row != 5):
+        group = [other for other in range(row // 4 * 4, row // 4 * 4 + 4) if other != 5]
+        baseline = sum(float(lengths[i] * rewards[i]) for i in group) / sum(float(lengths[i]) for i in group)
+        assert float(given[row]) == pytest.approx(float(rewards[row]) - baseline, abs=1e-12)
+    estimates = estimated_advantages(rewards[:, None], ONE, 4, estimator="opo", lengths_B=lengths).advantages_B
+    torch.testing.assert_close(estimates, given.nan_to_num(nan=0.0).float())
+    nothing = estimated_advantages(column(1.0, 2.0), ONE, 2, estimator="opo", lengths_B=torch.zeros(2))
+    assert nothing.advantages_B.tolist() == [0, 0]
+
+
+def test_the_gradient_of_the_log_of_success_is_cut_off_one_term_before_the_group_ends():
+    # log p = -sum_k (1 - p)^k / k; its gradient, cut off after n terms, is sum_{k < n} (1 - p)^k times grad p. Taking
+    # (r - mean) / mean gives n = G - 1: the last term is what the baseline would earn in groups without success.
+    size, success = 5, 0.3
+    expected = 0.0
+    for wins in range(size + 1):
+        chance = math.comb(size, wins) * success**wins * (1 - success) ** (size - wins)
+        rewards = torch.tensor([[1.0] * wins + [0.0] * (size - wins)], dtype=torch.float64)
+        # The score of a success is 1 / p, of a failure -1 / (1 - p), in units of grad p.
+        scores = rewards / success - (1 - rewards) / (1 - success)
+        expected += chance * float((ESTIMATORS["maxrl"].function(rewards) * scores).mean())
+    assert expected == pytest.approx(sum((1 - success) ** k for k in range(size - 1)), abs=1e-12)
+
+
+def test_negative_rewards_are_refused_where_they_would_be_divided_by():
+    with pytest.raises(DataError, match=r"'maxrl' divides by .* a reward is -0\.5\. Give rewards of at least 0"):
+        estimated(column(1.0, -0.5, NAN, 0.0), "maxrl")

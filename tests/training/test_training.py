@@ -34,17 +34,23 @@ def gradient_of(trainer: GRPOTrainer) -> torch.Tensor:
     return torch.cat([p.grad.flatten().double() for p in trainer.model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "reinforce++"])
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce++", "maxrl", "opo"])
 def test_a_run_takes_its_advantages_from_the_estimator_it_names(estimator: str, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, advantage_estimator=estimator, per_device_train_batch_size=16)
+    trainer = make_trainer(
+        tmp_path, advantage_estimator=estimator, per_device_train_batch_size=16, max_completion_length=40
+    )
     trainer.loop.begin(None)
     trainer.loop.files.folder.release()
     experience = trainer.loop.collect()
     rewards = torch.tensor([row["count_digits"] for row in experience.table], dtype=torch.float64)
     groups = rewards.view(-1, 4)
+    lengths = torch.tensor(experience.trajectory.counted_actions).view(-1, 4)
+    assert (lengths != lengths[:, :1]).any()
     expected = {
         "rloo": (groups - groups.mean(1, keepdim=True)).flatten() * 4 / 3,
         "reinforce++": (rewards - rewards.mean()) / (rewards.std() + 1e-4),
+        "maxrl": (groups / groups.mean(1, keepdim=True) - 1).nan_to_num(nan=0.0).flatten(),
+        "opo": (groups - (groups * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)).flatten(),
     }[estimator]
     torch.testing.assert_close(experience.trajectory.advantages, expected.float())
 
@@ -497,6 +503,43 @@ def test_a_weight_of_three_makes_three_gradients(tmp_path: Path) -> None:
     weighted = gradient_of(make_trainer(tmp_path, vllm_importance_sampling_clip_max=3.0, **settings))
     assert plain.norm() > 0
     assert relative(weighted, 3 * plain) < 1e-5
+
+
+@pytest.mark.parametrize("weighs", [True, False])
+def test_what_the_sampler_saw_otherwise_is_rejected_and_counted(tmp_path: Path, weighs: bool) -> None:
+    def drawn(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = trainer.processing_class(text=prompts)["input_ids"]
+        # The middle token is as good as certain to the sampler, about 1 in 64 to the model.
+        completions = [[20 + i, 48, 1] for i in range(len(prompts))]
+        logprobs = [[None, -0.01, None] for _ in prompts]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logprobs}
+
+    settings: dict[str, Any] = {
+        "rollout_func": drawn,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_correction": weighs,
+        "sampler_rejection": "token_k1",
+    }
+    trainer = make_trainer(tmp_path, sampler_rejection_limit=1.0, max_steps=1, num_iterations=2, **settings)
+    trainer.train()
+    trajectory = trainer.loop.state.rollout.trajectory
+    assert trajectory.importance_weights.flat.tolist() == [1, 0, 1] * len(trajectory)
+    assert trainer.history[0]["sampling/rejected_tokens"] == pytest.approx(1 / 3)
+    assert trainer.history[0]["sampling/rejected_rows"] == 0
+    whole = make_trainer(
+        tmp_path, max_steps=1, **{**settings, "sampler_rejection": "sequence_k1"}, sampler_rejection_limit=0.5
+    )
+    whole.train()
+    assert whole.history[0]["sampling/rejected_rows"] == whole.history[0]["sampling/rejected_tokens"] == 1
+    assert whole.history[0]["grad_norm"] == 0
+    kept = gradient_of(make_trainer(tmp_path, sampler_rejection_limit=9.0, **settings))
+    assert relative(gradient_of(make_trainer(tmp_path, sampler_rejection_limit=1.0, **settings)), kept) > 1e-3
+
+
+def test_vespo_refuses_rejected_tokens_of_another_sampler(tmp_path: Path) -> None:
+    rejecting: dict[str, Any] = {"sampler_rejection": "token_k3", "sampler_rejection_limit": 1.0}
+    with pytest.raises(ConfigError, match="sampler_rejection is 'token_k3' with loss_type 'vespo'"):
+        make_trainer(tmp_path, loss_type="vespo", rollout_func=lambda *_: {}, **rejecting)
 
 
 def test_a_stream_of_prompts_trains_and_resumes(tmp_path: Path) -> None:

@@ -175,6 +175,7 @@ def _ratios(inputs: LossInputs, settings: LossSettings) -> Ratios:
         inputs.mask_BT,
         inputs.importance_weights_BT,
         settings,
+        inputs.entropy_mask_BT,
     )
 
 
@@ -254,6 +255,8 @@ class Ratios:
         mask_BT: (B, T), 1 where an action counts.
         importance_weights: (B, T), (B, 1) or None, corrects another sampler.
         settings: the configuration.
+        entropy_mask_BT: (B, T), 1 where an action is among the most uncertain; None where all count. It multiplies
+            the loss besides.
     """
 
     logprobs_BT: Tensor
@@ -263,6 +266,7 @@ class Ratios:
     mask_BT: Tensor
     importance_weights: Tensor | None
     settings: LossSettings
+    entropy_mask_BT: Tensor | None = None
 
 
 class Measures(NamedTuple):
@@ -283,6 +287,7 @@ class LossTraits:
             learnt one by one (denoising steps) and a row may be cut in two.
         aggregation: how losses of actions become the loss of a step, a key of `AGGREGATIONS`.
         weighs_sampler: whether the loss itself uses the importance weights; if not, they multiply its result.
+        tokens_only: whether it compares probabilities, which tokens have and denoising steps have not.
 
     Raises:
         ConfigError: If a level or the aggregation is unknown.
@@ -292,6 +297,7 @@ class LossTraits:
     separable: bool = False
     aggregation: str = "token-mean"
     weighs_sampler: bool = False
+    tokens_only: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.levels, tuple) or not self.levels or not {*self.levels} <= {*LEVELS}:
@@ -406,19 +412,28 @@ def clipped_surrogate(ratios: Ratios) -> Tensor:
     """
     settings = ratios.settings
     clipped = ratios.ratio.clamp(1 - settings.epsilon_low, 1 + settings.epsilon_high)
-    return -torch.min(_bounded(ratios) * ratios.advantages, clipped * ratios.advantages)
+    return -torch.min(bounded_ratio(ratios) * ratios.advantages, clipped * ratios.advantages)
 
 
 def measure_clipping(ratios: Ratios) -> Measures:
-    """Counts ratios that clipping holds back, under TRL's conditions.
+    """Counts ratios that clipping holds back, under TRL's conditions, as `count_marks` does."""
+    settings, bounded = ratios.settings, bounded_ratio(ratios)
+    low = (bounded < 1 - settings.epsilon_low) & (ratios.advantages < 0)
+    return count_marks(ratios, low, (bounded > 1 + settings.epsilon_high) & (ratios.advantages > 0))
 
-    ``sums``: ``clip_low``, ``clip_high``, ``clip_region`` and ``ratios`` (how many there are: divide by it); ``lows``
-    and ``highs``: the least share of low-clipped and the greatest of high-clipped ratios in a row.
+
+def count_marks(ratios: Ratios, low: Tensor, high: Tensor) -> Measures:
+    """Counts what a loss holds back, under the names of `CLIPPING_METRICS`.
+
+    Args:
+        ratios: the micro-batch.
+        low: (B, T|1) bool, held back below the trust region.
+        high: likewise above it.
+
+    Returns:
+        ``sums``: ``clip_low``, ``clip_high``, ``clip_region`` and ``ratios`` (how many there are: divide by it);
+        ``lows`` and ``highs``: the least share of low marks and the greatest of high ones in a row.
     """
-    settings, advantages = ratios.settings, ratios.advantages
-    bounded = _bounded(ratios)
-    low = (bounded < 1 - settings.epsilon_low) & (advantages < 0)
-    high = (bounded > 1 + settings.epsilon_high) & (advantages > 0)
     sums = {
         "clip_low": total(low, ratios.mask_BT),
         "clip_high": total(high, ratios.mask_BT),
@@ -429,7 +444,8 @@ def measure_clipping(ratios: Ratios) -> Measures:
     return Measures(sums, lows, {"clip_high": _row_shares(high, ratios.mask_BT, -math.inf).amax()})
 
 
-def _bounded(ratios: Ratios) -> Tensor:
+def bounded_ratio(ratios: Ratios) -> Tensor:
+    """Gives the ratio, (B, T|1), at most ``delta``."""
     delta = ratios.settings.delta
     return ratios.ratio if delta is None else ratios.ratio.clamp(max=delta)
 

@@ -284,9 +284,14 @@ def check_sampler(config: TrainerConfig, *, is_external: bool) -> None:
     """Refuses a loss that cannot be corrected, as the configuration says, for samples of another sampler."""
     corrected = is_external or config.partial_rollout_tokens is not None
     mode, loss = config.vllm_importance_sampling_mode, LOSSES[config.loss_settings().loss_type]
-    if not (corrected and config.vllm_importance_sampling_correction and mode.startswith("sequence")):
+    if not (corrected and loss.traits.weighs_sampler):
         return
-    if loss.traits.weighs_sampler:
+    if config.sampler_rejection is not None:
+        raise ConfigError(
+            f"sampler_rejection is {config.sampler_rejection!r} with loss_type {loss.name!r}, whose weight of a row "
+            "would take a rejected token for a very unlikely one. Leave it out, or set another loss_type."
+        )
+    if config.vllm_importance_sampling_correction and mode.startswith("sequence"):
         raise ConfigError(
             f"vllm_importance_sampling_mode is {mode!r} with loss_type {loss.name!r} and another sampler. Set it to "
             "'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False."
