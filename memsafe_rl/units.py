@@ -1,8 +1,11 @@
-"""Bytes and seconds as people read and write them."""
+"""Bytes, seconds and chats as people read and write them."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from memsafe_rl.errors import ConfigError
 
@@ -42,3 +45,29 @@ def format_seconds(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size} {unit} {whole % size // smaller} {name}"
     return f"{whole} s"
+
+
+def chat_text(value: Any) -> str:
+    """Writes a prompt or a completion: a text as it is, a chat turn by turn as ``role: what was said``."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (list, tuple)) or not all(isinstance(turn, Mapping) and "role" in turn for turn in value):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return "\n".join(f"{turn['role']}: {_said(turn)}" for turn in value)
+
+
+def _said(turn: Mapping[str, Any]) -> str:
+    """Writes one message: its text, images as placeholders, tool calls as function calls."""
+    content = turn.get("content")
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    words = [
+        str(part.get("text", f"<{part.get('type')}>")) if isinstance(part, Mapping) else str(part) for part in parts
+    ]
+    calls = [call.get("function", call) for call in turn.get("tool_calls") or ()]
+    return " ".join(filter(None, [*words, *(f"{call.get('name')}({_given(call)})" for call in calls)]))
+
+
+def _given(call: Mapping[str, Any]) -> str:
+    """Writes a tool call's arguments, which models give as a mapping or as JSON."""
+    arguments = call.get("arguments", "")
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from memsafe_rl.diagnostics.run_figures import PHASES, known, number, phase_peak
 from memsafe_rl.diagnostics.run_folder import Record, RunFolder, read_run
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.headroom import headroom_of
-from memsafe_rl.units import format_bytes
+from memsafe_rl.units import chat_text, format_bytes
 
 REPORT_FILE = "report.html"
 COMPONENTS = ("weights", "optimizer", "gradients", "trajectory", "kv_cache", "logits", "activations", "other")
@@ -348,8 +348,5 @@ def cell(value: Any, *, text: bool = False) -> str:
     """Writes a number with three decimals, or a text: a conversation turn by turn, control characters as codes."""
     if not text:
         return str(value) if number(value) is None else f"{value:.3f}"
-    if isinstance(value, list):
-        turns: Iterable[Mapping[str, Any]] = (t if isinstance(t, Mapping) else {"content": t} for t in value)
-        value = "\n".join(f"{turn.get('role', '')}: {turn.get('content', '')}" for turn in turns)
-    printable = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda found: f"\\x{ord(found[0]):02x}", str(value))
+    printable = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda found: f"\\x{ord(found[0]):02x}", chat_text(value))
     return printable if len(printable) <= _COMPLETION_CHARACTERS else printable[:_COMPLETION_CHARACTERS] + " …"

@@ -329,7 +329,9 @@ class RunSettings:
     logging_steps: float = log(10, "Optimizer steps between two lines of the log; below 1: share of the run.", above=0)
     log_level: str = log("passive", "Least level logged on the main process; 'passive': as it is.", choices=_LEVELS)
     log_level_replica: str = log("warning", "Least level logged on the other processes.", choices=_LEVELS)
-    disable_tqdm: bool | None = log(None, "No progress bar; None: a bar unless logging is below warnings.")
+    disable_tqdm: bool | None = log(
+        None, "Print no settings, metrics, progress bar or summary; None: print them unless warnings are off."
+    )
     report_to: list[str] | str | None = log(
         "none", "Trackers, such as 'tensorboard' or 'wandb'; 'all': every one installed; 'none': none."
     )

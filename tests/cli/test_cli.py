@@ -15,7 +15,9 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset, DatasetDict
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 import memsafe_rl
@@ -49,7 +51,8 @@ class FakeTrainer:
     failure: BaseException | None = None
 
     def __init__(self, model: Any, reward_funcs: Any, **arguments: Any) -> None:
-        self.model, self.reward_funcs, self.arguments = model, reward_funcs, arguments
+        self.given, self.reward_funcs, self.arguments = model, reward_funcs, arguments
+        self.model = SimpleNamespace(config=LlamaConfig())
         self.saved: list[str] = []
         FakeTrainer.made.append(self)
 
@@ -115,7 +118,7 @@ def test_a_run_file_reaches_the_trainer(trainer: type[FakeTrainer], run_file: Pa
     config = made.arguments["args"]
     assert isinstance(config, GRPOConfig)
     assert (config.num_generations, config.learning_rate) == (4, 1e-5)
-    assert made.model == "some/model"
+    assert made.given == "some/model"
     assert made.reward_funcs == [REWARD_FUNCTIONS["accuracy_reward"]]
     assert made.arguments["train_dataset"]["answer"][:] == ["1", "2", "3", "4"]
     assert made.arguments["eval_dataset"] is None
@@ -471,6 +474,12 @@ def test_an_adapter_on_a_quantised_model_is_trained(tiny_run: Path, tmp_path: Pa
     result = invoke(tiny_run, "--peft", "lora:2", "--quantization", "8bit", "--max-steps", "1")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    load, merge = result.stdout.splitlines()[-2:]
+    known = {"PeftModel": PeftModel, "AutoModelForCausalLM": AutoModelForCausalLM}
+    merged = eval(merge.removeprefix("merge: "), known)  # what the screen says is what works
+    assert merged is None
+    assert AutoModelForCausalLM.from_pretrained("out/merged").num_parameters() == tiny_model().num_parameters()
+    assert load == "load: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('model'), 'out')"
 
 
 def test_mistakes_that_the_trainer_finds(tiny_run: Path, tmp_path: Path) -> None:
