@@ -103,7 +103,9 @@ class RunSettings:
         None, "Folder of checkpoints, the final model and the metrics log; None: 'trainer_output'.", positional=True
     )
     num_train_epochs: float = run(3.0, "Passes over the prompts; a fraction ends within a pass.", above=0)
-    max_steps: int = run(-1, "Optimizer steps of the run; overrides num_train_epochs; -1: not set.", low=-1)
+    max_steps: int = run(
+        -1, "Optimizer steps of the run; overrides num_train_epochs; -1: not set; 0 is refused.", low=-1
+    )
     do_train: bool = run(False, "For scripts that ask whether to train; the trainer does not read it.")
     resume_from_checkpoint: str | None = run(
         None,
