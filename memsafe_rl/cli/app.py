@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from memsafe_rl.cli.arguments import read_request, require
+from memsafe_rl.cli.arguments import of_a_plan, read_request, require
 from memsafe_rl.cli.teaching import show_train_help, show_verify_help
 from memsafe_rl.errors import INTERRUPTED_CODE, ConfigError, MemsafeError, TrainingInterrupted
+from memsafe_rl.preflight.cards import read_card
 
 DIFFERENT, MISUSED, INTERRUPTED = 1, 2, 130
 """Exit codes."""
@@ -173,10 +174,10 @@ def plan(
     lora:16
     """
     with plain_errors():
-        request = read_request(words or [])
+        request, card = of_a_plan(read_request(words or []), load_in_4bit=load_in_4bit), read_card(gpu)
         module = command("plan")
         given = {"reward_models": reward_model or (), "ranks": ranks, "sharding": sharding}
-        wish = module.wish(request, gpu=gpu, prompt_tokens=prompt_tokens, load_in_4bit=load_in_4bit, **given)
+        wish = module.wish(request, card=card, prompt_tokens=prompt_tokens, **given)
         forecast, findings = module.plan(wish, None if as_json else Console(stderr=True), find=find)
         if as_json:
             typer.echo(module.as_json(forecast, findings))
