@@ -21,8 +21,20 @@ from memsafe_rl.memory.runtime.headroom import headroom_of
 from memsafe_rl.units import chat_text, format_bytes
 
 REPORT_FILE = "report.html"
-COMPONENTS = ("weights", "optimizer", "gradients", "trajectory", "kv_cache", "logits", "activations", "other")
-"""From what stays to what comes and goes, so that the lower layers lie still."""
+COMPONENTS = (
+    "weights",
+    "optimizer",
+    "gradients",
+    "trajectory",
+    "kv_cache",
+    "logits",
+    "activations",
+    "other",
+    "process",
+)
+"""From what stays to what comes and goes, so that the lower layers lie still; each has the colour of its place."""
+_PLANNED = ("gradients", "kv_cache", "logits", "activations")
+"""What only a plan tells of devices that do not count by component."""
 
 _MOST_MARKS = _MOST_EVENTS = 200
 _MOST_NOTES = 12
@@ -113,15 +125,14 @@ def _memory(folder: RunFolder, events: Sequence[Record]) -> list[Drawing]:
 
 
 def _layers(folder: RunFolder, held: Sequence[Mapping[str, int]]) -> list[Series]:
+    """Gives a layer of each component: the process itself lowest, then from what stays to what comes and goes."""
     counted = (folder.run.get("device") or {}).get("kind", "simulated") == "simulated"
-    rest = "other" if counted else "the rest: activations, caches, logits, gradients"
-    if not folder.run.get("counts_tensors", True):
-        rest += ", and whatever else the process holds"
+    rest = "the rest" if folder.run.get("counts_tensors", True) else "the rest, and whatever else the process holds"
+    labels = {"process": "the process itself: Python and libraries", "other": "other" if counted else rest}
+    labels |= {} if counted else {name: f"{name.replace('_', ' ')}, as planned" for name in _PLANNED}
     return [
-        Series(
-            rest if name == "other" else name.replace("_", " "), [float(parts.get(name, 0)) for parts in held], color
-        )
-        for color, name in enumerate(COMPONENTS)
+        Series(labels.get(name, name.replace("_", " ")), [float(parts.get(name, 0)) for parts in held], color)
+        for color, name in sorted(enumerate(COMPONENTS), key=lambda entry: entry[1] != "process")
         if any(parts.get(name) for parts in held)
     ]
 
