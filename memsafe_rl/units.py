@@ -63,11 +63,8 @@ def _said(turn: Mapping[str, Any]) -> str:
     words = [
         str(part.get("text", f"<{part.get('type')}>")) if isinstance(part, Mapping) else str(part) for part in parts
     ]
-    calls = [call.get("function", call) for call in turn.get("tool_calls") or ()]
-    return " ".join(filter(None, [*words, *(f"{call.get('name')}({_given(call)})" for call in calls)]))
-
-
-def _given(call: Mapping[str, Any]) -> str:
-    """Writes a tool call's arguments, which models give as a mapping or as JSON."""
-    arguments = call.get("arguments", "")
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
+    for call in (call.get("function", call) for call in turn.get("tool_calls") or ()):
+        given = call.get("arguments", "")  # which models give as a mapping or as JSON
+        written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)
+        words.append(f"{call.get('name')}({written})")
+    return " ".join(filter(None, words))

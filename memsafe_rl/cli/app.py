@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 
 from memsafe_rl.cli.arguments import of_a_plan, read_request, require
 from memsafe_rl.cli.teaching import show_train_help, show_verify_help
+from memsafe_rl.config.values import check_choice
 from memsafe_rl.errors import INTERRUPTED_CODE, ConfigError, MemsafeError, TrainingInterrupted
 from memsafe_rl.preflight.cards import read_card
 
@@ -294,3 +295,21 @@ def report(
     """
     with plain_errors():
         typer.echo(str(command("report").report(run_dir, output)))
+
+
+@app.command(no_args_is_help=True)
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's output_dir, or a checkpoint.")],
+    target: Annotated[str, typer.Argument(metavar="OUT", help="A new folder.")],
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; default: as the base.")
+    ] = None,
+) -> None:
+    """Write a run's weights as one folder that transformers and vLLM load: adapter merged, with a model card.
+
+    Example: memsafe-rl export outputs/run outputs/merged --dtype bfloat16
+    """
+    with plain_errors():
+        if dtype is not None:
+            check_choice("--dtype", dtype, ("float32", "bfloat16", "float16"))
+        typer.echo(str(importlib.import_module("memsafe_rl.checkpoint.export").export(source, target, dtype)))

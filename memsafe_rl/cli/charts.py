@@ -97,9 +97,8 @@ def draw(steps: Sequence[float], plot: Plot) -> Markup:
     edges = np.array([steps[0] - 0.5, *((a + b) / 2 for a, b in itertools.pairwise(centers)), steps[-1] + 0.5])
     highest = float(np.nanmax(values.sum(axis=0) if plot.stacked else values))
     limit = plot.limit if plot.limit is not None and plot.limit.value <= _OFF_SCALE * highest else None
-    top = limit.value if limit is not None and limit.value > highest else highest
-    if plot.limit is not None and limit is None:
-        top *= _ROOM_FOR_WORDS  # of the limit, which would else be printed over the values
+    # The words of a limit off the scale have room of their own.
+    top = max(highest, limit.value) if limit else highest * (1.0 if plot.limit is None else _ROOM_FOR_WORDS)
     low = 0.0 if plot.stacked else float(np.nanmin(values))
     ticks = y_ticks(min(0.0, low) if plot.from_zero else low, top, binary=plot.binary)
     figure, axes = _axes(edges, ticks, plot.write)

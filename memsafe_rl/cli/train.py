@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -102,13 +103,13 @@ def train(run: Run, console: Console) -> None:
 
 
 def how_to_load(model: Any, folder: str) -> list[str]:
-    """Gives the Python calls that load a trained model, and merge its adapter where it has one."""
+    """Says how to load a trained model, and how to merge its adapter where it has one."""
     kind = auto_class_of(model.config).__name__
     if not isinstance(model, PeftModel):
         return [f"load: {kind}.from_pretrained({folder!r})"]
     base = model.peft_config[model.active_adapter].base_model_name_or_path
     loaded = f"PeftModel.from_pretrained({kind}.from_pretrained({base!r}), {folder!r})"
-    return [f"load: {loaded}", f"merge: {loaded}.merge_and_unload().save_pretrained({folder + '/merged'!r})"]
+    return [f"load: {loaded}", f"merge: {shlex.join(['memsafe-rl', 'export', folder, folder + '/merged'])}"]
 
 
 def trainer_of(run: Run) -> type[PolicyTrainer]:

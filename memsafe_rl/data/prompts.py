@@ -27,8 +27,8 @@ _TEXT_ALONE = (
     "prompts are text alone."
 )
 
-_SAID_OTHERWISE = ("tool_calls", "reasoning_content", "thinking")
-"""What a message may have in place of a content."""
+_SAID = {"content", "tool_calls", "reasoning_content", "thinking"}
+"""Of which a message has one at least."""
 
 logger = logging.getLogger(__name__)
 
@@ -378,10 +378,10 @@ def _within(lengths: Sequence[int], reader: PromptReader, overlong: str, name: s
         return list(range(len(lengths)))
     if overlong == "error":
         raise DataError(overlong_message(max(lengths), reader, len(over), f" (the first: {name}[{over[0]}])"))
-    done = "left out" if overlong == "filter" else "cut to their end"
-    told = "%s: %d of %d prompts are longer than %d tokens and are %s, the first at row %d"
-    logger.warning(told, name, len(over), len(lengths), reader.limit, done, over[0])
     dropped = set(over) if overlong == "filter" else set()
+    told = "%s: %d of %d prompts are longer than %d tokens and are %s, the first at row %d"
+    done = "left out" if dropped else "cut to their end"
+    logger.warning(told, name, len(over), len(lengths), reader.limit, done, over[0])
     return [index for index in range(len(lengths)) if index not in dropped]
 
 
@@ -436,17 +436,14 @@ def _check_alike(prompt: Any, first: Any) -> None:
 
 
 def _check_message(place: int, turn: Mapping[str, Any]) -> None:
-    known = {name: value for name, value in turn.items() if value is not None}  # what a table fills up is None
+    known = {name: value for name, value in turn.items() if value not in (None, [])}  # as tables fill up
     if not isinstance(turn.get("role"), str):
         raise DataError(f"message {place} is {known!r:.200}, without a 'role'. Give it one, such as 'user'.")
-    content = turn.get("content")
-    if content is None and not any(turn.get(name) for name in _SAID_OTHERWISE):
+    if not known.keys() & _SAID:
         raise DataError(
             f"message {place} is {known!r:.200}, without a 'content'. Give it a text; only a message with "
             "'tool_calls' does without."
         )
-    if not isinstance(content, (str, list, type(None))):
-        raise DataError(f"message {place} has the content {content!r:.100} ({type(content).__name__}). Make it a text.")
 
 
 def _shows_image(turn: Mapping[str, Any]) -> bool:

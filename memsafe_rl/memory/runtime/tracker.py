@@ -251,9 +251,9 @@ class MemoryTracker:
 
     def _estimated(self, phase: Phase, peak: int, known: Mapping[Component, int]) -> dict[str, int]:
         """Divides a peak among known owners, the process itself, what the phase's plan expects, and the rest."""
-        plan, parts = self._plan_of(phase), dict[str, int]()
+        plan, parts, start = self._plan_of(phase), dict[str, int](), f"{phase}/"
         planned = {} if plan is None else plan.predicted_bytes
-        expected = {name.partition("/")[2]: size for name, size in planned.items() if name.startswith(f"{phase}/")}
+        expected = {name.removeprefix(start): size for name, size in planned.items() if name.startswith(start)}
         before = {str(part): size for part, size in known.items()} | {"process": self._process_bytes}
         for part, size in (before | expected).items():
             parts[part] = min(size, peak - sum(parts.values()))
