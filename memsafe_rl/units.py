@@ -1,8 +1,11 @@
-"""Bytes and seconds as people read and write them."""
+"""Bytes, seconds and chats as people read and write them."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from memsafe_rl.errors import ConfigError
 
@@ -42,3 +45,26 @@ def format_seconds(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size} {unit} {whole % size // smaller} {name}"
     return f"{whole} s"
+
+
+def chat_text(value: Any) -> str:
+    """Writes a prompt or a completion: a text as it is, a chat turn by turn as ``role: what was said``."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (list, tuple)) or not all(isinstance(turn, Mapping) and "role" in turn for turn in value):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return "\n".join(f"{turn['role']}: {_said(turn)}" for turn in value)
+
+
+def _said(turn: Mapping[str, Any]) -> str:
+    """Writes one message: its text, images as placeholders, tool calls as function calls."""
+    content = turn.get("content")
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    words = [
+        str(part.get("text", f"<{part.get('type')}>")) if isinstance(part, Mapping) else str(part) for part in parts
+    ]
+    for call in (call.get("function", call) for call in turn.get("tool_calls") or ()):
+        given = call.get("arguments", "")  # which models give as a mapping or as JSON
+        written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)
+        words.append(f"{call.get('name')}({written})")
+    return " ".join(filter(None, words))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,24 +19,41 @@ from transformers import TrainerCallback
 
 from memsafe_rl.diagnostics.run_figures import RunFigures
 from memsafe_rl.records import run_id_of, still_ours
-from memsafe_rl.units import format_bytes
+from memsafe_rl.units import chat_text, format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
 _CELL_CHARACTERS = 400
+_SHOWN = {
+    "reward": "reward {:.3f}",
+    "loss": "loss {:z.4f}",
+    "kl": "KL {:.4f}",
+    "entropy": "entropy {:.3g}",
+    "completions/mean_length": "length {:.0f}",
+    "completions/clipped_ratio": "truncated {:.0%}",
+}
+_ON_THE_BAR = ("reward", "completions/mean_length", "memory/peak_bytes")
 
 
 class ProgressBar(TrainerCallback):  # type: ignore[misc]
-    """A progress bar with reward, completion length, peak memory and the time left."""
+    """A line of metrics at every log; on a terminal, a progress bar below them."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._progress: Progress | None = None
         self._task: Any = None
+        self._began: float | None = None  # None: this process shows nothing
+        self._first_step = self._first_tokens = 0
+        self._tokens = self._peak = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Draws the bar, named after the algorithm."""
+        """Notes where the run starts from, and draws the bar, named after the algorithm."""
         if not state.is_world_process_zero:
+            return
+        self._began, self._peak = time.monotonic(), 0.0
+        self._first_step, self._first_tokens = state.global_step, state.num_input_tokens_seen
+        self._tokens = self._first_tokens
+        if not (self._console.is_terminal or self._console.is_jupyter):
             return
         name, facts = TextColumn(f"[bold]{args.algorithm}"), TextColumn("{task.fields[facts]}")
         columns = name, BarColumn(), MofNCompleteColumn(), facts, TimeElapsedColumn(), TimeRemainingColumn()
@@ -44,21 +63,39 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
 
     def on_progress(self, step: int, metrics: Mapping[str, float]) -> None:
         """Moves the bar; called by the trainer after every optimizer step."""
-        if self._progress is None:
-            return
-        facts = []
-        if "reward" in metrics:
-            facts.append(f"reward {metrics['reward']:.3f}")
-        if "completions/mean_length" in metrics:
-            facts.append(f"length {metrics['completions/mean_length']:.0f}")
-        if "memory/peak_bytes" in metrics:
-            facts.append(f"peak {format_bytes(int(metrics['memory/peak_bytes']))}")
-        self._progress.update(self._task, completed=step, facts="  ".join(facts))
+        self._tokens = metrics.get("num_tokens", self._tokens)
+        self._peak = max(self._peak, metrics.get("memory/peak_bytes", 0.0))
+        if self._progress is not None:
+            shown = {name: metrics[name] for name in _ON_THE_BAR if name in metrics}
+            self._progress.update(self._task, completed=step, facts="  ".join(_words(shown)))
 
     def on_sampling(self, ended: int, total: int) -> None:
         """Shows the progress of a rollout."""
         if self._progress is not None:
             self._progress.update(self._task, facts=f"sampling {ended}/{total}")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002
+        """Prints the averages since the last log, or an evaluation, as one line."""
+        logs = logs or {}
+        evaluations = [name.removesuffix("reward") for name in logs if name.endswith("_reward") and "/" not in name]
+        if self._began is None or not ("loss" in logs or evaluations):
+            return
+        words = [f"step {state.global_step}/{state.max_steps}"]
+        if "loss" in logs:
+            words += [*_words({**logs, "memory/peak_bytes": self._peak}), *self._speed(state)]
+            self._peak = 0.0
+        else:
+            prefix = evaluations[0]
+            words += [prefix.rstrip("_"), *_words({name.removeprefix(prefix): value for name, value in logs.items()})]
+        self._console.print("  ".join(words), soft_wrap=self._progress is None, highlight=False, markup=False)
+
+    def _speed(self, state: Any) -> list[str]:
+        """Gives tokens a second since training began, and the time left at the pace so far."""
+        seconds, done = time.monotonic() - (self._began or 0.0), state.global_step - self._first_step
+        if not done:  # a resumed run logs the step after which it was cut short
+            return []
+        rate, left = (self._tokens - self._first_tokens) / seconds, (state.max_steps - state.global_step) / done
+        return [f"{rate:,.0f} tokens/s"] * (rate > 0) + [f"ETA {format_seconds(seconds * left)}"] * (left > 0)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Stops the bar."""
@@ -66,9 +103,22 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
 
     def close(self) -> None:
         """Stops the bar, also after an error."""
+        self._began = None
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+def _words(metrics: Mapping[str, Any]) -> list[str]:
+    """Writes those of a step's metrics that people watch; NaN, which logs hold as None, is shown as such."""
+    known = {name: math.nan if value is None else value for name, value in metrics.items()}
+    words = [form.format(known[name]) for name, form in _SHOWN.items() if name in known]
+    if "reward" in known and "reward_std" in known:
+        words[0] += f" ± {known['reward_std']:.3f}"
+    if "memory/peak_bytes" in known:
+        budget = f" of {format_bytes(int(known['memory/budget_bytes']))}" if "memory/budget_bytes" in known else ""
+        words.append(f"peak {format_bytes(int(known['memory/peak_bytes']))}{budget}")
+    return words
 
 
 class CompletionsTable(TrainerCallback):  # type: ignore[misc]
@@ -113,9 +163,12 @@ def banner(facts: Mapping[str, str], console: Console | None = None) -> None:
     _print_facts("memsafe_rl", facts, console)
 
 
-def summary(figures: RunFigures, console: Console | None = None) -> None:
-    """Prints a run's results: memory forecast and measured, time, and what failures cost."""
+def summary(figures: RunFigures, console: Console | None = None, *, then: Mapping[str, str] | None = None) -> None:
+    """Prints a run's results: memory forecast and measured, time, what failures cost, and commands for what follows."""
+    console = console or Console(stderr=True)
     _print_facts("memsafe_rl: the run", _summary_facts(figures), console)
+    for purpose, command in (then or {}).items():
+        console.print(f"{purpose}: {command}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _print_facts(title: str, facts: Mapping[str, str], console: Console | None) -> None:
@@ -150,6 +203,6 @@ def _summary_facts(figures: RunFigures) -> dict[str, str]:
 def _cell(value: Any) -> Text:
     if isinstance(value, float):
         return Text(f"{value:.3f}")
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = chat_text(value)
     # A Text, since a model's own brackets are no markup of ours.
     return Text(text if len(text) <= _CELL_CHARACTERS else text[:_CELL_CHARACTERS] + " …")

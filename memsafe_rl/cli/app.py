@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from memsafe_rl.cli.arguments import read_request, require
+from memsafe_rl.cli.arguments import of_a_plan, read_request, require
 from memsafe_rl.cli.teaching import show_train_help, show_verify_help
+from memsafe_rl.config.values import check_choice
 from memsafe_rl.errors import INTERRUPTED_CODE, ConfigError, MemsafeError, TrainingInterrupted
+from memsafe_rl.preflight.cards import read_card
 
 DIFFERENT, MISUSED, INTERRUPTED = 1, 2, 130
 """Exit codes."""
@@ -173,10 +175,10 @@ def plan(
     lora:16
     """
     with plain_errors():
-        request = read_request(words or [])
+        request, card = of_a_plan(read_request(words or []), load_in_4bit=load_in_4bit), read_card(gpu)
         module = command("plan")
         given = {"reward_models": reward_model or (), "ranks": ranks, "sharding": sharding}
-        wish = module.wish(request, gpu=gpu, prompt_tokens=prompt_tokens, load_in_4bit=load_in_4bit, **given)
+        wish = module.wish(request, card=card, prompt_tokens=prompt_tokens, **given)
         forecast, findings = module.plan(wish, None if as_json else Console(stderr=True), find=find)
         if as_json:
             typer.echo(module.as_json(forecast, findings))
@@ -293,3 +295,21 @@ def report(
     """
     with plain_errors():
         typer.echo(str(command("report").report(run_dir, output)))
+
+
+@app.command(no_args_is_help=True)
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's output_dir, or a checkpoint.")],
+    target: Annotated[str, typer.Argument(metavar="OUT", help="A new folder.")],
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; default: as the base.")
+    ] = None,
+) -> None:
+    """Write a run's weights as one folder that transformers and vLLM load: adapter merged, with a model card.
+
+    Example: memsafe-rl export outputs/run outputs/merged --dtype bfloat16
+    """
+    with plain_errors():
+        if dtype is not None:
+            check_choice("--dtype", dtype, ("float32", "bfloat16", "float16"))
+        typer.echo(str(importlib.import_module("memsafe_rl.checkpoint.export").export(source, target, dtype)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -75,7 +75,10 @@ def read_request(tokens: Sequence[str]) -> RunRequest:
     written = admit(read_run_file(Path(file)), known, refused) if file is not None else {}
     merged = written | admit(flags, known, refused)
     run = {name: value for name, value in merged.items() if name in RUN_NAMES}
-    return RunRequest(run, {name: value for name, value in merged.items() if name not in RUN_NAMES})
+    settings = {name: value for name, value in merged.items() if name not in RUN_NAMES}
+    for name, value in settings.items():  # before torch is imported, which takes seconds
+        _DECLARED[name].read(value)
+    return RunRequest(run, settings)
 
 
 def require(request: RunRequest) -> None:
@@ -83,6 +86,15 @@ def require(request: RunRequest) -> None:
     for name in ("model", "reward_funcs"):
         if not request.run.get(name):
             raise ConfigError(f"{name} is missing. Write '{name}: ...' in the run file or --{name.replace('_', '-')}.")
+
+
+def of_a_plan(request: RunRequest, *, load_in_4bit: bool) -> RunRequest:
+    """Gives a request as `plan` takes it; refuses one without a model, or of two minds about its quantization."""
+    if not request.run.get("model"):
+        raise ConfigError("plan needs a model. Write --model Qwen/Qwen3-4B, or a folder with a config.json.")
+    if load_in_4bit and request.run.get("quantization") not in (None, "4bit"):
+        raise ConfigError("--load-in-4bit and quantization contradict each other. Remove one of them.")
+    return replace(request, run={**request.run, "quantization": "4bit"}) if load_in_4bit else request
 
 
 def read_run_file(path: Path) -> dict[str, Any]:

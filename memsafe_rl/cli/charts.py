@@ -19,12 +19,13 @@ from memsafe_rl.errors import ConfigError
 MOST_POINTS = 240
 """Points of a chart beyond which neighbouring steps are drawn together."""
 COLORS = 8
-"""Colours of series on the page; further series start over."""
+"""Colours of series on the page; further series start over. One more is for what lies below all others."""
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 430, 186, 62, 6, 24, 20
 """Size and margins in pixels; small enough that a telephone shows the text at nine pixels."""
 _OFF_SCALE = 4.0  # how far above all values a limit may lie and still be drawn; a higher one would flatten them
-_PAINT = (*(f"c{number}" for number in range(COLORS)), "bad", "warn", "plan", "lossy", "rule", "dim")
+_ROOM_FOR_WORDS = 1.2
+_PAINT = (*(f"c{number}" for number in range(COLORS + 1)), "bad", "warn", "plan", "lossy", "rule", "dim")
 _INK = {name: f"#ab00{number:02d}" for number, name in enumerate(_PAINT)}
 """A stand-in for each colour of the page, replaced by its CSS variable once matplotlib has drawn."""
 _MARKS = {"plan": ("|", "plan"), "failure": ("v", "bad"), "alarm": ("o", "warn"), "lossy": ("D", "lossy")}
@@ -96,7 +97,8 @@ def draw(steps: Sequence[float], plot: Plot) -> Markup:
     edges = np.array([steps[0] - 0.5, *((a + b) / 2 for a, b in itertools.pairwise(centers)), steps[-1] + 0.5])
     highest = float(np.nanmax(values.sum(axis=0) if plot.stacked else values))
     limit = plot.limit if plot.limit is not None and plot.limit.value <= _OFF_SCALE * highest else None
-    top = max(highest, limit.value if limit else highest)
+    # The words of a limit off the scale have room of their own.
+    top = max(highest, limit.value) if limit else highest * (1.0 if plot.limit is None else _ROOM_FOR_WORDS)
     low = 0.0 if plot.stacked else float(np.nanmin(values))
     ticks = y_ticks(min(0.0, low) if plot.from_zero else low, top, binary=plot.binary)
     figure, axes = _axes(edges, ticks, plot.write)

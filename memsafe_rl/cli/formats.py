@@ -6,10 +6,10 @@ from memsafe_rl.units import format_bytes
 
 
 def plain(value: float | None) -> str:
-    """Writes a number with four digits, or a dash for none."""
+    """Writes a number with four digits, a large one with separators or a power of ten, or a dash for none."""
     if value is None:
         return "-"
-    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+    return f"{value:,.0f}" if 10_000 <= abs(value) < 10_000_000 else f"{value:.4g}"
 
 
 def percent(value: float) -> str:

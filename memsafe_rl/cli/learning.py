@@ -16,7 +16,7 @@ from memsafe_rl.diagnostics.run_figures import number
 from memsafe_rl.diagnostics.run_folder import Record, RunFolder
 
 _SHOWN_ELSEWHERE = ("memory/", "time/", "plan/", "train_", "eval_", "held_at_peak")
-_NO_METRICS = ("step", "epoch", "num_tokens", "step_time", "seconds")
+_NO_METRICS = ("step", "start", "epoch", "num_tokens", "step_time", "seconds")
 _WRITERS = {"plain": plain, "percent": percent, "scientific": scientific}
 _PARTS = re.compile(r"(.+?)[/_](mean|min|max|std)")
 _EVALUATIONS = "Evaluations"
@@ -45,12 +45,20 @@ def learning_sections(folder: RunFolder) -> list[Section]:
         plots = [plot for chart in charts if (plot := curves.plot(chart)) is not None]
         if title == "Objectives":
             plots = [_with_bands(plot, (folder.run.get("config") or {}).get("objectives")) for plot in plots]
-        sections.append(Section(title, draw_all(curves.records, plots)))
+        still = [plot for plot in plots if len(curves.records) > 1 and _is_zero(plot)]
+        constants = [(plot.title, plot.write(0.0)) for plot in still]
+        sections.append(Section(title, draw_all(curves.records, [p for p in plots if p not in still]), constants))
     rest = [name for name in evaluations.unused() if name.startswith("eval_")]
     charts, constants = evaluations.one_by_one(rest)
-    sections[-1] = Section(_EVALUATIONS, sections[-1].drawings, constants, charts, len(rest))
+    last = sections[-1]
+    sections[-1] = Section(_EVALUATIONS, last.drawings, [*last.constants, *constants], charts, len(rest))
     sections.append(_others(steps, folder.logs))
     return [section for section in sections if section.drawings or section.folded or section.constants]
+
+
+def _is_zero(plot: Plot) -> bool:
+    """Tells whether a chart would show nothing but zeros."""
+    return bool(plot.series) and {value for one in plot.series for value in one.values} <= {0.0, None}
 
 
 class _Curves:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,17 +18,18 @@ from rich.text import Text
 
 from memsafe_rl.cli.arguments import RunRequest
 from memsafe_rl.cli.train import Run, adapter, prepare, prompts, quantization
-from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.headroom import headroom_of
 from memsafe_rl.models.loading import load_tokenizer
+from memsafe_rl.preflight.cards import NamedCard
 from memsafe_rl.preflight.forecast import forecast_memory
 from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.preflight.search import Job, Scout
-from memsafe_rl.preflight.speed import DeviceSpeed, card_names, named_card, speed_of_card
+from memsafe_rl.preflight.speed import DeviceSpeed, speed_of_card
 from memsafe_rl.training.assembly.inputs import chosen_policy
 from memsafe_rl.types import Component, Phase, UpdatePlan
-from memsafe_rl.units import format_bytes, parse_bytes
+from memsafe_rl.units import format_bytes
 
 _COMPONENTS = {
     **{Component.WEIGHTS: "weights", Component.GRADIENTS: "grads", Component.OPTIMIZER: "optim"},
@@ -73,29 +73,20 @@ class Findings:
 def wish(
     request: RunRequest,
     *,
-    gpu: str,
+    card: NamedCard,
     prompt_tokens: int | None,
-    load_in_4bit: bool,
     reward_models: Sequence[str] = (),
     ranks: int = 1,
     sharding: str = "none",
 ) -> Wish:
     """Reads the user's request."""
-    if not request.run.get("model"):
-        raise ConfigError("plan needs a model. Write --model Qwen/Qwen3-4B, or a folder with a config.json.")
-    if load_in_4bit:
-        if request.run.get("quantization") not in (None, "4bit"):
-            raise ConfigError("--load-in-4bit and quantization contradict each other. Remove one of them.")
-        request = replace(request, run={**request.run, "quantization": "4bit"})
     settings = {"report_to": "none", **request.settings, "use_cpu": True}
     if not settings.get("fp16"):
         settings.setdefault("bf16", True)  # the default on a card, which this machine may lack
     run = prepare(replace(request, settings=settings))
     judges = (*filter(_is_reward_model, run.fields.reward_funcs or ()), *reward_models)
-    card = named_card(gpu)
-    total_bytes = _card_bytes(gpu) if card is None else card.total_bytes
-    speed = None if card is None else speed_of_card(card.name, run.config.autocast_dtype or torch.float32)
-    return Wish(run, total_bytes, prompt_tokens, tuple(dict.fromkeys(judges)), ranks, sharding, speed)
+    speed = speed_of_card(card.name, run.config.autocast_dtype or torch.float32) if card.name else None
+    return Wish(run, card.total_bytes, prompt_tokens, tuple(dict.fromkeys(judges)), ranks, sharding, speed)
 
 
 def plan(wanted: Wish, console: Console | None, *, find: bool) -> tuple[MemoryForecast, Findings]:
@@ -152,8 +143,11 @@ def show(wanted: Wish, forecast: MemoryForecast, findings: Findings, console: Co
     """Prints the results."""
     console.print(_table(wanted, forecast))
     style = "bold green" if forecast.fits else "bold red"
-    console.print(Text(forecast.sentence(), style=style))
-    console.print(_plan_lines(forecast))
+    console.print(
+        Text(forecast.sentence().partition(" To change:")[0], style=style)
+    )  # which names arguments, not flags
+    if forecast.refusal is None:
+        console.print(_plan_lines(forecast))
     for line in _finding_lines(forecast, findings):
         console.print(line, highlight=False)
     if findings.cards:
@@ -170,18 +164,6 @@ def show(wanted: Wish, forecast: MemoryForecast, findings: Findings, console: Co
 def _is_reward_model(entry: Any) -> bool:
     """Tells reward models from functions among a run's rewards, as `train.reward` does."""
     return isinstance(entry, str) and (Path(entry).exists() or "/" in entry)
-
-
-def _card_bytes(text: str) -> int:
-    """Reads a card's memory; a bare number is GiB, and a card sold as 24GB has 24 GiB."""
-    plain = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gb|g)?\s*", text.lower())
-    try:
-        size = int(float(plain[1]) * 2**30) if plain else parse_bytes(text)
-    except ConfigError as error:
-        raise ConfigError(f"--gpu: {error} Or name one of {', '.join(card_names())}.") from None
-    if size < 2**20:
-        raise ConfigError(f"--gpu is {text!r}; write a card's memory, such as 24GiB, or its name, such as 'RTX 4090'.")
-    return size
 
 
 def _ingredients(wanted: Wish) -> dict[str, Any]:
@@ -336,6 +318,8 @@ def _lever(forecast: MemoryForecast, wanted: Wish) -> str:
         idea(Component.KV_CACHE, 0.45, "a cache in 8 bits (--cache-implementation quantized), which is lossy")
     idea(Component.KV_CACHE, 0.5, "completions half as long (--max-completion-length)")
     idea(Component.ACTIVATIONS, 0.5, "completions half as long (--max-completion-length)")
+    if forecast.refusal is not None:  # what later phases hold, and what each would save, is not known
+        return "; or ".join(dict.fromkeys(text for _, text in ideas))
     saved, text = max(ideas, default=(0, ""))
     return f"{text}; saves about {format_bytes(saved)} of the peak" if saved else "none that this run could change"
 
@@ -392,18 +376,21 @@ def _plan_lines(forecast: MemoryForecast) -> Text:
 
 
 def _finding_lines(forecast: MemoryForecast, findings: Findings) -> list[str]:
+    if forecast.refusal is not None:
+        return [f"what would need less: {findings.lever}; or a larger card (--gpu)"]
     share = forecast.peak_bytes / max(1, forecast.budget_bytes)
     band = headroom_of(forecast.peak_bytes, forecast.budget_bytes)
-    known = "" if findings.proved else " (estimated; --find proves it)"
+    known = "" if findings.proved else "; estimated, --find proves it"
     most = forecast.job.geometry.max_positions
     whole = most is not None and findings.longest_completion + forecast.job.prompt_tokens >= most
     limit = ", all that the model takes" if whole else ""
     group = f"{findings.largest_group}" + (" or more" if findings.largest_group >= 1024 else "")
+    flags = f"--max-completion-length {findings.longest_completion}", f"--num-generations {findings.largest_group}"
     lines = [
         f"band: {band.value}, {share:.0%} of the budget",
         f"biggest lever left: {findings.lever}",
-        f"longest completion that fits: {findings.longest_completion:,} tokens{limit}{known}",
-        f"largest group that fits: {group} completions a prompt (estimated)",
+        f"longest completion that fits: {findings.longest_completion:,} tokens{limit} ({flags[0]}{known})",
+        f"largest group that fits: {group} completions a prompt ({flags[1]}; estimated)",
     ]
     if findings.smallest_card is not None:
         lines.append(f"smallest card that holds this run: {findings.smallest_card} GiB")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,23 @@ from memsafe_rl.diagnostics.run_figures import PHASES, known, number, phase_peak
 from memsafe_rl.diagnostics.run_folder import Record, RunFolder, read_run
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.headroom import headroom_of
-from memsafe_rl.units import format_bytes
+from memsafe_rl.units import chat_text, format_bytes
 
 REPORT_FILE = "report.html"
-COMPONENTS = ("weights", "optimizer", "gradients", "trajectory", "kv_cache", "logits", "activations", "other")
-"""From what stays to what comes and goes, so that the lower layers lie still."""
+COMPONENTS = (
+    "weights",
+    "optimizer",
+    "gradients",
+    "trajectory",
+    "kv_cache",
+    "logits",
+    "activations",
+    "other",
+    "process",
+)
+"""From what stays to what comes and goes, so that the lower layers lie still; each has the colour of its place."""
+_PLANNED = ("gradients", "kv_cache", "logits", "activations")
+"""What only a plan tells of devices that do not count by component."""
 
 _MOST_MARKS = _MOST_EVENTS = 200
 _MOST_NOTES = 12
@@ -113,15 +125,14 @@ def _memory(folder: RunFolder, events: Sequence[Record]) -> list[Drawing]:
 
 
 def _layers(folder: RunFolder, held: Sequence[Mapping[str, int]]) -> list[Series]:
+    """Gives a layer of each component: the process itself lowest, then from what stays to what comes and goes."""
     counted = (folder.run.get("device") or {}).get("kind", "simulated") == "simulated"
-    rest = "other" if counted else "the rest: activations, caches, logits, gradients"
-    if not folder.run.get("counts_tensors", True):
-        rest += ", and whatever else the process holds"
+    rest = "the rest" if folder.run.get("counts_tensors", True) else "the rest, and whatever else the process holds"
+    labels = {"process": "the process itself: Python and libraries", "other": "other" if counted else rest}
+    labels |= {} if counted else {name: f"{name.replace('_', ' ')}, as planned" for name in _PLANNED}
     return [
-        Series(
-            rest if name == "other" else name.replace("_", " "), [float(parts.get(name, 0)) for parts in held], color
-        )
-        for color, name in enumerate(COMPONENTS)
+        Series(labels.get(name, name.replace("_", " ")), [float(parts.get(name, 0)) for parts in held], color)
+        for color, name in sorted(enumerate(COMPONENTS), key=lambda entry: entry[1] != "process")
         if any(parts.get(name) for parts in held)
     ]
 
@@ -348,8 +359,5 @@ def cell(value: Any, *, text: bool = False) -> str:
     """Writes a number with three decimals, or a text: a conversation turn by turn, control characters as codes."""
     if not text:
         return str(value) if number(value) is None else f"{value:.3f}"
-    if isinstance(value, list):
-        turns: Iterable[Mapping[str, Any]] = (t if isinstance(t, Mapping) else {"content": t} for t in value)
-        value = "\n".join(f"{turn.get('role', '')}: {turn.get('content', '')}" for turn in turns)
-    printable = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda found: f"\\x{ord(found[0]):02x}", str(value))
+    printable = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda found: f"\\x{ord(found[0]):02x}", chat_text(value))
     return printable if len(printable) <= _COMPLETION_CHARACTERS else printable[:_COMPLETION_CHARACTERS] + " …"

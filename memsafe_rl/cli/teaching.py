@@ -33,7 +33,7 @@ def show_verify_help(console: Console) -> None:
 def show_train_help(console: Console) -> None:
     """Prints the help of `memsafe-rl train`."""
     _begin(console, "train_usage", "story")
-    console.print(_panel("Example of a run file", Syntax(EXAMPLE, "yaml", background_color="default")))
+    console.print(_panel("Example of a run file", Syntax(EXAMPLE, "yaml", background_color="default", word_wrap=True)))
     console.print(_panel("What to train, and on what", _table(RunFields.declared.values())))
     groups = grouped(GRPOSettings)
     for title in GROUPS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 import yaml
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from rich.console import Console
 from rich.table import Column, Table
 from transformers import BitsAndBytesConfig
@@ -26,6 +27,7 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.values import check_choice, read, unknown
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.loading import auto_class_of
 from memsafe_rl.rewards import REWARD_FACTORIES, REWARD_FUNCTIONS, resolve_reward
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
@@ -95,7 +97,19 @@ def train(run: Run, console: Console) -> None:
         result = trainer.train()
         trainer.save_model(run.config.output_dir)
     if run.config.should_log:
-        console.print(f"{result.global_step} optimizer steps done; the model is in {named}", soft_wrap=True)
+        done = f"{result.global_step} optimizer steps done; the model is in {named}"
+        for line in (done, *how_to_load(trainer.model, named)):
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def how_to_load(model: Any, folder: str) -> list[str]:
+    """Says how to load a trained model, and how to merge its adapter where it has one."""
+    kind = auto_class_of(model.config).__name__
+    if not isinstance(model, PeftModel):
+        return [f"load: {kind}.from_pretrained({folder!r})"]
+    base = model.peft_config[model.active_adapter].base_model_name_or_path
+    loaded = f"PeftModel.from_pretrained({kind}.from_pretrained({base!r}), {folder!r})"
+    return [f"load: {loaded}", f"merge: {shlex.join(['memsafe-rl', 'export', folder, folder + '/merged'])}"]
 
 
 def trainer_of(run: Run) -> type[PolicyTrainer]:

@@ -103,7 +103,9 @@ class RunSettings:
         None, "Folder of checkpoints, the final model and the metrics log; None: 'trainer_output'.", positional=True
     )
     num_train_epochs: float = run(3.0, "Passes over the prompts; a fraction ends within a pass.", above=0)
-    max_steps: int = run(-1, "Optimizer steps of the run; overrides num_train_epochs; -1: not set.", low=-1)
+    max_steps: int = run(
+        -1, "Optimizer steps of the run; overrides num_train_epochs; -1: not set; 0 is refused.", low=-1
+    )
     do_train: bool = run(False, "For scripts that ask whether to train; the trainer does not read it.")
     resume_from_checkpoint: str | None = run(
         None,
@@ -329,7 +331,9 @@ class RunSettings:
     logging_steps: float = log(10, "Optimizer steps between two lines of the log; below 1: share of the run.", above=0)
     log_level: str = log("passive", "Least level logged on the main process; 'passive': as it is.", choices=_LEVELS)
     log_level_replica: str = log("warning", "Least level logged on the other processes.", choices=_LEVELS)
-    disable_tqdm: bool | None = log(None, "No progress bar; None: a bar unless logging is below warnings.")
+    disable_tqdm: bool | None = log(
+        None, "Print no settings, metrics, progress bar or summary; None: print them unless warnings are off."
+    )
     report_to: list[str] | str | None = log(
         "none", "Trackers, such as 'tensorboard' or 'wandb'; 'all': every one installed; 'none': none."
     )

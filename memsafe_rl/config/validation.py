@@ -161,6 +161,8 @@ def _fill_evaluation(config: TrainerConfig) -> None:
 
 
 def _fill_rest(config: TrainerConfig) -> None:
+    if config.max_steps == 0:
+        raise ConfigError("max_steps is 0, which TRL reads as all epochs. Give optimizer steps, or -1 for all epochs.")
     for name, default in (("output_dir", "trainer_output"), ("allow_lossy", ())):
         if getattr(config, name) is None:
             config.fill(name, default)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar, Protocol
@@ -25,11 +27,24 @@ _TEXT_ALONE = (
     "prompts are text alone."
 )
 
+_SAID = {"content", "tool_calls", "reasoning_content", "thinking"}
+"""Of which a message has one at least."""
+
+logger = logging.getLogger(__name__)
+
 _PROMPT_STREAM = 1
 _ROW_STREAM = 2
 _MERGE_STREAM = 3
 _MULTIPLIER = 6364136223846793005
 """Knuth's multiplier for 64-bit linear congruential generators (MMIX): keeps nearby keys apart."""
+
+
+class PromptError(DataError):
+    """One of several prompts cannot be used."""
+
+    def __init__(self, place: int, message: str) -> None:
+        super().__init__(message)
+        self.place = place  # among the prompts that were read together
 
 
 class PromptSource(Protocol):
@@ -197,22 +212,28 @@ class PromptTokenizer(PromptReader):
         """Tokenizes prompts as they are, without a limit."""
         if not prompts:
             return []
-        _check_kind(prompts, shows_images=self.shows_images)
+        for place, prompt in enumerate(prompts):
+            with _at(place):
+                _check_kind(prompt, prompts[0], shows_images=self.shows_images)
         if _is_tokens(prompts[0]):
             ids = prompts
         elif isinstance(prompts[0], str):
             ids = self.tokenizer(text=list(prompts))["input_ids"]
         else:
             ids = self._templated(prompts)
-        for prompt, row in zip(prompts, ids, strict=True):
-            if not row:
-                raise DataError(f"prompt {prompt!r} has no tokens. Remove empty prompts from the dataset.")
-            if self.vocab_size is not None and max(row) >= self.vocab_size:
-                raise DataError(
-                    f"prompt {prompt!r:.100} has token id {max(row)}, but the model knows {self.vocab_size} tokens."
-                    " Pass the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
-                )
+        for place, (prompt, row) in enumerate(zip(prompts, ids, strict=True)):
+            with _at(place):
+                self._check_tokens(prompt, row)
         return [list(row) for row in ids]
+
+    def _check_tokens(self, prompt: Any, row: Sequence[int]) -> None:
+        if not row:
+            raise DataError(f"prompt {prompt!r:.100} has no tokens. Remove empty prompts from the dataset.")
+        if self.vocab_size is not None and max(row) >= self.vocab_size:
+            raise DataError(
+                f"prompt {prompt!r:.100} has token id {max(row)}, but the model knows {self.vocab_size} tokens."
+                " Pass the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
+            )
 
     def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:
         """Tokenizes the prompts of some examples."""
@@ -234,7 +255,11 @@ class PromptTokenizer(PromptReader):
                     f"the chat template cannot render prompt {prompts[0]!r:.300} ({error}). Give every message a "
                     "'role' and a text 'content', and chat_template_kwargs what the template asks for."
                 ) from error
-            return [row for prompt in prompts for row in self._templated([prompt])]
+            rows = []
+            for place, prompt in enumerate(prompts):
+                with _at(place):
+                    rows += self._templated([prompt])
+            return rows
 
 
 def within_limit(rows: list[list[int]], reader: PromptReader, *, truncates: bool) -> list[list[int]]:
@@ -324,26 +349,47 @@ def usable_prompts(examples: Any, tokenizer: PromptReader, *, overlong: str, nam
     batches: Iterable[list[Any]] = prompt_batches(examples, tokenizer.columns)
     if len(examples) >= _SHOW_PROGRESS_FROM:
         batches = track(batches, description="Reading prompts", transient=True, total=None)
+    first: Any = None
+    marks: dict[int, int] = {}  # hash of a prompt's tokens, and the row that has it first
+    repeats: list[int] = []
+    one_by_one = tokenizer.columns != PromptReader.columns
     try:
         for prompts in batches:
-            lengths += [len(row) for row in tokenizer.ids(prompts)]
+            first = first if lengths else prompts[0]
+            rows = tokenizer.ids(prompts)
+            with _at(0):
+                _check_alike(prompts[0], first)
+            repeats += [at for at, row in enumerate(rows, len(lengths)) if marks.setdefault(hash(tuple(row)), at) != at]
+            lengths += map(len, rows)
     except DataError as error:
-        if tokenizer.columns == PromptReader.columns:
+        if not (one_by_one or isinstance(error, PromptError)):
             raise
-        raise DataError(f"{name}[{len(lengths)}]: {error}") from error
-    limit = tokenizer.limit
-    over = [] if limit is None else [index for index, length in enumerate(lengths) if length > limit]
-    if over and overlong == "error":
-        raise DataError(overlong_message(max(lengths), tokenizer, len(over)))
+        raise DataError(f"{name}[{len(lengths) + getattr(error, 'place', 0)}]: {error}") from error
+    if repeats and isinstance(tokenizer, PromptTokenizer):  # images differ where their tokens do not
+        told = "%s: %d of %d prompts repeat an earlier one, the first of them at row %d; each counts as its own"
+        logger.warning(told, name, len(repeats), len(lengths), repeats[0])
+    return _within(lengths, tokenizer, overlong, name)
+
+
+def _within(lengths: Sequence[int], reader: PromptReader, overlong: str, name: str) -> list[int]:
+    """Gives the rows that are used, of prompts so long; tells what is done with those over the limit."""
+    over = [] if reader.limit is None else [index for index, length in enumerate(lengths) if length > reader.limit]
+    if not over:
+        return list(range(len(lengths)))
+    if overlong == "error":
+        raise DataError(overlong_message(max(lengths), reader, len(over), f" (the first: {name}[{over[0]}])"))
     dropped = set(over) if overlong == "filter" else set()
+    told = "%s: %d of %d prompts are longer than %d tokens and are %s, the first at row %d"
+    done = "left out" if dropped else "cut to their end"
+    logger.warning(told, name, len(over), len(lengths), reader.limit, done, over[0])
     return [index for index in range(len(lengths)) if index not in dropped]
 
 
-def overlong_message(longest: int, reader: PromptReader, count: int) -> str:
+def overlong_message(longest: int, reader: PromptReader, count: int, where: str = "") -> str:
     """Writes the error for prompts over a reader's limit."""
     return (
-        f"{count} prompt(s) are longer than {reader.limit} tokens (the longest has {longest}), {reader.why_limited}. "
-        "Set overlong_prompts to 'filter' or 'truncate', or change that."
+        f"{count} prompt(s){where} are longer than {reader.limit} tokens (the longest has {longest}), "
+        f"{reader.why_limited}. Set overlong_prompts to 'filter' or 'truncate', or change that."
     )
 
 
@@ -351,22 +397,53 @@ def _is_tokens(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
 
 
-def _check_kind(prompts: Sequence[Any], *, shows_images: bool) -> None:
-    if all(map(_is_tokens, prompts)):
+@contextmanager
+def _at(place: int) -> Iterator[None]:
+    """Notes at which of several prompts an error arose."""
+    try:
+        yield
+    except DataError as error:
+        raise PromptError(place, str(error)) from error
+
+
+def _check_kind(prompt: Any, first: Any, *, shows_images: bool) -> None:
+    """Refuses what is neither text nor messages nor tokens, or is another of these than the first prompt."""
+    if _is_tokens(prompt) and prompt and _is_tokens(first):
         return
-    conversational = not isinstance(prompts[0], str)
-    for prompt in prompts:
-        is_messages = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-        if not isinstance(prompt, str) and not is_chat(prompt):
-            raise DataError(f"prompt {prompt!r} is neither text nor a list of messages with 'role' and 'content'.")
-        if is_messages and not prompt:
-            raise DataError("prompt [] is a conversation without messages. Remove empty prompts from the dataset.")
-        if is_messages and not shows_images and any(_shows_image(turn) for turn in prompt):
-            raise DataError(f"prompt {prompt!r:.100} holds an image. {_TEXT_ALONE}")
-        if is_messages != conversational:
-            raise DataError(
-                f"prompt {prompt!r} is not of the same kind as the first one. Use text or messages for all."
-            )
+    if not isinstance(prompt, str) and not is_chat(prompt):
+        raise DataError(
+            f"prompt {prompt!r:.100} is neither text nor a list of messages with 'role' and 'content'. Mend it."
+        )
+    if isinstance(prompt, str) != isinstance(first, str):
+        raise DataError(
+            f"prompt {prompt!r:.100} is not of the same kind as the first one. Use text or messages for all."
+        )
+    if isinstance(prompt, str):
+        return
+    if not prompt:
+        raise DataError("prompt [] is a conversation without messages. Remove empty prompts from the dataset.")
+    for place, turn in enumerate(prompt):
+        _check_message(place, turn)
+    if not shows_images and any(map(_shows_image, prompt)):
+        raise DataError(f"prompt {prompt!r:.100} holds an image. {_TEXT_ALONE}")
+
+
+def _check_alike(prompt: Any, first: Any) -> None:
+    if isinstance(prompt, str) != isinstance(first, str):
+        raise DataError(
+            f"prompt {prompt!r:.100} is not of the same kind as the first one. Use text or messages for all."
+        )
+
+
+def _check_message(place: int, turn: Mapping[str, Any]) -> None:
+    known = {name: value for name, value in turn.items() if value not in (None, [])}  # as tables fill up
+    if not isinstance(turn.get("role"), str):
+        raise DataError(f"message {place} is {known!r:.200}, without a 'role'. Give it one, such as 'user'.")
+    if not known.keys() & _SAID:
+        raise DataError(
+            f"message {place} is {known!r:.200}, without a 'content'. Give it a text; only a message with "
+            "'tool_calls' does without."
+        )
 
 
 def _shows_image(turn: Mapping[str, Any]) -> bool:

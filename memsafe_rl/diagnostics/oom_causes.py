@@ -54,6 +54,7 @@ class Cause(StrEnum):
     LIBRARY = "a library found no memory"
     SIMULATED = "the simulated device"
     BUDGET = "the memory budget"
+    VLLM = "vLLM's share of the device"
     UNTOLD = "the message has no figures"
 
 
@@ -200,6 +201,8 @@ def _special(message: OutOfMemoryMessage) -> Reason | None:
             largest = max(message.held, key=lambda held: held[1].count, default=None)
             who = "" if largest is None else f" The largest share is held by {largest[0]}: {largest[1]}."
             return _because(Cause.BUDGET, True, limit="" if limit is None else f" of {limit}", who=who)
+        case Allocator.VLLM:
+            return _because(Cause.VLLM, True)
         case Allocator.LIBRARY:
             return _because(Cause.LIBRARY)
         case Allocator.DRIVER:
@@ -328,7 +331,7 @@ def _remedies(
         elif reason.cause is Cause.LIMIT:
             chosen.append(_REMEDIES["mps-limit"])
     chosen += of_the_work
-    if message.allocator not in (Allocator.HOST, Allocator.KERNEL, Allocator.BUDGET):
+    if message.allocator not in (Allocator.HOST, Allocator.KERNEL, Allocator.BUDGET, Allocator.VLLM):
         guessed = _BY_KIND[tensors[0].kind] if tensors else ()
         chosen += (_REMEDIES["smaller"], *guessed, _REMEDIES["shorter"])
     return tuple(dict.fromkeys(chosen))

@@ -31,6 +31,7 @@ class Allocator(StrEnum):
     KERNEL = "operating system"
     SIMULATED = "simulated device"
     BUDGET = "memory budget"
+    VLLM = "vLLM"
 
 
 class Place(StrEnum):
@@ -107,6 +108,8 @@ _HEADS = re.compile(
             rf"{_size('host')}",
             r"\bposix_memalign\(&data, gAlignment, nbytes\) == 0\. 12 vs 0",
             rf"[Uu]nable to (?:mmap|allocate) {_size('mapped')}",
+            r"(?P<vllm>No available memory for the cache blocks[^\n]*|[^\n]*?KV cache is needed, which is larger than "
+            r"the available KV cache memory[^\n]*|Free memory on device[^\n]*? is less than desired GPU memory[^\n]*)",
             r"std::bad_alloc\b",
             r"(?:CUDA|HIP) (?:driver )?error: out of memory\b",
             r"Triton Error \[(?:CUDA|HIP)\]: out of memory\b",
@@ -203,6 +206,8 @@ def _read(head: re.Match[str], window: str) -> dict[str, object]:
     if given["killed"] is not None:
         resident = None if given["rss"] is None else Printed(int(given["rss"]) * 1024)
         return _facts(head, Allocator.KERNEL, allocated=resident, device="host")
+    if given["vllm"] is not None:
+        return _facts(head, Allocator.VLLM)
     if given["requested"] is not None or given["bare"] is not None:
         return _read_caching(head, window)
     size = given["host"] or given["mapped"]

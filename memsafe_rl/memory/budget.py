@@ -11,6 +11,9 @@ AUTO_SHARE = 0.9
 """Share of the free device memory that "auto" takes; the rest is margin for what nobody counts."""
 
 
+_LEAST_BARE_BYTES = 2**16
+"""A smaller number without a unit is taken for GiB or MiB whose unit was forgotten; toy networks need some 100 KiB."""
+
 _WEIGHTS_SHARE = 0.8
 """Share of a budget beyond which weights that need not be on the device do not begin there."""
 
@@ -54,6 +57,11 @@ class MemoryBudget:
         if limit_bytes <= 0:
             wanted = "'auto', more than 0 bytes, a size such as '16GiB', or a share such as '50%'"
             raise ConfigError(f"memory_budget is {text!r}; write {wanted}.")
+        if limit_bytes < _LEAST_BARE_BYTES and str(text).strip().isdigit():
+            raise ConfigError(
+                f"memory_budget is {text!r}, and a number without a unit is bytes. Write the unit, such as "
+                f"'{int(text)}GiB' or '{int(text)}B'."
+            )
         return cls(limit_bytes=limit_bytes)
 
     def resolve(self, *, total_bytes: int, free_bytes: int) -> int:

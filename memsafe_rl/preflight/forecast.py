@@ -20,6 +20,7 @@ from memsafe_rl.accounting import charge, in_phase
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
+from memsafe_rl.data.prompts import usable_prompts
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.runtime.recovery import Recovery, capture_random_state, set_random_state
 from memsafe_rl.memory.simulated.device import SimulatedMemory, active_simulation
@@ -219,7 +220,8 @@ def _simulating(device: str) -> Iterator[SimulatedMemory]:
     Failed allocations are not logged, nor what the run will say: the forecast itself says what came. Random generators
     are put back: building a trainer seeds them.
     """
-    silenced = [logging.getLogger(name) for name in (Recovery.__module__, HalfWeights.__module__)]
+    loud = (Recovery.__module__, HalfWeights.__module__, usable_prompts.__module__)
+    silenced = [logging.getLogger(name) for name in loud]
 
     def silent(_: logging.LogRecord) -> bool:
         return False

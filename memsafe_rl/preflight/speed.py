@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import yaml
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.nn import functional
@@ -28,6 +25,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.ledger import storages_of
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
+from memsafe_rl.preflight.cards import card_names, data_sheets, named_card
 from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Phase, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -233,39 +231,12 @@ def _time(function: Callable[[], Any], device: torch.device, clock: Callable[[],
     return float(statistics.median(spans))
 
 
-@functools.cache
-def _data_sheets() -> Mapping[str, Any]:
-    sheets: Mapping[str, Any] = yaml.safe_load((files("memsafe_rl.preflight") / "cards.yaml").read_text())
-    return sheets
-
-
-class NamedCard(NamedTuple):
-    """A card that is known by its name."""
-
-    name: str
-    total_bytes: int
-
-
-def named_card(text: str) -> NamedCard | None:
-    """Finds a card by its name, such as "RTX 4090" or "h100"; None where the name is not known."""
-    wanted = _plain(text)
-    for name, sheet in _data_sheets()["cards"].items():
-        if wanted in {_plain(name), *map(_plain, sheet.get("also", ()))}:
-            return NamedCard(name, int(sheet["gib"] * 2**30))
-    return None
-
-
-def card_names() -> list[str]:
-    """Gives the names of the cards that are known."""
-    return list(_data_sheets()["cards"])
-
-
 def speed_of_card(name: str, dtype: torch.dtype) -> DeviceSpeed:
     """Estimates a card's speed for a type of products, as `cards.yaml` states shares of its data sheet's peaks."""
     card = named_card(name)
     if card is None:
         raise ConfigError(f"no card is known as {name!r}. Known are {', '.join(card_names())}.")
-    sheets = _data_sheets()
+    sheets = data_sheets()
     sheet, assumed = sheets["cards"][card.name], sheets["assumed"]
     bus = assumed["bus_gigabytes_per_second"]
     peak = sheet["half_teraflops" if dtype.itemsize == 2 else "single_teraflops"] * _TERA
@@ -278,7 +249,3 @@ def speed_of_card(name: str, dtype: torch.dtype) -> DeviceSpeed:
         waits=False,
         bus_bytes_per_second=bus * _GIGA,
     )
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"[^a-z0-9]|nvidia|geforce", "", text.lower())

@@ -45,6 +45,7 @@ _ENDLESS = TimeoutPolicy()
 _ROWS = 32  # completions that a reward model scores in one forward pass where nobody says how many
 _GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 _NOTHING = torch.empty(0)
+_ROWS_NAMED = 3
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -117,6 +118,7 @@ class RewardRunner:
         self._patience = patience
         self._rollout_columns = frozenset(rollout_columns)
         self._warned = False
+        self._gave_nan: set[str] = set()
         if device is not None:
             self.to(device)
 
@@ -222,7 +224,7 @@ class RewardRunner:
 
         def finish() -> RewardScores:
             outputs = zip(awaited.names, awaited.result(), strict=True)
-            later = {self.names.index(name): _numbers(name, output, len(prompts)) for name, output in outputs}
+            later = {self.names.index(name): self._numbers(name, output, len(prompts)) for name, output in outputs}
             rewards = [(columns_F | later)[index] for index in range(len(self._sources))]
             self._warn_of_unscored(rewards, prompts)
             rewards_BF = attempt(functools.partial(_by_row, rewards))
@@ -246,12 +248,24 @@ class RewardRunner:
                 if inspect.iscoroutine(output):
                     begun[name] = function, output
                 else:
-                    found[index] = _numbers(name, output, calls.rows)
+                    found[index] = self._numbers(name, output, calls.rows)
         except BaseException:
             for _, waiting in begun.values():
                 waiting.close()
             raise
         return calls.await_together(begun, self._loop)
+
+    def _numbers(self, name: str, output: Any, rows: int) -> list[float]:
+        """Turns what a function returned into rewards, None into NaN; tells of NaN that it returned itself."""
+        values = _values(name, output, rows)
+        found = [_number(name, row, rows, value) for row, value in enumerate(values)]
+        odd = [row for row, value in enumerate(values) if value is not None and math.isnan(found[row])]
+        if odd and name not in self._gave_nan:
+            self._gave_nan.add(name)
+            told = "Reward function %r returned NaN for %d of %d completions, the first at row(s) %s. "
+            remedy = "NaN counts as no reward: return a number, or None to leave a row out. This is said once."
+            logger.warning(told + remedy, name, len(odd), rows, ", ".join(map(str, odd[:_ROWS_NAMED])))
+        return found
 
     def _warn_of_unscored(self, rewards: Sequence[Sequence[float]], prompts: Sequence[Any]) -> None:
         unscored = [row for row, values in enumerate(zip(*rewards, strict=True)) if all(map(math.isnan, values))]
@@ -267,8 +281,8 @@ def _by_row(rewards_FB: Sequence[Sequence[float]], rows: int) -> Tensor:  # noqa
     return torch.tensor(rewards_FB).T.contiguous()
 
 
-def _numbers(name: str, output: Any, rows: int) -> list[float]:
-    """Turns what a function returned into rewards, None into NaN, and refuses everything else."""
+def _values(name: str, output: Any, rows: int) -> list[Any]:
+    """Gives what a function returned as a list, and refuses everything else."""
     unordered = isinstance(output, (str, bytes, Mapping, Set))
     if unordered or not isinstance(output, Iterable) or getattr(output, "ndim", 1) == 0:
         raise DataError(
@@ -281,7 +295,7 @@ def _numbers(name: str, output: Any, rows: int) -> list[float]:
             f"Reward function {name!r} returned {len(values)} rewards for {rows} completions. Return exactly one "
             "number or None for each completion."
         )
-    return [_number(name, row, rows, value) for row, value in enumerate(values)]
+    return values
 
 
 def _number(name: str, row: int, rows: int, value: Any) -> float:

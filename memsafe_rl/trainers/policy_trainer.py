@@ -441,6 +441,7 @@ class PolicyTrainer:
         """Says what the run's folder holds of the run besides its settings."""
         return {
             "facts": self._facts(),
+            "data": " ".join(str(self.train_dataset).split()),
             "rollout_rows": self.args.rollout_rows,
             "forecast": None if self.forecast is None else self.forecast.plain(),
         }

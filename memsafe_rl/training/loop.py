@@ -441,8 +441,8 @@ class TrainingLoop:
         self.report.end(state, totals)
         self.report.fire("on_train_end", state)
         if setup.parallel.is_main and not self.config.disable_tqdm:
-            rows = self.config.rollout_rows
-            summary(run_figures(state.history[first:], setup.memory.events, rollout_rows=rows))
+            figures = run_figures(state.history[first:], setup.memory.events, rollout_rows=self.config.rollout_rows)
+            summary(figures, then=self.files.what_follows(self.config))
         last = state.history[-1] if state.history else {}
         return TrainResult(state.step, totals["train_loss"], {**last, **totals})
 

@@ -235,14 +235,14 @@ class RunFiles:
                 f"the weights of step {self.saved_step} are saved in {saved}, without what a resume needs "
                 "(save_only_model=True); a new run can begin with that folder as its model"
             )
-        command = shlex.join(sys.argv)
-        if Path(sys.argv[0]).name == "memsafe-rl":
-            again = command if "--resume-from-checkpoint" in command else f"{command} --resume-from-checkpoint true"
-        elif config.resume_from_checkpoint in ("auto", "true"):
-            again = f"{Path(sys.executable).name} {command}"
-        else:
-            again = "trainer.train(resume_from_checkpoint=True)"
-        return f"step {self.saved_step} is saved in {saved}; go on with: {again}"
+        return f"step {self.saved_step} is saved in {saved}; go on with: {_resume_command(config)}"
+
+    def what_follows(self, config: TrainerConfig) -> dict[str, str]:
+        """Gives commands for a run that has ended, by what they are for."""
+        commands = {"report": shlex.join(["memsafe-rl", "report", config.output_dir])}
+        if checkpoint_folder(Path(config.output_dir), self.saved_step).is_dir() and not config.save_only_model:
+            commands["train longer"] = f"raise max_steps or num_train_epochs, then {_resume_command(config)}"
+        return commands
 
     def release(self, report: RunLog, config: TrainerConfig) -> None:
         """Lets other runs have the folder, after what is being written to it."""
@@ -253,6 +253,16 @@ class RunFiles:
         finally:
             if self.folder is not None:
                 self.folder.release()
+
+
+def _resume_command(config: TrainerConfig) -> str:
+    """Gives what resumes the run from its latest checkpoint: the command it was started with, or a call."""
+    command = shlex.join(sys.argv)
+    if Path(sys.argv[0]).name == "memsafe-rl":
+        return command if "--resume-from-checkpoint" in command else f"{command} --resume-from-checkpoint true"
+    if config.resume_from_checkpoint in ("auto", "true"):
+        return f"{Path(sys.executable).name} {command}"
+    return "trainer.train(resume_from_checkpoint=True)"
 
 
 def _writes_beside(setup: TrainingSetup, checkpoints: Checkpoints) -> bool:

@@ -1,16 +1,19 @@
 import io
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from rich.console import Console
 from transformers import TrainerState
 
 from memsafe_rl import PPOConfig
 from memsafe_rl.callbacks.console import CompletionsTable, ProgressBar, banner
 from memsafe_rl.callbacks.trackers import Trackers
-from tests.trainers.helpers import count_digits, make_trainer
+from tests.trainers.helpers import PROMPTS, count_digits, make_trainer
 
 
 def screen() -> Console:
@@ -68,6 +71,63 @@ def test_the_bar_tells_reward_length_and_peak(tmp_path: Path) -> None:
     assert "reward" in said
     assert "peak" in said
     assert "2/2" in said
+
+
+def test_off_a_terminal_every_log_is_one_line_and_so_is_an_evaluation(tmp_path: Path) -> None:
+    console = screen()
+    settings = {"max_steps": 5, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 4, "beta": 0.1}
+    data = Dataset.from_dict({"prompt": PROMPTS[:2]})
+    make_trainer(tmp_path, callbacks=[ProgressBar(console)], eval_dataset=data, **settings).train()
+    lines = text_of(console).splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 2/5", "step 4/5", "step 4/5", "step 5/5"]
+    number = r"-?[\d.,]+"
+    expected = (
+        rf"step 2/5  reward {number} ± {number}  loss {number}  KL {number}  entropy {number}  length 6  "
+        rf"truncated 100%  peak {number} .iB of {number} .iB  {number} tokens/s  ETA {number} s"
+    )
+    assert re.fullmatch(expected, lines[0])
+    assert lines[2].startswith("step 4/5  eval  reward ")
+    assert "ETA" not in lines[3], "nothing is left"
+
+
+def test_a_line_shows_the_highest_peak_and_nan_and_other_ranks_are_silent() -> None:
+    logs = {"loss": 0.5, "reward": None, "reward_std": None, "memory/peak_bytes": 2.0**20}
+    for is_main in (True, False):
+        console, state = screen(), TrainerState(max_steps=9, is_world_process_zero=is_main)
+        bar = ProgressBar(console)
+        bar.on_train_begin(SimpleNamespace(algorithm="GRPO"), state, None)
+        bar.on_progress(1, {"memory/peak_bytes": 3.0 * 2**20})
+        state.global_step = 2
+        bar.on_log(None, state, None, logs)
+        bar.on_log(None, state, None, {"train_runtime": 1.0})
+        said = text_of(console)
+        assert ("step 2/9  reward nan ± nan  loss 0.5000  peak 3.00 MiB  ETA" in said) is is_main
+        assert len(said.splitlines()) == is_main
+
+
+def test_disable_tqdm_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_trainer(tmp_path).train()
+    assert not capsys.readouterr().err
+
+
+def test_the_summary_ends_with_commands_for_what_follows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_trainer(tmp_path, disable_tqdm=False, save_strategy="steps", save_steps=1).train()
+    said = capsys.readouterr().err
+    assert f"report: memsafe-rl report {tmp_path}\n" in said
+    assert "train longer: raise max_steps or num_train_epochs, then trainer.train(resume_from_checkpoint=True)" in said
+
+
+def test_chats_are_shown_turn_by_turn(tmp_path: Path) -> None:
+    console, call = screen(), {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    picture = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    chat = [{"role": "user", "content": picture}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    table = CompletionsTable(tmp_path, limit=None, unique_prompts=False, console=console)
+    table.on_completions(1, [{"prompt": chat, "completion": [{"role": "assistant", "content": "[b]2"}]}])
+    said = text_of(console)
+    for line in ("user: <image> What is it?", 'assistant: add({"a": 1})', "assistant: [b]2"):
+        assert line in said
+    assert "content" not in said
+    assert json.loads((tmp_path / "completions" / "completions_00001.jsonl").read_text())["prompt"] == chat
 
 
 def test_the_bar_bears_the_algorithms_name(tmp_path: Path) -> None:

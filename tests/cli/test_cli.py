@@ -15,7 +15,9 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset, DatasetDict
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from typer.testing import CliRunner
 
 import memsafe_rl
@@ -49,7 +51,8 @@ class FakeTrainer:
     failure: BaseException | None = None
 
     def __init__(self, model: Any, reward_funcs: Any, **arguments: Any) -> None:
-        self.model, self.reward_funcs, self.arguments = model, reward_funcs, arguments
+        self.given, self.reward_funcs, self.arguments = model, reward_funcs, arguments
+        self.model = SimpleNamespace(config=LlamaConfig())
         self.saved: list[str] = []
         FakeTrainer.made.append(self)
 
@@ -115,7 +118,7 @@ def test_a_run_file_reaches_the_trainer(trainer: type[FakeTrainer], run_file: Pa
     config = made.arguments["args"]
     assert isinstance(config, GRPOConfig)
     assert (config.num_generations, config.learning_rate) == (4, 1e-5)
-    assert made.model == "some/model"
+    assert made.given == "some/model"
     assert made.reward_funcs == [REWARD_FUNCTIONS["accuracy_reward"]]
     assert made.arguments["train_dataset"]["answer"][:] == ["1", "2", "3", "4"]
     assert made.arguments["eval_dataset"] is None
@@ -471,6 +474,44 @@ def test_an_adapter_on_a_quantised_model_is_trained(tiny_run: Path, tmp_path: Pa
     result = invoke(tiny_run, "--peft", "lora:2", "--quantization", "8bit", "--max-steps", "1")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    load, merge = result.stdout.splitlines()[-2:]
+    assert merge == "merge: memsafe-rl export out out/merged"
+    assert load == "load: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('model'), 'out')"
+    known = {"PeftModel": PeftModel, "AutoModelForCausalLM": AutoModelForCausalLM}
+    adapted = eval(load.removeprefix("load: "), known)  # what the screen says is what works
+    words = merge.removeprefix("merge: memsafe-rl ").split()
+    assert RUNNER.invoke(app, [*words, "--dtype", "float32"]).exit_code == 0
+    merged, ids = AutoModelForCausalLM.from_pretrained("out/merged"), torch.arange(9)[None]
+    torch.testing.assert_close(merged(ids).logits, adapted(ids).logits)
+    assert AutoTokenizer.from_pretrained("out/merged")("1+2=") == tiny_tokenizer()("1+2=")
+    card = (tmp_path / "out" / "merged" / "README.md").read_text()
+    for fact in (
+        "base_model: model",
+        "| rewards | varied |",
+        "| optimizer steps | 1 |",
+        "num_rows: 4",
+        "| peak memory |",
+    ):
+        assert fact in card
+    again = RUNNER.invoke(app, words)
+    assert (again.exit_code, again.stderr) == (2, "error: 'out/merged' is there and not empty. Give a new folder.\n")
+
+
+def test_a_checkpoint_is_exported_in_another_type(tiny_run: Path, tmp_path: Path) -> None:
+    assert invoke(tiny_run, "--max-steps", "1").exit_code == 0
+    found = RUNNER.invoke(app, ["export", "out/checkpoint-1", "half", "--dtype", "bfloat16"])
+    assert (found.exit_code, found.stdout) == (0, "half\n"), found.stderr
+    half = AutoModelForCausalLM.from_pretrained("half")
+    trained = load_file(tmp_path / "out" / "model.safetensors")
+    name, weight = next(iter(half.named_parameters()))
+    assert torch.equal(weight, trained[name].bfloat16())
+    for words, told in (
+        (("model/nothing", "x"), "'model/nothing' holds no weights: neither adapter_config.json nor config.json"),
+        (("out", "x", "--dtype", "int3"), "--dtype is 'int3'"),
+    ):
+        found = RUNNER.invoke(app, ["export", *words])
+        assert found.exit_code == 2
+        assert told in found.stderr
 
 
 def test_mistakes_that_the_trainer_finds(tiny_run: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,10 @@ def test_a_config_alone_is_enough(folder: Path) -> None:
     assert code == 0
     for line in ("fits: a peak of", "plan: rollouts of 8 rows in flight", "band: safe", "biggest lever left: "):
         assert line in told
-    assert "longest completion that fits: 568 tokens, all that the model takes" in told
+    assert (
+        "longest completion that fits: 568 tokens, all that the model takes (--max-completion-length 568; esti" in told
+    )
+    assert "(--num-generations 1024; estimated)" in told
     assert "assumed: the longest prompt has 32 tokens (as given)" in told
     for phase in ("load", "rollout", "update", "optimizer"):
         assert f"│{phase}" in told.replace("│ ", "│")
@@ -63,6 +68,28 @@ def test_what_cannot_fit_is_said_with_its_reason(folder: Path) -> None:
     assert code == 1
     assert "does not fit into 1.80 MiB" in told
     assert "weights" in told
+    flags = " ".join(told.partition("what would need less: ")[2].split())
+    assert flags.startswith(
+        "train an adapter (--peft lora:16): no gradients or optimizer state of the base; or optimizer"
+    )
+    assert "--gpu" in flags
+    for python in ("peft_config", "optim='", "longest completion", "rows in flight", "allocator said"):
+        assert python not in told
+
+
+@pytest.mark.parametrize(
+    "words", [("plan", "--gpu=-3"), ("plan", "--gpu", "24", "--temperature=-3"), ("train", "--max-steps=many")]
+)
+def test_what_needs_no_torch_is_refused_before_it_is_imported(folder: Path, words: tuple[str, ...]) -> None:
+    code = (
+        "import sys\nfrom memsafe_rl.cli import app\n"
+        f"try: app({[words[0], '--model', str(folder), *words[1:]]!r})\n"
+        "except SystemExit as end: assert end.code == 2 and 'torch' not in sys.modules, end.code"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_prompts_are_measured_where_there_are_some(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from memsafe_rl.cli.report import page, report
 from memsafe_rl.diagnostics.run_figures import run_figures
 from memsafe_rl.diagnostics.run_folder import read_run
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.types import Phase, UpdatePlan
 from memsafe_rl.units import format_bytes
 from tests.trainers.helpers import count_digits, make_trainer
 
@@ -145,6 +148,32 @@ def test_every_step_is_recorded_with_who_held_the_bytes(run: tuple[Path, Any]) -
         assert held["rollout"]["kv_cache"] > 0
 
 
+def test_in_host_memory_the_process_and_what_plans_expect_are_parts_of_their_own(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=1).train()
+    line = json.loads((tmp_path / "steps.jsonl").read_text())
+    for phase, parts in line["held_at_peak"].items():
+        assert sum(parts.values()) == line[f"memory/{phase}_peak_bytes"]
+        assert parts["process"] > 0.5 * sum(parts.values()), "Python and torch are larger than a toy network"
+    meter: Any = SimpleNamespace(
+        **dict.fromkeys(("reserved_peak_bytes", "stranded_bytes", "reset_peak"), lambda: None),
+        **dict.fromkeys(("peak_by_component", "live_by_component"), dict),
+        **dict.fromkeys(("live_bytes", "allocator_retries"), int),
+        peak_bytes=lambda: 100,
+        is_exact=False,
+    )
+    for expected, parts in (
+        ({"activations": 60, "logits": 50}, {"process": 10, "activations": 60, "logits": 30}),
+        ({"activations": 60}, {"process": 10, "activations": 60, "other": 30}),
+    ):
+        tracker = MemoryTracker("cpu", meter, 200, process_bytes=10)
+        planned = {f"update/{name}": size for name, size in expected.items()}
+        tracker.adopt(UpdatePlan(predicted_bytes={"update": 90, **planned}), UpdatePlan)
+        with tracker.phase(Phase.UPDATE):
+            pass
+        tracker.drain()
+        assert tracker.step_parts == {"update": parts}
+
+
 def test_the_report_of_a_real_run_stands_alone_and_runs_nothing(run: tuple[Path, Any]) -> None:
     folder, trainer = run
     found = RUNNER.invoke(app, ["report", str(folder)])
@@ -263,15 +292,30 @@ def test_events_are_told_at_the_step_they_belong_to_and_alike_ones_once(tmp_path
 
 @pytest.mark.parametrize(
     ("kind", "counts", "said"),
-    [("cuda", True, "the rest: activations, caches, logits, gradients"), ("host", False, "whatever else the process")],
+    [("cuda", True, "kv cache, as planned the rest"), ("host", False, "whatever else the process")],
 )
 def test_where_only_owners_are_known_the_rest_is_called_the_rest(
     tmp_path: Path, kind: str, counts: bool, said: str
 ) -> None:
-    held = {"update": {"weights": MIB, "other": 4 * MIB}}
+    held = {"update": {"weights": MIB, "other": 3 * MIB, "kv_cache": MIB // 2, "process": MIB // 2}}
     device = {"kind": kind, "name": "L4", "total_bytes": 9 * MIB}
     folder = write(tmp_path, [step(1, held_at_peak=held)], device=device, counts_tensors=counts)
     assert said in words(folder)
+    assert html_of(folder).index("swatch c8") < html_of(folder).index("swatch c0"), "the process itself lies below all"
+
+
+def test_charts_of_nothing_but_zeros_are_listed_instead(tmp_path: Path) -> None:
+    zero = {"frac_reward_zero_std": 0.0, "completions/clipped_ratio": 0.0}
+    folder = write(tmp_path, [step(1, **zero), step(2, **{**zero, "completions/clipped_ratio": 0.5})])
+    assert "Groups without a signal" not in figures(folder)
+    assert "the same in every step Groups without a signal 0%" in words(folder)
+    assert "Truncated completions" in figures(folder)
+
+
+def test_a_phone_gets_larger_letters_and_tables_without_columns(tmp_path: Path) -> None:
+    html = html_of(write(tmp_path, [step(1)]))
+    assert re.search(r"@media \(max-width: 620px\) \{ svg text \{ font-size: 13.5px !important", html)
+    assert 'data-label="highest measured"' in html
 
 
 def test_a_folder_of_an_earlier_version_is_reported_from_its_log(tmp_path: Path) -> None:

@@ -176,6 +176,11 @@ def test_rollouts_of_one_optimizer_step_are_one(caplog: pytest.LogCaptureFixture
         GRPOConfig(**paper, num_generations=16, num_iterations=2)
 
 
+def test_no_steps_are_refused_where_trl_would_train_every_epoch() -> None:
+    with pytest.raises(ConfigError, match=r"^max_steps is 0, which TRL reads as all epochs\. Give optimizer steps"):
+        GRPOConfig(max_steps=0)
+
+
 @pytest.mark.parametrize("name", sorted(set(REFUSED) - set(TAKEN)))
 def test_a_refusal_ends_in_a_remedy(name: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -19,6 +19,19 @@ def reader(limit: int | None = None, truncate: bool = False, chat: bool = False)
     return PromptTokenizer(tiny_tokenizer(chat=chat), template_kwargs=None, limit=limit, truncate=truncate)
 
 
+def talk(*contents: str | None) -> list[dict[str, str | None]]:
+    return [{"role": "user", "content": content} for content in contents]
+
+
+class Mixed(list[Any]):
+    """Prompts of kinds that no table would hold together."""
+
+    column_names = ("prompt",)
+
+    def __getitem__(self, place: Any) -> Any:
+        return {"prompt": super().__getitem__(place)}
+
+
 def examples(count: int) -> list[dict[str, str]]:
     return [{"prompt": f"p{i}"} for i in range(count)]
 
@@ -66,7 +79,9 @@ def test_plain_and_conversational_prompts_become_ids() -> None:
 def test_long_prompts_are_refused_filtered_or_cut_on_the_left() -> None:
     dataset = Dataset.from_dict({"prompt": ["1+2=", "1+2+3+4+5+6="]})
     short = len(reader().ids(["1+2="])[0])
-    with pytest.raises(DataError, match=r"1 prompt\(s\) are longer than .* Set overlong_prompts"):
+    with pytest.raises(
+        DataError, match=r"1 prompt\(s\) \(the first: train_dataset\[1\]\) are longer than .* Set overlong_prompts"
+    ):
         usable_prompts(dataset, reader(limit=short), overlong="error")
     assert usable_prompts(dataset, reader(limit=short), overlong="filter") == [0]
     assert usable_prompts(dataset, reader(limit=short), overlong="truncate") == [0, 1]
@@ -77,16 +92,53 @@ def test_long_prompts_are_refused_filtered_or_cut_on_the_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "message"),
+    ("prompts", "message"),
     [
-        ({"prompt": []}, "train_dataset is empty"),
-        ({"question": ["x"]}, "no 'prompt'"),
-        ({"prompt": [""]}, "has no tokens"),
+        ([], "^train_dataset is empty"),
+        (["a", ""], r"^train_dataset\[1\]: prompt '' has no tokens. Remove"),
+        (["a", "b", None], r"^train_dataset\[2\]: prompt None is neither text nor a list of messages"),
+        ([*["a"] * 600, ""], r"^train_dataset\[600\]: prompt '' has no tokens"),
+        ([talk("a"), []], r"^train_dataset\[1\]: prompt \[\] is a conversation without messages"),
+        ([talk("a"), [{"content": "b"}]], r"^train_dataset\[1\]: message 0 is {'content': 'b'}, without a 'role'"),
+        (
+            [talk("a"), talk("b", None)],
+            r"^train_dataset\[1\]: message 1 is {'role': 'user'}, without a 'content'. Give",
+        ),
+        ([talk("a"), talk("no")], r"^train_dataset\[1\]: the chat template cannot render prompt .*refused"),
     ],
 )
-def test_bad_datasets_are_refused_by_name(dataset: dict[str, list[str]], message: str) -> None:
+def test_bad_prompts_are_refused_with_their_row(prompts: list[Any], message: str) -> None:
+    read = reader(chat=bool(prompts) and not isinstance(prompts[0], str))
+    if read.tokenizer.chat_template:
+        read.tokenizer.chat_template += (
+            "{% if messages[0].content == 'no' %}{{ raise_exception('refused') }}{% endif %}"
+        )
     with pytest.raises(DataError, match=message):
-        usable_prompts(Dataset.from_dict(dataset), reader(), overlong="error")
+        usable_prompts(Dataset.from_dict({"prompt": prompts}), read, overlong="error")
+
+
+def test_a_dataset_without_prompts_and_a_late_change_of_kind_are_refused() -> None:
+    with pytest.raises(DataError, match="no 'prompt'"):
+        usable_prompts(Dataset.from_dict({"question": ["x"]}), reader(), overlong="error")
+    mixed = Mixed([talk("a")] * 512 + ["b"])
+    with pytest.raises(DataError, match=r"^train_dataset\[512\]: prompt 'b' is not of the same kind"):
+        usable_prompts(mixed, reader(chat=True), overlong="error")
+
+
+def test_a_message_with_tool_calls_needs_no_content() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    read = reader(chat=True)
+    read.tokenizer.chat_template = "{% for turn in messages %}{{ turn.role }}{{ turn.content or 'called' }}{% endfor %}"
+    assert read.ids([[*talk("a"), call]]) == [read.tokenizer("useraassistantcalled")["input_ids"]]
+
+
+def test_repeated_and_long_prompts_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    dataset = Dataset.from_dict({"prompt": ["1", "2", "1+2+3+4+5+6=", "1", "2"]})
+    assert usable_prompts(dataset, reader(limit=4), overlong="truncate") == [0, 1, 2, 3, 4]
+    assert caplog.messages == [
+        "train_dataset: 2 of 5 prompts repeat an earlier one, the first of them at row 3; each counts as its own",
+        "train_dataset: 1 of 5 prompts are longer than 4 tokens and are cut to their end, the first at row 2",
+    ]
 
 
 def test_prompts_of_two_kinds_or_none_are_refused() -> None:

@@ -156,6 +156,14 @@ REAL: tuple[tuple[str, str, Cause, str, Configuration], ...] = (
         "Use less RAM",
         Configuration(),
     ),
+    (  # vLLM, when its engine starts
+        "github.com/vllm-project/vllm/issues/2248",
+        "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing "
+        "the engine.",
+        Cause.VLLM,
+        "Give vLLM's KV cache room",
+        Configuration(),
+    ),
     (  # under WSL, where the driver reports 2**64 bytes
         "github.com/linkedin/Liger-Kernel/pull/47",
         "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of 8.00 "
@@ -321,6 +329,11 @@ def _wrapped(text: str, width: int) -> list[str]:
         ("NCCL error in: x.cpp:1, Cuda failure 2 'out of memory'", Allocator.LIBRARY),
         ("[1] Out of memory: Killed process 77 (python) total-vm:9kB, anon-rss:1048576kB, x", Allocator.KERNEL),
         ("std::bad_alloc", Allocator.HOST),
+        (
+            "Free memory on device (8.92/23.68 GiB) on startup is less than desired GPU memory utilization",
+            Allocator.VLLM,
+        ),
+        ("(4.0 GiB KV cache is needed, which is larger than the available KV cache memory (2.57 GiB)", Allocator.VLLM),
         ("torch.cuda.OutOfMemoryError: CUDA out of memory.", Allocator.CUDA),
         ("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 29.50 GiB total capacity)", Allocator.OTHER),
         ("RuntimeError: Invalid buffer size: 32.00 GB", Allocator.MPS),

@@ -46,6 +46,13 @@ def test_a_full_device_leaves_no_budget() -> None:
         MemoryBudget.parse("auto").resolve(total_bytes=24 * GIB, free_bytes=1)
 
 
+@pytest.mark.parametrize("written", [24, "24", " 24576 "])
+def test_a_number_whose_unit_was_forgotten_is_refused(written: str | int) -> None:
+    with pytest.raises(ConfigError, match=r"a number without a unit is bytes\. Write the unit, such as '24(576)?GiB'"):
+        MemoryBudget.parse(written)
+    assert MemoryBudget.parse("24B").limit_bytes == 24
+
+
 @pytest.mark.parametrize("written", ["0%", "120%", "x%", 0, -5, "0GiB", 0.5, "0.5", float("nan"), True, ""])
 def test_an_impossible_budget_is_refused(written: str | int) -> None:
     with pytest.raises(ConfigError, match="memory_budget"):

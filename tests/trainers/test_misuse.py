@@ -34,9 +34,9 @@ def talk(*turns: dict[str, Any]) -> Dataset:
         (
             {"train_dataset": talk({"content": "hello"}), **CHAT},
             DataError,
-            r"cannot render prompt \[\{.*'hello'.*\}\] \(.*role.*\)\. Give every message a 'role' and a text 'content'",
+            r"^train_dataset\[15\]: message 0 is \{'content': 'hello'\}, without a 'role'\. Give it one",
         ),
-        ({"train_dataset": talk({"role": "user"}), **CHAT}, DataError, "cannot render prompt .*content"),
+        ({"train_dataset": talk({"role": "user"}), **CHAT}, DataError, r"\[15\]: message 0 is .*without a 'content'"),
         ({"callbacks": 5}, ConfigError, r"callbacks has 5 \(int\), which is no callback.*TrainerCallback"),
         ({"callbacks": [dict]}, ConfigError, "callbacks has <class 'dict'>"),
         ({"optimizers": torch.optim.SGD}, ConfigError, r"optimizers is type .*SGD.*no pair\. Pass \(optimizer, sched"),

@@ -221,6 +221,35 @@ def test_equal_rewards_say_what_they_are() -> None:
     assert "dynamic_sampling=True" in event["sentence"]
 
 
+def test_a_reward_that_tells_nothing_in_the_first_rollout_is_named() -> None:
+    of = {"rewards/a/mean": 0.25, "rewards/a/std": 0.0, "rewards/b/mean": math.nan, "rewards/b/std": math.nan}
+    fine = {"rewards/c/mean": 0.5, "rewards/c/std": 0.1}
+    (event,) = AlarmWatch(AlarmRules()).observe(1, {**HEALTHY, **of, **fine})
+    assert event["kind"] == "equal_rewards"
+    assert event["sentence"].startswith(
+        "Over all completions of the rollout, reward function a gave 0.25 and b gave no reward: it tells no completion"
+    )
+    alone = {name: value for name, value in {**HEALTHY, **of}.items() if name != "frac_reward_zero_std"}
+    assert AlarmWatch(AlarmRules()).observe(1, alone), "a group of one, too"
+    assert not AlarmWatch(AlarmRules()).observe(2, {**HEALTHY, **of, **fine}), "later, a format may be learnt"
+    assert not AlarmWatch(OFF).observe(1, {**HEALTHY, **of})
+    assert AlarmWatch(AlarmRules()).observe(2, {**HEALTHY, **of, "reward": math.nan}), "no reward at all"
+
+
+def test_a_reward_that_is_always_nan_is_named_by_rows_and_by_an_alarm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(completions: list[str], **_: Any) -> list[float]:
+        return [math.nan] * len(completions)
+
+    trainer = make_trainer(tmp_path, reward_funcs=broken)
+    trainer.train()
+    told = "\n".join(caplog.messages)
+    assert "Reward function 'broken' returned NaN for 8 of 8 completions, the first at row(s) 0, 1, 2. NaN" in told
+    assert "step 1: Over all completions of the rollout, reward function broken gave no reward" in told
+    assert [event["kind"] for event in trainer.memory_events if event["event"] == "alarm"].count("equal_rewards") == 1
+
+
 def test_a_run_begins_at_its_reference_without_an_alarm() -> None:
     rules = AlarmRules(kl=(0.02, 0.06))
     assert heard(AlarmWatch(rules), "kl", [0.0, 0.001, 0.01, 0.03, 0.01]) == [5]

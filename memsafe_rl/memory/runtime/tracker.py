@@ -41,6 +41,7 @@ class MemoryTracker:
         meter: MemoryMeter,
         budget_bytes: int,
         holdings: Holdings | None = None,
+        process_bytes: int = 0,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.meter = meter
@@ -53,6 +54,7 @@ class MemoryTracker:
         self.step_parts: dict[str, dict[str, int]] = {}
         self._parts: dict[str, Mapping[Component, int]] = {}
         self._device = device
+        self._process_bytes = process_bytes  # what a meter that counts the whole process saw before the run
         self._peak_bytes = 0
         self._plans: dict[type, Any] = {}
         self._planned_at: dict[type, int] = {}
@@ -236,17 +238,26 @@ class MemoryTracker:
             logger.warning("%s", event["sentence"])
 
     def _divide_peaks(self) -> dict[str, dict[str, int]]:
-        """Divides each phase's peak by component: as the meter counted it, else what known owners hold and the rest."""
+        """Divides each phase's peak by component, as the meter counted it or else as is known and planned."""
         known: Mapping[Component, int] | None = None
         divided = {}
         for name, peak in self.phase_peaks.items():
-            parts = self._parts.get(name)
+            parts: Mapping[Any, int] = self._parts.get(name, {})
             if not parts:
                 known = self._holdings.by_component() if known is None else known
-                rest = max(0, peak - sum(known.values()))
-                parts = {**known, Component.OTHER: rest}
-            divided[str(name)] = {component.value: size for component, size in parts.items() if size > 0}
+                parts = self._estimated(Phase(name), peak, known)
+            divided[str(name)] = {str(part): size for part, size in parts.items() if size > 0}
         return divided
+
+    def _estimated(self, phase: Phase, peak: int, known: Mapping[Component, int]) -> dict[str, int]:
+        """Divides a peak among known owners, the process itself, what the phase's plan expects, and the rest."""
+        plan, parts, start = self._plan_of(phase), dict[str, int](), f"{phase}/"
+        planned = {} if plan is None else plan.predicted_bytes
+        expected = {name.removeprefix(start): size for name, size in planned.items() if name.startswith(start)}
+        before = {str(part): size for part, size in known.items()} | {"process": self._process_bytes}
+        for part, size in (before | expected).items():
+            parts[part] = min(size, peak - sum(parts.values()))
+        return {**parts, "other": peak - sum(parts.values())}
 
     def _announce(self, peak_bytes: int) -> None:
         """Says it when the peak enters another band of the budget, or the allocator had to tidy up."""

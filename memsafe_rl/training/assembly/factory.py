@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 from peft import PeftModel
+from torch import nn
 
 from memsafe_rl.accounting import weights_of
 from memsafe_rl.config.base import TrainerConfig
@@ -186,11 +187,13 @@ def prepare(
 
 def machine_for(inputs: Inputs, device: torch.device, parallel: Parallel, *, kind: str | None = None) -> Machine:
     """Opens a device of a kind (None: this one's own) for a run: its meter, its budget and the recovery over both."""
-    meter, holdings = meter_for(device), Holdings(device)
+    meter, holdings, model = meter_for(device), Holdings(device), inputs.request.model
     total_bytes, free_bytes = meter.total_bytes(), meter.free_bytes()
     budget = MemoryBudget.parse(inputs.config.memory_budget)
     budget_bytes = budget.resolve(total_bytes=total_bytes, free_bytes=free_bytes)
-    tracker = MemoryTracker(kind or device.type, meter, budget_bytes, holdings)
+    loaded = sum(weight.nbytes for weight in weights_of(model)) if isinstance(model, nn.Module) else 0
+    process_bytes = 0 if meter.is_exact else max(0, meter.live_bytes() - loaded)
+    tracker = MemoryTracker(kind or device.type, meter, budget_bytes, holdings, process_bytes)
     recovery = Recovery(tracker, inputs.memory_policy)
     if kind is None:
         recovery.repeat(Stage.LOAD, prepare_device, device)

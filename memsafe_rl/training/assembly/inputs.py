@@ -117,8 +117,6 @@ def training_prompts(config: TrainerConfig, dataset: Dataset | IterableDataset, 
             raise ConfigError("max_steps is -1 but train_dataset is a stream of unknown length. Set max_steps.")
         return StreamedPrompts(dataset.shuffle(seed=config.seed) if config.shuffle_dataset else dataset)
     keep = usable_prompts(dataset, reader, overlong=config.overlong_prompts)
-    if len(keep) < len(dataset):
-        logger.warning("%d prompt(s) over %s tokens are left out", len(dataset) - len(keep), reader.limit)
     return IndexedPrompts(
         dataset, batch=config.prompts_per_rollout, seed=config.order_seed, shuffle=config.shuffle_dataset, keep=keep
     )
@@ -173,7 +171,7 @@ def check_together(
         raise ConfigError(
             "A rollout_func draws the completions itself. Leave tools and environment_factory out, or rollout_func."
         )
-    if rollout_func is None and isinstance(dataset, Dataset):
+    if rollout_func is None and getattr(dataset, "column_names", None):
         rewards.check_columns(dataset.column_names)
     if config.async_rollouts and (rollout_func is not None or stage is not None):
         raise ConfigError(

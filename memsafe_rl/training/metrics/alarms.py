@@ -23,6 +23,7 @@ _LEAST_KNOWN_STEPS = 5
 _LEAST_SECONDS_LOST = 1.0
 """Seconds a step below which a fall costs too little to tell apart from the noise of a machine."""
 
+_LEAST_SPREAD = 1e-6  # standard deviation, relative to the mean, up to which equal float32 rewards may seem to differ
 _REWARD_SECONDS = ("time/reward/", "_seconds")
 
 
@@ -97,8 +98,10 @@ class AlarmWatch:
             yield "truncation", _truncation(share, rules.truncation)
         if rules.judge_seconds is not None and judges:
             yield "judge_seconds", _slow_judge(judges, rules.judge_seconds)
-        if rules.equal_rewards is not None and equal is not None:
-            yield "equal_rewards", _equal_rewards(equal, rules.equal_rewards, _number(metrics, "reward"))
+        flat = _flat_rewards(metrics, first=step == 1)
+        if rules.equal_rewards is not None and (equal is not None or flat):
+            told = 1.0 if equal is None else equal
+            yield "equal_rewards", _equal_rewards(told, rules.equal_rewards, _number(metrics, "reward"), flat)
         if rules.kl is not None and kl is not None:
             yield "kl", self._kl("", kl, rules.kl)
         for objective, band in self._bands.items():
@@ -155,14 +158,33 @@ def _slow_judge(judges: Mapping[str, float], limit: float) -> _Reading:
     return _Reading(seconds >= limit, seconds, limit, sentence, {"reward": name})
 
 
-def _equal_rewards(share: float, limit: float, mean: float | None) -> _Reading:
+def _equal_rewards(share: float, limit: float, mean: float | None, flat: Mapping[str, float]) -> _Reading:
     known = "" if mean is None else f", the mean reward being {mean:.3g}"
     sentence = (
         f"In {share:.1%} of the groups all rewards are equal (alarm from {limit:.1%}){known}: such groups teach "
         "nothing; choose prompts that are neither always solved nor never, grade the reward more finely, raise "
         "num_generations or temperature, or set dynamic_sampling=True."
     )
-    return _Reading(share >= limit, share, limit, sentence)
+    if flat:
+        gave = (f"{name} gave {'no reward' if math.isnan(at) else f'{at:.3g}'}" for name, at in flat.items())
+        sentence = (
+            f"Over all completions of the rollout, reward function {' and '.join(gave)}: it tells no completion from "
+            "another, so the model learns nothing from it; call it yourself on a few completions (log_completions=True "
+            "shows them), and see that it reads what the model writes."
+        )
+    return _Reading(share >= limit or bool(flat), share, limit, sentence)
+
+
+def _flat_rewards(metrics: Mapping[str, float], *, first: bool) -> dict[str, float]:
+    """Gives the reward functions that gave the first rollout one value or none; later, all where none gave any."""
+    found = {}
+    without = math.isnan(metrics.get("reward", 0.0))
+    for name, mean in metrics.items():
+        if name.startswith("rewards/") and name.endswith("/mean"):
+            spread = metrics.get(name.removesuffix("mean") + "std", math.nan)
+            if without or (first and (math.isnan(mean) or spread <= _LEAST_SPREAD * max(1.0, abs(mean)))):
+                found[name.removeprefix("rewards/").removesuffix("/mean")] = mean
+    return found
 
 
 def _lost_updates(share: float, rate: float, limit: float) -> _Reading:

@@ -1,0 +1,96 @@
+"""A run's weights as one folder that transformers and vLLM load: merged, cast, with a card that says what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from peft import PeftConfig, PeftModel
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoProcessor
+
+from memsafe_rl.checkpoint.store import checkpoints
+from memsafe_rl.diagnostics.run_figures import run_figures
+from memsafe_rl.diagnostics.run_folder import read_run
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.loading import auto_class_of
+from memsafe_rl.records import RUN_FILE, read_json
+from memsafe_rl.units import format_bytes
+
+_ADAPTER, _CONFIG, _CARD = "adapter_config.json", "config.json", "README.md"
+
+
+def export(source: str, target: str, dtype: str | None) -> Path:
+    """Writes the weights of a run or of a checkpoint, an adapter merged into its base, with tokenizer and model card.
+
+    Args:
+        source: a run's folder (its final model, else its latest checkpoint), or a checkpoint's.
+        target: a folder that is empty or not there yet.
+        dtype: type of the weights: float32, bfloat16 or float16; None for that of the base. Adapters are merged in
+            float32, whatever the base was loaded as.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: there are no such weights, their base cannot be loaded, or something lies in the target.
+    """
+    out, folder = Path(target), _with_weights(Path(source))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{target!r} is there and not empty. Give a new folder.")
+    try:
+        config, model, base = _loaded(folder)
+        model.to(config.dtype or torch.float32 if dtype is None else getattr(torch, dtype)).save_pretrained(out)
+        AutoProcessor.from_pretrained(folder).save_pretrained(out)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(
+            f"The weights in {str(folder)!r} cannot be exported: {str(error).splitlines()[0]} Give a folder that "
+            "`memsafe-rl train` or save_model wrote, and the base it names."
+        ) from error
+    _card(folder, base, out.name).save(out / _CARD)
+    return out
+
+
+def _with_weights(folder: Path) -> Path:
+    """Finds the weights: in the folder itself, else in the latest of its checkpoints."""
+    places = [folder, *reversed(checkpoints(folder))] if folder.is_dir() else []
+    found = next((place for place in places if any((place / name).is_file() for name in (_ADAPTER, _CONFIG))), None)
+    if found is None:
+        raise ConfigError(
+            f"{str(folder)!r} holds no weights: neither {_ADAPTER} nor {_CONFIG}, nor a checkpoint with one. Give "
+            "a run's output_dir or a checkpoint's folder."
+        )
+    return found
+
+
+def _loaded(folder: Path) -> tuple[Any, Any, str]:
+    """Gives the network's config, the network, and the name of what it was trained from; unknown where empty."""
+    if not (folder / _ADAPTER).is_file():
+        config = AutoConfig.from_pretrained(folder)
+        return config, auto_class_of(config).from_pretrained(folder, dtype="auto"), ""
+    base = str(PeftConfig.from_pretrained(folder).base_model_name_or_path)
+    config = AutoConfig.from_pretrained(base)
+    model = PeftModel.from_pretrained(auto_class_of(config).from_pretrained(base, dtype=torch.float32), str(folder))
+    return config, model.merge_and_unload(), base
+
+
+def _card(folder: Path, base: str, name: str) -> ModelCard:
+    """Writes a model card from what the run has recorded."""
+    run_folder = next((place for place in (folder, folder.parent) if (place / RUN_FILE).is_file()), None)
+    run: Mapping[str, Any] = {} if run_folder is None else read_json(run_folder / RUN_FILE) or {}
+    facts = {"base": base, "data": run.get("data", ""), **run.get("facts", {})}
+    if run_folder is not None:
+        read = read_run(run_folder)
+        names = dict.fromkeys(key.split("/")[1] for step in read.steps for key in step if key.startswith("rewards/"))
+        found = run_figures(read.steps, read.events)
+        facts |= {"rewards": ", ".join(names), "optimizer steps": str(found.steps)}
+        if None not in (found.first_reward, found.last_reward, found.peak_bytes, found.budget_bytes):
+            facts["reward"] = f"{found.first_reward:.3f} in the first rollout, {found.last_reward:.3f} in the last"
+            facts["peak memory"] = f"{format_bytes(found.peak_bytes or 0)} of {format_bytes(found.budget_bytes or 0)}"
+    facts |= {f"version of {package}": version for package, version in run.get("versions", {}).items()}
+    data = ModelCardData(library_name="transformers", model_name=name, base_model=base or None, tags=["memsafe_rl"])
+    rows = "".join(f"| {fact} | {value} |\n" for fact, value in facts.items() if value not in ("", "None"))
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name}\n\nTrained with memsafe_rl.\n\n| | |\n|---|---|\n{rows}")

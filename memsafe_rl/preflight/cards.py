@@ -1,0 +1,61 @@
+"""Cards by name or by size; nothing heavy is imported, so that a wrong one is refused at once."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import yaml
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.units import parse_bytes
+
+
+class NamedCard(NamedTuple):
+    """A card."""
+
+    name: str  # empty where only its memory is known
+    total_bytes: int
+
+
+@functools.cache
+def data_sheets() -> Mapping[str, Any]:
+    """Gives what data sheets say of cards, and what is assumed of all."""
+    sheets: Mapping[str, Any] = yaml.safe_load((files("memsafe_rl.preflight") / "cards.yaml").read_text())
+    return sheets
+
+
+def named_card(text: str) -> NamedCard | None:
+    """Finds a card by its name, such as "RTX 4090" or "h100"; None where the name is not known."""
+    wanted = _plain(text)
+    for name, sheet in data_sheets()["cards"].items():
+        if wanted in {_plain(name), *map(_plain, sheet.get("also", ()))}:
+            return NamedCard(name, int(sheet["gib"] * 2**30))
+    return None
+
+
+def card_names() -> list[str]:
+    """Gives the names of the cards that are known."""
+    return list(data_sheets()["cards"])
+
+
+def read_card(text: str) -> NamedCard:
+    """Reads a card's name or memory; a bare number is GiB, and a card sold as 24GB has 24 GiB."""
+    card = named_card(text)
+    if card is not None:
+        return card
+    plain = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gb|g)?\s*", text.lower())
+    try:
+        size = int(float(plain[1]) * 2**30) if plain else parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"--gpu: {error} Or name one of {', '.join(card_names())}.") from None
+    if size < 2**20:
+        raise ConfigError(f"--gpu is {text!r}; write a card's memory, such as 24GiB, or its name, such as 'RTX 4090'.")
+    return NamedCard("", size)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9]|nvidia|geforce", "", text.lower())
