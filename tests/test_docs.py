@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,16 @@ def test_readme_commands_set_up_the_cpu_build_with_tested_versions(marker: str) 
     assert f"torch=={torch_version.group(1)}+cpu" in block
     assert "-c constraints.txt -e '.[" in block
     assert subprocess.run(["bash", "-n"], input=block, text=True, check=False).returncode == 0
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
+    assert (built.returncode, built.stderr) == (0, "")
+    page = (tmp_path / "reference" / "index.html").read_text()
+    assert all(f'id="memsafe_rl.{name}"' in page for name in ("GRPOTrainer", "forecast_memory", "MemoryBudget"))
+    assert "fonts.googleapis" not in page
 
 
 def test_the_table_of_the_readme_is_that_of_the_result_files() -> None:

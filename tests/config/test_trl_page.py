@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import trl
 
-from benchmarks import trl_page
+from benchmarks import settings_page, trl_page
 from memsafe_rl import ConfigError, GRPOConfig, RLOOConfig
 
 
@@ -21,6 +21,12 @@ def test_every_setting_and_argument_has_one_row() -> None:
         assert page.count(f"\n| `{name}`") == 1, name
     assert "| `tools` (GRPO) |" in page
     assert "| `reward_clip_range` (RLOO) | same |" in page
+
+
+def test_the_page_of_settings_is_what_is_declared() -> None:
+    written = settings_page.PAGE.read_text()
+    assert written == settings_page.page(), "run `python -m benchmarks.settings_page`"
+    assert "| `memory_budget` | 'auto' |" in written
 
 
 @pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
