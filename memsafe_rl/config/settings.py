@@ -483,7 +483,7 @@ class TrainerSettings(RunSettings):
     )
     async_rollouts: int = engine(
         0,
-        "Rollouts that vLLM servers draw ahead: 1 draws the next one while this one is learnt from, with weights that "
+        "Rollouts that vLLM servers draw ahead: 1 draws the next one while this one is trained on, with weights that "
         "are one rollout old.",
         low=0,
         high=1,

@@ -113,7 +113,7 @@ class Calls:
         return output
 
     def await_together(self, begun: Mapping[str, Begun], loop: BackgroundLoop) -> Awaited:
-        """Has async functions run together, beside whatever the caller goes on with."""
+        """Has async functions run together, beside whatever the caller does next."""
         if not begun:
             return Awaited(())
         started, answered = time.monotonic(), set[str]()
@@ -159,7 +159,7 @@ class Calls:
         raise RewardTimeoutError(
             f"Reward function {name!r} did not answer for {self.rows} completions within {patience.timeout_seconds:g} "
             f"seconds (reward_timeout_seconds), called {patience.retries + 1} time(s). Raise reward_timeout_seconds or "
-            "reward_retries, or set reward_timeout_result='none' to go on without its rewards."
+            "reward_retries, or set reward_timeout_result='none' to continue without its rewards."
         )
 
     def _tell_of_timeout(self, name: str, left: int) -> None:

@@ -235,7 +235,7 @@ class RunFiles:
                 f"the weights of step {self.saved_step} are saved in {saved}, without what a resume needs "
                 "(save_only_model=True); a new run can begin with that folder as its model"
             )
-        return f"step {self.saved_step} is saved in {saved}; go on with: {_resume_command(config)}"
+        return f"step {self.saved_step} is saved in {saved}; resume with: {_resume_command(config)}"
 
     def what_follows(self, config: TrainerConfig) -> dict[str, str]:
         """Gives commands for a run that has ended, by what they are for."""

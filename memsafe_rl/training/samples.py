@@ -93,7 +93,7 @@ class Rollout:
     external: bool  # whether another sampler than the trained model drew the completions
     metrics: dict[str, float] = field(default_factory=dict)  # what is logged of it
     table: tuple[dict[str, Any], ...] = ()  # one row a completion, for people
-    waiting: tuple[OpenGroup, ...] = ()  # groups that are gone on with in the next rollout
+    waiting: tuple[OpenGroup, ...] = ()  # groups that the next rollout continues
 
     def to(self, place: str, device: torch.device) -> Rollout:
         """Moves the trajectory to where a plan wants it."""

@@ -21,7 +21,7 @@ from memsafe_rl.training.samples import Rollout
 
 @dataclass
 class Ending:
-    """What still follows a step that has moved the weights; one that is cut short is gone on with at the resume."""
+    """What still follows a step that has moved the weights; one that is cut short is finished by the resume."""
 
     epoch_before: float  # passes over the dataset before the step
     told: list[str] = field(default_factory=list)  # which of the callbacks' events at its end are over

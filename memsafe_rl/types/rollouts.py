@@ -73,7 +73,7 @@ class SamplingSettings:
     # if it were alone
     logits_processor: tuple[Any, ...] = ()
     stops: TextStops | None = None  # strings that end a completion, None for none
-    # most tokens drawn of a completion in one call, so that it may be gone on with later; None for no limit
+    # most tokens drawn of a completion in one call, so that it may be continued later; None for no limit
     max_step_tokens: int | None = None
 
 

@@ -465,10 +465,10 @@ def test_advice_after_weights_alone_were_saved_leads_on(tmp_path: Path, caplog: 
     with pytest.raises(TrainingInterrupted):
         make_trainer(tmp_path, callbacks=[stop], **settings).train()
     assert "a new run can begin with that folder as its model" in caplog.text
-    assert "go on with" not in caplog.text
+    assert "resume with" not in caplog.text
     with pytest.raises(ConfigError, match="checkpoint-2 holds weights only; a new run can take it as its model"):
         make_trainer(tmp_path, **settings).train(resume_from_checkpoint=True)
-    with pytest.raises(ConfigError, match=r"Weights alone cannot be gone on with .*: begin a new run with them as its"):
+    with pytest.raises(ConfigError, match=r"Weights alone cannot be resumed .*: begin a new run with them as its"):
         make_trainer(tmp_path, **settings).train(resume_from_checkpoint="auto")
 
 

@@ -62,7 +62,7 @@ def test_a_signal_ends_the_run_after_its_step_and_saves_it(
     assert (caught.value.code, caught.value.reason) == (75, number.name)
     assert signal.getsignal(number) == before
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2"]
-    assert f"step 2 is saved in {tmp_path / 'run' / 'checkpoint-2'}; go on with: " in caplog.text
+    assert f"step 2 is saved in {tmp_path / 'run' / 'checkpoint-2'}; resume with: " in caplog.text
     second = make_trainer(tmp_path / "run", reward_funcs=reward, **SAVING)
     second.train(resume_from_checkpoint=True)
     assert torch.equal(weights(second), weights(whole))

@@ -29,7 +29,7 @@ from memsafe_rl.training.state import RunState
 logger = logging.getLogger(__name__)
 
 _WISHES = ("should_log", "should_evaluate", "should_save")
-"""What callbacks ask for at the end of a step, but for the end of training, after which a run may be gone on with."""
+"""What callbacks ask for at the end of a step, but for the end of training, after which a run may be resumed."""
 
 
 class RunLog:
@@ -202,7 +202,7 @@ class RunLog:
         return {"epoch": state.progress.epoch, **seen}
 
     def tell(self, event: str, state: RunState) -> None:
-        """Calls an event at a step's end, once, however often the step's end is gone on with."""
+        """Calls an event at a step's end, once, however often the step's end is resumed."""
         if state.ending is not None and event not in state.ending.told:
             with self.heard_whole():
                 self.fire(event, state)
