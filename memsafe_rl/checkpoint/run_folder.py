@@ -192,8 +192,7 @@ def _how_to_go_on(path: Path) -> str:
             return f"{why}, and none before it can be resumed. Mend it"
         if sound is None:
             return (
-                "Weights alone cannot be resumed by resume_from_checkpoint=True: begin a new run with them as its "
-                "model"
+                "Weights alone cannot be resumed by resume_from_checkpoint=True: begin a new run with them as its model"
             )
     return "Resume that run (resume_from_checkpoint=True)"
 

@@ -58,6 +58,8 @@ class TrainerConfig(TrainerSettings, ABC):
 
     algorithm: ClassVar[str]
     kl_in_rewards: ClassVar[bool] = False
+    teacher_model_name_or_path: ClassVar[str | None] = None  # GRPO has a setting in its place
+    teacher_model_init_kwargs: ClassVar[dict[str, Any] | None] = None
     """Whether `beta` charges a completion's reward for the KL, in place of the loss."""
     _world_size: int | None = None
 

@@ -40,8 +40,8 @@ class GRPOConfig(GRPOSettings, TrainerConfig):
 
     @property
     def has_reference(self) -> bool:
-        """Whether a reference is needed: for a KL in the loss."""
-        return self.loss_has_kl
+        """Whether a reference is needed: for a KL in the loss, or as a teacher."""
+        return self.loss_has_kl or self.teacher_model_name_or_path is not None
 
     @property
     def every_row_learns(self) -> bool:
@@ -64,6 +64,7 @@ class GRPOConfig(GRPOSettings, TrainerConfig):
         """Checks objectives, estimator and level, and warns of doubtful choices."""
         _check_objectives(self)
         _check_estimator(self)
+        _check_teacher(self)
         _check_level(self)
 
 
@@ -150,6 +151,19 @@ def _check_level(config: GRPOConfig) -> None:
             f"importance_sampling_level is {level!r} with loss_type {config.loss_type!r}, which is defined for "
             f"{levels[0]!r}. Set importance_sampling_level={levels[0]!r}, or loss_type='grpo', which suits both."
         )
+
+
+def _check_teacher(config: GRPOConfig) -> None:
+    """Refuses settings of a teacher without one, and beside one what knows no advantage of a token."""
+    if config.teacher_model_name_or_path is None:
+        names = ("teacher_model_init_kwargs", "distillation_coef")
+        return _refuse_changed(config, names, "without a teacher", ", or set teacher_model_name_or_path")
+    why = "with a teacher, which gives every token an advantage of its own and is the only reference"
+    _refuse_changed(config, ("beta", "sync_ref_model", "objectives", "importance_sampling_level"), why)
+    if not LOSSES[config.loss_type].traits.separable:
+        fitting = ", ".join(name for name, loss in LOSSES.items() if loss.traits.separable)
+        raise ConfigError(f"loss_type is {config.loss_type!r} {why}. Set one of {fitting}.")
+    return None
 
 
 def _refuse_changed(config: GRPOConfig, names: tuple[str, ...], why: str, remedy: str = "") -> None:

@@ -37,7 +37,7 @@ calls = partial(reward, resume="may change")
 objective = partial(setting, group="Several objectives")
 loss = partial(setting, group="Loss")
 reference = partial(setting, group="Reference and entropy")
-entropy = partial(reference, tokens_only=True)
+entropy = token_reference = partial(reference, tokens_only=True)
 optimizer = partial(setting, group="Optimizer")
 precision = partial(setting, group="Precision and model")
 memory = partial(setting, group="Memory (never changes the result)", resume="may change")
@@ -578,6 +578,16 @@ class GRPOSettings(TrainerSettings):
         'Several objectives to learn at once, by name, such as {"fair": {"rewards": ["unbiased"], "beta": 0.1}}, '
         "each with its own advantages and gradient; keys: rewards, weight, beta, kl_band, adaptive_beta, "
         "beta_bounds, beta_window, beta_factors; None: the weighted sum of all rewards.",
+    )
+    teacher_model_name_or_path: str | None = token_reference(
+        None,
+        "Teacher for on-policy distillation, a name or a folder: a network of the model's family and vocabulary.",
+    )
+    teacher_model_init_kwargs: Settings = token_reference(
+        None, "Arguments of its from_pretrained, such as dtype; JSON on a command line.", resume="may change"
+    )
+    distillation_coef: float = token_reference(
+        1.0, "What a token's advantage loses for each nat that the model finds it likelier than the teacher.", above=0
     )
     gradient_merge: str = objective(
         "sum",

@@ -117,6 +117,8 @@ def load_model(
     device: torch.device | str = "cpu",
     with_reference: bool = False,
     ref_model: str | nn.Module | None = None,
+    teacher: str | None = None,
+    teacher_init_kwargs: Mapping[str, Any] | None = None,
     room_bytes: int | None = None,
 ) -> LoadedModel:
     """Loads what is trained and, if wanted, what answers for the reference.
@@ -126,8 +128,8 @@ def load_model(
     fp32. A model object keeps its types. The reference costs no second copy of the base under an adapter: a new
     adapter is switched off; one that came with the model is copied, as it is now, to a frozen adapter "ref". Without an
     adapter ``ref_model`` may take the place of a copy: it is frozen in place, and stands aside where no reference is
-    wanted. Where the
-    base under an adapter would take more than ``room_bytes``, its blocks stay in host memory.
+    wanted. A named ``teacher`` is the reference beside any model. Where the base under an adapter would take more than
+    ``room_bytes``, its blocks stay in host memory.
     """
     arguments = dict(model_init_kwargs or {})
     if quantization_config is not None:
@@ -165,6 +167,12 @@ def load_model(
             taken = load(source, frozen=True) if isinstance(source, str) else source
             reference = (copy.deepcopy(base) if taken is model else taken).requires_grad_(False).eval()
         share_tower(language_model_of(trained), reference)
+        if teacher is not None:
+            init = dict(teacher_init_kwargs or {})
+            own = read_config(teacher, told="teacher", trust_remote_code=trust_remote_code, model_init_kwargs=init)
+            check_teacher(teacher, own.config, facts.config)
+            reference = _from_name(teacher, own.config, init, trust_remote_code, device, frozen=True)
+            reference.requires_grad_(False).eval()
         for network in (trained, reference):
             if network is not None:
                 _place(language_model_of(network), device, room_bytes)
@@ -270,6 +278,16 @@ def _check_reference(model: Any, peft_config: Any, ref_model: Any) -> None:
     if sizes[0] != sizes[1]:
         raise ConfigError(
             f"ref_model knows {sizes[1]} tokens and the model {sizes[0]}. Give a network with the model's tokenizer."
+        )
+
+
+def check_teacher(name: str, teacher: Any, student: Any) -> None:
+    """Refuses a teacher of another family or vocabulary, whose tokens mean something else."""
+    kinds = [(one.model_type, one.get_text_config(decoder=True).vocab_size) for one in (teacher, student) if one]
+    if len({*kinds}) != 1 or len(kinds) != 2:
+        known = " and the model a ".join(f"{kind} of {size} tokens" for kind, size in kinds)
+        raise ConfigError(
+            f"teacher_model_name_or_path is {name!r}, a {known}. Give a teacher of the model's family and vocabulary."
         )
 
 

@@ -131,21 +131,23 @@ class DryRun:
         if self.prompt_tokens is not None and self.prompt_tokens < 1:
             raise ConfigError(f"prompt_tokens is {self.prompt_tokens}; the longest prompt has at least 1 token.")
 
-    def run(self, network: Any, memory: SimulatedMemory, device_bytes: int, *, copies: bool) -> MemoryForecast:
+    def run(
+        self, network: Any, memory: SimulatedMemory, device_bytes: int, *, reference: Callable[[], Any]
+    ) -> MemoryForecast:
         """Builds a setup of a named network and tries its longest rows; where they do not fit, says why."""
         checked = _check_shallow(network(shallow=True), self.config, memory)
         gc.collect()  # some networks hold themselves, and the shallow one would count beside the whole
         memory.empty_cache()
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
-            model, reference = network(), network(frozen=True) if copies else None
-            share_tower(language_model_of(model), reference)
+            model, frozen = network(), reference()
+            share_tower(language_model_of(model), frozen)
             room_bytes = room_for_weights(self._budget_bytes(device_bytes))
             on_host = put_on(language_model_of(model), torch.device("cpu"), room_bytes)
         if on_host:  # loaded there, they were never on the device
             memory.empty_cache()
             memory.forget_phases()
         checked = checked._replace(extra_bytes=checked.extra_bytes + _narrow_bytes(model, self.config))
-        return self.run_model(model, reference, checked, memory, device_bytes)
+        return self.run_model(model, frozen, checked, memory, device_bytes)
 
     def run_model(
         self, model: Any, reference: Any, checked: Checked | None, memory: SimulatedMemory, device_bytes: int

@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +26,7 @@ from memsafe_rl.memory.runtime.recovery import Recovery, capture_random_state, s
 from memsafe_rl.memory.simulated.device import SimulatedMemory, active_simulation
 from memsafe_rl.memory.simulated.workspaces import about_cuda
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy, prepare_policy
+from memsafe_rl.models.loading import check_teacher
 from memsafe_rl.preflight.dry_run import DryRun, SharedState
 from memsafe_rl.preflight.fake.device import fake_device, give_fake_weights
 from memsafe_rl.preflight.fake.families import config_for
@@ -190,6 +191,17 @@ class _Network:
             with_critic=self.with_critic and not frozen,
         )
 
+    def reference_of(self, settings: TrainerConfig) -> Callable[[], Any]:
+        """Gives what makes a run's reference: its teacher, a copy, or nothing where an adapter is switched off."""
+        if (name := settings.teacher_model_name_or_path) is not None:
+            init = dict(settings.teacher_model_init_kwargs or {})
+            config = config_for(name, "teacher", trust_remote_code=self.trust_remote_code)
+            check_teacher(name, config, self.config)
+            return partial(
+                replace(self, config=config, init=init, quantization=init.get("quantization_config")), frozen=True
+            )
+        return partial(self, frozen=True) if settings.has_reference and self.peft_config is None else lambda: None
+
     def dtype(self, *, frozen: bool = False) -> torch.dtype:
         """Gives the type of its weights."""
         return _base_dtype(self.init, self.config, self.device, frozen=frozen or self.peft_config is not None)
@@ -207,8 +219,7 @@ def _forecast_tokens(
     """Forecasts a run of a language model."""
     with _simulating(network.device) as memory:
         memory.divide(shared.parts)
-        copies = config.has_reference and network.peft_config is None
-        found = dry.run(network, memory, device_bytes, copies=copies)
+        found = dry.run(network, memory, device_bytes, reference=network.reference_of(config))
     about = about_cuda() if network.device == "cuda" else ()
     return replace(found, assumptions=(*shared.sentences(), dry.about_prompts, network.assumption, *about))
 

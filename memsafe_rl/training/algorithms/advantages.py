@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
@@ -15,10 +15,11 @@ from memsafe_rl.types import LossSettings, Ragged, Trajectory, UpdateWork
 
 if TYPE_CHECKING:
     from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
+    from memsafe_rl.training.algorithms.distillation import DistilledAdvantages
     from memsafe_rl.training.algorithms.leave_one_out import LeaveOneOutAdvantages
     from memsafe_rl.training.scorer import Scorer
 
-Advantages: TypeAlias = "GroupAdvantages | LeaveOneOutAdvantages | CriticAdvantages"
+Advantages: TypeAlias = "GroupAdvantages | DistilledAdvantages | LeaveOneOutAdvantages | CriticAdvantages"
 """Turns a rollout's rewards into advantages, and says what that needs of scoring, loss and memory."""
 
 
@@ -81,6 +82,13 @@ class CriticFree(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Has nothing to restore."""
+
+
+def with_logprobs(scorer: Scorer, trajectory: Trajectory, later_rows: Sequence[int]) -> Trajectory:
+    """Adds every row's log-probs under the present weights; the first update's ratios are of its own even so."""
+    rows, later = range(len(trajectory)), set(later_rows)
+    old = scorer.scored(scorer.adapter, trajectory, list(rows))
+    return replace(trajectory, old_logprobs=old, has_old=tuple(row in later for row in rows))
 
 
 class GroupAdvantages(CriticFree):

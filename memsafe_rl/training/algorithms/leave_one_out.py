@@ -11,7 +11,7 @@ from torch import Tensor
 from memsafe_rl.accounting import claim
 from memsafe_rl.config.grpo import RLOOConfig
 from memsafe_rl.ops.advantages import leave_one_out, normalised_in_batch
-from memsafe_rl.training.algorithms.advantages import CriticFree, ScoringNeeds
+from memsafe_rl.training.algorithms.advantages import CriticFree, ScoringNeeds, with_logprobs
 from memsafe_rl.types import Component, Ragged, Trajectory
 
 if TYPE_CHECKING:
@@ -33,11 +33,7 @@ class LeaveOneOutAdvantages(CriticFree):
 
     def score(self, scorer: Scorer, trajectory: Trajectory, later_rows: Sequence[int]) -> Trajectory:
         """Adds the log-probs from which the KL is taken; the first update's ratios are of its own even so."""
-        if not self._config.has_reference:
-            return trajectory
-        rows, later = range(len(trajectory)), set(later_rows)
-        old = scorer.scored(scorer.adapter, trajectory, list(rows))
-        return replace(trajectory, old_logprobs=old, has_old=tuple(row in later for row in rows))
+        return with_logprobs(scorer, trajectory, later_rows) if self._config.has_reference else trajectory
 
     def assign(self, trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> tuple[Trajectory, dict[str, float]]:
         """Gives each row ``A_i = r_i - mean_{j != i} r_j``, ``r = clip(reward) - beta sum_t (log pi - log pi_ref)``.

@@ -17,7 +17,7 @@ from torch import nn
 
 from memsafe_rl.accounting import weights_of
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.config.grpo import RLOOConfig
+from memsafe_rl.config.grpo import GRPOConfig, RLOOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.data.environments import ENVIRONMENTS, EnvironmentPool, environment_pool_for, with_prompts
 from memsafe_rl.data.prompts import PromptSource
@@ -39,6 +39,7 @@ from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.training.algorithms.advantages import Advantages, GroupAdvantages
 from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
+from memsafe_rl.training.algorithms.distillation import DistilledAdvantages
 from memsafe_rl.training.algorithms.leave_one_out import LeaveOneOutAdvantages
 from memsafe_rl.training.algorithms.objectives import Combiner
 from memsafe_rl.training.assembly.inputs import (
@@ -295,6 +296,8 @@ def _advantages(
     config, wanted = inputs.config, inputs.request.critic
     if isinstance(config, RLOOConfig):
         return LeaveOneOutAdvantages(config)
+    if isinstance(config, GRPOConfig) and config.teacher_model_name_or_path is not None:
+        return DistilledAdvantages(config.distillation_coef)
     if not isinstance(config, PPOConfig):
         return GroupAdvantages()
     make, values = inputs.models.critic, (adapter, wanted, machine.device, partial(check, config, inputs.models))

@@ -68,6 +68,7 @@ class LanguageModels:
         room_bytes: int,
     ) -> LoadedModel:
         """Loads a model by name, or prepares a given one; see `ModelFactory.load`."""
+        teacher = self._config.teacher_model_name_or_path
         return load_model(
             model,
             model_init_kwargs=self._config.model_init_kwargs,
@@ -75,7 +76,9 @@ class LanguageModels:
             peft_config=peft_config,
             trust_remote_code=self._config.trust_remote_code,
             device=device,
-            with_reference=self._config.has_reference,
+            with_reference=self._config.has_reference and teacher is None,
+            teacher=teacher,
+            teacher_init_kwargs=self._config.teacher_model_init_kwargs,
             ref_model=ref_model,
             room_bytes=room_bytes,
         )

@@ -1,0 +1,122 @@
+"""On-policy distillation: advantages of tokens by hand, one gradient under any plan, and the bytes of a teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from memsafe_rl import ConfigError, FixedPolicy, GRPOConfig, GRPOTrainer, RolloutPlan, UpdatePlan
+from memsafe_rl.types import Phase
+from tests.preflight import beside
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.trainers.helpers import make_trainer, weights
+
+LORA = {"r": 8, "target_modules": "all-linear", "init_lora_weights": False}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A saved network, wider and deeper than the student."""
+    path = tmp_path_factory.mktemp("teacher")
+    tiny_model("qwen3", layers=3, hidden=64, seed=7, scale=4.0).save_pretrained(path)
+    return str(path)
+
+
+def no_reward(completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def distilled(folder: Path, teacher: str, **settings: Any) -> GRPOTrainer:
+    named = {"teacher_model_name_or_path": teacher, "reward_funcs": no_reward, **settings}
+    return make_trainer(folder, **{"model": tiny_model(scale=4.0), **named})
+
+
+def first_rollout(trainer: GRPOTrainer) -> Any:
+    trainer.loop.begin(None)
+    trainer.loop.files.folder.release()
+    return trainer.loop.collect()
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "LoRA"])
+def test_advantages_are_those_of_the_two_networks_own_logits(tmp_path: Path, teacher: str, lora: Any) -> None:
+    peft = None if lora is None else LoraConfig(**lora)
+    more = {"reward_funcs": lambda completions, **_: [float(len(text)) for text in completions]}
+    trainer = distilled(tmp_path, teacher, distillation_coef=0.5, temperature=0.7, peft_config=peft, **more)
+    stored = first_rollout(trainer).trajectory
+    expert = trainer.setup.reference_model
+    assert expert.config.num_hidden_layers == 3
+    assert not any(weight.requires_grad for weight in expert.parameters())
+    prompts = stored.conditions.rows()
+    for row, ids in enumerate(stored.actions.rows()):
+        prompt = prompts[stored.condition_of_row[row]]
+        both = torch.cat([prompt, ids])[None]
+        with torch.no_grad():
+            ours, theirs = (
+                (network(both).logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(-1)[range(len(ids)), ids]
+                for network in (trainer.model, expert)
+            )
+        wanted = stored.advantages[row] - 0.5 * (ours - theirs)
+        torch.testing.assert_close(stored.action_advantages.rows()[row], wanted, rtol=0, atol=2e-5)
+    assert float((stored.action_advantages.flat - stored.advantages.mean()).abs().max()) > 0.1
+
+
+def test_the_model_comes_nearer_to_its_teacher_without_any_reward(tmp_path: Path, teacher: str) -> None:
+    trainer = distilled(tmp_path, teacher, max_steps=25, learning_rate=5e-3, per_device_train_batch_size=32)
+    trainer.train()
+    apart = [step["distillation/kl"] for step in trainer.history]
+    assert sum(apart[-3:]) < 0.5 * sum(apart[:3])
+
+
+@pytest.mark.parametrize("settings", [{}, {"peft_config": LoraConfig(**LORA)}, {"num_iterations": 2}], ids=str)
+def test_no_plan_changes_what_is_learnt(tmp_path: Path, teacher: str, settings: dict[str, Any]) -> None:
+    found = []
+    for rows, tokens in ((64, 4096), (3, 20)):
+        policy = FixedPolicy(
+            RolloutPlan(rows_in_flight=rows, score_tokens=tokens), UpdatePlan(micro_batch_tokens=tokens, logprob_tile=7)
+        )
+        trainer = distilled(tmp_path / str(rows), teacher, policy=policy, optim="sgd", **settings)
+        trainer.train()
+        found.append(weights(trainer))
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-6
+
+
+def test_a_run_resumes_bit_for_bit(tmp_path: Path, teacher: str) -> None:
+    saving = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    whole = distilled(tmp_path / "whole", teacher, **saving)
+    whole.train()
+    again = distilled(tmp_path / "whole", teacher, **saving)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert torch.equal(weights(whole), weights(again))
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+def test_a_forecast_counts_the_teacher(tmp_path: Path, teacher: str, lora: bool) -> None:
+    tiny_model("qwen3", layers=1, hidden=32).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    given = {"peft_config": LoraConfig(r=8, target_modules="all-linear")} if lora else {}
+    trainer, held = beside.run(tmp_path, given=given, teacher_model_name_or_path=teacher, alarms=False)
+    assert trainer.forecast is not None
+    assert held[Phase.SCORE] > sum(weight.nbytes for weight in trainer.setup.reference_model.parameters())
+    for phase, size in trainer.forecast.phase_bytes.items():
+        assert size == pytest.approx(held[phase], rel=0.01), phase
+
+
+def test_what_does_not_go_with_a_teacher_is_refused(tmp_path: Path, teacher: str) -> None:
+    for wrong, told in (
+        ({"beta": 0.1}, "beta is 0.1 with a teacher"),
+        ({"loss_type": "vespo"}, "loss_type is 'vespo' with a teacher.*Set one of"),
+        ({"importance_sampling_level": "sequence"}, "importance_sampling_level is 'sequence' with a teacher"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            GRPOConfig(str(tmp_path), teacher_model_name_or_path=teacher, use_cpu=True, **wrong)
+    with pytest.raises(ConfigError, match=r"distillation_coef is 0\.5 without a teacher"):
+        GRPOConfig(str(tmp_path), distillation_coef=0.5, use_cpu=True)
+    tiny_model("llama").save_pretrained(tmp_path / "llama")
+    with pytest.raises(ConfigError, match="a llama of 258 tokens and the model a qwen3 of 258"):
+        distilled(tmp_path / "run", str(tmp_path / "llama"))
+    with pytest.raises(ConfigError, match="teacher='nowhere' has no config"):
+        distilled(tmp_path / "run", "nowhere")
