@@ -24,19 +24,9 @@ _ADAPTER, _CONFIG, _CARD = "adapter_config.json", "config.json", "README.md"
 
 
 def export(source: str, target: str, dtype: str | None) -> Path:
-    """Writes the weights of a run or of a checkpoint, an adapter merged into its base, with tokenizer and model card.
+    """Writes the weights of a run (its final model, else its latest checkpoint) or of a checkpoint, with a model card.
 
-    Args:
-        source: a run's folder (its final model, else its latest checkpoint), or a checkpoint's.
-        target: a folder that is empty or not there yet.
-        dtype: type of the weights: float32, bfloat16 or float16; None for that of the base. Adapters are merged in
-            float32, whatever the base was loaded as.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ConfigError: there are no such weights, their base cannot be loaded, or something lies in the target.
+    An adapter is merged in float32; ``dtype`` None keeps the base's.
     """
     out, folder = Path(target), _with_weights(Path(source))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

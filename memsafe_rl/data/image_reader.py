@@ -21,13 +21,7 @@ class ImagePromptReader(PromptReader):
     columns = ("prompt", *COLUMNS)
 
     def __init__(self, text: PromptTokenizer, image_processor: Any, placeholder: int) -> None:
-        """Reads by a tokenizer and an image processor.
-
-        Args:
-            text: reads conversations whose images are placeholders.
-            image_processor: of the network, from transformers.
-            placeholder: the token that stands for an image.
-        """
+        """Reads by a tokenizer and an image processor."""
         self.limit, self.why_limited = text.limit, text.why_limited
         text.limit, text.shows_images = None, True
         self._text, self._image_processor, self._placeholder = text, image_processor, placeholder

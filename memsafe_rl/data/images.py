@@ -72,19 +72,7 @@ def copied(prompt: Any) -> Any:
 
 
 def opened(image: Any) -> Any:
-    """Reads an image.
-
-    Args:
-        image: an image of Pillow, a path, bytes, a mapping of one of these as datasets store it, or an array (H, W, 3)
-            uint8.
-
-    Returns:
-        An image of Pillow, its pixels loaded.
-
-    Raises:
-        DataError: it is none of these, is missing, or cannot be read.
-        ConfigError: Pillow is not installed.
-    """
+    """Reads an image of Pillow, a path, bytes, a mapping of these as datasets store it, or an array (H, W, 3) uint8."""
     with _open(image) as found:
         found.load()
         return found

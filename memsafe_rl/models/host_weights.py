@@ -122,10 +122,6 @@ class HostWeights:
         """Leaves so many blocks on the device, the others spread evenly among them; a call that failed may be repeated.
 
         Parameters are what is on the device from now on, as autograd has them, until `release`.
-
-        Args:
-            resident: blocks on the device; None for all.
-            device: where blocks run; None for where their weights are.
         """
         self.release()
         away = blocks_on_host(len(self._blocks), resident)
@@ -245,16 +241,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, HostWeights] = weakref.WeakKeyDicti
 
 
 def put_on(network: nn.Module, device: torch.device, room_bytes: int | None = None) -> bool:
-    """Moves a network to a device; frozen weights of its blocks stay on the host if all of it would pass the room.
-
-    Args:
-        network: on the host, or there already.
-        device: where it runs.
-        room_bytes: int, bytes that its weights may take; None for no limit.
-
-    Returns:
-        Whether weights stay on the host.
-    """
+    """Moves a network to a device; frozen weights of its blocks stay on the host if all of it would pass the room."""
     size = sum({weight.untyped_storage()._cdata: weight.nbytes for weight in weights_of(network)}.values())
     weights = HostWeights.of(network)
     stay = room_bytes is not None and size > room_bytes and any(weights.block_bytes)

@@ -26,15 +26,7 @@ class Routers:
     """The routers of a network, whose choices can be heard while it runs over padded rows."""
 
     def __init__(self, lm: Any, coef: float) -> None:
-        """Finds them where transformers records their logits.
-
-        Args:
-            lm: a causal LM with a mixture of experts.
-            coef: coefficient of the balance loss.
-
-        Raises:
-            ConfigError: it has none, or does not say which logits are theirs.
-        """
+        """Finds them where transformers records their logits."""
         recorded = (getattr(lm.base_model, "_can_record_outputs", None) or {}).get("router_logits")
         listed = recorded if isinstance(recorded, (list, tuple)) else [recorded]
         self._places: dict[nn.Module, int] = {

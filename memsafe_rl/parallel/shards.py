@@ -230,11 +230,7 @@ class ShardedWeights:
         self._order, self._recorded = tuple(self._recorded), None
 
     def rounds(self, micro_batches: Iterable[T]) -> Iterator[T]:
-        """Gives this rank's micro-batches, one a round; plays blank rounds until no rank has any left.
-
-        Raises:
-            PeerOutOfMemoryError: another rank failed; drop the gradient, and begin again.
-        """
+        """Gives this rank's micro-batches, one a round; plays blank rounds until no rank has any left."""
         self._reset()  # a user's own forward leaves traces
         waiting = iter(micro_batches)
         micro, more = _next(waiting)

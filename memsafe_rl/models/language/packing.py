@@ -152,16 +152,7 @@ def pack_rows(
 
 
 def padded_layout(rows: int, width: int, windows: Sequence[int | None]) -> Layout:
-    """Says who sees whom in rows padded on the right, each alone.
-
-    Args:
-        rows: how many.
-        width: tokens of each, padding included.
-        windows: per layer, the attention window in tokens, None for full attention.
-
-    Returns:
-        The layout, for `attending`.
-    """
+    """Says who sees whom in rows padded on the right, each alone."""
     alone = tuple((row * width, width) for row in range(rows))
     return Layout((Run(rows, width, 0),), (), tuple(windows), alone)
 
@@ -198,14 +189,7 @@ def _visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:
 
 
 def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Sorts segments into those that attention takes together, of like length, the longest first.
-
-    Args:
-        lengths: tokens of each segment; those without any are left out.
-
-    Returns:
-        The places of each run's segments among the lengths, the longest first.
-    """
+    """Sorts segments into those that attention takes together, of like length, the longest first."""
     runs: list[list[int]] = []
     for place in sorted(filter(lengths.__getitem__, range(len(lengths))), key=lambda place: -lengths[place]):
         if runs and lengths[runs[-1][0]] <= _LIKE * lengths[place]:

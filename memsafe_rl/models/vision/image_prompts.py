@@ -56,15 +56,7 @@ class ImagePrompts:
     """The prompts with images that a run reads, and what their tower, which is frozen, made of these."""
 
     def __init__(self, lm: Any, *, dtype: torch.dtype | None = None) -> None:
-        """Begins an empty table.
-
-        Args:
-            lm: a Qwen2-VL or Qwen2.5-VL with its head.
-            dtype: type in which autocast runs the tower; None for that of its weights.
-
-        Raises:
-            ConfigError: weights of its tower are trained.
-        """
+        """Begins an empty table."""
         refuse_trained_tower(lm)
         self._lm, weight = lm, lm.get_input_embeddings().weight
         self._rounds = dtype is not None
@@ -87,18 +79,7 @@ class ImagePrompts:
 
     @torch.no_grad()
     def read(self, prompts: Sequence[ImagePrompt]) -> list[Tensor]:
-        """Reads the images of prompts, once for equal prompts; a failed attempt changes nothing.
-
-        Args:
-            prompts: as the processor gives them.
-
-        Returns:
-            The ids (L,) int64 under which each is stored, on the host.
-
-        Raises:
-            DataError: the placeholders of a prompt are not those of its images.
-            ConfigError: the first prompt gets other hidden states than by the model's own forward.
-        """
+        """Reads the images of prompts, once for equal prompts; a failed attempt changes nothing."""
         keys = [hashlib.sha256(b"".join(map(_bytes, prompt))).digest() for prompt in prompts]
         fresh = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.table.known}
         if fresh:
@@ -111,11 +92,7 @@ class ImagePrompts:
 
     @torch.no_grad()
     def rehearse(self, prompts: Sequence[Tensor]) -> None:
-        """Keeps as much of made-up images as prompts with so many placeholders would have it keep.
-
-        Args:
-            prompts: token ids (L,) int64 of each, on the host.
-        """
+        """Keeps as much of made-up images as prompts with so many placeholders would have it keep."""
         shown = [ids for ids in prompts if self._placeholder in ids]
         if shown:
             self.table = self._grown({str(place).encode(): self._made_up(ids) for place, ids in enumerate(shown)})

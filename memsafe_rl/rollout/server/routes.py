@@ -43,11 +43,7 @@ class Server:
     session: requests.Session
 
     def wait(self) -> None:
-        """Waits until the server is up.
-
-        Raises:
-            ServerError: it is not within the timeout.
-        """
+        """Waits until the server is up."""
         until = time.monotonic() + self.timeout
         while True:
             try:
@@ -63,15 +59,7 @@ class Server:
         return str(self._read("GET", "/weight_info").get("weight_version"))
 
     def take(self, folder: Path, version: str) -> None:
-        """Has the server load a folder of weights and forget what it has read with earlier ones.
-
-        Args:
-            folder: of safetensors files, at the same path on the server's machine.
-            version: the label that completions carry from now on.
-
-        Raises:
-            ServerError: it could not; it stays paused, so that it answers nothing with weights half new.
-        """
+        """Has the server load a folder of weights; one that cannot stays paused, and so never draws with half of them."""
         self._call("POST", "/pause", params={"mode": "abort"})
         self._call(
             "POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
@@ -81,18 +69,7 @@ class Server:
         self._call("POST", "/resume")
 
     def prompt_logprobs(self, ids: Sequence[int], version: str) -> list[float]:
-        """Gives the log-prob of each token of a prompt after those before it.
-
-        Args:
-            ids: L token ids.
-            version: the label that the answer must carry.
-
-        Returns:
-            L - 1 log-probs, in nats.
-
-        Raises:
-            ServerError: it did not answer, or with other weights.
-        """
+        """Gives the log-probs, in nats, of all tokens of a prompt but the first."""
         name = f"probe-{version}"
         settings = SamplingSettings(1, ())
         params = {**sampling_params(settings, seed=0), "prompt_logprobs": 0}
@@ -105,21 +82,7 @@ class Server:
             raise ServerError(f"{self.url} gave no log-probs of a prompt ({type(error).__name__}: {error})") from None
 
     def draw(self, name: str, ids: Sequence[int], settings: SamplingSettings, seed: int, version: str) -> Completion:
-        """Draws one completion.
-
-        Args:
-            name: of the request.
-            ids: the prompt's token ids.
-            settings: how tokens are drawn.
-            seed: of the sequence.
-            version: the label that every token must carry.
-
-        Returns:
-            The completion, on the host.
-
-        Raises:
-            ServerError: no answer, or one that is not a completion under these settings and weights.
-        """
+        """Draws one completion."""
         answer = self._generate(name, ids, sampling_params(settings, seed))
         return self._completion(answer, name, settings, version)
 
@@ -203,15 +166,7 @@ class Server:
 
 
 def sampling_params(settings: SamplingSettings, seed: int) -> dict[str, Any]:
-    """Writes settings as vLLM's; eos ids as stop tokens, so that none but the run's own end a sequence.
-
-    Args:
-        settings: how tokens are drawn.
-        seed: of the sequence.
-
-    Returns:
-        The fields of vLLM's `SamplingParams`, as plain values.
-    """
+    """Writes settings as vLLM's; eos ids as stop tokens, so that none but the run's own end a sequence."""
     return {
         "temperature": settings.temperature,
         "top_p": settings.top_p,

@@ -20,16 +20,7 @@ _FILE_BYTES = 1 << 30  # bytes of weights that are on the host at once, and of a
 
 
 def written(model: nn.Module, parent: Path, step: int) -> tuple[Path, str]:
-    """Writes a model's weights and removes those that were written before.
-
-    Args:
-        model: the network; adapters are merged in, a layer at a time.
-        parent: folder; made if it is not there.
-        step: optimizer steps done.
-
-    Returns:
-        The folder, complete on the disk, and the label of its content: step and sha-256.
-    """
+    """Writes a model's weights and removes those that were written before."""
     draft = parent / ".part"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -47,15 +38,7 @@ def written(model: nn.Module, parent: Path, step: int) -> tuple[Path, str]:
 
 
 def is_whole(folder: Path, label: str) -> bool:
-    """Tells whether every byte of a folder is what was written.
-
-    Args:
-        folder: as `written` gave it.
-        label: likewise.
-
-    Returns:
-        Whether the files, hashed again, have that label.
-    """
+    """Tells whether every byte of a folder is what was written."""
     return folder.is_dir() and _label(folder, int(label.partition("-")[0])) == label
 
 
