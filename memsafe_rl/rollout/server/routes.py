@@ -59,7 +59,7 @@ class Server:
         return str(self._read("GET", "/weight_info").get("weight_version"))
 
     def take(self, folder: Path, version: str) -> None:
-        """Has the server load a folder of weights; one that cannot stays paused, and so never draws with half of them."""
+        """Has the server load a folder of weights; one that cannot stays paused, and never draws with half of them."""
         self._call("POST", "/pause", params={"mode": "abort"})
         self._call(
             "POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
