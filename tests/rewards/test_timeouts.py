@@ -69,8 +69,8 @@ def test_a_judge_that_never_answers_ends_the_run_by_name_seconds_and_remedy() ->
         score([judge_slow_until(9), length], TimeoutPolicy(0.05, retries=1))
     assert str(caught.value) == (
         "Reward function 'judge' did not answer for 2 completions within 0.05 seconds (reward_timeout_seconds), called "
-        "2 time(s). Raise reward_timeout_seconds or reward_retries, or set reward_timeout_result='none' to go on "
-        "without its rewards."
+        "2 time(s). Raise reward_timeout_seconds or reward_retries, or set reward_timeout_result='none' to "
+        "continue without its rewards."
     )
     assert isinstance(caught.value, MemsafeError)
     assert isinstance(caught.value, TimeoutError)
