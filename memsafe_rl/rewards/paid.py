@@ -216,19 +216,24 @@ class PaidReward:
         return sqlite3.connect(self._path or "", timeout=60, isolation_level=None)
 
     def _known(self, questions: set[str]) -> dict[str, Answer]:
+        held = {question: self._memory[question] for question in questions & self._memory.keys()}
         if self._path is None:
-            return {question: self._memory[question] for question in questions & self._memory.keys()}
+            return held
         with closing(self._connect()) as file:
             select = "SELECT reward, cost FROM answers WHERE question = ?"
             found = {question: file.execute(select, (question,)).fetchone() for question in questions}
-        return {question: answer for question, answer in found.items() if answer is not None}
+        return held | {question: answer for question, answer in found.items() if answer is not None}
 
     def _keep(self, question: str, answer: Answer) -> None:
         if self._path is None:
             self._memory[question] = answer
             return
-        with closing(self._connect()) as file:
-            file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (question, *answer))
+        try:
+            with closing(self._connect()) as file:
+                file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (question, *answer))
+        except sqlite3.Error as error:  # a full disk, say: the answer is paid for all the same
+            self._memory[question] = answer
+            logger.warning("%s cannot be written (%s): answers are kept for this run only.", self._path, error)
 
 
 def _read(name: str, output: Any) -> Answer:

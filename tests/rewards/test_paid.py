@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sqlite3
 import threading
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +172,17 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="Judge 'chatty' returned 'fine'"):
         score(PaidReward(chatty, None, ask=QUICK), ["x"])
+
+
+def test_an_answer_that_cannot_be_written_is_not_paid_for_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "answers.sqlite"
+    judge = Judge()
+    reward = PaidReward(judge, cache, ask=QUICK)
+    with closing(sqlite3.connect(cache, isolation_level=None)) as file:  # how a full disk answers, for root too
+        file.execute("CREATE TRIGGER full BEFORE INSERT ON answers BEGIN SELECT RAISE(ABORT, 'disk is full'); END")
+    for _ in range(2):
+        assert score(reward, ["x", "yy"]).rewards_BF[:, 0].tolist() == [1.0, 2.0]
+    assert judge.calls == 2
+    assert "answers.sqlite cannot be written (disk is full): answers are kept for this run only." in caplog.text
