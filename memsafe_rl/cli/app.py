@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -186,6 +187,25 @@ def plan(
             module.show(wish, forecast, findings, Console())
         if not forecast.fits:
             raise typer.Exit(DIFFERENT)
+
+
+@app.command(**_TAKES_SETTINGS, options_metavar="--model NAME --dataset FILE --reward-funcs NAME [--name value ...]")
+def init(
+    words: Words = None,
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="SIZE or NAME", help="The card's memory, such as 24GiB, or its name.")
+    ] = "24GiB",
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The run file to write.")] = "run.yaml",
+) -> None:
+    """Write a commented run file that fits a card: all weights if the forecast allows, else LoRA, else 4 bits.
+
+    Asks for what is missing when run on a terminal; any setting of `memsafe-rl train` may be given as a flag.
+
+    Example: memsafe-rl init --model Qwen/Qwen3-4B --dataset prompts.jsonl --reward-funcs my_rewards:exact --gpu 24GiB
+    """
+    with plain_errors():
+        request, card = read_request(words or []), read_card(gpu)
+        command("init").init(request, card, Path(output), Console())
 
 
 @app.command("explain-oom", no_args_is_help=True)

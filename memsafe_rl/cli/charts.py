@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup, escape
 
-from memsafe_rl.cli.formats import plain
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.units import plain
 
 MOST_POINTS = 240
 """Points of a chart beyond which neighbouring steps are drawn together."""

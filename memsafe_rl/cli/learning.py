@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from memsafe_rl.cli.charts import COLORS, Drawing, Plot, Series, draw_all
-from memsafe_rl.cli.formats import percent, plain, scientific
 from memsafe_rl.diagnostics.run_figures import number
 from memsafe_rl.diagnostics.run_folder import Record, RunFolder
+from memsafe_rl.units import percent, plain, scientific
 
 _SHOWN_ELSEWHERE = ("memory/", "time/", "plan/", "train_", "eval_", "held_at_peak")
 _NO_METRICS = ("step", "start", "epoch", "num_tokens", "step_time", "seconds")

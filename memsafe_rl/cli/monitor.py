@@ -17,14 +17,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from memsafe_rl.checkpoint.store import own_checkpoints
-from memsafe_rl.cli.formats import duration
 from memsafe_rl.diagnostics.run_figures import PHASES
 from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, run_of, runs_alive, status_file
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.cards import Card, CardProcess, CardsRead, read_cards
 from memsafe_rl.memory.runtime.headroom import SAFE_SHARE, Headroom, headroom_of
 from memsafe_rl.records import read_json
-from memsafe_rl.units import format_bytes
+from memsafe_rl.units import duration, format_bytes
 
 _FRESH_SECONDS = 10.0  # age of a status file from which on the run's process is checked; a live run writes every second
 _REFRESH_SECONDS = 1.0

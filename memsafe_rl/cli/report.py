@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from memsafe_rl.cli import formats
+from memsafe_rl import units
 from memsafe_rl.cli.charts import Drawing, Limit, Mark, Plot, Series, draw_all
 from memsafe_rl.cli.learning import learning_sections
 from memsafe_rl.diagnostics.run_figures import PHASES, known, number, phase_peaks, run_figures
@@ -72,7 +72,7 @@ def page(folder: RunFolder) -> str:
     """Renders a run's records as a page."""
     loader = PackageLoader("memsafe_rl.cli")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    writers = (formats.plain, formats.percent, formats.duration, formats.bytes_or_dash, sentence, plan_value, cell)
+    writers = (units.plain, units.percent, units.duration, units.bytes_or_dash, sentence, plan_value, cell)
     environment.filters |= {writer.__name__: writer for writer in writers}
     rows, events = number(folder.run.get("rollout_rows")), _placed(folder.events)
     figures = run_figures(folder.steps, folder.events, rollout_rows=None if rows is None else int(rows))
@@ -108,7 +108,7 @@ def _memory(folder: RunFolder, events: Sequence[Record]) -> list[Drawing]:
     records = folder.steps
     budget = number(records[-1].get("memory/budget_bytes"))
     limit = None if budget is None else Limit(budget, f"budget {format_bytes(int(budget))}")
-    shape: dict[str, Any] = {"write": formats.bytes_text, "binary": True, "from_zero": True, "limit": limit}
+    shape: dict[str, Any] = {"write": units.bytes_text, "binary": True, "from_zero": True, "limit": limit}
     held = [_held_at_highest(record) for record in records]
     if any(held):
         highest = Plot("Highest moment of each step, by use", _layers(folder, held), stacked=True, **shape)
@@ -235,8 +235,8 @@ def sentence(event: Record) -> str:
         what="first plan" if event.get("first") else _changes(changes),
         size="an allocation" if asked is None else format_bytes(int(asked)),
         lost=number(event.get("seconds_lost")) or 0.0,
-        measured=formats.plain(number(event.get("measured"))),
-        target=formats.plain(number(event.get("target"))),
+        measured=units.plain(number(event.get("measured"))),
+        target=units.plain(number(event.get("target"))),
     )
 
 
@@ -279,11 +279,11 @@ def _forecast(folder: RunFolder) -> dict[str, Any]:
             errors = [_error(number(plan), number(peak)) for plan, peak in pairs]
             found = [error for error in errors if error is not None]
             summary = (statistics.median(found), min(found), max(found)) if found else (None,) * 3
-            sizes = map(formats.bytes_or_dash, (foreseen, measured))
+            sizes = map(units.bytes_or_dash, (foreseen, measured))
             shares = map(signed, (_error(foreseen, measured), *summary))
             rows.append((phase, *sizes, next(shares), len(found) or "-", *shares))
             lines.append(Series(phase, errors, color))
-    plot = Plot("Prediction error of each step", lines, formats.percent, from_zero=True)
+    plot = Plot("Prediction error of each step", lines, units.percent, from_zero=True)
     return {"made": bool(predicted), "rows": rows, "drawings": draw_all(folder.steps, [plot])}
 
 

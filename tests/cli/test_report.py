@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from memsafe_rl.callbacks.console import summary
 from memsafe_rl.cli import app
 from memsafe_rl.cli.charts import MOST_POINTS, Limit, Mark, Plot, Series, draw, y_ticks
-from memsafe_rl.cli.formats import percent
 from memsafe_rl.cli.report import page, report
 from memsafe_rl.diagnostics.run_figures import run_figures
 from memsafe_rl.diagnostics.run_folder import read_run
@@ -28,7 +27,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.types import Phase, UpdatePlan
-from memsafe_rl.units import format_bytes
+from memsafe_rl.units import format_bytes, percent
 from tests.trainers.helpers import count_digits, make_trainer
 
 RUNNER = CliRunner()
