@@ -82,7 +82,7 @@ def test_an_adapter_is_trained_where_all_weights_do_not_fit_and_what_is_missing_
     [
         ((), "model is missing. Write 'model: ...' in the run file or --model."),
         (("--model", "models/m"), "reward_funcs is missing."),
-        (("--model", "models/m", "--reward-funcs", "exat"), "There is no reward 'exat'."),
+        ((*NAMED, "--reward-funcs", "exat"), "There is no reward 'exat'."),
         (("--model", "models/m", "--reward-funcs", "a:b"), "dataset is missing. Write --dataset FILE"),
         (("--gpu", "0"), "--gpu is '0'"),
         (("--output", "p.jsonl"), "'p.jsonl' exists. Remove it, or name another file with --output."),
