@@ -88,12 +88,14 @@ def _listed(names: Any) -> list[Any]:
 
 
 def _headline(request: RunRequest, way: str, found: MemoryForecast, more: Findings) -> str:
-    size = found.job.geometry.max_positions
-    longest = f"{more.longest_completion:,}" + (" (all the model takes)" if size == more.longest_completion else "")
+    most, whole = found.job.geometry.max_positions, more.longest_completion + found.job.prompt_tokens
+    longest = (
+        f"{more.longest_completion:,} tokens{', all the model takes,' if most is not None and whole >= most else ''}"
+    )
     return (
         f"{request.run['model']}, {way}, on a card of {format_bytes(found.device_bytes)}. Forecast: a peak of "
         f"{format_bytes(found.peak_bytes)} in {found.peak_phase.value}, of a budget of "
-        f"{format_bytes(found.budget_bytes)}; completions of up to {longest} tokens would fit (an estimate). Ask again "
+        f"{format_bytes(found.budget_bytes)}; completions of up to {longest} would fit (an estimate). Ask again "
         "after a change:"
     )
 
