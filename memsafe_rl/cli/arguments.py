@@ -62,10 +62,10 @@ _DECLARED = {**RunFields.declared, **DECLARED}
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run as the user asked for it, names checked, values as written."""
+    """A run as the user asked for it, names checked."""
 
-    run: Mapping[str, Any]  # entries of `RunFields`
-    settings: Mapping[str, Any]  # settings of the trainer
+    run: Mapping[str, Any]  # entries of `RunFields`, as written
+    settings: Mapping[str, Any]  # settings of the trainer, read
 
 
 def read_request(tokens: Sequence[str]) -> RunRequest:
@@ -75,9 +75,8 @@ def read_request(tokens: Sequence[str]) -> RunRequest:
     written = admit(read_run_file(Path(file)), known, refused) if file is not None else {}
     merged = written | admit(flags, known, refused)
     run = {name: value for name, value in merged.items() if name in RUN_NAMES}
-    settings = {name: value for name, value in merged.items() if name not in RUN_NAMES}
-    for name, value in settings.items():  # before torch is imported, which takes seconds
-        _DECLARED[name].read(value)
+    # Read before torch is imported, which takes seconds.
+    settings = {name: _DECLARED[name].read(value) for name, value in merged.items() if name not in RUN_NAMES}
     return RunRequest(run, settings)
 
 

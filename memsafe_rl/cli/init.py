@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from memsafe_rl.cli.arguments import RUN_NAMES, RunFields, RunRequest, require
-from memsafe_rl.cli.plan import Findings, plan, wish
+from memsafe_rl.cli.plan import Findings, longest_text, plan, wish
 from memsafe_rl.cli.train import reward
 from memsafe_rl.config.settings import DECLARED
 from memsafe_rl.errors import ConfigError
@@ -51,7 +51,7 @@ def init(request: RunRequest, card: NamedCard, output: Path, console: Console) -
     require(request)
     if not {"dataset", "dataset_name"} & request.run.keys():
         raise ConfigError("dataset is missing. Write --dataset FILE, or --dataset-name NAME where a hub is reachable.")
-    for name in _listed(request.run["reward_funcs"]):
+    for name in request.run["reward_funcs"]:
         if isinstance(name, str) and ":" not in name:  # a function may still have to be written
             reward(name)
     own = {"peft", "quantization"} & request.run.keys()
@@ -63,7 +63,8 @@ def init(request: RunRequest, card: NamedCard, output: Path, console: Console) -
         if found.fits:
             again = f"memsafe-rl plan {output} --gpu {format_bytes(card.total_bytes).replace(' ', '')}"
             output.write_text("".join(_written(asked, [_headline(asked, way, found, more), again])), encoding="utf-8")
-            console.print(f"{found.sentence()}\nwritten: {output}\ntrain: memsafe-rl train {output}", highlight=False)
+            for line in (found.sentence(), f"written: {output}", f"train: memsafe-rl train {output}"):
+                console.print(line, soft_wrap=True, highlight=False, markup=False)  # to be copied
             return
     reason = found.sentence().partition(". ")[0]
     raise ConfigError(
@@ -79,24 +80,17 @@ def _complete(request: RunRequest) -> RunRequest:
         if sys.stdin.isatty() and not run.get(entry) and not (entry == "dataset" and run.get("dataset_name")):
             run[entry] = typer.prompt(question)
     name = Path(str(run.get("model") or "")).name
-    given = {setting: DECLARED[setting].read(value) for setting, value in request.settings.items()}
-    return RunRequest(run, {"output_dir": f"runs/{name}", **_USUAL, **given})
-
-
-def _listed(names: Any) -> list[Any]:
-    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    if run.get("reward_funcs"):
+        run["reward_funcs"] = RunFields.declared["reward_funcs"].read(run["reward_funcs"])
+    return RunRequest(run, {"output_dir": f"runs/{name}", **_USUAL, **request.settings})
 
 
 def _headline(request: RunRequest, way: str, found: MemoryForecast, more: Findings) -> str:
-    most, whole = found.job.geometry.max_positions, more.longest_completion + found.job.prompt_tokens
-    longest = (
-        f"{more.longest_completion:,} tokens{', all the model takes,' if most is not None and whole >= most else ''}"
-    )
     return (
         f"{request.run['model']}, {way}, on a card of {format_bytes(found.device_bytes)}. Forecast: a peak of "
         f"{format_bytes(found.peak_bytes)} in {found.peak_phase.value}, of a budget of "
-        f"{format_bytes(found.budget_bytes)}; completions of up to {longest} would fit (an estimate). Ask again "
-        "after a change:"
+        f"{format_bytes(found.budget_bytes)}. Longest completion that fits, by an estimate: "
+        f"{longest_text(found, more)}. Ask again after a change:"
     )
 
 
@@ -104,10 +98,9 @@ def _written(request: RunRequest, headlines: Iterable[str]) -> Iterator[str]:
     """Writes each entry under what its help says."""
     yield from map(_comment, headlines)
     adapted = request.run.get("peft") is not None
-    entries = {**request.run, "reward_funcs": _listed(request.run["reward_funcs"])}
     settings = {**request.settings, "learning_rate": request.settings.get("learning_rate", _RATES[adapted])}
     declared = {**RunFields.declared, **DECLARED}
-    for name, value in {**{name: entries[name] for name in RUN_NAMES if name in entries}, **settings}.items():
+    for name, value in {**{name: request.run[name] for name in RUN_NAMES if name in request.run}, **settings}.items():
         text = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True, width=10_000)
         yield "\n" + _comment(declared[name].help) + text
 

@@ -161,6 +161,13 @@ def show(wanted: Wish, forecast: MemoryForecast, findings: Findings, console: Co
     console.print(f"took {forecast.seconds:.1f} s; no weight was loaded", style="dim", highlight=False)
 
 
+def longest_text(forecast: MemoryForecast, findings: Findings) -> str:
+    """Writes the longest completion that fits."""
+    most = forecast.job.geometry.max_positions
+    whole = most is not None and findings.longest_completion + forecast.job.prompt_tokens >= most
+    return f"{findings.longest_completion:,} tokens" + (", all that the model takes" if whole else "")
+
+
 def _is_reward_model(entry: Any) -> bool:
     """Tells reward models from functions among a run's rewards, as `train.reward` does."""
     return isinstance(entry, str) and (Path(entry).exists() or "/" in entry)
@@ -381,15 +388,12 @@ def _finding_lines(forecast: MemoryForecast, findings: Findings) -> list[str]:
     share = forecast.peak_bytes / max(1, forecast.budget_bytes)
     band = headroom_of(forecast.peak_bytes, forecast.budget_bytes)
     known = "" if findings.proved else "; estimated, --find proves it"
-    most = forecast.job.geometry.max_positions
-    whole = most is not None and findings.longest_completion + forecast.job.prompt_tokens >= most
-    limit = ", all that the model takes" if whole else ""
     group = f"{findings.largest_group}" + (" or more" if findings.largest_group >= 1024 else "")
     flags = f"--max-completion-length {findings.longest_completion}", f"--num-generations {findings.largest_group}"
     lines = [
         f"band: {band.value}, {share:.0%} of the budget",
         f"biggest lever left: {findings.lever}",
-        f"longest completion that fits: {findings.longest_completion:,} tokens{limit} ({flags[0]}{known})",
+        f"longest completion that fits: {longest_text(forecast, findings)} ({flags[0]}{known})",
         f"largest group that fits: {group} completions a prompt ({flags[1]}; estimated)",
     ]
     if findings.smallest_card is not None:

@@ -225,15 +225,14 @@ class PaidReward:
         return held | {question: answer for question, answer in found.items() if answer is not None}
 
     def _keep(self, question: str, answer: Answer) -> None:
-        if self._path is None:
-            self._memory[question] = answer
-            return
-        try:
-            with closing(self._connect()) as file:
-                file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (question, *answer))
-        except sqlite3.Error as error:  # a full disk, say: the answer is paid for all the same
-            self._memory[question] = answer
-            logger.warning("%s cannot be written (%s): answers are kept for this run only.", self._path, error)
+        if self._path is not None:
+            try:
+                with closing(self._connect()) as file:
+                    file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (question, *answer))
+                return
+            except sqlite3.Error as error:  # a full disk, say: the answer is paid for all the same
+                logger.warning("%s cannot be written (%s): answers are kept for this run only.", self._path, error)
+        self._memory[question] = answer
 
 
 def _read(name: str, output: Any) -> Answer:

@@ -77,6 +77,14 @@ def test_an_adapter_is_trained_where_all_weights_do_not_fit_and_what_is_missing_
     )
 
 
+def test_commas_inside_a_reward_split_nothing() -> None:
+    rewards = json.dumps([{"get_cosine_scaled_reward": {"min_value_wrong": -1.0, "max_len": 9}}])
+    result = init("--model", "models/m", "--dataset", "p.jsonl", "--reward-funcs", rewards, *SHORT, "--gpu", "8MiB")
+    assert result.exit_code == 0, result.output
+    written = yaml.safe_load(Path("run.yaml").read_text())["reward_funcs"]
+    assert written == [{"get_cosine_scaled_reward": {"min_value_wrong": -1.0, "max_len": 9}}]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
