@@ -18,7 +18,7 @@ from typing import Any
 
 from peft import LoraConfig
 
-from examples import quickstart, t5_grpo
+from examples import quickstart, t5_sums
 from examples.quickstart import ANSWER_TOKENS, Parts, WarmUp, run
 from memsafe_rl import PPOConfig, PPOTrainer
 
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     if given.t5 and given.critic == "model":
         parser.error("--critic model is a small Qwen3, made for the Qwen3; leave --t5 out")
     started = time.perf_counter()
-    make = t5_grpo.small_parts if given.t5 else quickstart.small_parts
+    make = t5_sums.small_parts if given.t5 else quickstart.small_parts
     parts = make(given.output_dir, given.seed, given.steps, WarmUp())
     parts = replace(parts, config=settings(given.output_dir, given.seed, given.steps))
     accuracy = run(parts, PPOTrainer, "PPO", **critic_of(given.critic, parts))

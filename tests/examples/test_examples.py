@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples import quickstart, small_device, smollm2_grpo, t5_grpo, two_objectives
+from examples import quickstart, small_device, smollm2_grpo, t5_sums, two_objectives
 from examples.tasks import exact, is_held_out, split, sums
 from memsafe_rl import GRPOTrainer
 
@@ -27,14 +27,15 @@ def keep_threads() -> Any:
     torch.set_num_threads(threads)
 
 
-def test_the_example_to_copy_runs_from_anywhere_and_learns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("script", ["qwen_grpo.py", "t5_grpo.py"])
+def test_an_example_to_copy_runs_from_anywhere_and_learns(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(0)
-    source = Path(smollm2_grpo.__file__).with_name("qwen_grpo.py")
+    source = Path(smollm2_grpo.__file__).with_name(script)
     assert len(source.read_text().splitlines()) <= 40
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["qwen_grpo.py"])
+    monkeypatch.setattr("sys.argv", [script])
     runpy.run_path(str(shutil.copy(source, tmp_path)))
     before, after = map(float, re.findall(r"\d\.\d+", capsys.readouterr().out.splitlines()[-1]))
     assert before < 0.6 < 0.9 < after
@@ -114,7 +115,7 @@ def test_the_quickstart_leaves_what_it_promises_and_repeats(tmp_path: Path) -> N
     assert [line["step"] for line in lines if "eval_reward" in line] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("example", [quickstart, t5_grpo], ids=["quickstart", "t5"])
+@pytest.mark.parametrize("example", [quickstart, t5_sums], ids=["quickstart", "t5"])
 def test_a_named_model_is_loaded_by_the_trainer_in_float32(example: Any, tmp_path: Path) -> None:
     tokenizer = quickstart.make_tokenizer([item["question"] for item in sums(**ONE_DIGIT)])
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
