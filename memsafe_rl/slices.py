@@ -71,14 +71,16 @@ def cut_by_prompt(work: UpdateWork, budget: int) -> list[list[int]]:
     pieces = sorted(_pieces(work, budget), key=lambda piece: -piece[0])
     slices: list[list[int]] = []
     room: list[int] = []
+    place, before = 0, None
     for tokens, rows in pieces:
-        place = next((place for place, free in enumerate(room) if free >= tokens), None)
-        if place is None:
-            slices.append(rows)
-            room.append(budget - tokens)
-        else:
-            slices[place].extend(rows)
-            room[place] -= tokens
+        first = place if tokens == before else 0  # what had no room for a piece has none for another of its size
+        place = next((place for place in range(first, len(room)) if room[place] >= tokens), len(room))
+        if place == len(room):
+            slices.append([])
+            room.append(budget)
+        slices[place].extend(rows)
+        room[place] -= tokens
+        before = tokens
     return slices
 
 
@@ -155,7 +157,7 @@ def telling(work: UpdateWork, slices: Sequence[Sequence[int]], *, packed: bool =
 
 def packing_saves(work: UpdateWork) -> bool:
     """Whether rows share enough of their prompts that packing them is worth while."""
-    return bool(work.prompts) and packed_tokens(work, range(len(work.prompts))) <= _WORTHWHILE * sum(work.row_tokens)
+    return bool(work.prompts) and work.packed_tokens <= _WORTHWHILE * sum(work.row_tokens)
 
 
 def packed_tokens(work: UpdateWork, rows: Sequence[int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 
 class Phase(StrEnum):
@@ -196,10 +197,16 @@ class UpdateWork:
     # index of each row's prompt where an encoder reads it, once for all rows that share it; else empty
     sources: tuple[int, ...] = ()
 
-    @property
+    @cached_property  # a search asks for it of thousands of plans
     def least_tokens(self) -> int:
         """Tokens below which no micro-batch can go: the longest row's, or a single pair."""
         return 1 if self.geometry.unit is not None else max(self.row_tokens, default=1)
+
+    @cached_property
+    def packed_tokens(self) -> int:
+        """Tokens of all rows behind one copy of each prompt."""
+        rows = zip(self.prompts, self.row_tokens, self.action_tokens, strict=True)
+        return sum({prompt: row - actions for prompt, row, actions in rows}.values()) + sum(self.action_tokens)
 
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

@@ -36,7 +36,8 @@ def init(*words: str, answers: str = "") -> Result:
 
 
 def test_all_weights_are_trained_where_they_fit_and_every_line_is_explained() -> None:
-    given = ("--model", "models/m", "--dataset", "p.jsonl", "--reward-funcs", "mine:f,think_format_reward")
+    rewards = ["mine:f", {"get_cosine_scaled_reward": {"min_value_wrong": -1.0, "max_len": 9}}]  # commas inside
+    given = ("--model", "models/m", "--dataset", "p.jsonl", "--reward-funcs", json.dumps(rewards))
     result = init(*given, *SHORT, "--seed", "3", "--gpu", "8MiB")
     assert result.exit_code == 0, result.output
     assert "train: memsafe-rl train run.yaml" in result.output
@@ -45,7 +46,7 @@ def test_all_weights_are_trained_where_they_fit_and_every_line_is_explained() ->
     assert entries == {
         "model": "models/m",
         "dataset": "p.jsonl",
-        "reward_funcs": ["mine:f", "think_format_reward"],
+        "reward_funcs": rewards,
         "output_dir": "runs/m",
         "num_generations": 8,
         "per_device_train_batch_size": 8,
@@ -66,23 +67,17 @@ def test_an_adapter_is_trained_where_all_weights_do_not_fit_and_what_is_missing_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("memsafe_rl.cli.init.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
-    result = init(*SHORT, "--gpu", "3MiB", "-o", "small.yaml", answers="models/m\np.jsonl\nthink_format_reward\n")
+    result = init(
+        *SHORT, "--gpu", "3MiB", "-o", "small.yaml", answers="models/m\np.jsonl\nmine:f,think_format_reward\n"
+    )
     assert result.exit_code == 0, result.output
     entries = yaml.safe_load(Path("small.yaml").read_text())
     assert (entries["peft"], entries["learning_rate"]) == ("lora:16", 1e-5)
     assert (entries["model"], entries["dataset"], entries["reward_funcs"]) == (
         "models/m",
         "p.jsonl",
-        ["think_format_reward"],
+        ["mine:f", "think_format_reward"],
     )
-
-
-def test_commas_inside_a_reward_split_nothing() -> None:
-    rewards = json.dumps([{"get_cosine_scaled_reward": {"min_value_wrong": -1.0, "max_len": 9}}])
-    result = init("--model", "models/m", "--dataset", "p.jsonl", "--reward-funcs", rewards, *SHORT, "--gpu", "8MiB")
-    assert result.exit_code == 0, result.output
-    written = yaml.safe_load(Path("run.yaml").read_text())["reward_funcs"]
-    assert written == [{"get_cosine_scaled_reward": {"min_value_wrong": -1.0, "max_len": 9}}]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 
-from memsafe_rl.slices import measure_slices, measure_sources, packed_tokens, packing_saves
+from memsafe_rl.slices import measure_slices, measure_sources, packing_saves
 from memsafe_rl.types import (
     SCORE_ELEMENTS,
     Component,
@@ -392,7 +392,7 @@ def full_speed_packed_tokens(device: str, work: UpdateWork) -> int:
     A prompt whose completions do not fit beside it is run again with the rest of them, so that small micro-batches run
     more tokens: as many as are fast, doubled until at most a twentieth of all is run again.
     """
-    least = packed_tokens(work, range(len(work.prompts)))
+    least = work.packed_tokens
     tokens = min(least, max(full_speed_tokens(device, work.geometry), *work.row_tokens))
     while measure_slices(work, tokens, packed=True).total > _RUN_AGAIN * least:
         tokens = min(least, 2 * tokens)

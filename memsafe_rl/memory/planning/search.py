@@ -22,7 +22,7 @@ from memsafe_rl.memory.planning.estimator import (
     update_parts,
     wave_rows,
 )
-from memsafe_rl.slices import measure_slices, packed_tokens
+from memsafe_rl.slices import measure_slices
 from memsafe_rl.types import (
     Component,
     MemoryFailure,
@@ -96,7 +96,7 @@ def _smaller_micro_batch(plan: UpdatePlan, work: Work, share: float = 0.5) -> Up
         least = work.least_tokens
         tokens = min(tokens, max(work.row_tokens) * len(work.row_tokens))
         if plan.pack_prompts and work.prompts:
-            tokens = min(tokens, max(least, packed_tokens(work, range(len(work.prompts)))))
+            tokens = min(tokens, max(least, work.packed_tokens))
     return replace(plan, micro_batch_tokens=max(least, int(share * tokens))) if tokens > least else None
 
 

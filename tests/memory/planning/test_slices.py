@@ -8,6 +8,7 @@ import pytest
 from memsafe_rl.memory.planning.estimator import update_parts
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, LadderPolicy
 from memsafe_rl.slices import (
+    _pieces,
     cut_by_prompt,
     cut_work,
     measure_slices,
@@ -42,6 +43,26 @@ def test_slices_by_hand() -> None:
     assert cut_by_prompt(work, 1) == [[0], [2], [1], [3], [4]]
     assert measure_slices(work, 22, packed=True) == (21, 10, 2, 41)
     assert cut_work(replace(work, prompts=()), 30, packed=True) == cut_work(work, 30, packed=False)
+
+
+def test_slices_are_those_of_plain_first_fit() -> None:
+    rng = random.Random(7)
+    for lengths in (3, 40):  # many pieces of one size, and few
+        work = group_work((5, 9) * 20, tuple(tuple(rng.randint(1, lengths) for _ in range(6)) for _ in range(40)))
+        assert work.packed_tokens == packed_tokens(work, range(len(work.prompts)))
+        for budget in (1, 12, 30, 60, 200):
+            pieces = sorted(_pieces(work, budget), key=lambda piece: -piece[0])
+            slices: list[list[int]] = []
+            room: list[int] = []
+            for tokens, rows in pieces:
+                places = [place for place, free in enumerate(room) if free >= tokens]
+                if places:
+                    slices[places[0]] += rows
+                    room[places[0]] -= tokens
+                else:
+                    slices.append(list(rows))
+                    room.append(budget - tokens)
+            assert cut_by_prompt(work, budget) == slices
 
 
 @pytest.mark.parametrize("seed", range(5))
