@@ -18,11 +18,12 @@ from rich.text import Text
 
 from memsafe_rl.cli.arguments import RunRequest
 from memsafe_rl.cli.train import Run, adapter, prepare, prompts, quantization
-from memsafe_rl.errors import MemsafeError
+from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.headroom import headroom_of
 from memsafe_rl.models.loading import load_tokenizer
 from memsafe_rl.preflight.cards import NamedCard
+from memsafe_rl.preflight.fake.families import known_config
 from memsafe_rl.preflight.forecast import forecast_memory
 from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.preflight.search import Job, Scout
@@ -186,8 +187,20 @@ def _ingredients(wanted: Wish) -> dict[str, Any]:
     }
     if wanted.prompt_tokens is None and chosen.dataset is not None:
         given["train_dataset"], given["eval_dataset"] = prompts(chosen)
-        given["processing_class"] = load_tokenizer(str(chosen.model), trust_remote_code=config.trust_remote_code)
+        given["processing_class"] = _tokenizer(str(chosen.model), config.trust_remote_code)
     return given
+
+
+def _tokenizer(model: str, trust_remote_code: bool) -> Any:
+    try:
+        return load_tokenizer(model, trust_remote_code=trust_remote_code)
+    except ConfigError as error:
+        if known_config(model) is None:
+            raise
+        raise ConfigError(
+            f"the tokenizer of {model!r} cannot be loaded, so the dataset's prompts have no length. Write "
+            "--prompt-tokens N, the tokens of the longest prompt, to `memsafe-rl plan`."
+        ) from error
 
 
 def _forecast(wanted: Wish, given: Mapping[str, Any], **changes: Any) -> MemoryForecast:

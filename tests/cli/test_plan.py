@@ -44,6 +44,20 @@ def test_a_config_alone_is_enough(folder: Path) -> None:
     assert any("peak┃reserved" in line for line in told.splitlines())
 
 
+def test_prompts_without_a_tokenizer_ask_for_their_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("We couldn't connect to 'https://huggingface.co'")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", unreachable)
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "1+1="}\n')
+    code, _, told = plan(Path("Qwen/Qwen3-0.6B"), "--gpu", "8", "--dataset", str(prompts))
+    assert code == 2
+    assert "the tokenizer of 'Qwen/Qwen3-0.6B' cannot be loaded" in told
+    assert "--prompt-tokens N" in told
+
+
 @pytest.mark.slow
 def test_json_has_the_peak_on_top_and_what_was_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memsafe_rl.cli.plan._RANKS", (8, 64))
