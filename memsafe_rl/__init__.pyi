@@ -51,8 +51,8 @@ from memsafe_rl.rollout.multi_turn.users import ModelUser as ModelUser
 from memsafe_rl.trainers.grpo import GRPOTrainer as GRPOTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer as PPOTrainer
 from memsafe_rl.trainers.rloo import RLOOTrainer as RLOOTrainer
-from memsafe_rl.training.assembly.factory import TrainingRequest as TrainingRequest
 from memsafe_rl.training.assembly.factory import prepare as prepare
+from memsafe_rl.training.assembly.protocol import TrainingRequest as TrainingRequest
 from memsafe_rl.training.collector import Collector as Collector
 from memsafe_rl.training.learner import Learner as Learner
 from memsafe_rl.training.loop import collect as collect

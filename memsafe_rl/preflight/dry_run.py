@@ -52,10 +52,10 @@ from memsafe_rl.preflight.worst_case import (
     try_update,
 )
 from memsafe_rl.rewards.scoring import reward_model_name
-from memsafe_rl.training.assembly.factory import Inputs, Machine, TrainingRequest, build_setup, machine_for, read_inputs
+from memsafe_rl.training.assembly.factory import Inputs, Machine, build_setup, machine_for, read_inputs
 from memsafe_rl.training.assembly.factory import check_adapter as check_by_factory
 from memsafe_rl.training.assembly.inputs import balance_coef
-from memsafe_rl.training.assembly.protocol import ModelFactory
+from memsafe_rl.training.assembly.protocol import ModelFactory, TrainingRequest
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.optim.optimizer import Committer
 from memsafe_rl.training.setup import TrainingSetup

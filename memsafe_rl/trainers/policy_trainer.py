@@ -36,8 +36,9 @@ from memsafe_rl.preflight.worst_case import check_worst_case
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.trainers.overrides import INSTEAD, OwnRewards, hooks_of, refuse_ignored
-from memsafe_rl.training.assembly.factory import TrainingRequest, build_setup, facts_of, machine_for, read_inputs
+from memsafe_rl.training.assembly.factory import build_setup, facts_of, machine_for, read_inputs
 from memsafe_rl.training.assembly.inputs import own_config
+from memsafe_rl.training.assembly.protocol import TrainingRequest
 from memsafe_rl.training.loop import TrainingLoop, TrainResult
 from memsafe_rl.training.optim.optimizer import build_optimizer, build_scheduler, given_optimizers
 from memsafe_rl.training.setup import TrainingSetup

@@ -13,7 +13,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.models.critic import Critic, critic_of
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
-from memsafe_rl.training.assembly.factory import TrainingRequest
+from memsafe_rl.training.assembly.protocol import TrainingRequest
 
 
 class PPOTrainer(PolicyTrainer):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import charge, hold, host_memory, weights_of
-from memsafe_rl.checkpoint.weights import Weights, read_weights, write_weights
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.prompts import PromptReader, Prompts, prompt_of
 from memsafe_rl.errors import ConfigError
@@ -21,7 +19,7 @@ from memsafe_rl.models.diffusion.policy import DiffusionPolicy, policy_of, prepa
 from memsafe_rl.models.diffusion.state_critic import StateCritic, StateNetwork
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.rollout.engines.denoising import DenoisingEngine
-from memsafe_rl.training.assembly.protocol import ModelFamily, register_model_family
+from memsafe_rl.training.assembly.protocol import ModelFactory, ModelFamily, TrainingRequest, register_model_family
 from memsafe_rl.training.gradient import check_separable
 from memsafe_rl.types import Completion, Component, SamplingSettings
 
@@ -50,7 +48,7 @@ class ConditionReader(PromptReader):
         return Prompts(tuple(examples), prompts, tuple(self._policy.embed(prompts)))
 
 
-class Denoisers:
+class Denoisers(ModelFactory):
     """Diffusion and flow policies: a denoiser with a scheduler."""
 
     own_engine = DenoisingEngine.name
@@ -68,48 +66,36 @@ class Denoisers:
         check_separable(config.loss_settings())
         self.reader: PromptReader = ConditionReader(self._policy)
 
-    def load(
-        self,
-        model: Any,
-        device: torch.device,
-        *,
-        quantization_config: Any,
-        peft_config: Any,
-        ref_model: Any,
-        room_bytes: int,  # noqa: ARG002
-    ) -> LoadedModel:
-        """Puts the policy where it is trained; see `ModelFactory.load`."""
-        if quantization_config is not None:
+    def load(self, request: TrainingRequest, device: torch.device, room_bytes: int) -> LoadedModel:  # noqa: ARG002
+        """Puts the policy where it is trained."""
+        if request.quantization_config is not None:
             raise ConfigError("quantization_config is for models loaded by name. Quantise the denoiser yourself.")
-        if ref_model is not None:
+        if request.ref_model is not None:
             raise ConfigError("ref_model is for networks that draw tokens. Leave it out for a copy of the policy.")
         with charge(Component.WEIGHTS):
             trained, reference = prepare_policy(
-                model, peft_config=peft_config, device=device, with_reference=self._config.has_reference
+                request.model,
+                peft_config=request.peft_config,
+                device=device,
+                with_reference=self._config.has_reference,
             )
         hold(Component.WEIGHTS, weights_of(*(network for network in (trained, reference) if network is not None)))
         return LoadedModel(trained, reference, 0.0)
 
     def adapt(self, loaded: LoadedModel) -> DiffusionAdapter:
-        """Wraps the policy; see `ModelFactory.adapt`."""
+        """Wraps the policy."""
         return DiffusionAdapter(loaded.model, reference_denoiser=loaded.reference_model)
 
     def check(self, adapter: DiffusionAdapter | StateNetwork) -> None:
-        """Compares states that are denoised, or valued, together with the same ones alone; see `ModelFactory.check`."""
+        """Compares states that are denoised, or valued, together with the same ones alone."""
         adapter.check()
 
     def sampling_settings(self, adapter: DiffusionAdapter) -> SamplingSettings:
         """Gives the steps of a chain; how they are drawn, the policy says."""
         return SamplingSettings(adapter.policy.num_inference_steps, ())
 
-    def critic(
-        self,
-        adapter: DiffusionAdapter,
-        wanted: Any,
-        device: torch.device,  # noqa: ARG002
-        check: Callable[[Any], None],
-    ) -> StateCritic:
-        """Makes a critic that reads states; see `ModelFactory.critic`."""
+    def critic(self, adapter: DiffusionAdapter, wanted: Any, check: Callable[[Any], None]) -> StateCritic:
+        """Makes a critic that reads states."""
         if wanted is not None and not isinstance(wanted, nn.Module):
             raise ConfigError(
                 f"critic is {wanted!r:.100} and the model a DiffusionPolicy, whose denoiser shows no hidden states "
@@ -135,21 +121,13 @@ class Denoisers:
             return shown
         return f"{tuple(shown.shape)}, mean {shown.float().mean():.3g}, std {shown.float().std():.3g}"
 
-    def save(self, model: Any, folder: Path, weights: Weights | None = None) -> None:
-        """Writes the denoiser's weights, or its adapter's."""
-        write_weights(model, None, folder, weights)
-
-    def restore(self, model: Any, folder: Path) -> None:
-        """Reads them back; see `ModelFactory.restore`."""
-        read_weights(model, folder)
-
     def facts(self) -> dict[str, str]:
         """Says how chains are drawn, for the start banner."""
         steps = sum(std > 0 for std in self._policy.stds)
         return {"chains": f"{self._policy.num_inference_steps} denoising steps, {steps} of them with noise"}
 
     def run_facts(self) -> dict[str, Any]:
-        """Says how chains are drawn and scored, for runs that are resumed; see `ModelFactory.run_facts`."""
+        """Says how chains are drawn and scored, for runs that are resumed."""
         policy = self._policy
         laid_out = torch.stack([policy.scheduler.timesteps.double().cpu(), policy.scheduler.stds.double().cpu()])
         facts = {
@@ -167,7 +145,7 @@ class Denoisers:
         return {f"{name} of the policy": value for name, value in facts.items()}
 
     def check_given(self, given: Mapping[str, Any]) -> None:
-        """Refuses what plays or draws texts; see `ModelFactory.check_given`."""
+        """Refuses what plays or draws texts."""
         for name, value in given.items():
             if value:
                 raise ConfigError(

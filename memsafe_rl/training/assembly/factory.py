@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -52,7 +52,7 @@ from memsafe_rl.training.assembly.inputs import (
     training_prompts,
 )
 from memsafe_rl.training.assembly.language_models import bound_prompts
-from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES, ModelFactory
+from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES, ModelFactory, TrainingRequest
 from memsafe_rl.training.gradient import pass_once
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.scorer import Scorer
@@ -62,43 +62,6 @@ from memsafe_rl.units import format_bytes
 
 for _module in iter_modules([str(Path(__file__).parent)]):
     import_module(f"{__package__}.{_module.name}")  # a file that registers a family of models makes it known
-
-
-@dataclass(frozen=True)
-class TrainingRequest:
-    """What a user passes to a trainer, under the trainer's names.
-
-    Args:
-        model: a name, a folder, or a model.
-        reward_funcs: reward functions and reward models.
-        train_dataset: prompts; None where environments give them.
-        eval_dataset: prompts for evaluation, or a mapping of such.
-        processing_class: the tokenizer; None to load it with the model.
-        reward_processing_classes: tokenizers of the reward models.
-        quantization_config: of the base; None for none.
-        peft_config: of a new adapter; None for none.
-        tools: functions the model may call.
-        rollout_func: draws completions; None for the run's engine.
-        environment_factory: makes environments.
-        memory_policy: a policy, or the name of one.
-        critic: as `PPOTrainer` takes it.
-        ref_model: as `PPOTrainer` takes it.
-    """
-
-    model: Any
-    reward_funcs: Any
-    train_dataset: Any = None
-    eval_dataset: Any = None
-    processing_class: Any = None
-    reward_processing_classes: Any = None
-    quantization_config: Any = None
-    peft_config: Any = None
-    tools: Sequence[Callable[..., Any]] | None = None
-    rollout_func: Any = None
-    environment_factory: Any = None
-    memory_policy: Any = None
-    critic: Any = None
-    ref_model: Any = None
 
 
 @dataclass(frozen=True)
@@ -130,12 +93,7 @@ def read_inputs(config: TrainerConfig, request: TrainingRequest) -> Inputs:
     """Checks everything a user passes to a trainer before any weight is loaded."""
     models = factory_of(request.model)(config, request.model, request.processing_class)
     bound_prompts(config, request.critic, models.reader)
-    given = {
-        "tools": request.tools,
-        "rollout_func": request.rollout_func,
-        "environment_factory": request.environment_factory,
-    }
-    models.check_given(given)
+    models.check_given({name: getattr(request, name) for name in ("tools", "rollout_func", "environment_factory")})
     pool = environment_pool_for(config, models.processing_class, request.tools, request.environment_factory)
     train_dataset, eval_dataset = request.train_dataset, request.eval_dataset
     if pool is not None:
@@ -300,7 +258,7 @@ def _advantages(
         return DistilledAdvantages(config.distillation_coef)
     if not isinstance(config, PPOConfig):
         return GroupAdvantages()
-    make, values = inputs.models.critic, (adapter, wanted, machine.device, partial(check, config, inputs.models))
+    make, values = inputs.models.critic, (adapter, wanted, partial(check, config, inputs.models))
     repeats = wanted is None or isinstance(wanted, str)
     made = machine.recovery.repeat(Stage.LOAD, make, *values) if repeats else make(*values)
     return CriticAdvantages(config, made)
@@ -309,17 +267,12 @@ def _advantages(
 def _load(inputs: Inputs, machine: Machine) -> LoadedModel:
     """Loads what the user named, or prepares what the user passed."""
     request, recovery = inputs.request, machine.recovery
-    more = {
-        "quantization_config": request.quantization_config,
-        "peft_config": request.peft_config,
-        "ref_model": request.ref_model,
-        "room_bytes": room_for_weights(recovery.tracker.budget_bytes),
-    }
+    values = request, machine.device, room_for_weights(recovery.tracker.budget_bytes)
     # An adapter goes into a model object in place, so that only a model loaded by name can be loaded again.
     if isinstance(request.model, str):
-        return recovery.repeat(Stage.LOAD, inputs.models.load, request.model, machine.device, **more)
+        return recovery.repeat(Stage.LOAD, inputs.models.load, *values)
     try:
-        return recovery.once(Stage.ADOPT, inputs.models.load, request.model, machine.device, **more)
+        return recovery.once(Stage.ADOPT, inputs.models.load, *values)
     except MemoryBudgetError as error:
         storages = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in weights_of(request.model)}
         size = format_bytes(sum(storage.nbytes() for storage in storages.values()))

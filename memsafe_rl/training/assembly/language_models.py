@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from memsafe_rl.checkpoint.weights import Weights, read_weights, write_weights
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.generation_options import say_what_is_left_out
 from memsafe_rl.data.images import hollow
@@ -33,11 +31,11 @@ from memsafe_rl.training.assembly.images import (
     without_image_tokens,
 )
 from memsafe_rl.training.assembly.inputs import balance_coef, model_facts, prompt_reader, prompt_room
-from memsafe_rl.training.assembly.protocol import ModelFamily, register_model_family
+from memsafe_rl.training.assembly.protocol import ModelFactory, ModelFamily, TrainingRequest, register_model_family
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 
 
-class LanguageModels:
+class LanguageModels(ModelFactory):
     """Networks that draw tokens: causal LMs and encoder-decoders of transformers, and users' own."""
 
     own_engine = RolloutPlan.engine
@@ -57,34 +55,25 @@ class LanguageModels:
         self._image_reader = None if processor is None else image_reader(processor, text, facts)
         self.reader: PromptReader = self._image_reader or text
 
-    def load(
-        self,
-        model: Any,
-        device: torch.device,
-        *,
-        quantization_config: Any,
-        peft_config: Any,
-        ref_model: Any,
-        room_bytes: int,
-    ) -> LoadedModel:
-        """Loads a model by name, or prepares a given one; see `ModelFactory.load`."""
+    def load(self, request: TrainingRequest, device: torch.device, room_bytes: int) -> LoadedModel:
+        """Loads a model by name, or prepares a given one."""
         teacher = self._config.teacher_model_name_or_path
         return load_model(
-            model,
+            request.model,
             model_init_kwargs=self._config.model_init_kwargs,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
+            quantization_config=request.quantization_config,
+            peft_config=request.peft_config,
             trust_remote_code=self._config.trust_remote_code,
             device=device,
             with_reference=self._config.has_reference and teacher is None,
             teacher=teacher,
             teacher_init_kwargs=self._config.teacher_model_init_kwargs,
-            ref_model=ref_model,
+            ref_model=request.ref_model,
             room_bytes=room_bytes,
         )
 
     def adapt(self, loaded: LoadedModel) -> ModelAdapter:
-        """Wraps a model by its family; see `ModelFactory.adapt`."""
+        """Wraps a model by its family."""
         pad = self.tokenizer.pad_token_id
         images = None
         if self._image_reader is not None:
@@ -111,22 +100,38 @@ class LanguageModels:
                 one.batch_invariant = wanted
 
     def check(self, adapter: ModelAdapter) -> None:
-        """Compares log-probs and decoding with the model's own logits; see `ModelFactory.check`."""
+        """Compares log-probs and decoding with the model's own logits."""
         check_adapter(adapter)
         if self._image_reader is not None:
             require_shared_prompts(adapter)
         if self._config.batch_invariant:
             require(adapter)
 
-    def critic(self, adapter: ModelAdapter, wanted: Any, device: torch.device, check: Callable[[Any], None]) -> Critic:
-        """Makes a critic that reads tokens; see `ModelFactory.critic`."""
-        pad = self.tokenizer.pad_token_id
-        if self._image_reader is not None and wanted not in (None, "adapter"):
+    def critic(self, adapter: ModelAdapter, wanted: Any, check: Callable[[Any], None]) -> Critic:
+        """Makes a critic that reads tokens: a head, a second adapter, or a network of its own."""
+        if wanted is None:
+            return SharedTrunk(adapter)
+        if isinstance(wanted, str) and wanted == "adapter":
+            return SecondAdapter(adapter)
+        if self._image_reader is not None:
             raise ConfigError(
                 "critic is a network of its own, which reads no images. Leave critic out for a head on the model's own "
                 "hidden states, or set critic='adapter'."
             )
-        return make_critic(self._config, adapter, wanted, device, check, pad_token_id=pad)
+        loaded = load_model(wanted, trust_remote_code=self._config.trust_remote_code, device=adapter.device).model
+        if loaded.get_output_embeddings() is None:
+            raise ConfigError(
+                f"critic is a {type(loaded).__name__}, which has no language-model head. Pass the same network as "
+                "AutoModelForCausalLM (or AutoModelForSeq2SeqLM); its value head is made here."
+            )
+        if {id(weight) for weight in loaded.parameters()} & {id(weight) for weight in adapter.model.parameters()}:
+            raise ConfigError(
+                "critic shares weights with the model. Leave critic out for a head on the model's own hidden states, "
+                "set critic='adapter', or give a copy (copy.deepcopy)."
+            )
+        own = adapter_for(loaded, pad_token_id=self.tokenizer.pad_token_id)
+        check(own)
+        return OwnModel(own, vocab_size=adapter.geometry.vocab_size)
 
     def sampling_settings(self, adapter: ModelAdapter) -> SamplingSettings:
         """Gives how tokens are drawn; what the configuration leaves open, the model's generation config says."""
@@ -160,21 +165,13 @@ class LanguageModels:
         return {}
 
     def check_given(self, given: Mapping[str, Any]) -> None:
-        """Refuses what takes the place of the engine that reads images; see `ModelFactory.check_given`."""
+        """Refuses what takes the place of the engine that reads images."""
         if self._image_reader is not None:
             refuse_beside_images(self._config, given)
 
     def facts(self) -> dict[str, str]:
         """Says how long completions can become, for the start banner."""
         return {"completion length": f"at most {self._config.max_completion_length} tokens"}
-
-    def save(self, model: Any, folder: Path, weights: Weights | None = None) -> None:
-        """Writes weights, or an adapter's, and the tokenizer."""
-        write_weights(model, self.processing_class, folder, weights)
-
-    def restore(self, model: Any, folder: Path) -> None:
-        """Reads them back; see `ModelFactory.restore`."""
-        read_weights(model, folder)
 
 
 def bound_prompts(config: TrainerConfig, wanted: Any, reader: PromptReader) -> None:
@@ -189,36 +186,6 @@ def bound_prompts(config: TrainerConfig, wanted: Any, reader: PromptReader) -> N
         )
     facts = read_config(wanted, trust_remote_code=config.trust_remote_code, told="critic")
     reader.bound(*prompt_room(config, facts, "critic"))
-
-
-def make_critic(
-    config: TrainerConfig,
-    adapter: ModelAdapter,
-    wanted: Any,
-    device: torch.device,
-    check: Callable[[Any], None],
-    *,
-    pad_token_id: int,
-) -> Critic:
-    """Makes the critic that the user wants for a network that draws tokens."""
-    if wanted is None:
-        return SharedTrunk(adapter)
-    if wanted == "adapter":
-        return SecondAdapter(adapter)
-    loaded = load_model(wanted, trust_remote_code=config.trust_remote_code, device=device).model
-    if loaded.get_output_embeddings() is None:
-        raise ConfigError(
-            f"critic is a {type(loaded).__name__}, which has no language-model head. Pass the same network as "
-            "AutoModelForCausalLM (or AutoModelForSeq2SeqLM); its value head is made here."
-        )
-    if {id(weight) for weight in loaded.parameters()} & {id(weight) for weight in adapter.model.parameters()}:
-        raise ConfigError(
-            "critic shares weights with the model. Leave critic out for a head on the model's own hidden states, "
-            "set critic='adapter', or give a copy (copy.deepcopy)."
-        )
-    own = adapter_for(loaded, pad_token_id=pad_token_id)
-    check(own)
-    return OwnModel(own, vocab_size=adapter.geometry.vocab_size)
 
 
 def _matches(model: Any) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from memsafe_rl.checkpoint.weights import Weights, read_weights, write_weights
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.prompts import PromptReader, Prompts
 from memsafe_rl.models.critic import Critic
@@ -17,7 +19,44 @@ from memsafe_rl.ops.registry import Registry
 from memsafe_rl.types import Completion, SamplingSettings
 
 
-class ModelFactory(Protocol):
+@dataclass(frozen=True)
+class TrainingRequest:
+    """What a user passes to a trainer, under the trainer's names.
+
+    Args:
+        model: a name, a folder, or a model.
+        reward_funcs: reward functions and reward models.
+        train_dataset: prompts; None where environments give them.
+        eval_dataset: prompts for evaluation, or a mapping of such.
+        processing_class: the tokenizer; None to load it with the model.
+        reward_processing_classes: tokenizers of the reward models.
+        quantization_config: of the base; None for none.
+        peft_config: of a new adapter; None for none.
+        tools: functions the model may call.
+        rollout_func: draws completions; None for the run's engine.
+        environment_factory: makes environments.
+        memory_policy: a policy, or the name of one.
+        critic: as `PPOTrainer` takes it.
+        ref_model: as `PPOTrainer` takes it.
+    """
+
+    model: Any
+    reward_funcs: Any
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    processing_class: Any = None
+    reward_processing_classes: Any = None
+    quantization_config: Any = None
+    peft_config: Any = None
+    tools: Sequence[Callable[..., Any]] | None = None
+    rollout_func: Any = None
+    environment_factory: Any = None
+    memory_policy: Any = None
+    critic: Any = None
+    ref_model: Any = None
+
+
+class ModelFactory(ABC):
     """One kind of model: how its prompts are read, its weights loaded and written, its samples drawn and shown.
 
     Attributes:
@@ -30,33 +69,24 @@ class ModelFactory(Protocol):
     processing_class: Any
     reader: PromptReader
 
+    @abstractmethod
     def __init__(self, config: TrainerConfig, model: Any, processing_class: Any) -> None:
         """Reads what must be known before any weight is loaded, and refuses what cannot be trained."""
 
-    def load(
-        self,
-        model: Any,
-        device: torch.device,
-        *,
-        quantization_config: Any,
-        peft_config: Any,
-        ref_model: Any,
-        room_bytes: int,
-    ) -> LoadedModel:
+    @abstractmethod
+    def load(self, request: TrainingRequest, device: torch.device, room_bytes: int) -> LoadedModel:
         """Loads what is trained, and a frozen copy where the reference needs one.
 
         Args:
-            model: as a trainer takes it.
+            request: the model, how its base is quantised, its new adapter, and what takes the place of a copy.
             device: where the weights go.
-            quantization_config: of the base; None for none.
-            peft_config: of a new adapter; None for none.
-            ref_model: as `PPOTrainer` takes it; None for a copy of the model, where one is needed.
             room_bytes: int, bytes that all weights may take; of more, frozen ones that can stay in host memory.
 
         Returns:
             The model, its reference copy if it needs one.
         """
 
+    @abstractmethod
     def adapt(self, loaded: LoadedModel) -> Any:
         """Wraps a loaded model for the loops.
 
@@ -67,6 +97,7 @@ class ModelFactory(Protocol):
             The adapter, a `ScoringAdapter` with what the engine of this kind needs besides, not checked yet.
         """
 
+    @abstractmethod
     def check(self, adapter: Any) -> None:
         """Compares an adapter's own paths with the network's.
 
@@ -74,6 +105,7 @@ class ModelFactory(Protocol):
             adapter: from `adapt`; it may take another path.
         """
 
+    @abstractmethod
     def sampling_settings(self, adapter: Any) -> SamplingSettings:
         """Gives how samples are drawn.
 
@@ -84,13 +116,13 @@ class ModelFactory(Protocol):
             The settings.
         """
 
-    def critic(self, adapter: Any, wanted: Any, device: torch.device, check: Callable[[Any], None]) -> Critic:
+    @abstractmethod
+    def critic(self, adapter: Any, wanted: Any, check: Callable[[Any], None]) -> Critic:
         """Makes the critic that the user wants.
 
         Args:
             adapter: from `adapt`.
             wanted: as `PPOTrainer` takes it.
-            device: where the weights go.
             check: compares the paths of an adapter of its own with its network's.
 
         Returns:
@@ -100,6 +132,7 @@ class ModelFactory(Protocol):
             ConfigError: this model cannot have such a critic.
         """
 
+    @abstractmethod
     def shown(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:
         """Gives samples as reward functions and people see them.
 
@@ -111,6 +144,7 @@ class ModelFactory(Protocol):
             One entry a sample.
         """
 
+    @abstractmethod
     def plain(self, completions: Sequence[Completion]) -> list[Any]:
         """Gives samples as reward functions get them by the name ``completion_ids``.
 
@@ -121,6 +155,7 @@ class ModelFactory(Protocol):
             One entry a sample.
         """
 
+    @abstractmethod
     def told(self, shown: Any) -> Any:
         """Gives a sample as tables and files can hold it.
 
@@ -131,6 +166,7 @@ class ModelFactory(Protocol):
             Text, messages or numbers.
         """
 
+    @abstractmethod
     def run_facts(self) -> dict[str, Any]:
         """Says what of the model's own settings a resumed run must share with the one that wrote its checkpoint.
 
@@ -138,6 +174,7 @@ class ModelFactory(Protocol):
             Values that JSON has a form for, by name.
         """
 
+    @abstractmethod
     def check_given(self, given: Mapping[str, Any]) -> None:
         """Refuses arguments of the trainer that this kind has no use for.
 
@@ -148,6 +185,7 @@ class ModelFactory(Protocol):
             ConfigError: one of them is given and cannot be used.
         """
 
+    @abstractmethod
     def facts(self) -> dict[str, str]:
         """Says what the start banner says of samples.
 
@@ -155,14 +193,15 @@ class ModelFactory(Protocol):
             Sentences by name.
         """
 
-    def save(self, model: Any, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Writes the trained weights in the form that users load.
+    def save(self, model: Any, folder: Path, weights: Weights | None = None) -> None:
+        """Writes the trained weights, or an adapter's, and the tokenizer in the form that users load.
 
         Args:
             model: the trained model.
             folder: made if missing.
             weights: copies to write in place of the model's own, by their name in its `state_dict`.
         """
+        write_weights(model, self.processing_class, folder, weights)
 
     def restore(self, model: Any, folder: Path) -> None:
         """Copies saved weights into a model, in place and bit for bit.
@@ -171,6 +210,7 @@ class ModelFactory(Protocol):
             model: the trained model.
             folder: written by `save`.
         """
+        read_weights(model, folder)
 
 
 @dataclass(frozen=True)
