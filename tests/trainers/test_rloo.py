@@ -12,7 +12,7 @@ import trl
 from datasets import Dataset
 
 from memsafe_rl import ConfigError, RLOOConfig, RLOOTrainer, SimulatedMemory
-from memsafe_rl.training.algorithms.leave_one_out import LeaveOneOutAdvantages
+from memsafe_rl.training.algorithms.advantages import leave_one_out_advantages
 from memsafe_rl.types import Ragged, Trajectory
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, cut, gradient_of, relative, trained, weights
@@ -162,7 +162,7 @@ def test_advantages_by_hand(tmp_path: Path) -> None:
         old_logprobs=ragged([-1.0, -2.0], [-1.0], [-1.0]),
         ref_logprobs=ragged([-1.5, -2.25], [-0.5], [9.0]),
     )
-    found, metrics = LeaveOneOutAdvantages(config).assign(trajectory, torch.tensor([5.0, 1.0, math.nan]), 3)
+    found, metrics = leave_one_out_advantages(config).assign(trajectory, torch.tensor([5.0, 1.0, math.nan]), 3)
     scores = 2 - 0.5 * 0.75, 1 + 0.5 * 0.5
     assert found.advantages.tolist() == pytest.approx([scores[0] - scores[1], scores[1] - scores[0], 0.0])
     assert metrics["kl"] == pytest.approx((0.75 - 0.5) / 3)

@@ -1,26 +1,31 @@
-"""From rewards to advantages: what GRPO, RLOO and PPO differ in; and the estimator that compares a group's rewards."""
+"""From rewards to advantages: what GRPO, RLOO, distillation and PPO differ in, and all that needs no critic."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
+from memsafe_rl.accounting import claim
+from memsafe_rl.config.grpo import RLOOConfig
 from memsafe_rl.models.critic import Critic
+from memsafe_rl.ops.advantages import leave_one_out, normalised_in_batch
 from memsafe_rl.training.gradient import ValueTerms
-from memsafe_rl.types import LossSettings, Ragged, Trajectory, UpdateWork
+from memsafe_rl.types import Component, LossSettings, Ragged, Trajectory, UpdateWork
 
 if TYPE_CHECKING:
     from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
-    from memsafe_rl.training.algorithms.distillation import DistilledAdvantages
-    from memsafe_rl.training.algorithms.leave_one_out import LeaveOneOutAdvantages
     from memsafe_rl.training.scorer import Scorer
 
-Advantages: TypeAlias = "GroupAdvantages | DistilledAdvantages | LeaveOneOutAdvantages | CriticAdvantages"
+Advantages: TypeAlias = "GroupAdvantages | CriticAdvantages"
 """Turns a rollout's rewards into advantages, and says what that needs of scoring, loss and memory."""
+
+Assigned = tuple[Trajectory, dict[str, float]]
+"""A rollout with its advantages, and what is logged of them."""
 
 
 @dataclass(frozen=True)
@@ -32,27 +37,33 @@ class ScoringNeeds:
     with_kl: bool = False  # whether the KL to the reference comes with the log-probs, in closed form
 
 
-class CriticFree(ABC):
-    """What advantages have in common that come from rewards and log-probs alone: nothing more to train or to save."""
+def compared(trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Assigned:  # noqa: ARG001
+    """Leaves each row its group advantage, which needs nothing but rewards."""
+    return trajectory, {}
 
+
+@dataclass(frozen=True)
+class GroupAdvantages:
+    """Advantages that come from rewards and log-probs alone: nothing more to train or to save."""
+
+    assign: Callable[[Trajectory, Tensor, int], Assigned] = compared  # takes the store, rewards (B,) and group size
+    needs: ScoringNeeds = ScoringNeeds()  # what is scored beyond what the loss needs
+    joins_sequences: bool = True  # whether an episode that became several sequences can be learnt from
+    by_token: bool = False  # whether a sequence's tokens have advantages of their own
     critics: tuple[Critic, ...] = ()  # networks whose values are read, and which are trained and saved
 
-    @property
-    @abstractmethod
-    def needs(self) -> ScoringNeeds:
-        """What is scored beyond what the loss needs."""
-
-    @abstractmethod
     def score(self, scorer: Scorer, trajectory: Trajectory, later_rows: Sequence[int]) -> Trajectory:
-        """Scores what advantages are made from."""
+        """Adds log-probs under the present weights if needed; the first update's ratios are of its own even so."""
+        if not self.needs.logprobs:
+            return trajectory
+        rows, later = range(len(trajectory)), set(later_rows)
+        old = scorer.scored(scorer.adapter, trajectory, list(rows))
+        return replace(trajectory, old_logprobs=old, has_old=tuple(row in later for row in rows))
 
-    @abstractmethod
-    def assign(self, trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> tuple[Trajectory, dict[str, float]]:
-        """Gives each row its advantage."""
-
-    @abstractmethod
     def placeholder(self, trajectory: Trajectory, numbers: Ragged | None) -> Trajectory:
-        """Lays made-up numbers where `score` would lay true ones."""
+        """Lays made-up numbers where `score` and `assign` would lay true ones."""
+        trajectory = replace(trajectory, old_logprobs=numbers) if self.needs.logprobs else trajectory
+        return replace(trajectory, action_advantages=numbers) if self.by_token else trajectory
 
     def modules(self) -> dict[str, nn.Module]:
         """Trains nothing beside the model."""
@@ -70,50 +81,69 @@ class CriticFree(ABC):
         """Adds no term."""
         return None
 
-    def end_rollout(self, metrics: Mapping[str, float]) -> None:  # noqa: B027 - nothing is what there is to do
+    def end_rollout(self, metrics: Mapping[str, float]) -> None:
         """Moves nothing."""
 
-    def reset(self) -> None:  # noqa: B027
+    def reset(self) -> None:
         """Has nothing to forget."""
 
     def state_dict(self) -> dict[str, Any]:
         """Keeps the scale under which checkpoints of critics are read, at its start."""
         return {"kl_scale": 1.0}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has nothing to restore."""
 
 
-def with_logprobs(scorer: Scorer, trajectory: Trajectory, later_rows: Sequence[int]) -> Trajectory:
-    """Adds every row's log-probs under the present weights; the first update's ratios are of its own even so."""
-    rows, later = range(len(trajectory)), set(later_rows)
-    old = scorer.scored(scorer.adapter, trajectory, list(rows))
-    return replace(trajectory, old_logprobs=old, has_old=tuple(row in later for row in rows))
+def leave_one_out_advantages(config: RLOOConfig) -> GroupAdvantages:
+    """Compares a completion's reward, less what it pays for its KL to the reference, with the others of its prompt."""
+    needs = ScoringNeeds(logprobs=config.has_reference)
+    return GroupAdvantages(partial(_less_the_others, config), needs, joins_sequences=False)  # a ratio is of a whole row
 
 
-class GroupAdvantages(CriticFree):
-    """Compares the rewards of a prompt's completions; a row has one advantage, which needs nothing but rewards."""
+def _less_the_others(config: RLOOConfig, trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Assigned:
+    """Gives each row ``A_i = r_i - mean_{j != i} r_j``, ``r = clip(reward) - beta sum_t (log pi - log pi_ref)``.
 
-    joins_sequences = True  # whether an episode that became several sequences can be learnt from
+    Sums and means are in float64; a row that no reward function scored is left out, and its advantage is 0.
+    """
+    metrics = {}
+    scores_B = rewards_B.double()
+    if config.reward_clip_range is not None:
+        scores_B = scores_B.clamp(*config.reward_clip_range)
+    if trajectory.ref_logprobs is not None and trajectory.old_logprobs is not None:
+        rows = range(len(trajectory))
+        gaps = Ragged(trajectory.old_logprobs.flat - trajectory.ref_logprobs.flat, trajectory.actions.lengths)
+        kl_B = (gaps.pad(rows, 0).double() * trajectory.loss_mask.pad(rows, 0)).sum(1)
+        scores_B = scores_B - config.beta * kl_B
+        metrics = {
+            "kl": float(kl_B.sum()) / max(1, sum(trajectory.counted_actions)),
+            "objective/kl": float(kl_B.mean()),
+        }
+    advantages_PG = leave_one_out(scores_B.view(-1, group_size))
+    if config.normalize_advantages:
+        advantages_PG = normalised_in_batch(advantages_PG)
+    advantages_B = advantages_PG.reshape(-1).nan_to_num(nan=0.0).float()
+    claim(Component.TRAJECTORY, [advantages_B])
+    return replace(trajectory, advantages=advantages_B), metrics
 
-    @property
-    def needs(self) -> ScoringNeeds:
-        """Nothing beyond what the loss needs."""
-        return ScoringNeeds()
 
-    def score(self, scorer: Scorer, trajectory: Trajectory, later_rows: Sequence[int]) -> Trajectory:  # noqa: ARG002
-        """Scores nothing."""
-        return trajectory
+def distilled_advantages(coef: float) -> GroupAdvantages:
+    """Adds to a row's group advantage what each of its tokens pays: a reverse KL to the teacher, undiscounted.
 
-    def assign(
-        self,
-        trajectory: Trajectory,
-        rewards_B: Tensor,  # noqa: ARG002
-        group_size: int,  # noqa: ARG002
-    ) -> tuple[Trajectory, dict[str, float]]:
-        """Leaves each row its group advantage."""
-        return trajectory, {}
+    Where group advantages are 0, the expected gradient of an on-policy update is that of every token's KL to the
+    teacher, given its prefix (Thinking Machines, "On-Policy Distillation", 2025; MiniLLM, arXiv:2306.08543).
+    """
+    return GroupAdvantages(partial(_taught, coef), ScoringNeeds(logprobs=True), joins_sequences=False, by_token=True)
 
-    def placeholder(self, trajectory: Trajectory, numbers: Ragged | None) -> Trajectory:  # noqa: ARG002
-        """Leaves the store as it is."""
-        return trajectory
+
+def _taught(coef: float, trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Assigned:  # noqa: ARG001
+    """Gives each token ``A_t = A - coef (log pi(a_t) - log pi_teacher(a_t))``, with ``A`` of its row's group."""
+    old, teacher = trajectory.old_logprobs, trajectory.ref_logprobs
+    if old is None or teacher is None:
+        raise AssertionError("log-probs come before advantages")
+    lengths, mask = trajectory.actions.lengths, trajectory.loss_mask.flat.bool()
+    gaps = (old.flat - teacher.flat).masked_fill(~mask, 0.0)
+    by_token = trajectory.advantages.repeat_interleave(torch.tensor(lengths)).to(gaps.dtype) - coef * gaps
+    distilled = replace(trajectory, action_advantages=Ragged(by_token.masked_fill(~mask, 0.0), lengths))
+    claim(Component.TRAJECTORY, distilled.tensors())
+    return distilled, {"distillation/kl": float(gaps.sum()) / max(1, int(mask.sum()))}

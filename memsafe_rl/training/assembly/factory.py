@@ -37,10 +37,13 @@ from memsafe_rl.parallel.shards import ShardedWeights, check_critic_dividable, c
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
-from memsafe_rl.training.algorithms.advantages import Advantages, GroupAdvantages
+from memsafe_rl.training.algorithms.advantages import (
+    Advantages,
+    GroupAdvantages,
+    distilled_advantages,
+    leave_one_out_advantages,
+)
 from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
-from memsafe_rl.training.algorithms.distillation import DistilledAdvantages
-from memsafe_rl.training.algorithms.leave_one_out import LeaveOneOutAdvantages
 from memsafe_rl.training.algorithms.objectives import Combiner
 from memsafe_rl.training.assembly.inputs import (
     check_sampler,
@@ -253,9 +256,9 @@ def _advantages(
     """Makes what turns rewards into advantages; a critic that was passed as an object is prepared once."""
     config, wanted = inputs.config, inputs.request.critic
     if isinstance(config, RLOOConfig):
-        return LeaveOneOutAdvantages(config)
+        return leave_one_out_advantages(config)
     if isinstance(config, GRPOConfig) and config.teacher_model_name_or_path is not None:
-        return DistilledAdvantages(config.distillation_coef)
+        return distilled_advantages(config.distillation_coef)
     if not isinstance(config, PPOConfig):
         return GroupAdvantages()
     make, values = inputs.models.critic, (adapter, wanted, partial(check, config, inputs.models))
