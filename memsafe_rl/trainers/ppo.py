@@ -20,29 +20,13 @@ class PPOTrainer(PolicyTrainer):
     """Trains a model with Proximal Policy Optimization (Schulman et al. 2017, arXiv 1707.06347).
 
     A critic foresees what is still to come of a completion, so that each action has an advantage of its own
-    (generalized advantages, arXiv 1506.02438) and a prompt needs no group. Everything else, from the arguments to what
-    happens when memory runs out, is as in `GRPOTrainer`.
+    (generalized advantages, arXiv 1506.02438) and a prompt needs no group. Everything else, from the arguments and
+    errors to what happens when memory runs out, is as in `GRPOTrainer`.
 
     Args:
-        model: a name or path, or a model (a `PeftModel` too); a causal LM, an encoder-decoder, or a `DiffusionPolicy`,
-            whose denoising steps are then the actions (DPPO, arXiv 2409.00588).
-        reward_funcs: a reward function or a list of them: callables, sync or async, reward models, or their names;
-            None where environments give the reward.
-        args: the configuration; None for the defaults.
-        train_dataset: a `datasets` dataset with a `prompt` column, plain or conversational.
-        eval_dataset: prompts for evaluation, or a dict of such datasets.
-        processing_class: the tokenizer; None to load it with the model.
-        reward_processing_classes: tokenizers of the reward models.
-        callbacks: callbacks of transformers' `TrainerCallback` form.
-        optimizers: an optimizer and a schedule; None for those the configuration names. A given optimizer must hold
-            the critic's weights too.
-        quantization_config: quantises the base model while it is loaded; needs `peft_config`.
-        peft_config: adds an adapter, which alone is trained.
-        tools: functions that the model may call, as for `GRPOTrainer`.
-        rollout_func: `(prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", ...}`, draws completions in
-            place of the library.
-        environment_factory: makes environments, as for `GRPOTrainer`.
-        memory_policy: cuts the work to fit memory, as in `GRPOTrainer`.
+        model: as in `GRPOTrainer`, or a `DiffusionPolicy`, whose denoising steps are then the actions (DPPO, arXiv
+            2409.00588).
+        optimizers: an optimizer and a schedule; a given optimizer must hold the critic's weights too.
         critic: None for a head on the model's own hidden states (one forward gives log-probs and values); "adapter"
             for a second adapter on the model's base, made as `peft_config` says; or another model with the same
             tokenizer, perhaps a smaller one: its name, its path, or the model itself, which is then trained in place.
@@ -52,10 +36,6 @@ class PPOTrainer(PolicyTrainer):
         reward_model: TRL's name for ``reward_funcs``: a reward model, which reads the model's own tokens.
         value_model: TRL's name for ``critic``; a network that classifies sequences with one number
             (`AutoModelForSequenceClassification`) keeps its last layer as the critic's head.
-
-    Raises:
-        ConfigError: a setting cannot work; the message names it, its value and the remedy.
-        DataError: the dataset cannot be used.
     """
 
     config_class = PPOConfig
