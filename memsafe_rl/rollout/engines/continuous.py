@@ -24,7 +24,7 @@ from memsafe_rl.rollout.engine import Engine, EngineContext, Progress, register_
 from memsafe_rl.rollout.external.function_engine import FunctionEngine
 from memsafe_rl.rollout.external.kv_pool import pool_for
 from memsafe_rl.rollout.external.request import EngineRequest
-from memsafe_rl.rollout.external.sampling_support import check_options, is_filtered, quiet, refuse_encoder
+from memsafe_rl.rollout.external.sampling_support import check_options, completion_of, quiet, refuse_encoder
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 
 HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", "top_p", "top_k"})
@@ -167,19 +167,13 @@ def _failed(error: BaseException | None, told: str) -> _Failed:
 
 
 def _completion(output: Any, settings: SamplingSettings) -> Completion:
-    ids = torch.tensor(output.generated_tokens, dtype=torch.int64)
-    logprobs = torch.tensor(output.logprobs, dtype=torch.float32)
-    if len(ids) != len(logprobs) or not bool(torch.isfinite(logprobs).all()):
+    tokens, logprobs = output.generated_tokens, output.logprobs
+    if len(tokens) != len(logprobs) or not all(map(math.isfinite, logprobs)):
         raise MemsafeError(
             "transformers' continuous batching gave a token no finite log-prob. Leave "
             "use_transformers_continuous_batching out to decode with the library's own engine."
         )
-    return Completion(
-        ids=ids,
-        logprobs=logprobs,
-        model_logprobs=torch.full_like(logprobs, math.nan) if is_filtered(settings) else logprobs,
-        finished=int(ids[-1]) in settings.eos_token_ids,
-    )
+    return completion_of(tokens, logprobs, settings, finished=int(tokens[-1]) in settings.eos_token_ids)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +18,14 @@ from memsafe_rl.rollout.engine import Engine, EngineCapabilities, EngineContext,
 from memsafe_rl.rollout.external.function_engine import ExternalEngine
 from memsafe_rl.rollout.external.kv_pool import Pool, pool_for
 from memsafe_rl.rollout.external.request import EngineRequest, Row, seed_of
-from memsafe_rl.rollout.external.sampling_support import FILTERS, is_filtered, refuse_encoder, refuse_missing_vllm
-from memsafe_rl.rollout.vllm.hosting import Hosted, build, failures_named, hand_over, shut_down
+from memsafe_rl.rollout.external.sampling_support import (
+    FILTERS,
+    completion_of,
+    refuse_encoder,
+    refuse_missing_vllm,
+    vllm_sampling,
+)
+from memsafe_rl.rollout.vllm.hosting import Hosted, VLLMSettings, build, failures_named, hand_over, shut_down
 from memsafe_rl.rollout.vllm.weights import named_weights, refuse_unmergeable
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -35,16 +40,6 @@ _TOLERANCE = {"float32": 1e-3}  # nats by which log-probs may differ from the mo
 _CHECKED_TOKENS = 8
 _GROWTH = 2
 """How many times its size a rollout may ask for before a larger engine is worth the seconds it takes to build."""
-
-
-@dataclass(frozen=True)
-class VLLMSettings:
-    """What is fixed for a whole run."""
-
-    dtype: str  # type of the engine's weights, such as "bfloat16"
-    memory_share: float = 0.3  # share of the device that its weights and its pool may fill
-    sleeps: bool = False  # whether it gives its bytes back between two rollouts
-    max_model_length: int | None = None  # longest sequence, in tokens; None for what the network and the pool hold
 
 
 class VLLMEngine(ExternalEngine):
@@ -147,9 +142,7 @@ class VLLMEngine(ExternalEngine):
             max_model_len=min(limit for limit in limits if limit is not None),
             rows=rows,
             batch_tokens=max(plan.prefill_tokens, rows),
-            dtype=self._settings.dtype,
-            memory_share=self._settings.memory_share,
-            sleeps=self._settings.sleeps,
+            settings=self._settings,
         )
         self._engine = build(causal_lm_of(self._adapter.model), hosted, self._adapter.device)
         self._hosted, self._asleep = hosted, False
@@ -272,37 +265,17 @@ class _Run:
 
     def _completion(self, output: Any) -> Completion:
         tokens = list(output.token_ids)
-        logprobs = torch.tensor([entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)])
-        if not bool(torch.isfinite(logprobs).all()):
+        logprobs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
+        if not all(map(math.isfinite, logprobs)):
             raise MemsafeError("vLLM gave a token no finite log-prob. Leave use_vllm out to decode with our engine.")
-        filtered = is_filtered(self._settings)
-        return Completion(
-            ids=torch.tensor(tokens, dtype=torch.int64),
-            logprobs=logprobs,
-            model_logprobs=torch.full_like(logprobs, math.nan) if filtered else logprobs,
-            finished=output.finish_reason == "stop",
-        )
+        return completion_of(tokens, logprobs, self._settings, finished=output.finish_reason == "stop")
 
 
 def _sampling(settings: SamplingSettings, key: SequenceKey) -> Any:
-    """Writes the settings as vLLM's; eos ids as stop tokens, so that none but the run's own end a sequence."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p or 0.0,
-        repetition_penalty=settings.repetition_penalty,
-        max_tokens=settings.max_new_tokens,
-        stop_token_ids=list(settings.eos_token_ids),
-        ignore_eos=True,
-        seed=seed_of(key),
-        logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    return SamplingParams(**vllm_sampling(settings, seed_of(key)), output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def vllm_engine(context: EngineContext) -> VLLMEngine:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
+import torch
 from transformers import ContinuousBatchingConfig
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.rollout.engine import EngineContext
-from memsafe_rl.types import SamplingSettings
+from memsafe_rl.types import Completion, SamplingSettings
 
 FILTERS = frozenset({"top_p", "top_k", "min_p", "repetition_penalty"})
 """Settings after which the distribution drawn from is no longer the model's."""
@@ -102,3 +104,29 @@ def is_filtered(settings: SamplingSettings) -> bool:
     """Tells whether tokens are drawn from another distribution than the model's at the run's temperature."""
     plain = SamplingSettings(settings.max_new_tokens, settings.eos_token_ids)
     return any(getattr(settings, name) != getattr(plain, name) for name in FILTERS)
+
+
+def completion_of(
+    tokens: Sequence[int], logprobs: Sequence[float], settings: SamplingSettings, *, finished: bool
+) -> Completion:
+    """Makes a completion of plain numbers; the model's own log-probs are unknown where settings filter tokens."""
+    drawn = torch.tensor(logprobs, dtype=torch.float32)
+    own = torch.full_like(drawn, math.nan) if is_filtered(settings) else drawn
+    return Completion(torch.tensor(tokens, dtype=torch.int64), drawn, own, finished)
+
+
+def vllm_sampling(settings: SamplingSettings, seed: int) -> dict[str, Any]:
+    """Writes settings as vLLM's; eos ids as stop tokens, so that none but the run's own end a sequence."""
+    return {
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "min_p": settings.min_p or 0.0,
+        "repetition_penalty": settings.repetition_penalty,
+        "max_tokens": settings.max_new_tokens,
+        "stop_token_ids": list(settings.eos_token_ids),
+        "ignore_eos": True,
+        "seed": seed,
+        "logprobs": 0,
+        "detokenize": False,
+    }

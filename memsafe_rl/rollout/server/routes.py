@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import requests
-import torch
 
 from memsafe_rl.errors import MemsafeError
-from memsafe_rl.rollout.external.sampling_support import is_filtered
+from memsafe_rl.rollout.external.sampling_support import completion_of, vllm_sampling
 from memsafe_rl.types import Completion, SamplingSettings
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -72,7 +71,7 @@ class Server:
         """Gives the log-probs, in nats, of all tokens of a prompt but the first."""
         name = f"probe-{version}"
         settings = SamplingSettings(1, ())
-        params = {**sampling_params(settings, seed=0), "prompt_logprobs": 0}
+        params = {**vllm_sampling(settings, seed=0), "prompt_logprobs": 0}
         answer = self._generate(name, ids, params)
         self._completion(answer, name, settings, version)
         given = answer.get("prompt_logprobs") or []
@@ -83,7 +82,7 @@ class Server:
 
     def draw(self, name: str, ids: Sequence[int], settings: SamplingSettings, seed: int, version: str) -> Completion:
         """Draws one completion."""
-        answer = self._generate(name, ids, sampling_params(settings, seed))
+        answer = self._generate(name, ids, vllm_sampling(settings, seed))
         return self._completion(answer, name, settings, version)
 
     def _generate(self, name: str, ids: Sequence[int], params: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,13 +119,7 @@ class Server:
                 raise ValueError("a log-prob is above 0 or not finite")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerError(f"{self.url} gave an answer that is refused: {error}") from None
-        own = torch.tensor(logprobs)
-        return Completion(
-            ids=torch.tensor(tokens, dtype=torch.int64),
-            logprobs=own,
-            model_logprobs=torch.full_like(own, math.nan) if is_filtered(settings) else own,
-            finished=tokens[-1] in settings.eos_token_ids,
-        )
+        return completion_of(tokens, logprobs, settings, finished=tokens[-1] in settings.eos_token_ids)
 
     def _read(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         answer = self._call(method, route, body)
@@ -163,23 +156,6 @@ class Server:
         if not answer.ok:
             raise ServerError(f"{self.url}{route} answered {answer.status_code}: {answer.text[:_TOLD]}")
         return answer
-
-
-def sampling_params(settings: SamplingSettings, seed: int) -> dict[str, Any]:
-    """Writes settings as vLLM's; eos ids as stop tokens, so that none but the run's own end a sequence."""
-    return {
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "top_k": settings.top_k,
-        "min_p": settings.min_p or 0.0,
-        "repetition_penalty": settings.repetition_penalty,
-        "max_tokens": settings.max_new_tokens,
-        "stop_token_ids": list(settings.eos_token_ids),
-        "ignore_eos": True,
-        "seed": seed,
-        "logprobs": 0,
-        "detokenize": False,
-    }
 
 
 def _check_version(spans: Any, tokens: int, version: str) -> None:

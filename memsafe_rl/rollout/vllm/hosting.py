@@ -35,6 +35,16 @@ _TOO_SMALL = re.compile(
 
 
 @dataclass(frozen=True)
+class VLLMSettings:
+    """What is fixed for a whole run."""
+
+    dtype: str  # type of the engine's weights, such as "bfloat16"
+    memory_share: float = 0.3  # share of the device that its weights and its pool may fill
+    sleeps: bool = False  # whether it gives its bytes back between two rollouts
+    max_model_length: int | None = None  # longest sequence, in tokens; None for what the network and the pool hold
+
+
+@dataclass(frozen=True)
 class Hosted:
     """What a vLLM engine is built with."""
 
@@ -42,9 +52,7 @@ class Hosted:
     max_model_len: int  # longest sequence, in tokens
     rows: int  # sequences that it decodes together
     batch_tokens: int  # tokens that it reads in one forward
-    dtype: str  # type of its weights and of its cache, such as "float32"
-    memory_share: float  # share of the device that vLLM may believe its own
-    sleeps: bool  # whether its bytes can be taken away and given back
+    settings: VLLMSettings  # what is fixed for the whole run
 
 
 def build(model: Any, hosted: Hosted, device: torch.device) -> Any:
@@ -69,14 +77,14 @@ def _arguments(hosted: Hosted, device: torch.device) -> dict[str, Any]:
         "runner": "generate",
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "dtype": hosted.dtype,
+        "dtype": hosted.settings.dtype,
         "kv_cache_memory_bytes": hosted.pool.bytes,
-        "gpu_memory_utilization": hosted.memory_share,
+        "gpu_memory_utilization": hosted.settings.memory_share,
         "max_model_len": hosted.max_model_len,
         "max_num_seqs": hosted.rows,
         "max_num_batched_tokens": hosted.batch_tokens,
         "enable_prefix_caching": True,
-        "enable_sleep_mode": hosted.sleeps,
+        "enable_sleep_mode": hosted.settings.sleeps,
         # of the distribution drawn from, as the correction of importance needs them
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
