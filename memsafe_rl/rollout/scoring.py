@@ -258,8 +258,7 @@ def _scored(
 
 def _values(distribution: Distribution, value_head: ValueHead) -> Tensor:
     """Gives values (M,) of the hidden states from which actions are drawn."""
-    if isinstance(distribution, GaussianDistribution):
-        raise AssertionError("a denoiser shows no hidden states; its critic is a network of its own")
+    assert not isinstance(distribution, GaussianDistribution), "a denoiser's critic is a network of its own"
     return value_head(distribution.hidden_MD)
 
 
@@ -280,6 +279,5 @@ def _logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     if isinstance(distribution, GaussianDistribution):
         return gaussian_logprobs(distribution), gaussian_entropies(distribution) if with_entropy else None
-    if isinstance(distribution, StateFeatures):
-        raise AssertionError("a critic draws nothing")
+    assert not isinstance(distribution, StateFeatures), "a critic draws nothing"
     return token_logprobs(distribution, temperature=temperature, tile=tile, with_entropy=with_entropy)

@@ -285,8 +285,7 @@ class Collector:
     def _drawn_by_user(self, prompts: Prompts, group_size: int, mine: range) -> ExternalRollout:
         """Has the user's function draw this rank's rows, and checks what it returns."""
         setup = self._setup
-        if setup.draw_rollout is None:
-            raise AssertionError("called only with a rollout_func")
+        assert setup.draw_rollout is not None, "called only with a rollout_func"
         repeated = [prompts.prompts[row // group_size] for row in mine]
         output = setup.draw_rollout(copy.deepcopy(repeated))
         ends = {*setup.sampling.eos_token_ids, setup.models.processing_class.pad_token_id}

@@ -35,8 +35,7 @@ class Episodes:
     def begin(self, prompts: Prompts, rollout: int, group_size: int, first_prompt: int = 0) -> EpisodeBatch:
         """Resets the environments of this rank's rows, once."""
         setup, environments = self._setup, self._setup.environments
-        if environments is None:
-            raise AssertionError("episodes are played in environments")
+        assert environments is not None, "episodes are played in environments"
         keys = {
             row: SequenceKey(setup.config.seed, rollout, first_prompt + row // group_size, row % group_size)
             for row in setup.parallel.share(len(prompts.ids) * group_size)
@@ -53,8 +52,7 @@ class Episodes:
     def play(self, batch: EpisodeBatch, *, step: int) -> ExternalRollout:
         """Plays episodes to their ends."""
         setup, environments = self._setup, self._setup.environments
-        if environments is None:
-            raise AssertionError("episodes are played in environments")
+        assert environments is not None, "episodes are played in environments"
         setup.recovery.repeat(Stage.PREPARE, setup.engine.synchronise, step)
         try:
             with setup.engine.open(lambda: batch.live_keys) as self.scope:
@@ -115,8 +113,7 @@ class Episodes:
 
     @property
     def _opened(self) -> RolloutScope:
-        if self.scope is None:
-            raise AssertionError("turns are drawn while episodes are played")
+        assert self.scope is not None, "turns are drawn while episodes are played"
         return self.scope
 
     def _turn_work(

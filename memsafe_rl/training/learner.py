@@ -94,8 +94,7 @@ class Learner:
             MemsafeError: the gradient is not finite.
         """
         rollout = state.rollout
-        if rollout is None:
-            raise AssertionError("a step learns from a rollout")
+        assert rollout is not None, "a step learns from a rollout"
         rows = rollout.trajectory.rows_of(self.rows(state.cursor))
         with self._setup.gathered() if self._scores_first else nullcontext():
             terms = self.fix_terms(rollout, rows, state.controllers)  # over the whole step, before anything is cut

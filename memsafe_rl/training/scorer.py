@@ -190,15 +190,13 @@ class Scorer:
         return [row for row in rows if learns(row)]
 
     def _corrections(self, trajectory: Trajectory) -> Ragged:
-        if trajectory.sampling_logprobs is None:
-            raise AssertionError("a rollout has the log-probs it was drawn with")
+        assert trajectory.sampling_logprobs is not None, "a rollout has the log-probs it was drawn with"
         sampled = trajectory.sampling_logprobs.rows()
         return Ragged.from_rows([self._correction(trajectory, row, sampled[row]) for row in range(len(trajectory))])
 
     def _correction(self, trajectory: Trajectory, row: int, sampling_logprobs_T: Tensor) -> Tensor:
         """Weighs a row's actions by how much likelier they have become since they were drawn, or rejects them."""
-        if trajectory.old_logprobs is None:
-            raise AssertionError("corrections follow scoring")
+        assert trajectory.old_logprobs is not None, "corrections follow scoring"
         config, old_T = self._config, trajectory.old_logprobs.rows()[row]
         compared = old_T, sampling_logprobs_T, trajectory.loss_mask.rows()[row]
         weights_T = torch.ones_like(old_T)

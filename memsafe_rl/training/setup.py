@@ -139,8 +139,7 @@ class TrainingSetup:
     @property
     def committed(self) -> Committer:
         """What moves the weights, once training has begun."""
-        if self.committer is None:
-            raise AssertionError("training has not begun")
+        assert self.committer is not None, "training has not begun"
         return self.committer
 
     @property

@@ -183,8 +183,7 @@ class LiveEpisode:
 
     def whole(self) -> Episode:
         """Gives the episode when it is over."""
-        if self.ending is None:
-            raise AssertionError("an episode is whole when it has ended")
+        assert self.ending is not None, "an episode is whole when it has ended"
         finished = self.ending in _BY_ITSELF
         with host_memory():
             segments = tuple(part.segment(finished) for part in self.grown) or (_nothing(self.context),)

@@ -268,8 +268,7 @@ class _RunningBatch:
         return self._kept is not None and plan.kept_limit_bytes > 0
 
     def _without_ended(self, state: DecodeState, rows: Sequence[LiveSequence]) -> DecodeState:
-        if self._kept is None:
-            raise AssertionError("called only where something is kept")
+        assert self._kept is not None, "called only where something is kept"
         with host_memory():
             leaving = [(place, name_of(one.key), one.history()) for place, one in enumerate(rows) if one.ended]
         return self._kept.set_aside(state, leaving, [place for place, one in enumerate(rows) if not one.ended])
@@ -308,8 +307,8 @@ class _RunningBatch:
         state.keep_whole(parted)
 
     def _step(self) -> None:
-        if self._state is None or self._tokens_B is None:
-            raise AssertionError("a step follows the rows' first tokens")
+        assert self._state is not None, "a step follows the rows' first tokens"
+        assert self._tokens_B is not None, "likewise"
         if self._streams is None:
             self._streams = Streams.of(self._rows, self._adapter.device)
         logits_BV = self._adapter.decode_step(self._state, self._tokens_B)

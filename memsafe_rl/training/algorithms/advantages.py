@@ -139,8 +139,8 @@ def distilled_advantages(coef: float) -> GroupAdvantages:
 def _taught(coef: float, trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Assigned:  # noqa: ARG001
     """Gives each token ``A_t = A - coef (log pi(a_t) - log pi_teacher(a_t))``, with ``A`` of its row's group."""
     old, teacher = trajectory.old_logprobs, trajectory.ref_logprobs
-    if old is None or teacher is None:
-        raise AssertionError("log-probs come before advantages")
+    assert old is not None, "log-probs come before advantages"
+    assert teacher is not None, "likewise"
     lengths, mask = trajectory.actions.lengths, trajectory.loss_mask.flat.bool()
     gaps = (old.flat - teacher.flat).masked_fill(~mask, 0.0)
     by_token = trajectory.advantages.repeat_interleave(torch.tensor(lengths)).to(gaps.dtype) - coef * gaps

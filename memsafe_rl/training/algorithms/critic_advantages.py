@@ -115,8 +115,7 @@ class CriticAdvantages:
     ) -> tuple[Trajectory, dict[str, float]]:
         """Gives every action of a rollout its advantage and return; whitening is over all rows of all ranks."""
         config, rows = self._config, range(len(trajectory))
-        if trajectory.values is None:
-            raise AssertionError("values come before advantages")
+        assert trajectory.values is not None, "values come before advantages"
         mask_BT, values_BT = trajectory.loss_mask.pad(rows, 0).bool(), trajectory.values.pad(rows, 0)
         judged_BT = self._judged(mask_BT)
         _refuse_broken(values_BT, judged_BT)
@@ -210,8 +209,7 @@ class CriticAdvantages:
             return trajectory.kl.pad(range(len(trajectory)), 0)
         if trajectory.ref_logprobs is None:
             return None
-        if trajectory.old_logprobs is None:
-            raise AssertionError("log-probs come before advantages where there is a reference")
+        assert trajectory.old_logprobs is not None, "log-probs come before advantages where there is a reference"
         rows = range(len(trajectory))
         logprobs_BT, reference_BT = trajectory.old_logprobs.pad(rows, 0), trajectory.ref_logprobs.pad(rows, 0)
         return kl_estimates(logprobs_BT, reference_BT, self._config.kl_estimator)

@@ -70,8 +70,7 @@ def learning_rows(trajectory: Trajectory, index: int, rows: Sequence[int], *, ev
 
 def as_seen_by(trajectory: Trajectory, index: int) -> Trajectory:
     """Gives a rollout with the advantages of one objective."""
-    if trajectory.objective_advantages is None:
-        raise AssertionError("the rollout was judged without objectives")
+    assert trajectory.objective_advantages is not None, "the rollout was judged without objectives"
     return replace(trajectory, advantages=trajectory.objective_advantages[:, index], objective_advantages=None)
 
 

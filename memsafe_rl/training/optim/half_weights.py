@@ -296,8 +296,7 @@ class HalfWeights:
             optimizer.step()
         if not self._half:
             return
-        if self._buffer is None:
-            raise AssertionError("nothing was opened for the step")
+        assert self._buffer is not None, "nothing was opened for the step"
         for weight in self.plain:
             weight.grad = None  # stepped on already
         factor = factors.get((self._buffer.device, torch.float32))

@@ -329,8 +329,7 @@ class Committer:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def _checked(self) -> _Measured:
-        if self._measured is None:
-            raise AssertionError("the gradients have not been measured")
+        assert self._measured is not None, "the gradients have not been measured"
         return self._measured
 
     def _unscale(self) -> dict[str, Any]:
